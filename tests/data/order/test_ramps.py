@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given as each
+from hypothesis import ramp_draws as each
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from forge_data.components import Random
-from forge_data.order.mixture import given
+from forge_data.order.mixture import ramp_draws
 from forge_data.order.phases import STAIRS, stages_of
 from forge_data.order.timeline import Timeline
 from forge_data.section import Data, Phase
@@ -57,7 +57,7 @@ def test_stretches_give_to_the_source_that_is_owed_most(rates: list[list[int]], 
     for number, size in enumerate(samples):
         rate = rates[number % 2]
         owed = [debt + Fraction(size * share, sum(rate)) for debt, share in zip(owed, rate, strict=True)]
-        found, left = given(owed, size), list(owed)
+        found, left = ramp_draws(owed, size), list(owed)
         for _ in range(size):
             left[max(range(count), key=lambda i: left[i])] -= 1
         owed = [debt - samples for debt, samples in zip(owed, found, strict=True)]
@@ -67,8 +67,8 @@ def test_stretches_give_to_the_source_that_is_owed_most(rates: list[list[int]], 
 
 def test_a_stretch_that_is_shorter_than_its_debts_pays_the_largest() -> None:
     owed = [Fraction(tenths, 10) for tenths in (26, 12, 25, -9, -9, -9, -6)]
-    assert given(owed, 3) == [2, 0, 1, 0, 0, 0, 0]  # 2.6, 2.5, then 1.6
-    assert given([Fraction(-9, 10), Fraction(19, 10)], 1) == [0, 1]
+    assert ramp_draws(owed, 3) == [2, 0, 1, 0, 0, 0, 0]  # 2.6, 2.5, then 1.6
+    assert ramp_draws([Fraction(-9, 10), Fraction(19, 10)], 1) == [0, 1]
 
 
 def test_w7_a_source_with_less_than_half_a_sample_a_stair_is_drawn_in_a_ramp() -> None:
@@ -162,7 +162,7 @@ def test_after_a_source_is_used_up_a_ramp_owes_nothing() -> None:
         cut = next(segment for segment in timeline.segments if segment.before[2] == cap)
         samples = next(segment.first for segment in timeline.segments if segment.first > cut.first) - cut.first
         due = [Fraction(samples * share, sum(cut.shares)) for share in cut.shares]
-        assert cut.shares[2] == 0 and cut.mixture.shares == tuple(given(due, samples))
+        assert cut.shares[2] == 0 and cut.mixture.shares == tuple(ramp_draws(due, samples))
         assert timeline.draws(2000)[2] == cap
 
 

@@ -24,7 +24,7 @@ from forge_data.loading.sources import LoadSpec, context_of
 from forge_data.loading.stream import open_stream
 from forge_data.section import Data
 from forge_data.sources import jsonl
-from forge_data.sources.records import Skips, Wanted, as_json, from_json, read_part
+from forge_data.sources.records import Skips, Wanted, part_as_json, part_from_json, read_part
 from forge_data.storage.files import find
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -132,7 +132,7 @@ def test_parts_of_any_size_give_every_document_once(tmp_path: Path, write: Write
     found = [
         document
         for part in parts
-        for document in read_part(from_json(json.loads(json.dumps(as_json(part)))), records.wanted, Skips())
+        for document in read_part(part_from_json(json.loads(json.dumps(part_as_json(part)))), records.wanted, Skips())
     ]
     assert found == list(records)
     assert size > 1 or len(parts) > 1 or write in (as_gzip, as_zstandard)

@@ -148,7 +148,7 @@ def test_a_cache_that_cannot_be_written_is_a_message(bucket: Any, tmp_path: Path
 
 def test_the_cache_is_below_the_home_directory_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORGE_CACHE")
-    assert files.cache() == Path.home() / ".cache" / "forge"
+    assert files.cache_directory() == Path.home() / ".cache" / "forge"
 
 
 ABSENT = [

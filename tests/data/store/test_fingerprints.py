@@ -19,7 +19,7 @@ from forge_data.loading.stream import open_stream
 from forge_data.section import Data
 from forge_data.sources.store import open_store
 from forge_data.storage import checksums
-from forge_data.storage.checksums import digest_of, places
+from forge_data.storage.checksums import digest_of, sampled_ranges
 from forge_data.storage.files import find
 
 LINES = [json.dumps({"text": f"document {number:04d} of a corpus"}) for number in range(200)]
@@ -152,10 +152,10 @@ def test_w11_the_borders_of_a_store_are_part_of_its_content(make_store: Any, tmp
 
 
 def test_places_are_fixed_cover_the_ends_and_lie_in_every_stretch() -> None:
-    assert places(100, 16, 64) == [(0, 100)]
+    assert sampled_ranges(100, 16, 64) == [(0, 100)]
     for total in (10_000_000, 10**13):
-        found = places(total, 4096, 64)
-        assert found == places(total, 4096, 64) and found[0] == (0, 4096) and found[-1] == (total - 4096, total)
+        found = sampled_ranges(total, 4096, 64)
+        assert found == sampled_ranges(total, 4096, 64) and found[0] == (0, 4096) and found[-1] == (total - 4096, total)
         assert all(start >= 0 and stop <= total and stop - start == 4096 for start, stop in found)
         assert sorted(found) == found and len(found) == 66
         starts = np.array([start for start, _ in found[1:-1]])
@@ -163,7 +163,7 @@ def test_places_are_fixed_cover_the_ends_and_lie_in_every_stretch() -> None:
         assert (
             len({int(start - number * (total // 64)) for number, start in enumerate(starts.tolist())}) > 60
         )  # not at even places
-    assert places(10_000_000, 4096, 64)[5] != places(10_000_001, 4096, 64)[5]
+    assert sampled_ranges(10_000_000, 4096, 64)[5] != sampled_ranges(10_000_001, 4096, 64)[5]
 
 
 def test_a_large_corpus_is_known_by_its_sizes_edges_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "StatefulLoader": "loading.foreign_loader",
-        "StoreSource": "store.reader",
-        "StoreWriter": "store.writer",
+        "StatefulLoader": "loading.interop",
+        "StoreSource": "sources.store",
+        "StoreWriter": "sources.store_writer",
         "evaluation": "loading.evaluation",
-        "for_transformers": "loading.model_inputs",
+        "for_transformers": "loading.interop",
         "merged": "order.cursor",
-        "open_stream": "loading.loader",
+        "open_stream": "loading.stream",
         "permute": "order.permutation",
     },
 )

@@ -1,7 +1,12 @@
-"""What `data decontaminate` does: documents that share runs of words with an evaluation set, found and left out.
+"""What `data decontaminate` does: finds documents that share runs of words with an evaluation set, and leaves them out.
 
 The measure is the usual one (Brown et al., 2020): a run of 13 words that occurs in both. It needs no network and no
 tokenizer of the evaluation set. An example of fewer words is looked for as a whole, as one run.
+
+Words are what remains when text is lowered and everything but letters, digits and other symbols beyond ASCII counts as a
+gap. A run is found by a 64-bit hash, for many megabytes a second: the hash of a word is a polynomial in its bytes and that
+of a run a polynomial in its words, both modulo 2^64, so every run comes from two cumulative sums (Karp and Rabin, 1987).
+Equal runs have equal hashes; where a hash is found, the runs are then compared word by word.
 """
 
 import json
@@ -26,6 +31,10 @@ from forge_data.tokenizers.dump import tokenizer_of
 
 _SHORTEST = 3
 """An example of fewer words says nothing: its words occur everywhere."""
+_BYTE_BASE, _WORD_BASE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
+_ODD = np.uint64(0xBF58476D1CE4E5B9)
+_GAPS = dict.fromkeys((*range(8192, 8304), 12288, 12289, 12290), " ")
+"""Spaces, dashes and quotation marks beyond ASCII, and their like in CJK."""
 
 
 @dataclass
@@ -84,11 +93,11 @@ def decontaminate(
         writer = out and stack.enter_context(
             StoreWriter(out, dtype=source.dtype.name, tokenizer=tokenizer, source=f"{source.manifest.source}, decontaminated")
         )
-        lines = report_to and stack.enter_context(_opened(report_to))
+        lines = report_to and stack.enter_context(_open_report(report_to))
         for start, ids, ends in portions(source):
             kept = _compare(tokenizer, examples, start, ids, ends, counts, lines)
             if writer:
-                _add(writer, ids, ends, kept)
+                _add_kept(writer, ids, ends, kept)
             progress.advance(len(ids))
         if writer:
             writer.commit()
@@ -104,7 +113,7 @@ def read_examples(against: Sequence[str], fields: tuple[str, ...], words: int) -
     examples = Examples()
     for file in (file for path in against for file in find(path, jsonl.SUFFIXES, "evaluation")):
         for offset, record in jsonl.records(file):
-            texts = list(_texts(record, fields))
+            texts = list(_texts_in(record, fields))
             if not texts:
                 what = f"no text under {' or '.join(fields)}" if fields else "no text"
                 raise DataError(f"{file.where} at byte {offset} has {what}")
@@ -131,17 +140,17 @@ def _runs_of_words(words: list[bytes], length: int) -> Iterator[tuple[bytes, ...
         yield tuple(words[start : start + length])
 
 
-def _texts(value: Any, fields: tuple[str, ...]) -> Iterator[str]:
+def _texts_in(value: Any, fields: tuple[str, ...]) -> Iterator[str]:
     """All texts below a value; of a record only those under the named keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item, ())
+            yield from _texts_in(item, ())
     elif isinstance(value, dict):
         for key, item in value.items():
             if not fields or key in fields:
-                yield from _texts(item, ())
+                yield from _texts_in(item, ())
 
 
 def _compare(
@@ -194,14 +203,14 @@ def _overlaps(text: str, examples: Examples) -> list[tuple[tuple[bytes, ...], li
     return list(found.items())
 
 
-def _add(writer: StoreWriter, ids: np.ndarray, ends: np.ndarray, kept: np.ndarray) -> None:
+def _add_kept(writer: StoreWriter, ids: np.ndarray, ends: np.ndarray, kept: np.ndarray) -> None:
     lengths = np.diff(ends, prepend=0)
     chosen = ids[np.repeat(kept, lengths)]
     if len(chosen):
         writer.add(chosen, np.cumsum(lengths[kept]))
 
 
-def _opened(path: Path) -> IO[str]:
+def _open_report(path: Path) -> IO[str]:
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:
@@ -220,12 +229,6 @@ def as_text(found: dict[str, Any]) -> str:
     if found["out"]:
         lines.append(f"  the other documents are in {found['out']}")
     return "\n".join(lines)
-
-
-_BYTE_BASE, _WORD_BASE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
-_ODD = np.uint64(0xBF58476D1CE4E5B9)
-_GAPS = dict.fromkeys((*range(8192, 8304), 12288, 12289, 12290), " ")
-"""Spaces, dashes and quotation marks beyond ASCII, and their like in CJK."""
 
 
 def normalized(text: str) -> bytes:

@@ -1,4 +1,8 @@
-"""What `data diff` does: the first difference between two corpora."""
+"""What `data diff` says: the first difference between two corpora, or between the samples that two runs read.
+
+A run is its directory, one of its checkpoints, or a recipe that has not been run. Rows are compared as a model sees them.
+Rows that are known by arithmetic to be the same row of the same corpus are not read; streams are read from their beginning.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +21,7 @@ from forge_data.order.cursor import differences_of, refuse_other, sample_of
 from forge_data.sources.scan import place_of
 
 _BLOCK = 1 << 22
+_FIELDS = ("tokens", "labels", "positions", "documents")
 
 
 def diff_corpora(one: Source, other: Source) -> dict[str, Any]:
@@ -81,7 +86,12 @@ def corpora_text(found: dict[str, Any], names: tuple[str, str]) -> str:
     return "\n".join(lines)
 
 
-_FIELDS = ("tokens", "labels", "positions", "documents")
+def is_run(path: str) -> bool:
+    """Whether a path, or the name of a preset, means a run and no corpus."""
+    folder = Path(path)
+    if folder.is_dir():
+        return (folder / "config.toml").is_file() or (folder / "checkpoints").is_dir() or _is_checkpoint(folder)
+    return (folder.is_file() and folder.suffix == ".toml") or path in Registry().names("forge.presets")
 
 
 @dataclass(frozen=True)
@@ -92,14 +102,6 @@ class ComparedRun:
     reader: RowReader
     steps: int
     reached: bool
-
-
-def is_run(path: str) -> bool:
-    """Whether a path, or the name of a preset, means a run and no corpus."""
-    folder = Path(path)
-    if folder.is_dir():
-        return (folder / "config.toml").is_file() or (folder / "checkpoints").is_dir() or _is_checkpoint(folder)
-    return (folder.is_file() and folder.suffix == ".toml") or path in Registry().names("forge.presets")
 
 
 def compare_runs(one: str, other: str, steps: int | None, report: Callable[[str], None]) -> dict[str, Any]:

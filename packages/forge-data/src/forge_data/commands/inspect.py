@@ -1,4 +1,4 @@
-"""What `data inspect` says about tokens on disk."""
+"""What `data inspect` and `data verify` say about tokens on disk: what they are, and whether they are intact."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +14,10 @@ from forge_data.sources.store import StoreSource
 from forge_data.sources.token_files import Corpus
 from forge_data.tokenizers.dump import tokenizer_of
 
-_SAMPLE = 120
+_SHOWN_TOKENS = 120
 _BARS = "▏▎▍▌▋▊▉█"
+_HASHES_KEPT = 1 << 20
+"""Of a larger corpus only documents whose hash is small enough are compared, so that about so many hashes are kept."""
 
 
 def inspect_tokens(path: str, source: Source) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def inspect_tokens(path: str, source: Source) -> dict[str, Any]:
     """
     lengths = np.diff(source.ends().astype(np.int64), prepend=0)
     tokenizer = tokenizer_of(source) if isinstance(source, StoreSource) else None
-    head = source.read(0, min(_SAMPLE, source.tokens)).tolist()
+    head = source.read(0, min(_SHOWN_TOKENS, source.tokens)).tolist()
     counts = token_counts(source)
     found: dict[str, Any] = {
         "path": path,
@@ -99,10 +101,6 @@ def _bar(fraction: float, width: int) -> str:
     return ("█" * whole + (_BARS[rest - 1] if rest else "")).ljust(width)
 
 
-_SAMPLED = 1 << 20
-"""Of a larger corpus only documents whose hash is small enough are compared, so that about so many hashes are kept."""
-
-
 def verify_tokens(source: Source, vocab_size: int | None, report: Callable[[str], None]) -> dict[str, Any]:
     """Faults with file and offset, and how many documents occur more than once; JSON as it stands.
 
@@ -116,11 +114,11 @@ def verify_tokens(source: Source, vocab_size: int | None, report: Callable[[str]
     if faults:
         return found  # borders that are wrong would only make more of them
     limit = vocab_size or source.vocab_size
-    faults += _ids(source, limit, found, report)
+    faults += _check_ids(source, limit, found, report)
     return found
 
 
-def _ids(source: Source, limit: int | None, found: dict[str, Any], report: Callable[[str], None]) -> list[str]:
+def _check_ids(source: Source, limit: int | None, found: dict[str, Any], report: Callable[[str], None]) -> list[str]:
     progress = Progress(f"verifying {source.name}", source.tokens, "tokens", report)
     faults: list[str] = []
     hashes: list[np.ndarray] = []
@@ -133,9 +131,9 @@ def _ids(source: Source, limit: int | None, found: dict[str, Any], report: Calla
             faults.append(f"{place_of(source, token)} (token {token}): id {int(ids[wrong[0]])} is not in a vocabulary of {limit}")
         outside += len(wrong)
         documents += len(ends)
-        hashed = _hashes(ids, ends)
+        hashed = _document_hashes(ids, ends)
         hashes.append(hashed[hashed <= threshold])
-        while sum(len(part) for part in hashes) > _SAMPLED:
+        while sum(len(part) for part in hashes) > _HASHES_KEPT:
             threshold >>= np.uint64(1)
             hashes = [part[part <= threshold] for part in hashes]
         progress.advance(len(ids))
@@ -148,7 +146,7 @@ def _ids(source: Source, limit: int | None, found: dict[str, Any], report: Calla
     return faults
 
 
-def _hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def _document_hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """(documents,) uint64 hash of each document."""
     starts = np.concatenate([[0], ends[:-1]]).tolist()
     content = np.ascontiguousarray(ids)

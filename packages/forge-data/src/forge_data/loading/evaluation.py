@@ -1,4 +1,7 @@
-"""Held-out rows, each read exactly once, with the same number of batches on every rank."""
+"""Held-out data: rows that are each read exactly once, with the same number of batches on every rank; and questions.
+
+A question is a held-out document: what stands before its first learned token is given, and the learned tokens are the answer.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,22 +17,18 @@ from forge_core.protocols.data import Source, SourceWithItems, StreamedSource, T
 from forge_data import accelerator
 from forge_data.loading.items import Items, stacked
 from forge_data.loading.rows import Assembler, Buffers, Rows
-from forge_data.loading.sources import LoadSpec, Marks, build, context_of, open_packing, refuse_tokenizers
+from forge_data.loading.sources import LoadSpec, Marks, Report, build_source, context_of, open_packing, refuse_tokenizers, silent
 from forge_data.order.phases import too_long_of
 from forge_data.section import Data
 from forge_data.sources.store import StoreSource
 from forge_data.tokenizers.dump import tokenizer_of
 
 
-def _silent(message: str) -> None:
-    """Says nothing."""
-
-
 def evaluation(
     data: Data,
     *,
     workspace: Path,
-    report: Callable[[str], None] = _silent,
+    report: Report = silent,
     vocab_size: int | None = None,
     model: Any = None,
     tokenizer: Tokenizer | None = None,
@@ -45,7 +44,7 @@ def evaluation(
         return {}
     spec = LoadSpec(data, workspace, vocab_size=vocab_size, model=model)
     context = context_of(spec, report)
-    sources = {name: build(component, name, context, vocab_size) for name, component in data.evaluation.items()}
+    sources = {name: build_source(component, name, context, vocab_size) for name, component in data.evaluation.items()}
     if streamed := next((name for name, source in sources.items() if isinstance(source, StreamedSource)), None):
         raise DataError(f"evaluation set {streamed!r} is a stream; prepare it into a store, so that each row is read once")
     refuse_tokenizers(sources, context.tokenizer or tokenizer)
@@ -96,7 +95,7 @@ class HeldOut:
         ends = self.source.ends().astype(np.int64)
         starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[ends < self.tokens]])
         first, times = np.unique(self.source.windows(starts, 1), return_counts=True)
-        sizes = [_bytes(self._tokenizer.decode([index])) for index in first.tolist()]
+        sizes = [_text_bytes(self._tokenizer.decode([index])) for index in first.tolist()]
         return self.tokens - len(starts), self.text_bytes - sum(map(mul, sizes, times.tolist()))
 
     def batches(self, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
@@ -130,7 +129,7 @@ class HeldOut:
             del batch
 
 
-def _bytes(text: str) -> int:
+def _text_bytes(text: str) -> int:
     """Of the text of one token in UTF-8; what is no character is a byte of one."""
     return sum(1 if letter == "\ufffd" else len(letter.encode()) for letter in text)
 

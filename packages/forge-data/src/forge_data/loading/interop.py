@@ -1,6 +1,7 @@
-"""torchdata's `StatefulDataLoader` interface, both ways: our streams as such a loader, and foreign ones as a `Stream`.
+"""Streams of Forge and loaders and models of other libraries.
 
-The interface: iterate for batches; `state_dict()` between two batches says what has been handed out; after
+torchdata's `StatefulDataLoader` interface works both ways: a stream of Forge as such a loader, and a foreign loader as a
+`Stream`. The interface: iterate for batches; `state_dict()` between two batches says what has been handed out; after
 `load_state_dict`, the next `iter()` goes on behind it; any other `iter()` begins at the beginning.
 """
 
@@ -14,6 +15,8 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Cursor, StatefulIterable, Stream, Tokenizer
 from forge_data import accelerator
 from forge_data.order.cursor import VERSION
+
+_TAG = "__forge__"
 
 
 class StatefulLoader:
@@ -181,11 +184,30 @@ def _conforms(stream: ForeignStream) -> Stream:
     return stream
 
 
-_TAG = "__forge__"
+def for_transformers(batch: Batch) -> dict[str, Any]:
+    """The keyword arguments of a causal language model of transformers whose loss is then that of the batch.
+
+    A `Batch` has labels that are shifted already; such a model shifts `labels` again, and would learn to predict the token
+    after the next one. `labels` here are not shifted: the label of a position stands one place to the right. The label of the
+    last position of a row then has no place; `shift_labels`, which transformers takes as it is where a model passes it on to its
+    loss, has it. So with both the loss is the mean over all labels of the batch; without `shift_labels` (drop it for a model
+    that does not take it) it is the mean over all but those of the last positions.
+
+    Positions begin anew in every document: from them transformers makes the mask that keeps documents apart, as long as no
+    attention mask is given and no cache is used, which it otherwise begins by itself.
+
+    Returns:
+        `input_ids`, `labels`, `shift_labels` (B, T) int64; where the batch has positions, `position_ids` (B, T) int64 too; and
+        `use_cache`, False.
+    """
+    labels = batch.labels.new_full(tuple(batch.labels.shape), IGNORE)
+    labels[:, 1:] = batch.labels[:, :-1]
+    found = {"input_ids": batch.tokens, "labels": labels, "shift_labels": batch.labels, "use_cache": False}
+    return found if batch.positions is None else found | {"position_ids": batch.positions.long()}
 
 
 def as_plain(value: Any, owner: str) -> Any:
-    """A value that JSON can hold.
+    """The state of a foreign loader as JSON, exactly: what JSON lacks is written as a tagged object.
 
     Raises:
         DataError: it contains something else than numbers, text, bytes, lists, tuples, dictionaries, arrays and tensors.
@@ -235,25 +257,3 @@ def from_plain(value: Any) -> Any:
     import torch
 
     return torch.from_numpy(array)
-
-
-def for_transformers(batch: Batch) -> dict[str, Any]:
-    """The keyword arguments of a causal language model of transformers whose loss is then that of the batch.
-
-    A `Batch` has labels that are shifted already; such a model shifts `labels` again, and would learn to predict the token
-    after the next one. `labels` here are not shifted: the label of a position stands one place to the right. The label of the
-    last position of a row then has no place; `shift_labels`, which transformers takes as it is where a model passes it on to its
-    loss, has it. So with both the loss is the mean over all labels of the batch; without `shift_labels` (drop it for a model
-    that does not take it) it is the mean over all but those of the last positions.
-
-    Positions begin anew in every document: from them transformers makes the mask that keeps documents apart, as long as no
-    attention mask is given and no cache is used, which it otherwise begins by itself.
-
-    Returns:
-        `input_ids`, `labels`, `shift_labels` (B, T) int64; where the batch has positions, `position_ids` (B, T) int64 too; and
-        `use_cache`, False.
-    """
-    labels = batch.labels.new_full(tuple(batch.labels.shape), IGNORE)
-    labels[:, 1:] = batch.labels[:, :-1]
-    found = {"input_ids": batch.tokens, "labels": labels, "shift_labels": batch.labels, "use_cache": False}
-    return found if batch.positions is None else found | {"position_ids": batch.positions.long()}

@@ -1,4 +1,4 @@
-"""What goes with the tokens of a batch where sources have items, such as images: loaded by threads, a step ahead."""
+"""What accompanies the tokens of a batch where sources have items, such as images: loaded by threads, one step ahead."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

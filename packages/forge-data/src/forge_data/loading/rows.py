@@ -1,7 +1,7 @@
-"""The one label shift: logits at position t are scored against the token after it.
+"""Rows of any step: windows of tokens from the packings of the sources, as model inputs in one piece of memory.
 
-No label crosses a document border: the last token of a document predicts nothing. Where documents end in an
-end-of-document token, the token before it predicts it, and it predicts nothing itself.
+From the bottom up: `shift` makes labels from a window, `Rows` holds model inputs and cuts batches from them, an `Assembler`
+fills them from several packings, and a `RowReader` does so for any step. Nothing here imports torch before a batch is made.
 """
 
 import sys
@@ -19,11 +19,20 @@ from forge_data.packing.concatenation import Concatenated, Packing, RowWindows, 
 from forge_data.packing.readers import Position, Streamed
 from forge_data.sources.scan import place_of
 
+_BYTES = {"documents": 24, "mask": 17, "none": 16}
+"""Of memory for a token."""
+_CHUNK = 1 << 17
+"""Tokens that are worked on at a time, so that intermediate arrays stay in the cache."""
+
 
 def shift(
     windows: np.ndarray, rows: np.ndarray, columns: np.ndarray, tokens: np.ndarray, labels: np.ndarray, at: np.ndarray
 ) -> None:
-    """Writes model inputs and labels of a set of windows.
+    """Writes model inputs and labels of a set of windows. This is the only label shift.
+
+    Logits at position t are scored against the token after it. No label crosses a document border: the last token of a
+    document predicts nothing. Where documents end in an end-of-document token, the token before it predicts it, and it
+    predicts nothing itself.
 
     Args:
         windows: (N, T + 1) token ids: each row's tokens and the one after them, any integer dtype.
@@ -46,8 +55,8 @@ def shift(
 class Buffers:
     """Keeps the arrays it handed out and hands them out again when only this pool refers to them.
 
-    A tensor made by `torch.from_numpy` refers to its array for as long as any view of it lives, so a batch that
-    someone keeps is never overwritten.
+    Fresh memory costs more than filling it. A tensor made by `torch.from_numpy` refers to its array for as long as any view
+    of it lives, so a batch that someone keeps is never overwritten.
     """
 
     def __init__(self, make: Callable[[tuple[int, ...], Any], np.ndarray] = np.empty) -> None:
@@ -79,16 +88,6 @@ class Buffers:
 
 def _references(arrays: list[np.ndarray], index: int) -> int:
     return sys.getrefcount(arrays[index])
-
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
-_BYTES = {"documents": 24, "mask": 17, "none": 16}
-"""Of memory for a token."""
 
 
 class Rows:
@@ -198,10 +197,6 @@ def _tensor(array: np.ndarray, pin: bool) -> "Tensor":
     return shared.pin_memory() if pin else shared
 
 
-_CHUNK = 1 << 17
-"""Tokens that are worked on at a time, so that intermediate arrays stay in the cache."""
-
-
 class Assembler:
     """Cuts rows from several packings and fills model inputs with them."""
 
@@ -216,7 +211,7 @@ class Assembler:
         self.packings = packings
         self.length = length
         self._pieces = pieces
-        self._limits = [_limit(packing, spec.vocab_size) for packing in packings]
+        self._limits = [_id_limit(packing, spec.vocab_size) for packing in packings]
 
     def fill(self, rows: Rows, at: int, sources: np.ndarray, numbers: np.ndarray) -> None:
         """Writes rows `numbers` (N,) of packings `sources` (N,), in this order, from row `at` on."""
@@ -257,11 +252,11 @@ class Assembler:
         if wrong.any():
             row, column = (int(place[0]) for place in np.nonzero(wrong))
             found = int(windows[row, column])
-            where = "" if isinstance(packing, Streamed) else _where(packing, int(numbers[row]), column)
+            where = "" if isinstance(packing, Streamed) else _place_of_token(packing, int(numbers[row]), column)
             raise DataError(f"{packing.source.name}{where}: id {found}, but {why if found >= 0 else 'no id is negative'}")
 
 
-def _limit(packing: Packing | Streamed, vocab_size: int | None) -> tuple[int, str]:
+def _id_limit(packing: Packing | Streamed, vocab_size: int | None) -> tuple[int, str]:
     """(first id that no row of a packing may hold, why): the smallest of what is known."""
     source = packing.source
     known = [(1 << 63, "no vocabulary is that large")]
@@ -290,7 +285,7 @@ def _refuse_borders(packing: Packing | Streamed, numbers: np.ndarray, cut: RowWi
         raise DataError(f"{packing.source.name}{where}: document ends do not ascend; `data verify` names the file and the byte")
 
 
-def _where(packing: Packing, row: int, column: int) -> str:
+def _place_of_token(packing: Packing, row: int, column: int) -> str:
     """The place of a token, with file and byte where the source knows them."""
     token = packing.token_at(row, column)
     place = getattr(packing.source, "place", None)
@@ -367,3 +362,9 @@ def open_rows(spec: LoadSpec, opened: OpenedSources, report: Callable[[str], Non
     packings = open_packings(spec, opened, stages, report)
     rows = [None if isinstance(packing, Streamed) else packing.rows for packing in packings]
     return RowReader(spec, SampleOrder(spec, opened, stages, rows), packings)
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]

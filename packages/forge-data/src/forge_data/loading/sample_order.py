@@ -1,4 +1,7 @@
-"""Sample i of a run: which source, and which unit of it. A pure function of (recipe, seed, i)."""
+"""Which source and row each place of a step has: a pure function of (recipe, seed, sample).
+
+It is arithmetic alone, and gives the same result on every rank and in every loader worker.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -18,22 +21,19 @@ from forge_data.packing.readers import READERS
 from forge_data.section import Data
 
 BLOCK = 16_384
-
 Order = Callable[[np.ndarray, int, int, np.ndarray], np.ndarray]
 """(places in the epoch, rows, key, epochs) -> rows."""
 
 
-def _as_stored(places: np.ndarray, size: int, key: int, epochs: np.ndarray) -> np.ndarray:  # noqa: ARG001 (an `Order`)
-    return places
+def stages_for(spec: LoadSpec, opened: OpenedSources) -> list[Stage]:
+    """The stages of a run, with the weights of the sources that some phase reads.
 
-
-def order_of(data: Data) -> Order:
-    """The order that a recipe chooses by `shuffle`."""
-    if data.shuffle == "none":
-        return _as_stored
-    if data.shuffle == "block":
-        return partial(permute_blocks, block=data.shuffle_block, window=data.shuffle_window)
-    return permute
+    Raises:
+        ConfigError: the phases do not fit the recipe.
+    """
+    refuse_faults(faults_of(spec.data, spec.global_batch))
+    stages = stages_of(spec.data, spec.global_batch)
+    return [replace(stage, weights=tuple(stage.weights[place] for place in opened.places)) for stage in stages]
 
 
 class Samples:
@@ -89,17 +89,6 @@ class Samples:
             epochs, places = np.divmod(draws[own], size)
             draws[own] = self.order(places, size, self._keys[source], epochs)
         return sources, draws
-
-
-def stages_for(spec: LoadSpec, opened: OpenedSources) -> list[Stage]:
-    """The stages of a run, with the weights of the sources that some phase reads.
-
-    Raises:
-        ConfigError: the phases do not fit the recipe.
-    """
-    refuse_faults(faults_of(spec.data, spec.global_batch))
-    stages = stages_of(spec.data, spec.global_batch)
-    return [replace(stage, weights=tuple(stage.weights[place] for place in opened.places)) for stage in stages]
 
 
 class SampleOrder:
@@ -221,3 +210,16 @@ class SampleOrder:
 
 def _without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in keys}
+
+
+def order_of(data: Data) -> Order:
+    """The order that a recipe chooses by `shuffle`."""
+    if data.shuffle == "none":
+        return _as_stored
+    if data.shuffle == "block":
+        return partial(permute_blocks, block=data.shuffle_block, window=data.shuffle_window)
+    return permute
+
+
+def _as_stored(places: np.ndarray, size: int, key: int, epochs: np.ndarray) -> np.ndarray:  # noqa: ARG001 (an `Order`)
+    return places

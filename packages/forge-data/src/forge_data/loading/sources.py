@@ -1,4 +1,4 @@
-"""What fixes the rows of a run besides the content of its sources."""
+"""What a `[data]` table names, opened and checked: the tokenizer, the sources, and the packing of each source."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,16 @@ from forge_core.protocols.data import (
     TextComponent,
     Tokenizer,
 )
-from forge_data.order.phases import Stage, labels_of, max_epochs_of, refuse_faults, source_faults, too_long_of, used, weight_of
+from forge_data.order.phases import (
+    Stage,
+    labels_of,
+    max_epochs_of,
+    refuse_faults,
+    source_faults,
+    too_long_of,
+    used_sources,
+    weight_of,
+)
 from forge_data.packing.concatenation import Concatenated, Packing, refuse_short
 from forge_data.packing.plan import planned
 from forge_data.packing.readers import Streamed
@@ -26,6 +35,8 @@ from forge_data.tokenizers.control import adapted
 
 Marks = Literal["documents", "mask", "none"]
 """What rows have besides tokens and labels: documents and positions, which tell padding too; a mask of padding; or nothing."""
+AnySource = Source | StreamedSource
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -59,9 +70,6 @@ class LoadSpec:
         return self.data.documents == "mask"
 
 
-AnySource = Source | StreamedSource
-
-
 @dataclass(frozen=True)
 class OpenedSources:
     """Sources by label, those that no phase ever reads left out, and the tokenizer of the recipe, if it has one.
@@ -83,7 +91,40 @@ class OpenedSources:
     too_long: tuple[str | None, ...]
 
 
-def context_of(spec: LoadSpec, report: Callable[[str], None], **more: int) -> SourceContext:
+def open_sources(spec: LoadSpec, context: SourceContext) -> OpenedSources:
+    """Builds the training sources. One whose weight is 0 in every phase is not even opened.
+
+    Raises:
+        DataError: there is none, or one refuses, or tokenizer or vocabulary do not fit.
+        ConfigError: labels or weights are faulty.
+    """
+    data = spec.data
+    if not data.sources:
+        raise DataError("data.sources is empty; add [[data.sources]] with name = 'stdlib', 'text' or 'store'")
+    refuse_faults(source_faults(data))
+    labels = labels_of(data)
+    places = tuple(place for place, wanted in enumerate(used_sources(data)) if wanted)
+    chosen = [data.sources[place] for place in places]
+    sources = {labels[place]: build_source(data.sources[place], labels[place], context, spec.vocab_size) for place in places}
+    foreign = [label for label, source in sources.items() if isinstance(source, StatefulIterable)]
+    if foreign and len(sources) > 1:
+        raise DataError(f"source {foreign[0]!r} is a foreign loader, which cannot be mixed with others; make it the only source")
+    refuse_tokenizers(sources)
+    return OpenedSources(
+        context.tokenizer or _carried_tokenizer(sources),
+        sources,
+        tuple(map(weight_of, chosen)),
+        places,
+        tuple(map(max_epochs_of, chosen)),
+        tuple(map(too_long_of, chosen)),
+    )
+
+
+def silent(message: str) -> None:
+    """Takes a message and does nothing with it; the default of `report`."""
+
+
+def context_of(spec: LoadSpec, report: Report, **more: int) -> SourceContext:
     """What sources are built with; trains or loads the tokenizer. `more` are further fields of the context.
 
     Raises:
@@ -101,36 +142,7 @@ def context_of(spec: LoadSpec, report: Callable[[str], None], **more: int) -> So
     return replace(context, tokenizer=None if component is None else adapted(component.build(context)))
 
 
-def open_sources(spec: LoadSpec, context: SourceContext) -> OpenedSources:
-    """Builds the training sources. One whose weight is 0 in every phase is not even opened.
-
-    Raises:
-        DataError: there is none, or one refuses, or tokenizer or vocabulary do not fit.
-        ConfigError: labels or weights are faulty.
-    """
-    data = spec.data
-    if not data.sources:
-        raise DataError("data.sources is empty; add [[data.sources]] with name = 'stdlib', 'text' or 'store'")
-    refuse_faults(source_faults(data))
-    labels = labels_of(data)
-    places = tuple(place for place, wanted in enumerate(used(data)) if wanted)
-    chosen = [data.sources[place] for place in places]
-    sources = {labels[place]: build(data.sources[place], labels[place], context, spec.vocab_size) for place in places}
-    foreign = [label for label, source in sources.items() if isinstance(source, StatefulIterable)]
-    if foreign and len(sources) > 1:
-        raise DataError(f"source {foreign[0]!r} is a foreign loader, which cannot be mixed with others; make it the only source")
-    refuse_tokenizers(sources)
-    return OpenedSources(
-        context.tokenizer or _carried(sources),
-        sources,
-        tuple(map(weight_of, chosen)),
-        places,
-        tuple(map(max_epochs_of, chosen)),
-        tuple(map(too_long_of, chosen)),
-    )
-
-
-def build(component: Any, label: str, context: SourceContext, vocab_size: int | None) -> Any:
+def build_source(component: Any, label: str, context: SourceContext, vocab_size: int | None) -> Any:
     """One source, its ids checked against the model's vocabulary.
 
     Raises:
@@ -166,7 +178,7 @@ def refuse_tokenizers(sources: Mapping[str, Any], expected: Tokenizer | None = N
         raise DataError(f"sources were made with different tokenizers ({listed}{own}); prepare them with the same one")
 
 
-def _carried(sources: Mapping[str, Any]) -> Tokenizer | None:
+def _carried_tokenizer(sources: Mapping[str, Any]) -> Tokenizer | None:
     """The tokenizer of the first store that carries one."""
     from forge_data.tokenizers.dump import tokenizer_of
 
@@ -174,7 +186,25 @@ def _carried(sources: Mapping[str, Any]) -> Tokenizer | None:
     return next((tokenizer for store in stores if (tokenizer := tokenizer_of(store)) is not None), None)
 
 
-Report = Callable[[str], None]
+def open_packings(spec: LoadSpec, opened: OpenedSources, stages: Sequence[Stage], report: Report) -> list[Packing | Streamed]:
+    """The packings of the training sources, in rows of the longest length of the run.
+
+    Raises:
+        DataError: a source has no full row, or the recipe asks of a stream what only a store can give.
+    """
+    data, unit = spec.data, max(stage.length for stage in stages)
+    if any(isinstance(source, StreamedSource) for source in opened.sources.values()):
+        _refuse_counting(spec, opened)
+    found: list[Packing | Streamed] = []
+    for (label, source), too_long in zip(opened.sources.items(), opened.too_long, strict=True):
+        if isinstance(source, StreamedSource):
+            seed, shuffle = f"{spec.seed}/{label}", data.shuffle != "none"
+            found.append(Streamed(source, data.readers, unit, seed, data.shuffle_buffer, shuffle))
+            continue
+        if data.packing == "concatenate":
+            refuse_short(source, label, unit)
+        found.append(open_packing(spec, label, source, unit, report, too_long))
+    return found
 
 
 def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report: Report, too_long: str | None = None) -> Packing:
@@ -198,27 +228,6 @@ def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report
         + (f"{found['truncated_documents']:,} documents longer than a row were cut" if too_long != "skip" else "")
     )
     return made
-
-
-def open_packings(spec: LoadSpec, opened: OpenedSources, stages: Sequence[Stage], report: Report) -> list[Packing | Streamed]:
-    """The packings of the training sources, in rows of the longest length of the run.
-
-    Raises:
-        DataError: a source has no full row, or the recipe asks of a stream what only a store can give.
-    """
-    data, unit = spec.data, max(stage.length for stage in stages)
-    if any(isinstance(source, StreamedSource) for source in opened.sources.values()):
-        _refuse_counting(spec, opened)
-    found: list[Packing | Streamed] = []
-    for (label, source), too_long in zip(opened.sources.items(), opened.too_long, strict=True):
-        if isinstance(source, StreamedSource):
-            seed, shuffle = f"{spec.seed}/{label}", data.shuffle != "none"
-            found.append(Streamed(source, data.readers, unit, seed, data.shuffle_buffer, shuffle))
-            continue
-        if data.packing == "concatenate":
-            refuse_short(source, label, unit)
-        found.append(open_packing(spec, label, source, unit, report, too_long))
-    return found
 
 
 def _refuse_counting(spec: LoadSpec, opened: OpenedSources) -> None:

@@ -1,4 +1,10 @@
-"""What a loader worker opens: the spec of the run, with prepared stores in the place of their texts."""
+"""Loader workers, seen from the training process: it says which rows of which step it wants, and waits for them.
+
+Workers are plain `python -m forge_data.loading.worker` processes: no fork of a process with threads or a device, no need for
+a `__main__` guard, and no torch in them. Each opens a `WorkerRecipe`. Rows travel in anonymous shared memory, which no limit
+on /dev/shm concerns and which is gone when the processes are. A worker keeps no state but the place in streams, which comes
+back with every answer; so what a cursor says is what was consumed, however far the workers are ahead.
+"""
 
 import io
 import mmap
@@ -27,6 +33,9 @@ from forge_data.loading.sources import LoadSpec, OpenedSources
 from forge_data.order.cursor import fingerprint_of
 from forge_data.order.phases import weight_of
 from forge_data.sources.store import StoreSource, open_store
+
+_PATIENCE = 2.0
+"""Seconds that a worker has to end by itself."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +103,6 @@ class WorkerRecipe:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise DataError(f"the data cannot be described to a loader worker ({error}); set data.loader_workers = 0") from error
         return content.getvalue()
-
-
-_PATIENCE = 2.0
-"""Seconds that a worker has to end by itself."""
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """Which source a sample comes from: draws of several sources in exact shares, found by arithmetic at any sample.
 
-Shares are whole numbers of draws in a period, however long it is (`weights.shares_of`); none is rounded. Where the period
-is short, a table of it keeps every count within one sample of its share (`chairman`); else a tree of two-way splits keeps
-it within 1.68 samples (`nested`). Neither deviation grows with the number of samples.
+Shares are whole numbers of draws in a period, however long it is (`phases.shares_of`); none is rounded. Where the period is
+short, a table of it keeps every count within one sample of its share (`Chairman`); else a tree of two-way splits keeps it
+within 1.68 samples (`Nested`). Neither deviation grows with the number of samples. Over a ramp of weights, `ramp_draws`
+keeps it below one sample ahead and 1/2 + 1/3 + ... + 1/k behind.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,12 @@ import numpy as np
 
 LONGEST_TABLE = 2**20
 """The longest period that is kept as a table."""
+_CHUNK = 16_384
+"""Entries that the table grows by at least."""
+_WINDOW = 16_384
+"""Samples that are found together; a loader asks for as many."""
+_WORD = 32
+_MASK = (1 << _WORD) - 1
 
 
 class Mixture(Protocol):
@@ -53,12 +60,12 @@ def mixture_of(shares: Sequence[int]) -> Mixture:
     return Chairman(shares) if sum(shares) <= LONGEST_TABLE else Nested(shares)
 
 
-_CHUNK = 16_384
-"""Entries that the table grows by at least."""
-
-
 class Chairman:
-    """Source and per-source number of every sample, by arithmetic over one period.
+    """A mixture whose period fits a table: the chairman assignment problem, solved for one period and repeated.
+
+    After any number n of samples, source i of k with share s_i was drawn n s_i times, give or take at most 1 - 1/(2k - 2)
+    (Tijdeman, 1980). After one period of P samples every source was drawn exactly its share, so the table repeats and the
+    draws before any sample are arithmetic.
 
     The table grows as far as samples are asked for, about a microsecond and 24 bytes an entry: 25 MB for 2^20 of them.
 
@@ -155,12 +162,6 @@ def _assign(shares: Sequence[int]) -> Iterator[int]:
         heappush(waiting, draw(source, number + 1))
 
 
-_WINDOW = 16_384
-"""Samples that are found together; a loader asks for as many."""
-_WORD = 32
-_MASK = (1 << _WORD) - 1
-
-
 @dataclass(frozen=True)
 class _Split:
     """An inner node: which children it has, and their weights `few` <= `many`."""
@@ -185,7 +186,27 @@ class _Split:
 
 
 class Nested:
-    """Source and per-source number of every sample, in exact integers; any weights, any sample below 2^63.
+    """A mixture without a table: a tree of exact two-way splits, for any weights and any sample below 2^63.
+
+    The sources are the leaves of a Huffman tree (Huffman, 1952) over their weights. Among the first m draws of an inner node
+    of weight W, its child of weight a <= W / 2 was drawn
+
+        L(m) = floor(m a / W + 1/2)
+
+    times and the other one m - L(m) times: the ordered merge of draws at the virtual times (l + 1/2) / weight. Both counts
+    are within 1/2 of their shares of m. L has a closed form, and so has its inverse: draw l of that child is draw
+    ((2 l + 1) W - 1) // 2a of the node, draw l of the other one, of weight b, draw (2 l + 1) W // 2b. So a sample is found
+    by one step down per level, fewer than the entropy of the shares + 1 on average, and nothing is stored or rounded.
+
+    How far counts are from their shares: a node's deviation is 1/2 for its own split and, of its parent's, its share of it.
+    With v_0 the leaf, v_1 its parent and so on to the root v_d, whose deviation is 0, that of leaf i is at most
+
+        1/2 (w_i / W(v_0) + w_i / W(v_1) + ... + w_i / W(v_{d-1})),
+
+    at any sample, so it never grows. When Huffman's rule made v_{j+1} out of v_j and another node, everything left weighed
+    at least as much as v_j; hence W(v_{j+2}) >= W(v_{j+1}) + W(v_j). The weights on the way up are at least Fibonacci
+    numbers of w_i, and the sum is below 1/2 (1 + 1 + 1/2 + 1/3 + 1/5 + 1/8 + ...) < 1.68, for any number of sources
+    with any weights. For two sources it is 1/2, for three below 1.
 
     Attributes:
         shares: exact weights of the sources in whole numbers; 0 = never.
@@ -301,8 +322,18 @@ def floors(start: int, step: int, divisor: int, count: int) -> np.ndarray:
     return (carry + places * np.uint64(step >> fraction) + np.uint64(start >> fraction)).astype(np.int64)
 
 
-def given(owed: Sequence[Fraction], samples: int) -> list[int]:
-    """Samples of each source, `samples` in all, each to the source that is owed most by then.
+def ramp_draws(owed: Sequence[Fraction], samples: int) -> list[int]:
+    """Samples of each source in a stretch of a ramp, so that many short stretches do not add up their errors.
+
+    Every stretch owes each source its exact share of samples, and what the stretches before left; whole samples go to the
+    source that is owed most, one after the other. Then, at the end of every stretch, a source of k is ahead of its exact
+    share by less than one sample and behind by at most 1/2 + 1/3 + ... + 1/k.
+
+    Ahead: before a sample is given the debts add up to 1 at least, so the largest is above 0. Behind: let D_j be the sum of
+    the j largest debts after a stretch; D_k = 0, as all together are owed what is given. We show D_j <= j (1/(j+1) + ... +
+    1/k), downwards from j = k. If only those j were given samples in the stretch, they got all of them, so their debts did
+    not grow in sum. Else another source was given one while it was owed as much as each of the j, so it is owed at least
+    D_j / j - 1 afterwards, and D_{j+1} >= D_j + D_j / j - 1, from which the claim follows. j = 1 is the bound.
 
     Args:
         owed: to each source, `samples` in sum; what is left of it after giving is its debt.

@@ -1,4 +1,9 @@
-"""The keys of a source that the mixture reads. A component that does not derive from `SourceComponent` has its defaults."""
+"""What a recipe says of its sources: their keys, exact weights, and the phases of a run. Imports neither torch nor numpy.
+
+A phase says which weights, lengths and batch sizes hold from a step on. A weight is the number that is written in the
+recipe, in decimal. At a temperature it is a power of that, which has no end in decimal, so then the weight is the double
+nearest to it. From there on nothing is rounded.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,72 +17,7 @@ from forge_core.errors import ConfigError, DataError, Fault, did_you_mean
 from forge_core.protocols.data import SourceComponent
 from forge_data.section import Data, Phase
 
-
-def weight_of(source: Component) -> float:
-    """Share of the mixture relative to the other sources, before the first phase."""
-    return float(getattr(source, "weight", SourceComponent.weight))
-
-
-def max_epochs_of(source: Component) -> float | None:
-    """How often the source is read at most; None = without a limit."""
-    return getattr(source, "max_epochs", SourceComponent.max_epochs)
-
-
-def too_long_of(source: Component) -> str | None:
-    """What becomes of a document that is longer than a row: error, skip, truncate; None: it goes on in further rows."""
-    return getattr(source, "too_long", SourceComponent.too_long)
-
-
-def label_of(source: Component) -> str:
-    """Its `label`, else the name of its component."""
-    return getattr(source, "label", SourceComponent.label) or type(source).__name__.lower()
-
-
 Weight = float | Fraction
-
-
-def exact_of(weight: Weight) -> Fraction:
-    """A weight as it is written in decimal."""
-    return weight if isinstance(weight, Fraction) else Fraction(str(weight))
-
-
-def tempered(weights: Sequence[Weight], temperature: float) -> tuple[Weight, ...]:
-    """(weight / largest weight) ** (1 / temperature); 0 stays 0 at any temperature, and at 1 weights stay as they are.
-
-    Powers are worked out in decimal to 40 digits and then rounded to the nearest double: the same one on every machine,
-    as no mathematical library of the system takes part.
-    """
-    if temperature == 1:
-        return tuple(weights)
-    digits = Context(prec=40)
-    exact = [exact_of(weight) for weight in weights]
-    largest = max(exact, default=Fraction(0))
-
-    def power(weight: Fraction) -> float:
-        ratio = weight / largest
-        written = digits.divide(Decimal(ratio.numerator), Decimal(ratio.denominator))
-        return float(digits.exp(digits.divide(digits.ln(written), Decimal(str(temperature)))))
-
-    return tuple(power(weight) if weight else 0.0 for weight in exact)
-
-
-def shares_of(weights: Sequence[Weight]) -> tuple[int, ...]:
-    """Draws of each source in the shortest period in which they are exactly in the ratio of `weights`.
-
-    Raises:
-        DataError: no weight is above 0, or one is negative or not finite.
-    """
-    if any(not 0 <= weight < float("inf") for weight in weights):
-        raise DataError(f"weights of sources must be finite and not negative: {[float(weight) for weight in weights]}")
-    exact = [exact_of(weight) for weight in weights]
-    if not any(exact):
-        raise DataError("no source has a weight above 0; set the weight of at least one of [[data.sources]]")
-    common = lcm(*(fraction.denominator for fraction in exact))
-    shares = [int(fraction * common) for fraction in exact]
-    divisor = gcd(*shares)
-    return tuple(share // divisor for share in shares)
-
-
 STAIRS = 32
 """Weights move over a ramp in at most so many equal stairs, each of them with exact shares."""
 
@@ -101,15 +41,6 @@ class Stage:
     stair: bool = False
 
 
-def labels_of(data: Data) -> list[str]:
-    """The name of every source in phases and logs: its `label`, else that of its component, numbered from the second on."""
-    labels: list[str] = []
-    for index, component in enumerate(data.sources):
-        label = label_of(component)
-        labels.append(f"{label}-{index + 1}" if label in labels else label)
-    return labels
-
-
 def stages_of(data: Data, global_batch: int) -> list[Stage]:
     """The stages of a run without an end, from step 0 on; `data` has no faults."""
     labels = labels_of(data)
@@ -126,12 +57,21 @@ def stages_of(data: Data, global_batch: int) -> list[Stage]:
     return stages
 
 
+def labels_of(data: Data) -> list[str]:
+    """The name of every source in phases and logs: its `label`, else that of its component, numbered from the second on."""
+    labels: list[str] = []
+    for index, component in enumerate(data.sources):
+        label = label_of(component)
+        labels.append(f"{label}-{index + 1}" if label in labels else label)
+    return labels
+
+
 def base_weights(data: Data) -> tuple[float, ...]:
     """Weights of the sources before the first phase."""
     return tuple(map(weight_of, data.sources))
 
 
-def used(data: Data) -> list[bool]:
+def used_sources(data: Data) -> list[bool]:
     """Whether each source has a weight above 0 at some time."""
     return [any(stage.weights[index] for stage in stages_of(data, 1)) for index in range(len(data.sources))]
 
@@ -258,3 +198,65 @@ def refuse_faults(faults: Sequence[Fault]) -> None:
     """
     if faults:
         raise ConfigError(faults)
+
+
+def weight_of(source: Component) -> float:
+    """Share of the mixture relative to the other sources, before the first phase."""
+    return float(getattr(source, "weight", SourceComponent.weight))
+
+
+def max_epochs_of(source: Component) -> float | None:
+    """How often the source is read at most; None = without a limit."""
+    return getattr(source, "max_epochs", SourceComponent.max_epochs)
+
+
+def too_long_of(source: Component) -> str | None:
+    """What becomes of a document that is longer than a row: error, skip, truncate; None: it goes on in further rows."""
+    return getattr(source, "too_long", SourceComponent.too_long)
+
+
+def label_of(source: Component) -> str:
+    """Its `label`, else the name of its component."""
+    return getattr(source, "label", SourceComponent.label) or type(source).__name__.lower()
+
+
+def exact_of(weight: Weight) -> Fraction:
+    """A weight as it is written in decimal."""
+    return weight if isinstance(weight, Fraction) else Fraction(str(weight))
+
+
+def shares_of(weights: Sequence[Weight]) -> tuple[int, ...]:
+    """Draws of each source in the shortest period in which they are exactly in the ratio of `weights`.
+
+    Raises:
+        DataError: no weight is above 0, or one is negative or not finite.
+    """
+    if any(not 0 <= weight < float("inf") for weight in weights):
+        raise DataError(f"weights of sources must be finite and not negative: {[float(weight) for weight in weights]}")
+    exact = [exact_of(weight) for weight in weights]
+    if not any(exact):
+        raise DataError("no source has a weight above 0; set the weight of at least one of [[data.sources]]")
+    common = lcm(*(fraction.denominator for fraction in exact))
+    shares = [int(fraction * common) for fraction in exact]
+    divisor = gcd(*shares)
+    return tuple(share // divisor for share in shares)
+
+
+def tempered(weights: Sequence[Weight], temperature: float) -> tuple[Weight, ...]:
+    """(weight / largest weight) ** (1 / temperature); 0 stays 0 at any temperature, and at 1 weights stay as they are.
+
+    Powers are worked out in decimal to 40 digits and then rounded to the nearest double: the same one on every machine,
+    as no mathematical library of the system takes part.
+    """
+    if temperature == 1:
+        return tuple(weights)
+    digits = Context(prec=40)
+    exact = [exact_of(weight) for weight in weights]
+    largest = max(exact, default=Fraction(0))
+
+    def power(weight: Fraction) -> float:
+        ratio = weight / largest
+        written = digits.divide(Decimal(ratio.numerator), Decimal(ratio.denominator))
+        return float(digits.exp(digits.divide(digits.ln(written), Decimal(str(temperature)))))
+
+    return tuple(power(weight) if weight else 0.0 for weight in exact)

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from forge_data.order.mixture import Mixture, Nested, given, mixture_of
+from forge_data.order.mixture import Mixture, Nested, mixture_of, ramp_draws
 from forge_data.order.phases import Stage, shares_of, tempered
 
 
@@ -197,7 +197,7 @@ class Timeline:
     def _given(self, shares: Sequence[int], samples: int) -> list[int]:
         """Samples of each source in a stair, and what it leaves owing to the next."""
         owed = [debt + Fraction(samples * share, sum(shares)) for debt, share in zip(self._owed, shares, strict=True)]
-        found = given(owed, samples)
+        found = ramp_draws(owed, samples)
         self._owed = [debt - count for debt, count in zip(owed, found, strict=True)]
         return found
 

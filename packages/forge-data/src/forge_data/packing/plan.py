@@ -28,7 +28,6 @@ from forge_data.storage.workspace import Partial, locked
 VERSION = 1
 PORTION = 1 << 20
 """Documents that are planned together."""
-
 _WINDOW = 1 << 24
 _GOES_ON = np.uint32(1 << 31)
 """Set in the length of a piece whose document goes on in another row."""
@@ -344,7 +343,12 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Row of each piece.
+    """Best-fit-decreasing: pieces of documents into rows, the longest first, each into the fullest row that it fits.
+
+    Ding et al., "Fewer Truncations Improve Language Modeling" (2024), pack whole documents this way; Johnson (1974) shows
+    that it uses at most 11/9 of the least number of rows, plus 4. Lengths are integers up to the capacity, so rows with equal
+    room are interchangeable: all pieces of one length that go into rows with one amount of room are placed at once. The work
+    is that of sorting plus a number of array operations that depends on the capacity and not on the number of pieces.
 
     Args:
         lengths: (N,) integers from 1 to `capacity`.

@@ -1,6 +1,6 @@
-"""Tokenizing a corpus part by part: each part becomes separate files, which are kept when a job is killed.
+"""A job of tokenizing on disk, one part of it, and the process that works on parts.
 
-A job is a directory next to the target:
+Each part becomes separate files, which are kept when a job is killed. A job is a directory next to the target:
 
     job.json             the parts, what is taken from them, and the tokenizer's end of document
     tokenizer.json       the tokenizer, unless the records hold ids
@@ -9,6 +9,11 @@ A job is a directory next to the target:
     000000.json          counts and checksum of both; written last, so a part without it is done again
 
 Which parts there are and what is in each depends on the corpus, never on who worked on it.
+
+`python -m forge_data.preparation.job DIRECTORY` tokenizes parts for another process. It reads numbers of parts from standard
+input, one a line, and answers each with a line of JSON. It ends with its input, so it outlives the process that started it
+by one part at most. It is a plain process, and not one of `multiprocessing`, because that would import the user's script
+again, which may be a training run.
 """
 
 import json
@@ -27,7 +32,7 @@ import xxhash
 from forge_core.durable_files import publish, sync, write_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.sources.records import Document, Part, Skips, Wanted, as_json, from_json, read_part
+from forge_data.sources.records import Document, Part, Skips, Wanted, part_as_json, part_from_json, read_part
 from forge_data.tokenizers.dump import restore
 
 CHUNK = 1 << 20
@@ -86,14 +91,14 @@ def write_job(directory: Path, job: Job, tokenizer: Tokenizer | None) -> None:
     """Puts a job on the disk, for workers in other processes."""
     if tokenizer is not None:
         write_file(directory / "tokenizer.json", tokenizer.dump())
-    content = asdict(job) | {"parts": [as_json(part) for part in job.parts]}
+    content = asdict(job) | {"parts": [part_as_json(part) for part in job.parts]}
     write_file(directory / "job.json", json.dumps(content).encode())
 
 
 def read_job(directory: Path) -> Job:
     """The job in a directory."""
     content: dict[str, Any] = json.loads((directory / "job.json").read_bytes())
-    parts = tuple(from_json(part) for part in content.pop("parts"))
+    parts = tuple(part_from_json(part) for part in content.pop("parts"))
     return Job(parts=parts, wanted=Wanted(**content.pop("wanted")), **content)
 
 

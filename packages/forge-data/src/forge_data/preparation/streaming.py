@@ -15,7 +15,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.preparation.job import encode
 from forge_data.sources import huggingface
-from forge_data.sources.records import Document, Part, Records, Skips, Wanted, checked, in_split, read_part
+from forge_data.sources.records import Document, Part, Records, Skips, Wanted, checked_value, in_split, read_part
 from forge_data.tokenizers.control import identity_of
 
 
@@ -89,7 +89,7 @@ class DatasetTexts:
         skips = Skips(self._skip)
         for row, record in enumerate(self._dataset.shard(self.shards, number)):
             name = f"{self.name}, shard {number}, row {row}"
-            content = checked(record.get(self.wanted.column), partial(str, name), self.wanted, skips)
+            content = checked_value(record.get(self.wanted.column), partial(str, name), self.wanted, skips)
             if content is not None and len(content) and in_split(f"{number}:{row}", self.wanted.split, self.wanted.held_out):
                 yield name, content
 

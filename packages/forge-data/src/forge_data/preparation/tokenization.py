@@ -1,4 +1,7 @@
-"""A corpus to a token store, once: the same bytes for any number of workers, and no part twice after a kill."""
+"""A corpus to a token store, once: the same bytes for any number of workers, and no part twice after a kill.
+
+Workers are threads of this process for small corpora, and separate processes for large ones.
+"""
 
 import json
 import os
@@ -35,6 +38,7 @@ MANY_PARTS = 4096
 PROCESSES_FROM = 16 << 20
 """A smaller corpus is tokenized by threads: processes cost a third of a second each to begin, and threads share one lock."""
 _PORTION = 1 << 22
+Work = Callable[[int], Done]
 
 
 def prepared(texts: Texts, context: SourceContext, name: str, eos: int | None = None) -> StoreSource:
@@ -249,9 +253,6 @@ def _content(directory: Path, job: Job, number: int, work: Work) -> Iterator[tup
         yield ids[start:stop], ends[begin:until] - start, text_bytes
         begin, start = until, stop
         text_bytes = None if text_bytes is None else 0
-
-
-Work = Callable[[int], Done]
 
 
 def run_parts(

@@ -1,4 +1,8 @@
-"""Files of token ids and nothing else: `.npy`, or raw integers of a stated dtype, which is never guessed."""
+"""Files of token ids and nothing else: `.npy`, or raw integers of a stated dtype, which is never guessed.
+
+Any content can be read as raw integers, so files that are something else are recognized by how they begin. Where documents
+end is not written.
+"""
 
 import io
 import struct
@@ -22,6 +26,22 @@ from forge_data.storage.workspace import Partial
 SUFFIXES = (".npy", ".bin")
 _NPY_MAGIC = b"\x93NUMPY"
 _HEAD = 256
+_UNPACK = "unpack it, for ids are mapped as they lie"
+_CONTAINERS = (
+    (b"\x28\xb5\x2f\xfd", f"is compressed with zstandard; {_UNPACK}"),
+    (b"BZh91AY&SY", f"is compressed with bzip2; {_UNPACK}"),
+    (b"\xfd7zXZ\x00", f"is compressed with xz; {_UNPACK}"),
+    (b"PAR1", "is a Parquet file; use source 'parquet' with `ids`"),
+    (b"ARROW1\x00\x00", "is an Arrow file; use source 'arrow' with `ids`"),
+    (b"GGUF", "is a GGUF file of weights, not of token ids"),
+    (b"\x89HDF\r\n\x1a\n", "is an HDF5 file; write its ids with np.save, and use source 'tokens'"),
+    (b"MMIDIDX\x00\x00", "is an index of Megatron; use source 'megatron'"),
+)
+_LLMC = {20240520, 20240801, 20240522}
+"""Magic numbers of llm.c: GPT-2 tokens, Llama 3 tokens, multiple-choice examples."""
+_PRINTABLE = frozenset(b"\t\n\r") | frozenset(range(32, 127))
+_PRINTABLE_BYTES = 64
+"""Bytes that all have to be printable before a file is taken for text."""
 
 
 class Header(NamedTuple):
@@ -59,10 +79,10 @@ def open_tokens(
     if len(kinds) > 1:
         raise DataError(f"{path} mixes files with and without a .npy header; give a pattern that names one kind")
     npy = kinds.pop()
-    raw = None if npy else _stated(files, dtype)
+    raw = None if npy else _stated_dtype(files, dtype)
     sibling = neighbors(files)
     headers = [
-        _npy(file, head, dtype) if raw is None else _raw(file, head, raw, sibling)
+        _npy_header(file, head, dtype) if raw is None else _raw_header(file, head, raw, sibling)
         for file, head in zip(files, heads, strict=True)
     ]
     same = same_dtype([(file.where, header.dtype) for file, header in zip(files, headers, strict=True)])
@@ -77,7 +97,7 @@ def read_heads(files: Sequence[File], size: int) -> list[bytes]:
     return read_each(lambda file: read_bytes(file, 0, size), files)
 
 
-def _npy(file: File, head: bytes, stated: str | None) -> Header:
+def _npy_header(file: File, head: bytes, stated: str | None) -> Header:
     content = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(content)
@@ -105,13 +125,13 @@ def _npy(file: File, head: bytes, stated: str | None) -> Header:
     return Header(offset, shape[0], dtype)
 
 
-def _stated(files: Sequence[File], stated: str | None) -> np.dtype:
+def _stated_dtype(files: Sequence[File], stated: str | None) -> np.dtype:
     if stated is None:
         raise DataError(f"{files[0].where} has no header, so its dtype is unknown; set it, for example dtype = 'uint16'")
     return np.dtype(stated).newbyteorder("<")
 
 
-def _raw(file: File, head: bytes, dtype: np.dtype, sibling: Callable[[str], File | None]) -> Header:
+def _raw_header(file: File, head: bytes, dtype: np.dtype, sibling: Callable[[str], File | None]) -> Header:
     if not file.size:
         raise DataError(f"{file.where} is empty; remove it")
     if what := foreign_content(file, head, dtype.itemsize, sibling):
@@ -123,99 +143,6 @@ def _raw(file: File, head: bytes, dtype: np.dtype, sibling: Callable[[str], File
             f"truncated after byte {cut}, or of another dtype"
         )
     return Header(0, file.size // dtype.itemsize, dtype)
-
-
-_UNPACK = "unpack it, for ids are mapped as they lie"
-_CONTAINERS = (
-    (b"\x28\xb5\x2f\xfd", f"is compressed with zstandard; {_UNPACK}"),
-    (b"BZh91AY&SY", f"is compressed with bzip2; {_UNPACK}"),
-    (b"\xfd7zXZ\x00", f"is compressed with xz; {_UNPACK}"),
-    (b"PAR1", "is a Parquet file; use source 'parquet' with `ids`"),
-    (b"ARROW1\x00\x00", "is an Arrow file; use source 'arrow' with `ids`"),
-    (b"GGUF", "is a GGUF file of weights, not of token ids"),
-    (b"\x89HDF\r\n\x1a\n", "is an HDF5 file; write its ids with np.save, and use source 'tokens'"),
-    (b"MMIDIDX\x00\x00", "is an index of Megatron; use source 'megatron'"),
-)
-_LLMC = {20240520, 20240801, 20240522}
-"""Magic numbers of llm.c: GPT-2 tokens, Llama 3 tokens, multiple-choice examples."""
-_TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
-_ENOUGH = 64
-"""Bytes that all have to be printable before a file is taken for text."""
-
-
-def foreign_content(file: File, head: bytes, width: int, sibling: Callable[[str], File | None]) -> str | None:
-    """The format of a file that is not a list of raw integers, and the source for it; None where no other format is recognized.
-
-    Args:
-        file: in question.
-        head: its first bytes, a few hundred.
-        width: bytes of an integer; of one byte each, text is a list of integers like any other.
-        sibling: finds other files by their path.
-    """
-    for magic, what in _CONTAINERS:
-        if head.startswith(magic):
-            return what
-    if is_llmc(head):
-        return "begins with the header of llm.c; use source 'llmc', which knows its dtype"
-    if head.startswith(b"PK\x03\x04"):
-        numpy = b".npy" in head[:128]
-        return (
-            "is a .npz archive of numpy; write its array with np.save, and use source 'tokens'"
-            if numpy
-            else "is a zip archive; unpack it"
-        )
-    if _is_gzip(head):
-        return f"is compressed with gzip; {_UNPACK}"
-    if _is_arrow_stream(head):
-        return "is an Arrow stream; use source 'arrow' with `ids`"
-    if _is_safetensors(head, file.size):
-        return "is a safetensors file of weights, not of token ids"
-    if width > 1 and len(head) >= _ENOUGH and _TEXT.issuperset(head):
-        return "is text, not token ids; use source 'text' or 'jsonl'"
-    return _by_neighbors(file, sibling)
-
-
-def is_llmc(head: bytes) -> bool:
-    """Whether a file begins with the header of llm.c, with any count: magic, version, count, zeros."""
-    if len(head) < 12:
-        return False
-    magic, version = struct.unpack("<ii", head[:8])
-    return magic in _LLMC and 0 < version < 16 and not any(head[12:1024])
-
-
-def _is_gzip(head: bytes) -> bool:
-    if not head.startswith(b"\x1f\x8b\x08"):
-        return False
-    try:
-        zlib.decompressobj(31).decompress(head)
-    except zlib.error:
-        return False
-    return True
-
-
-def _is_arrow_stream(head: bytes) -> bool:
-    """The mark of a message, the length of its metadata, and a flatbuffer in it."""
-    if len(head) < 12 or head[:4] != b"\xff\xff\xff\xff":
-        return False
-    length, root = struct.unpack("<ii", head[4:12])
-    return 0 < length < 1 << 24 and length % 8 == 0 and 8 <= root < min(length, 64)
-
-
-def _is_safetensors(head: bytes, size: int) -> bool:
-    """The length of a JSON object, and the object."""
-    return head[8:10] == b'{"' and 2 < int.from_bytes(head[:8], "little") < size
-
-
-def _by_neighbors(file: File, sibling: Callable[[str], File | None]) -> str | None:
-    if file.where.endswith(".bin") and sibling(file.where.removesuffix(".bin") + ".idx"):
-        return "has a Megatron index in its directory; use source 'megatron', which knows its dtype and documents"
-    if sibling(f"{file.where}.index"):
-        return "has an index of documents, as datatrove writes it; use source 'datatrove'"
-    folder = file.where.rpartition("/")[0]
-    manifest = sibling(f"{folder}/{MANIFEST}" if folder else MANIFEST)
-    if manifest is not None and FORMAT.encode() in read_bytes(manifest, 0, 256):
-        return f"is a shard of the token store {folder or '.'}; use source 'store', which knows its dtype and documents"
-    return None
 
 
 class ArrayWriter:
@@ -306,3 +233,78 @@ class ArrayWriter:
                 f"documents do not all end in one token that occurs nowhere else (such as {self.eos}), so {self.path.name} "
                 "cannot say where they end; write a store or Megatron's format, or give --lose-documents"
             )
+
+
+def foreign_content(file: File, head: bytes, width: int, sibling: Callable[[str], File | None]) -> str | None:
+    """The format of a file that is not a list of raw integers, and the source for it; None where no other format is recognized.
+
+    Args:
+        file: in question.
+        head: its first bytes, a few hundred.
+        width: bytes of an integer; of one byte each, text is a list of integers like any other.
+        sibling: finds other files by their path.
+    """
+    for magic, what in _CONTAINERS:
+        if head.startswith(magic):
+            return what
+    if is_llmc(head):
+        return "begins with the header of llm.c; use source 'llmc', which knows its dtype"
+    if head.startswith(b"PK\x03\x04"):
+        numpy = b".npy" in head[:128]
+        return (
+            "is a .npz archive of numpy; write its array with np.save, and use source 'tokens'"
+            if numpy
+            else "is a zip archive; unpack it"
+        )
+    if _is_gzip(head):
+        return f"is compressed with gzip; {_UNPACK}"
+    if _is_arrow_stream(head):
+        return "is an Arrow stream; use source 'arrow' with `ids`"
+    if _is_safetensors(head, file.size):
+        return "is a safetensors file of weights, not of token ids"
+    if width > 1 and len(head) >= _PRINTABLE_BYTES and _PRINTABLE.issuperset(head):
+        return "is text, not token ids; use source 'text' or 'jsonl'"
+    return _by_neighbors(file, sibling)
+
+
+def is_llmc(head: bytes) -> bool:
+    """Whether a file begins with the header of llm.c, with any count: magic, version, count, zeros."""
+    if len(head) < 12:
+        return False
+    magic, version = struct.unpack("<ii", head[:8])
+    return magic in _LLMC and 0 < version < 16 and not any(head[12:1024])
+
+
+def _is_gzip(head: bytes) -> bool:
+    if not head.startswith(b"\x1f\x8b\x08"):
+        return False
+    try:
+        zlib.decompressobj(31).decompress(head)
+    except zlib.error:
+        return False
+    return True
+
+
+def _is_arrow_stream(head: bytes) -> bool:
+    """The mark of a message, the length of its metadata, and a flatbuffer in it."""
+    if len(head) < 12 or head[:4] != b"\xff\xff\xff\xff":
+        return False
+    length, root = struct.unpack("<ii", head[4:12])
+    return 0 < length < 1 << 24 and length % 8 == 0 and 8 <= root < min(length, 64)
+
+
+def _is_safetensors(head: bytes, size: int) -> bool:
+    """The length of a JSON object, and the object."""
+    return head[8:10] == b'{"' and 2 < int.from_bytes(head[:8], "little") < size
+
+
+def _by_neighbors(file: File, sibling: Callable[[str], File | None]) -> str | None:
+    if file.where.endswith(".bin") and sibling(file.where.removesuffix(".bin") + ".idx"):
+        return "has a Megatron index in its directory; use source 'megatron', which knows its dtype and documents"
+    if sibling(f"{file.where}.index"):
+        return "has an index of documents, as datatrove writes it; use source 'datatrove'"
+    folder = file.where.rpartition("/")[0]
+    manifest = sibling(f"{folder}/{MANIFEST}" if folder else MANIFEST)
+    if manifest is not None and FORMAT.encode() in read_bytes(manifest, 0, 256):
+        return f"is a shard of the token store {folder or '.'}; use source 'store', which knows its dtype and documents"
+    return None

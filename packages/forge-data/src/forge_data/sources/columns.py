@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.sources.records import Document, Part, Skips, Wanted, checked
+from forge_data.sources.records import Document, Part, Skips, Wanted, checked_value
 from forge_data.storage.files import File, local_path
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def cut(files: Sequence[File], size: int) -> list[Part]:
 
 
 def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
-    """See `parts.Reader`. A document is named by its file, its group and its row there."""
+    """See `records.Reader`. A document is named by its file, its group and its row there."""
     (file,) = part.files
     with _opened(file) as content:
         if wanted.column not in content.names:
@@ -43,7 +43,7 @@ def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
             for values in content.column(group, wanted.column):
                 for value in values:
                     name = f"{file.name}:{group}:{row}"
-                    found = checked(value, partial(_place, file, group, row), wanted, skips)
+                    found = checked_value(value, partial(_place, file, group, row), wanted, skips)
                     row += 1
                     if found is not None:
                         yield name, found

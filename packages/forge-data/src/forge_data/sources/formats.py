@@ -1,4 +1,4 @@
-"""Which files a source of records names, and who reads them."""
+"""Which reader a path needs: formats of records by name, and formats of token files by what lies at the path."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,55 +14,6 @@ from forge_data.sources.megatron import open_megatron
 from forge_data.sources.records import Part, Records, Wanted
 from forge_data.sources.store import open_store
 from forge_data.storage.files import File, find, find_one, is_url, read_bytes
-
-
-class RecordFormat(NamedTuple):
-    """Suffixes of a format's files, the module that reads them, and how they are cut into parts."""
-
-    suffixes: tuple[str, ...]
-    reader: str
-    cut: Callable[[Sequence[File], int], list[Part]]
-
-
-RECORD_FORMATS = {
-    "jsonl": RecordFormat(jsonl.SUFFIXES, "jsonl", jsonl.cut),
-    "parquet": RecordFormat(columns.PARQUET, "columns", columns.cut),
-    "arrow": RecordFormat(columns.ARROW, "columns", columns.cut),
-}
-
-
-def open_records(
-    path: str,
-    format: str,  # noqa: A002 (the field's term)
-    *,
-    text: str = "text",
-    ids: str | None = None,
-    split: str = "all",
-    held_out: float = 0.05,
-    skip: int = 0,
-) -> Records:
-    """The documents in files of records.
-
-    Args:
-        path: a file, directory, pattern or URL.
-        format: a key of `FORMATS`.
-        text: field of the text.
-        ids: field of a list of token ids, which is read instead of the text.
-        split, held_out: see `in_split`.
-        skip: broken records that may be left out.
-
-    Raises:
-        DataError: the format is unknown, the file does not exist, or all files are empty.
-    """
-    if format not in RECORD_FORMATS:
-        raise DataError(f"record format {format!r} is unknown; known: {', '.join(RECORD_FORMATS)}")
-    form = RECORD_FORMATS[format]
-    files = find(path, form.suffixes, format)
-    if not any(file.size for file in files):
-        raise DataError(f"{path} has no records ({len(files)} empty files); check the path")
-    wanted = Wanted(form.reader, ids or text, ids is not None, split, held_out)
-    return Records(files, wanted, f"{path} ({split})", form.cut, skip)
-
 
 TOKEN_FORMATS = ("store", "megatron", "llmc", "datatrove", "tokens")
 RAW_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -131,3 +82,51 @@ def detect(path: str) -> str:
 
 def _is_directory(path: str) -> bool:
     return not is_url(path) and Path(path).is_dir()
+
+
+class RecordFormat(NamedTuple):
+    """Suffixes of a format's files, the module that reads them, and how they are cut into parts."""
+
+    suffixes: tuple[str, ...]
+    reader: str
+    cut: Callable[[Sequence[File], int], list[Part]]
+
+
+RECORD_FORMATS = {
+    "jsonl": RecordFormat(jsonl.SUFFIXES, "jsonl", jsonl.cut),
+    "parquet": RecordFormat(columns.PARQUET, "columns", columns.cut),
+    "arrow": RecordFormat(columns.ARROW, "columns", columns.cut),
+}
+
+
+def open_records(
+    path: str,
+    format: str,  # noqa: A002 (the field's term)
+    *,
+    text: str = "text",
+    ids: str | None = None,
+    split: str = "all",
+    held_out: float = 0.05,
+    skip: int = 0,
+) -> Records:
+    """The documents in files of records.
+
+    Args:
+        path: a file, directory, pattern or URL.
+        format: a key of `FORMATS`.
+        text: field of the text.
+        ids: field of a list of token ids, which is read instead of the text.
+        split, held_out: see `in_split`.
+        skip: broken records that may be left out.
+
+    Raises:
+        DataError: the format is unknown, the file does not exist, or all files are empty.
+    """
+    if format not in RECORD_FORMATS:
+        raise DataError(f"record format {format!r} is unknown; known: {', '.join(RECORD_FORMATS)}")
+    form = RECORD_FORMATS[format]
+    files = find(path, form.suffixes, format)
+    if not any(file.size for file in files):
+        raise DataError(f"{path} has no records ({len(files)} empty files); check the path")
+    wanted = Wanted(form.reader, ids or text, ids is not None, split, held_out)
+    return Records(files, wanted, f"{path} ({split})", form.cut, skip)

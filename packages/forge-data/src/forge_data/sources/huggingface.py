@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
-from forge_data.sources.records import Document, Part, Records, Skips, Wanted, checked
+from forge_data.sources.records import Document, Part, Records, Skips, Wanted, checked_value
 from forge_data.storage.checksums import digest_of
 from forge_data.storage.files import File, find_one, is_url
 
@@ -55,14 +55,14 @@ def open_dataset(
 
 
 def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
-    """See `parts.Reader`. A document is named by its row."""
+    """See `records.Reader`. A document is named by its row."""
     dataset = load(**wanted.options).select_columns([wanted.column]).with_format("arrow")
     for start in range(part.start, part.stop, _ROWS):
         from forge_data.sources.columns import values
 
         column = dataset[start : min(start + _ROWS, part.stop)][wanted.column].combine_chunks()
         for row, value in enumerate(values(column), start):
-            found = checked(value, partial("{}, row {}".format, wanted.options["path"], row), wanted, skips)
+            found = checked_value(value, partial("{}, row {}".format, wanted.options["path"], row), wanted, skips)
             if found is not None:
                 yield f"{wanted.options['dataset_split']}:{row}", found
 

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import IO, Any, cast
 
 from forge_core.errors import DataError
-from forge_data.sources.records import Document, Part, Skips, Wanted, checked, wide_encoding
+from forge_data.sources.records import Document, Part, Skips, Wanted, checked_value, wide_encoding
 from forge_data.storage.files import File, local_path
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson")
 _BLOCK = 1 << 22
+_ZSTD_BLOCK = 1 << 20
 
 
 def cut(files: Sequence[File], size: int) -> list[Part]:
@@ -29,14 +30,14 @@ def cut(files: Sequence[File], size: int) -> list[Part]:
 
 
 def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
-    """See `parts.Reader`. A document is named by its file and the byte (uncompressed) at which its line begins."""
+    """See `records.Reader`. A document is named by its file and the byte (uncompressed) at which its line begins."""
     lines = _Lines(part)
     for line in lines:
         record = _record(line, wanted.column)
         if isinstance(record, str):
             skips.broken(f"{lines.place()} {record}")
             continue
-        found = checked(record.get(wanted.column), lines.place, wanted, skips)
+        found = checked_value(record.get(wanted.column), lines.place, wanted, skips)
         if found is not None:
             yield f"{lines.file.name}:{lines.offset}", found
 
@@ -151,11 +152,8 @@ def _compressed(file: File) -> bool:
     return file.where.endswith((".gz", ".zst"))
 
 
-_ZSTD_BLOCK = 1 << 20
-
-
 def decompressed(raw: IO[bytes], where: str) -> io.BufferedReader:
-    """The decompressed content of an open file.
+    """The decompressed content of an open zstandard file.
 
     Raises:
         DataError: zstandard is not installed.
@@ -168,7 +166,7 @@ def decompressed(raw: IO[bytes], where: str) -> io.BufferedReader:
 
 
 class _Frames(io.RawIOBase):
-    """Frame after frame; raises `ValueError` for damage and for an end inside a frame."""
+    """Frame after frame; raises `ValueError` for damage and for an end inside a frame, which the library's stream ignores."""
 
     def __init__(self, raw: IO[bytes], decompressor: Any, error: type[Exception]) -> None:
         self._raw, self._decompressor, self._error = raw, decompressor, error

@@ -1,8 +1,9 @@
-"""Megatron's indexed datasets, read in place: `NAME.bin` holds the ids, `NAME.idx` what they are.
+"""Megatron's indexed datasets: `NAME.bin` holds the ids, `NAME.idx` describes them. Read in place, and written.
 
 The index, all little-endian: 9 bytes `MMIDIDX\\0\\0`, uint64 version 1, uint8 dtype code, uint64 n sequences, uint64 d
 entries of the document list; then int32 lengths[n], int64 byte pointers[n], int64 documents[d], where document i is
-sequences [documents[i], documents[i + 1]). So d is one more than there are documents.
+sequences [documents[i], documents[i + 1]). So d is one more than there are documents. The writer makes one sequence of each
+document, as Megatron's own preprocessing does for language models.
 """
 
 import struct
@@ -29,6 +30,9 @@ HEAD = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _I4, _I8 = np.dtype("<i4"), np.dtype("<i8")
 _BLOCK = 4096
+_CODES = {np.dtype(name): code for code, name in DTYPES.items() if name[1] in "ui"}
+_HELD = {"uint32": "int32", "uint64": "int64"}
+_LARGEST_SEQUENCE = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -254,11 +258,6 @@ def _identity(found: Sequence[Pair]) -> str:
         digest.update(read_bytes(pair.index, start, min(start + 4096, pair.index.size)))
         digest.update(read_bytes(pair.index, max(start, pair.index.size - 4096), pair.index.size))
     return digest.hexdigest()
-
-
-_CODES = {np.dtype(name): code for code, name in DTYPES.items() if name[1] in "ui"}
-_HELD = {"uint32": "int32", "uint64": "int64"}
-_LARGEST_SEQUENCE = 2**31 - 1
 
 
 class MegatronWriter:

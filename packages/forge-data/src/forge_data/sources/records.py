@@ -1,7 +1,8 @@
 """A corpus of documents in parts: plain data that says what to read, so that any process can read any part alone.
 
-Which parts there are depends on the corpus only, never on who reads them. That is what makes a prepared store the same
-for any number of workers, and a killed preparation resumable.
+Which parts there are depends on the corpus only, never on who reads them. That makes a prepared store the same for any
+number of workers, and a killed preparation resumable. A document is text, or a list of token ids, in a field of a record;
+`text_of` and `ids_of` say what is wrong with a field that holds neither.
 """
 
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
@@ -20,7 +21,6 @@ from forge_data.storage.files import File
 
 Document = tuple[str, "str | np.ndarray"]
 """Name, and text or token ids."""
-
 _READERS = {
     "text": "forge_data.sources.text",
     "jsonl": "forge_data.sources.jsonl",
@@ -28,6 +28,13 @@ _READERS = {
     "huggingface": "forge_data.sources.huggingface",
 }
 """Modules by the names that fingerprints and stored jobs know them by; they must not change."""
+SHOWN = 10
+"""Broken records that messages name; a file names the others."""
+LISTED = 100_000
+"""Broken records that the file names at most."""
+_LARGEST = np.iinfo(np.int64).max
+_WIDE = ((BOM_UTF32_LE, "UTF-32"), (BOM_UTF32_BE, "UTF-32"), (BOM_UTF16_LE, "UTF-16"), (BOM_UTF16_BE, "UTF-16"))
+"""The mark of UTF-32, little-endian, begins with that of UTF-16: longer ones come first."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +71,6 @@ class Wanted:
     split: str = "all"
     held_out: float = 0.05
     options: dict[str, Any] = field(default_factory=dict)
-
-
-SHOWN = 10
-"""Broken records that messages name; a file names the others."""
-LISTED = 100_000
-"""Broken records that the file names at most."""
 
 
 @dataclass
@@ -165,7 +166,7 @@ class Records:
 
     @property
     def fingerprint(self) -> str:
-        """Of what is wanted, and of names, sizes and content of the files; see `fingerprints.digest_of`."""
+        """Of what is wanted, and of names, sizes and content of the files; see `checksums.digest_of`."""
         if self._fingerprint is None:
             self._fingerprint = digest_of(self.files, self._identity)
         return self._fingerprint
@@ -209,7 +210,21 @@ def in_split(name: str, split: str, held_out: float) -> bool:
     return (place < held_out) == (split == "held_out")
 
 
-def checked(value: Any, place: Callable[[], str], wanted: Wanted, skips: Skips) -> "str | np.ndarray | None":
+def grouped(files: Iterable[File], size: int) -> list[Part]:
+    """Parts of whole files, each as long as it takes to reach `size` bytes."""
+    found: list[Part] = []
+    own: list[File] = []
+    for file in files:
+        own.append(file)
+        if sum(one.size for one in own) >= size:
+            found.append(Part(tuple(own), 0, len(own), sum(one.size for one in own)))
+            own = []
+    if own:
+        found.append(Part(tuple(own), 0, len(own), sum(one.size for one in own)))
+    return found
+
+
+def checked_value(value: Any, place: Callable[[], str], wanted: Wanted, skips: Skips) -> "str | np.ndarray | None":
     """The value of a record's field as text or ids, or None when the record is broken and may be skipped.
 
     Args:
@@ -225,36 +240,6 @@ def checked(value: Any, place: Callable[[], str], wanted: Wanted, skips: Skips) 
     if fault:
         skips.broken(f"{place()}: {wanted.column!r} {fault}")
     return found
-
-
-def grouped(files: Iterable[File], size: int) -> list[Part]:
-    """Parts of whole files, each as long as it takes to reach `size` bytes."""
-    found: list[Part] = []
-    own: list[File] = []
-    for file in files:
-        own.append(file)
-        if sum(one.size for one in own) >= size:
-            found.append(Part(tuple(own), 0, len(own), sum(one.size for one in own)))
-            own = []
-    if own:
-        found.append(Part(tuple(own), 0, len(own), sum(one.size for one in own)))
-    return found
-
-
-def as_json(part: Part) -> dict[str, Any]:
-    """A part as JSON; `from_json` reads it."""
-    return asdict(part)
-
-
-def from_json(content: dict[str, Any]) -> Part:
-    """The part that `as_json` wrote."""
-    files = tuple(File(**file) for file in content["files"])
-    return Part(files, content["start"], content["stop"], content["size"])
-
-
-_LARGEST = np.iinfo(np.int64).max
-_WIDE = ((BOM_UTF32_LE, "UTF-32"), (BOM_UTF32_BE, "UTF-32"), (BOM_UTF16_LE, "UTF-16"), (BOM_UTF16_BE, "UTF-16"))
-"""The mark of UTF-32, little-endian, begins with that of UTF-16: longer ones come first."""
 
 
 def text_of(value: Any) -> tuple[str | None, str]:
@@ -315,3 +300,14 @@ def _outside(item: tuple[int, int]) -> str:
 
 def _kind(value: Any) -> str:
     return "missing or null" if value is None else f"a {type(value).__name__}"
+
+
+def part_as_json(part: Part) -> dict[str, Any]:
+    """A part as JSON; `from_json` reads it."""
+    return asdict(part)
+
+
+def part_from_json(content: dict[str, Any]) -> Part:
+    """The part that `as_json` wrote."""
+    files = tuple(File(**file) for file in content["files"])
+    return Part(files, content["start"], content["stop"], content["size"])

@@ -1,4 +1,4 @@
-"""Whole documents of a source in order, in portions of bounded size; and where a token lies."""
+"""Any source read to its end: its documents in portions of bounded size, how often each token occurs, and the unigram entropy."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,6 +8,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Source
 
 PORTION = 1 << 22
+_BLOCK = 1 << 22
 
 
 def portions(source: Source, tokens: int = PORTION) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -42,9 +43,6 @@ def place_of(source: Source, token: int) -> str:
     """Where a token lies: file and byte offset, if the source can tell."""
     place = getattr(source, "place", None)
     return str(place(token)) if callable(place) else f"{source.name} at token {token}"
-
-
-_BLOCK = 1 << 22
 
 
 def token_counts(source: Source) -> np.ndarray:

@@ -1,12 +1,13 @@
-"""What a token store says about itself: `manifest.json`, the only file that is read when a store is opened.
+"""The token store: its files, what `manifest.json` says of them, and the source that reads them through memory maps.
 
-    manifest.json      this
+    manifest.json      what the store holds
     shard-00000.bin    token ids, raw little-endian, of the manifest's dtype
     shard-00000.doc.npy  uint64 ends of the shard's documents, counted from the shard's start
     counts.npy         uint64 occurrences of every token id
     tokenizer.json     copy of the tokenizer, where the writer had one
 
-Documents never cross a shard. The manifest is written last: a directory without one is not a store.
+Documents never cross a shard. The manifest is written last: a directory without one is not a store. Opening reads the
+manifest, the sizes of all files, and samples of them.
 """
 
 import io
@@ -21,7 +22,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.storage.checksums import TOKEN_BLOCK, TOKEN_BLOCKS, Checksum, edges, fault_of, places
+from forge_data.storage.checksums import TOKEN_BLOCK, TOKEN_BLOCKS, Checksum, edge_ranges, fault_of, sampled_ranges
 from forge_data.storage.document_ends import Ends, Listed
 from forge_data.storage.files import File, read_bytes
 from forge_data.storage.shards import Shard, Shards, map_file
@@ -33,6 +34,9 @@ TOKENIZER = "tokenizer.json"
 COUNTS = "counts.npy"
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 """What ids may be stored as. Signed ones hold no negative id; they are kept for files that came with them."""
+_BLOCK = 1 << 24
+_HEAD = 256
+_U8 = np.dtype("<u8")
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,12 @@ def read_manifest(directory: Path) -> Manifest:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     try:
-        return _parse(content, path)
+        return _parse_manifest(content, path)
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__} {error}; write the store again") from error
 
 
-def _parse(content: dict[str, Any], path: Path) -> Manifest:
+def _parse_manifest(content: dict[str, Any], path: Path) -> Manifest:
     if content["format"] != FORMAT or content["version"] != VERSION:
         found = f"{content['format']} version {content['version']}"
         raise DataError(f"{path} is of {found}; this Forge reads {FORMAT} version {VERSION}")
@@ -159,11 +163,6 @@ def _parse(content: dict[str, Any], path: Path) -> Manifest:
         creator=content["creator"],
         request=content.get("request"),
     )
-
-
-_BLOCK = 1 << 24
-_HEAD = 256
-_U8 = np.dtype("<u8")
 
 
 class StoreSource:
@@ -240,11 +239,11 @@ class StoreSource:
     def _sampled(self) -> str:
         """Of the manifest's checksums, and of samples of the files that they are of."""
         digest = sha256(self.manifest.fingerprint.encode())
-        for start, stop in places(self.tokens, TOKEN_BLOCK, TOKEN_BLOCKS):
+        for start, stop in sampled_ranges(self.tokens, TOKEN_BLOCK, TOKEN_BLOCKS):
             digest.update(self._tokens.peek(start, stop).tobytes())
         for shard in self.manifest.shards[:: max(1, len(self.manifest.shards) // TOKEN_BLOCKS)]:
             file = self._file(shard.ends)
-            for start, stop in edges(file.size):
+            for start, stop in edge_ranges(file.size):
                 digest.update(read_bytes(file, start, stop))
         return digest.hexdigest()
 

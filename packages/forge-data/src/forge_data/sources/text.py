@@ -1,4 +1,4 @@
-"""Text files as documents: one document a file, in the order of their names; empty files are left out."""
+"""Text files as documents, one document a file; also the Python standard library as a corpus of real text."""
 
 import os
 import sysconfig
@@ -11,9 +11,20 @@ from forge_data.storage.files import File, find, read_bytes
 
 SUFFIXES = (".txt", ".md")
 """What a directory is searched for."""
-
 _MARK = "\ufeff"
 """The byte order mark, with which some editors begin a file of UTF-8; it is not text."""
+STDLIB_LEFT_OUT = frozenset(
+    {
+        "site-packages",  # not the standard library
+        "dist-packages",
+        "__pycache__",
+        "test",  # tests, and data files in other encodings
+        "tests",
+        "idle_test",
+        "lib2to3",  # grammar tests in odd encodings, and gone from later versions
+        "encodings",  # code tables
+    }
+)
 
 
 def text_files(path: str, split: str = "all", held_out: float = 0.05, skip: int = 0) -> Records:
@@ -41,7 +52,7 @@ def documents(files: Sequence[File], what: str, skip: int = 0) -> Records:
 
 
 def read(part: Part, _: Wanted, skips: Skips) -> Iterator[Document]:
-    """See `parts.Reader`. A document is named by its file."""
+    """See `records.Reader`. A document is named by its file."""
     for file in part.files:
         content = read_bytes(file, 0, file.size)
         if encoding := wide_encoding(content[:4]):
@@ -55,20 +66,6 @@ def read(part: Part, _: Wanted, skips: Skips) -> Iterator[Document]:
         yield file.name, text
 
 
-LEFT_OUT = frozenset(
-    {
-        "site-packages",  # not the standard library
-        "dist-packages",
-        "__pycache__",
-        "test",  # tests, and data files in other encodings
-        "tests",
-        "idle_test",
-        "lib2to3",  # grammar tests in odd encodings, and gone from later versions
-        "encodings",  # code tables
-    }
-)
-
-
 def stdlib_files(split: str = "all", held_out: float = 0.05) -> Records:
     """The library's modules in the order of their relative paths.
 
@@ -76,21 +73,21 @@ def stdlib_files(split: str = "all", held_out: float = 0.05) -> Records:
         DataError: this Python was installed without sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found = [_file(name, path) for name, path in _modules(root) if in_split(name, split, held_out)]
+    found = [_library_file(name, path) for name, path in _library_modules(root) if in_split(name, split, held_out)]
     if not found:
         raise DataError(f"the standard library in {root} has no .py files; install Python with its sources, or use source 'text'")
     return documents(found, f"standard library ({split})")
 
 
-def _file(name: str, path: Path) -> File:
+def _library_file(name: str, path: Path) -> File:
     found = path.stat()
     return File(name, str(path), found.st_size, str(found.st_mtime_ns))
 
 
-def _modules(root: Path) -> Iterator[tuple[str, Path]]:
+def _library_modules(root: Path) -> Iterator[tuple[str, Path]]:
     found = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in LEFT_OUT]  # walks into none of them
+        folders[:] = [name for name in folders if name not in STDLIB_LEFT_OUT]  # walks into none of them
         # _sysconfigdata holds the paths of the machine that built Python.
         modules = (name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))
         found += [Path(folder, name) for name in modules]

@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 
 from forge_core.errors import DataError
-from forge_data.storage.checksums import TOKEN_BLOCK, TOKEN_BLOCKS, places
+from forge_data.storage.checksums import TOKEN_BLOCK, TOKEN_BLOCKS, sampled_ranges
 from forge_data.storage.document_ends import Documents
 from forge_data.storage.shards import Shards
 
@@ -114,7 +114,7 @@ class Corpus:
         if len(self.shards.shards) > 1:
             digest.update(np.array(self.shards.firsts, dtype="<u8").tobytes())
         high = 0
-        for start, stop in places(self.tokens, TOKEN_BLOCK, TOKEN_BLOCKS):
+        for start, stop in sampled_ranges(self.tokens, TOKEN_BLOCK, TOKEN_BLOCKS):
             block = self.shards.peek(start, stop)
             digest.update(block.tobytes())
             high = max(high, self._largest(start, block))

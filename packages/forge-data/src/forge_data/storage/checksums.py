@@ -1,6 +1,7 @@
-"""What files hold, as one number: sizes, both ends of every file, and samples; no time, for a copy and `touch` change that too.
+"""What files hold: a fingerprint from samples, and checksums of whole files, compared during the first epoch.
 
-Small contents are read whole. Of large ones a change that keeps every size and lies between the samples is not seen.
+A fingerprint covers sizes, both ends of every file, and samples; modification times are left out because copying changes
+them. Small contents are read whole. Of large ones a change that keeps every size and lies between the samples is not seen.
 """
 
 import threading
@@ -24,6 +25,7 @@ EDGE = 4096
 _SAMPLES, _SAMPLE_BLOCK = 512, 1 << 14
 TOKEN_BLOCKS, TOKEN_BLOCK = 64, 4096
 """Of token ids head, tail and so many blocks of so many ids are read."""
+_READ_BLOCK = 1 << 23
 
 
 def digest_of(files: Sequence[File], identity: str = "", blocks: int = _SAMPLES, block: int = _SAMPLE_BLOCK) -> str:
@@ -47,8 +49,8 @@ def digest_of(files: Sequence[File], identity: str = "", blocks: int = _SAMPLES,
     firsts = np.cumsum([0, *(file.size for file in unnamed)])
     total = int(firsts[-1])
     whole = total <= WHOLE and not any(file.remote for file in unnamed)
-    wanted: list[list[tuple[int, int]]] = [[(0, file.size)] if whole else edges(file.size) for file in unnamed]
-    for start, stop in () if whole else places(total, block, blocks):
+    wanted: list[list[tuple[int, int]]] = [[(0, file.size)] if whole else edge_ranges(file.size) for file in unnamed]
+    for start, stop in () if whole else sampled_ranges(total, block, blocks):
         for number in range(int(np.searchsorted(firsts, start, side="right")) - 1, len(unnamed)):
             if firsts[number] >= stop:
                 break
@@ -59,7 +61,7 @@ def digest_of(files: Sequence[File], identity: str = "", blocks: int = _SAMPLES,
     return digest.hexdigest()
 
 
-def places(total: int, block: int, blocks: int) -> list[tuple[int, int]]:
+def sampled_ranges(total: int, block: int, blocks: int) -> list[tuple[int, int]]:
     """[start, stop) of what is read of `total` bytes or tokens: all of little, else head, tail, and one block in each of
     `blocks` equal stretches, at a place that looks random and follows from the size alone."""
     if total <= block * max(2, blocks):
@@ -71,7 +73,7 @@ def places(total: int, block: int, blocks: int) -> list[tuple[int, int]]:
     return [(0, block), *((start, start + block) for start in starts), (total - block, total)]
 
 
-def edges(size: int) -> list[tuple[int, int]]:
+def edge_ranges(size: int) -> list[tuple[int, int]]:
     """[start, stop) of the head and the tail of a file, or of all of a short one."""
     return [(0, size)] if size <= 2 * EDGE else [(0, EDGE), (size - EDGE, size)]
 
@@ -86,9 +88,6 @@ def _digests(files: Sequence[File], wanted: Sequence[Sequence[tuple[int, int]]])
         return digest.digest()
 
     return read_each(one, range(len(files)))
-
-
-_READ_BLOCK = 1 << 23
 
 
 class Checksum(NamedTuple):
@@ -115,7 +114,10 @@ def fault_of(path: Path, xxh3: str, stop: threading.Event | None = None) -> str 
 
 
 class FirstEpoch:
-    """One thread that compares this rank's share of the files.
+    """One thread that compares this rank's share of the files with their checksums while a run reads them for the first time.
+
+    A file is due when the run has read as many tokens of its source as lie before it, in any order: so every file is compared
+    once, at the pace of the first epoch, and a resume goes on where the run was.
 
     A source takes part by a method `checksums()` that gives a list of `Checksum`, in the order of the stream.
     """

@@ -1,7 +1,7 @@
-"""What is written next to a target until it is complete. The writer holds a lock, so leftovers of killed processes are known.
+"""Unfinished output next to its target, and the lock of a workspace.
 
-A lock of the operating system ends with the process that holds it, however that ended. Where the file system has none,
-nothing is removed: what is left there is only room.
+Both are locks of the operating system, which end with the process that holds them, however that ended: so leftovers of
+killed processes are known. Where the file system has no locks, nothing is removed: what is left there only takes room.
 """
 
 import fcntl

@@ -1,4 +1,13 @@
-"""Pieces of one text, some of which may hold control tokens, and the place of each id in them."""
+"""Control tokens: ids for those that trusted text spells, ordinary text for all others.
+
+A text is given in pieces, some of which are trusted: only these may spell control tokens. `Pieces` finds them for tokenizers
+that encode the text between two control tokens by itself; `Controlled` does so for a `tokenizer.json`.
+
+The `tokenizers` library finds control tokens by their spelling, wherever it stands. So a text whose untrusted pieces spell
+none is encoded as it is, which gives the ids of transformers. Otherwise a second tokenizer is used, in which each control
+token has a spelling that the text does not contain, and which differs in nothing else: the control tokens of trusted text are
+replaced by those spellings, and all the rest is ordinary text.
+"""
 
 import json
 import re
@@ -14,9 +23,12 @@ from forge_core.protocols.data import Tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-
 Encoded = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Ids of a text, and the characters [start, stop) of each; all (N,) int64."""
+_PRIVATE = range(0x10FFFD, 0xF0000, -1)
+"""Characters for private use: one that a text lacks begins and ends each new spelling."""
+ADDED = ("encode_pieces", "prefix", "suffix", "special_tokens")
+"""What tokenizers of older plugins lack."""
 
 
 class Pieces:
@@ -108,10 +120,6 @@ def characters_of(text: str, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return padded[starts], padded[np.maximum(stops - 1, 0)] + 1
 
 
-_PRIVATE = range(0x10FFFD, 0xF0000, -1)
-"""Characters for private use: one that a text lacks begins and ends each new spelling."""
-
-
 def load_backend(content: bytes, where: str) -> "Backend":
     """The tokenizer of the library in the content of a `tokenizer.json`, without padding and truncation.
 
@@ -181,7 +189,7 @@ class Controlled:
         parsed = json.loads(content)
         backend = load_backend(content, where)
         # The library may give other ids than the file says, where the file's are not in sequence.
-        self._controls = {each: _id(backend, each) for each in controls_of(parsed, eos)}
+        self._controls = {each: _control_id(backend, each) for each in controls_of(parsed, eos)}
         self._spellings = {index: spelling for spelling, index in self._controls.items()}
         self._unknown = _unknown(parsed["model"])
         self._known: dict[tuple[str, bool], _Named] = {}
@@ -250,9 +258,9 @@ class Controlled:
                     self._known.clear()
                 names = {each: _name(mark, number) if renamed else each for number, each in enumerate(self._controls)}
                 backend = load_backend(_with_names(json.loads(self._content), names, 2 * mark), self._where)
-                own = {_id(backend, names[each]): index for each, index in self._controls.items()}
+                own = {_control_id(backend, names[each]): index for each, index in self._controls.items()}
                 original = {index: other for index, other in own.items() if index != other}
-                named = self._known[mark, renamed] = _Named(backend, _id(backend, 2 * mark), original)
+                named = self._known[mark, renamed] = _Named(backend, _control_id(backend, 2 * mark), original)
             return named
 
 
@@ -327,7 +335,7 @@ def _with_names(content: Mapping[str, Any], names: Mapping[str, str], gap: str) 
     return json.dumps(tokenizer, ensure_ascii=False).encode("utf-8")
 
 
-def _id(backend: "Backend", spelling: str) -> int:
+def _control_id(backend: "Backend", spelling: str) -> int:
     index = backend.token_to_id(spelling)
     assert index is not None, spelling
     return index
@@ -366,13 +374,12 @@ def _unknown(model: Mapping[str, Any]) -> str | None:
     return model.get("unk_token")
 
 
-ADDED = ("encode_pieces", "prefix", "suffix", "special_tokens")
-"""What tokenizers of older plugins lack."""
-
-
 def adapted(tokenizer: Any) -> Tokenizer:
-    """The tokenizer itself, or one that adds what it lacks. Everything that builds a tokenizer of a recipe calls this."""
-    older: Any = _Older
+    """The tokenizer itself, or one that adds what it lacks. Everything that builds a tokenizer of a recipe calls this.
+
+    Plugins may bring tokenizers that were written before `encode_pieces`, `prefix` and `suffix` became part of the protocol.
+    """
+    older: Any = _OlderTokenizer
     return tokenizer if all(hasattr(tokenizer, name) for name in ADDED) else older(tokenizer)
 
 
@@ -386,7 +393,7 @@ def identity_of(tokenizer: Tokenizer) -> str:
     return tokenizer.fingerprint + around + (f" {revision}" if revision > 1 else "")
 
 
-class _Older:
+class _OlderTokenizer:
     """A tokenizer that puts nothing around a text and knows no control tokens.
 
     A single piece of untrusted text is encoded as it is. Several pieces are refused: where the text of an id lies is not known.

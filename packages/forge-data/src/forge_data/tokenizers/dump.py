@@ -1,4 +1,4 @@
-"""A tokenizer of any kind from its `dump`."""
+"""A tokenizer of any kind from its `dump`, or from the store that carries it."""
 
 import json
 from pathlib import Path
@@ -37,10 +37,10 @@ def restore(content: bytes, eos: int | None, where: str, add_special_tokens: boo
             return sentencepiece.restore(parsed, where)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{where} is a damaged tokenizer: {type(error).__name__} {error}") from error
-    return _backend(content, eos, where, add_special_tokens)
+    return _restore_backend(content, eos, where, add_special_tokens)
 
 
-def _backend(content: bytes, eos: int | None, where: str, add_special_tokens: bool) -> Tokenizer:
+def _restore_backend(content: bytes, eos: int | None, where: str, add_special_tokens: bool) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     from forge_data.tokenizers.bpe import BpeTokenizer
