@@ -15,23 +15,23 @@ from forge_core.batch import IGNORE
 from forge_core.errors import DataError
 from forge_data.components import Random
 from forge_data.loading.evaluation import evaluation
-from forge_data.packing.readers import Streamed
+from forge_data.packing.readers import StreamPacking
 from forge_data.section import Data
 
 LENGTH, G = 8, 8
 
 
-def rows(source: Any, buffer: int = 4, shuffle: bool = True, readers: int | None = None, unit: int = LENGTH) -> Streamed:
-    return Streamed(source, readers, unit, "seed", buffer, shuffle)
+def rows(source: Any, buffer: int = 4, shuffle: bool = True, readers: int | None = None, unit: int = LENGTH) -> StreamPacking:
+    return StreamPacking(source, readers, unit, "seed", buffer, shuffle)
 
 
-def cut(stream: Streamed, sample: int) -> tuple[list[int], list[int]]:
+def cut(stream: StreamPacking, sample: int) -> tuple[list[int], list[int]]:
     """Ids and document ends of a sample as one row."""
     found = stream.cut(np.array([sample]), stream.unit)
     return found.windows[0].tolist(), found.columns.tolist()
 
 
-def documents_of(stream: Streamed, tokens: int) -> list[tuple[int, ...]]:
+def documents_of(stream: StreamPacking, tokens: int) -> list[tuple[int, ...]]:
     """The first documents of a stream, at least so many tokens, put together from its rows."""
     ids: list[int] = []
     ends: list[int] = []

@@ -19,7 +19,7 @@ from forge_core.protocols.data import SourceContext
 from forge_data.components import Bytes, Store
 from forge_data.loading.evaluation import evaluation
 from forge_data.packing import plan
-from forge_data.packing.plan import Planned, best_fit, pieces_of, planned
+from forge_data.packing.plan import PlannedPacking, best_fit, pieces_of, planned
 from forge_data.section import Data
 from forge_data.sources.store import StoreSource
 from forge_data.sources.store_writer import StoreWriter
@@ -143,7 +143,7 @@ def test_a_plan_is_made_once_and_mapped(make_store: Any, tmp_path: Path, monkeyp
     assert again.describe()["sources"][0]["packing"] == first.describe()["sources"][0]["packing"]
     assert "120 documents in" in said[0] and "% full, 20 documents longer than a row were cut" in said[0]
     kept = next(tmp_path.glob("packed-a-b-*"))
-    assert isinstance(Planned(StoreSource(path), 8, kept)._starts.base, np.memmap)
+    assert isinstance(PlannedPacking(StoreSource(path), 8, kept)._starts.base, np.memmap)
     (kept / "starts").unlink()
     with pytest.raises(DataError, match=r"is damaged .* remove it"):
         opened(data, batch=2, workspace=tmp_path)

@@ -15,7 +15,7 @@ from forge_data.sources.megatron import MegatronWriter
 from forge_data.sources.scan import portions
 from forge_data.sources.store import DTYPES, StoreSource
 from forge_data.sources.store_writer import SHARD_TOKENS, StoreWriter
-from forge_data.sources.token_files import Corpus
+from forge_data.sources.token_files import TokenFiles
 from forge_data.tokenizers.dump import tokenizer_of
 
 TARGETS = ("store", "megatron", "npy", "bin")
@@ -102,7 +102,7 @@ def _writer(
 
 
 def _refuse_lost_sequences(source: Source, join: bool) -> None:
-    if not isinstance(source, Corpus):
+    if not isinstance(source, TokenFiles):
         return
     described = source.described
     sequences, documents = described.more.get("sequences"), described.documents
@@ -115,7 +115,7 @@ def _refuse_lost_sequences(source: Source, join: bool) -> None:
 
 def _empty_documents(source: Source, documents: int, skip: bool) -> int:
     """How many documents without a token the source has: those that no border shows."""
-    stated = source.described.documents if isinstance(source, Corpus) else None
+    stated = source.described.documents if isinstance(source, TokenFiles) else None
     empty = 0 if stated is None else stated - documents
     if empty and not skip:
         raise DataError(

@@ -11,7 +11,7 @@ from forge_core.protocols.data import Source
 from forge_data.preparation.progress import Progress
 from forge_data.sources.scan import place_of, portions, token_counts, unigram_entropy
 from forge_data.sources.store import StoreSource
-from forge_data.sources.token_files import Corpus
+from forge_data.sources.token_files import TokenFiles
 from forge_data.tokenizers.dump import tokenizer_of
 
 _SHOWN_TOKENS = 120
@@ -31,7 +31,7 @@ def inspect_tokens(path: str, source: Source) -> dict[str, Any]:
     counts = token_counts(source)
     found: dict[str, Any] = {
         "path": path,
-        "format": source.described.format if isinstance(source, Corpus) else "token store",
+        "format": source.described.format if isinstance(source, TokenFiles) else "token store",
         "dtype": source.read(0, 0).dtype.name,
         "tokens": source.tokens,
         "documents": len(lengths),
@@ -55,7 +55,7 @@ def inspect_tokens(path: str, source: Source) -> dict[str, Any]:
             "creator": manifest.creator,
             "tokenizer": None if manifest.tokenizer is None else vars(manifest.tokenizer),
         }
-    if isinstance(source, Corpus):
+    if isinstance(source, TokenFiles):
         found |= {"files": len(source.shards.shards), **source.described.more}
         if source.described.documents is not None:
             found["empty_documents"] = source.described.documents - len(lengths)
@@ -108,7 +108,7 @@ def verify_tokens(source: Source, vocab_size: int | None, report: Callable[[str]
     whole documents among all of them, or among a sample by hash, which keeps all copies of a document or none.
     """
     faults = source.verify() if isinstance(source, StoreSource) else []
-    if isinstance(source, Corpus) and source.check is not None:
+    if isinstance(source, TokenFiles) and source.check is not None:
         faults += source.check()
     found: dict[str, Any] = {"path": source.name, "tokens": source.tokens, "faults": faults}
     if faults:
@@ -140,7 +140,7 @@ def _check_ids(source: Source, limit: int | None, found: dict[str, Any], report:
     kept = np.sort(np.concatenate(hashes))
     copies = int(np.count_nonzero(kept[1:] == kept[:-1]))
     found |= {"documents": documents, "max_id": high, "ids_outside": outside}
-    stated = source.described.documents if isinstance(source, Corpus) else None
+    stated = source.described.documents if isinstance(source, TokenFiles) else None
     found["empty_documents"] = 0 if stated is None else stated - documents
     found["duplicates"] = {"documents_compared": len(kept), "copies": copies}
     return faults

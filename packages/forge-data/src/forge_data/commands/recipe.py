@@ -17,7 +17,7 @@ from forge_data.section import Data
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobKeys:
     """Keys of `[job]`."""
 
     name: str = "run"
@@ -26,7 +26,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class TrainKeys:
     """Keys of `[train]`."""
 
     max_steps: Annotated[int, Gt(0)] = 1000
@@ -37,9 +37,9 @@ class Train:
 class Recipe:
     """The keys of a recipe that its data depend on; the others are the trainer's affair."""
 
-    job: Job = field(default_factory=Job)
+    job: JobKeys = field(default_factory=JobKeys)
     data: Data = field(default_factory=Data)
-    train: Train = field(default_factory=Train)
+    train: TrainKeys = field(default_factory=TrainKeys)
 
     @property
     def workspace(self) -> Path:
@@ -75,7 +75,7 @@ def recipe_of(tables: Mapping[str, Any], origin: str) -> Recipe:
 
 def _resolved(tree: Table, registry: Registry) -> Recipe:
     tables = {name: tree.items[name] for name in ("job", "data", "train") if name in tree.items}
-    for name, section in (("job", Job), ("train", Train)):
+    for name, section in (("job", JobKeys), ("train", TrainKeys)):
         if isinstance(table := tables.get(name), Table):
             known = section.__dataclass_fields__
             tables[name] = Table({key: item for key, item in table.items.items() if key in known}, table.origin)

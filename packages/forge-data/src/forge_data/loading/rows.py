@@ -13,10 +13,10 @@ import numpy as np
 
 from forge_core.batch import IGNORE, PADDING, Batch, Sources
 from forge_core.errors import DataError
-from forge_data.loading.sample_order import SampleOrder, stages_for
+from forge_data.loading.sample_order import SampleOrder, intervals_for
 from forge_data.loading.sources import LoadSpec, Marks, OpenedSources, open_packings
-from forge_data.packing.concatenation import Concatenated, Packing, RowWindows, places
-from forge_data.packing.readers import Position, Streamed
+from forge_data.packing.concatenation import ConcatenatedPacking, Packing, RowWindows, places
+from forge_data.packing.readers import Position, StreamPacking
 from forge_data.sources.scan import place_of
 
 _BYTES = {"documents": 24, "mask": 17, "none": 16}
@@ -200,7 +200,7 @@ def _tensor(array: np.ndarray, pin: bool) -> "Tensor":
 class Assembler:
     """Cuts rows from several packings and fills model inputs with them."""
 
-    def __init__(self, packings: Sequence[Packing | Streamed], spec: LoadSpec, length: int, pieces: int = 1) -> None:
+    def __init__(self, packings: Sequence[Packing | StreamPacking], spec: LoadSpec, length: int, pieces: int = 1) -> None:
         """
         Args:
             packings: of each source.
@@ -227,14 +227,14 @@ class Assembler:
     def cut_last(self, source: int) -> tuple[RowWindows, int]:
         """The short last row of a packing; see `Packing.cut_last`."""
         packing = self.packings[source]
-        assert not isinstance(packing, Streamed), "a stream has no last row"
+        assert not isinstance(packing, StreamPacking), "a stream has no last row"
         cut, labeled = packing.cut_last()
         self._refuse_unknown(source, np.array([packing.rows]), cut.windows)
         return cut, labeled
 
     def _cut(self, source: int, numbers: np.ndarray) -> RowWindows:
         packing = self.packings[source]
-        cut = packing.cut(numbers, self.length) if isinstance(packing, Streamed) else packing.cut(numbers)
+        cut = packing.cut(numbers, self.length) if isinstance(packing, StreamPacking) else packing.cut(numbers)
         _refuse_borders(packing, numbers, cut)
         self._refuse_unknown(source, numbers, cut.windows)
         return cut
@@ -252,11 +252,11 @@ class Assembler:
         if wrong.any():
             row, column = (int(place[0]) for place in np.nonzero(wrong))
             found = int(windows[row, column])
-            where = "" if isinstance(packing, Streamed) else _place_of_token(packing, int(numbers[row]), column)
+            where = "" if isinstance(packing, StreamPacking) else _place_of_token(packing, int(numbers[row]), column)
             raise DataError(f"{packing.source.name}{where}: id {found}, but {why if found >= 0 else 'no id is negative'}")
 
 
-def _id_limit(packing: Packing | Streamed, vocab_size: int | None) -> tuple[int, str]:
+def _id_limit(packing: Packing | StreamPacking, vocab_size: int | None) -> tuple[int, str]:
     """(first id that no row of a packing may hold, why): the smallest of what is known."""
     source = packing.source
     known = [(1 << 63, "no vocabulary is that large")]
@@ -270,7 +270,7 @@ def _id_limit(packing: Packing | Streamed, vocab_size: int | None) -> tuple[int,
     return min(known)
 
 
-def _refuse_borders(packing: Packing | Streamed, numbers: np.ndarray, cut: RowWindows) -> None:
+def _refuse_borders(packing: Packing | StreamPacking, numbers: np.ndarray, cut: RowWindows) -> None:
     """Of a large index only a part was checked before it was used; of a plugin's source nothing."""
     rows, columns = cut.rows, cut.columns
     if getattr(packing.source, "borders_checked", False) or not len(rows):
@@ -281,7 +281,7 @@ def _refuse_borders(packing: Packing | Streamed, numbers: np.ndarray, cut: RowWi
     falling = flat[1:] <= flat[:-1]
     if outside.any() or falling.any():
         row = int(rows[np.argmax(outside) if outside.any() else np.argmax(falling) + 1])
-        where = "" if isinstance(packing, Streamed) else f" at token {packing.token_at(int(numbers[row]), 0)}"
+        where = "" if isinstance(packing, StreamPacking) else f" at token {packing.token_at(int(numbers[row]), 0)}"
         raise DataError(f"{packing.source.name}{where}: document ends do not ascend; `data verify` names the file and the byte")
 
 
@@ -302,9 +302,9 @@ class RowReader:
         streams: number and rows of each streamed source.
     """
 
-    def __init__(self, spec: LoadSpec, order: SampleOrder, packings: Sequence[Packing | Streamed]) -> None:
+    def __init__(self, spec: LoadSpec, order: SampleOrder, packings: Sequence[Packing | StreamPacking]) -> None:
         self.spec, self.order, self.packings = spec, order, packings
-        self.streams = {index: packing for index, packing in enumerate(packings) if isinstance(packing, Streamed)}
+        self.streams = {index: packing for index, packing in enumerate(packings) if isinstance(packing, StreamPacking)}
         self._assemblers: dict[int, Assembler] = {}
 
     def fill(self, rows: Rows, step: int, start: int, stop: int, at: int = 0) -> None:
@@ -319,7 +319,7 @@ class RowReader:
         """(label of the source, where in it the token lies) of a token of the global batch of a step, for messages."""
         (source,), (number,) = (found.tolist() for found in self.order.rows_of(step, row, row + 1))
         packing = self._assembler(self.order.timeline.span_at(step).length).packings[source]
-        if isinstance(packing, Streamed):
+        if isinstance(packing, StreamPacking):
             return self.order.labels[source], packing.source.name
         return self.order.labels[source], place_of(packing.source, packing.token_at(number, column))
 
@@ -345,7 +345,7 @@ class RowReader:
     def _assembler(self, length: int) -> Assembler:
         if length not in self._assemblers:
             packings = [
-                Concatenated(packing.source, length) if isinstance(packing, Concatenated) else packing
+                ConcatenatedPacking(packing.source, length) if isinstance(packing, ConcatenatedPacking) else packing
                 for packing in self.packings
             ]
             self._assemblers[length] = Assembler(packings, self.spec, length, self.order.unit // length)
@@ -358,10 +358,10 @@ def open_rows(spec: LoadSpec, opened: OpenedSources, report: Callable[[str], Non
     Raises:
         ForgeError: the sources do not fit the recipe.
     """
-    stages = stages_for(spec, opened)
-    packings = open_packings(spec, opened, stages, report)
-    rows = [None if isinstance(packing, Streamed) else packing.rows for packing in packings]
-    return RowReader(spec, SampleOrder(spec, opened, stages, rows), packings)
+    intervals = intervals_for(spec, opened)
+    packings = open_packings(spec, opened, intervals, report)
+    rows = [None if isinstance(packing, StreamPacking) else packing.rows for packing in packings]
+    return RowReader(spec, SampleOrder(spec, opened, intervals, rows), packings)
 
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from forge_core.protocols.data import (
     Tokenizer,
 )
 from forge_data.order.phases import (
-    Stage,
+    PhaseInterval,
     labels_of,
     max_epochs_of,
     refuse_faults,
@@ -26,9 +26,9 @@ from forge_data.order.phases import (
     used_sources,
     weight_of,
 )
-from forge_data.packing.concatenation import Concatenated, Packing, refuse_short
+from forge_data.packing.concatenation import ConcatenatedPacking, Packing, refuse_short
 from forge_data.packing.plan import planned
-from forge_data.packing.readers import Streamed
+from forge_data.packing.readers import StreamPacking
 from forge_data.section import Data
 from forge_data.sources.store import StoreSource
 from forge_data.tokenizers.control import adapted
@@ -186,20 +186,22 @@ def _carried_tokenizer(sources: Mapping[str, Any]) -> Tokenizer | None:
     return next((tokenizer for store in stores if (tokenizer := tokenizer_of(store)) is not None), None)
 
 
-def open_packings(spec: LoadSpec, opened: OpenedSources, stages: Sequence[Stage], report: Report) -> list[Packing | Streamed]:
+def open_packings(
+    spec: LoadSpec, opened: OpenedSources, intervals: Sequence[PhaseInterval], report: Report
+) -> list[Packing | StreamPacking]:
     """The packings of the training sources, in rows of the longest length of the run.
 
     Raises:
         DataError: a source has no full row, or the recipe asks of a stream what only a store can give.
     """
-    data, unit = spec.data, max(stage.length for stage in stages)
+    data, unit = spec.data, max(interval.length for interval in intervals)
     if any(isinstance(source, StreamedSource) for source in opened.sources.values()):
         _refuse_counting(spec, opened)
-    found: list[Packing | Streamed] = []
+    found: list[Packing | StreamPacking] = []
     for (label, source), too_long in zip(opened.sources.items(), opened.too_long, strict=True):
         if isinstance(source, StreamedSource):
             seed, shuffle = f"{spec.seed}/{label}", data.shuffle != "none"
-            found.append(Streamed(source, data.readers, unit, seed, data.shuffle_buffer, shuffle))
+            found.append(StreamPacking(source, data.readers, unit, seed, data.shuffle_buffer, shuffle))
             continue
         if data.packing == "concatenate":
             refuse_short(source, label, unit)
@@ -218,7 +220,7 @@ def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report
                 f"documents of source {label!r} ({source.name}) have {source.extras[0]}, and packing = 'concatenate' would cut "
                 "them; set data.packing = 'best_fit', or 'pad'"
             )
-        return Concatenated(source, length)
+        return ConcatenatedPacking(source, length)
     too_long = None if isinstance(source, SourceWithItems) else too_long
     made = planned(source, length, spec.data.packing, spec.workspace, label, spec.data.items_per_row, too_long)
     found = made.summary

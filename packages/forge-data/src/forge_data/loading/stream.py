@@ -24,7 +24,7 @@ from forge_data.loading.sources import LoadSpec, OpenedSources, Report, context_
 from forge_data.loading.worker_pool import WorkerPool, WorkerRecipe
 from forge_data.order.cursor import cursor_at, fingerprint_of, refuse_other, sample_of
 from forge_data.order.phases import batch_faults, lr_scale_at, refuse_faults
-from forge_data.packing.plan import Planned
+from forge_data.packing.plan import PlannedPacking
 from forge_data.section import Data
 from forge_data.sources.scan import token_counts, unigram_entropy
 from forge_data.storage.checksums import FirstEpoch
@@ -160,7 +160,9 @@ class TrainingStream:
             return span.rows * span.length
         sources, numbers = self.order.rows_of(step, 0, span.rows)
         packings = enumerate(self.reader.packings)
-        return sum(packing.tokens_in(numbers[sources == source]) for source, packing in packings if isinstance(packing, Planned))
+        return sum(
+            packing.tokens_in(numbers[sources == source]) for source, packing in packings if isinstance(packing, PlannedPacking)
+        )
 
     def batches_at(self, step: int) -> int:
         """Micro-batches of this rank in a step."""
@@ -324,7 +326,7 @@ class TrainingStream:
         return cursor_at(sample, self.labels, timeline.draws(sample), identity, streams, fingerprint)
 
     def _identity(self, step: int) -> tuple[dict[str, Any], str]:
-        """The identity at a step and its fingerprint: worked out where a stage or phase begins, not at every step."""
+        """The identity at a step and its fingerprint: worked out where an interval or phase begins, not at every step."""
         begun = self.order.begun(step)
         if begun not in self._identities:
             identity = self.order.identity_at(step)

@@ -1,8 +1,8 @@
 """Which source a sample comes from: draws of several sources in exact shares, found by arithmetic at any sample.
 
 Shares are whole numbers of draws in a period, however long it is (`phases.shares_of`); none is rounded. Where the period is
-short, a table of it keeps every count within one sample of its share (`Chairman`); else a tree of two-way splits keeps it
-within 1.68 samples (`Nested`). Neither deviation grows with the number of samples. Over a ramp of weights, `ramp_draws`
+short, a table of it keeps every count within one sample of its share (`TableMixture`); else a tree of two-way splits keeps it
+within 1.68 samples (`TreeMixture`). Neither deviation grows with the number of samples. Over a ramp of weights, `ramp_draws`
 keeps it below one sample ahead and 1/2 + 1/3 + ... + 1/k behind.
 """
 
@@ -57,10 +57,10 @@ class Mixture(Protocol):
 
 def mixture_of(shares: Sequence[int]) -> Mixture:
     """The mixture of sources in the ratio of `shares`, whole numbers from 0 without a common factor, one above 0."""
-    return Chairman(shares) if sum(shares) <= LONGEST_TABLE else Nested(shares)
+    return TableMixture(shares) if sum(shares) <= LONGEST_TABLE else TreeMixture(shares)
 
 
-class Chairman:
+class TableMixture:
     """A mixture whose period fits a table: the chairman assignment problem, solved for one period and repeated.
 
     After any number n of samples, source i of k with share s_i was drawn n s_i times, give or take at most 1 - 1/(2k - 2)
@@ -185,7 +185,7 @@ class _Split:
         return (2 * draw + 1) * self.weight // (2 * self.many)
 
 
-class Nested:
+class TreeMixture:
     """A mixture without a table: a tree of exact two-way splits, for any weights and any sample below 2^63.
 
     The sources are the leaves of a Huffman tree (Huffman, 1952) over their weights. Among the first m draws of an inner node

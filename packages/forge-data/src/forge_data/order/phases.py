@@ -23,8 +23,8 @@ STAIRS = 32
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Steps [step, step of the next stage) have everything in common.
+class PhaseInterval:
+    """Steps [step, step of the next interval) have everything in common.
 
     Attributes:
         step: the first one.
@@ -41,20 +41,20 @@ class Stage:
     stair: bool = False
 
 
-def stages_of(data: Data, global_batch: int) -> list[Stage]:
-    """The stages of a run without an end, from step 0 on; `data` has no faults."""
+def intervals_of(data: Data, global_batch: int) -> list[PhaseInterval]:
+    """The intervals of a run without an end, from step 0 on; `data` has no faults."""
     labels = labels_of(data)
-    stages = [Stage(0, base_weights(data), data.sequence_length, global_batch)]
+    intervals = [PhaseInterval(0, base_weights(data), data.sequence_length, global_batch)]
     for phase in data.phases:
-        before = stages[-1]
-        after = Stage(
+        before = intervals[-1]
+        after = PhaseInterval(
             phase.start + phase.ramp,
             tuple(phase.weights.get(label, weight) for label, weight in zip(labels, before.weights, strict=True)),
             phase.sequence_length or before.length,
             phase.global_batch or before.batch,
         )
-        stages += [*_stairs(phase, before, after), after]
-    return stages
+        intervals += [*_stairs(phase, before, after), after]
+    return intervals
 
 
 def labels_of(data: Data) -> list[str]:
@@ -73,7 +73,7 @@ def base_weights(data: Data) -> tuple[float, ...]:
 
 def used_sources(data: Data) -> list[bool]:
     """Whether each source has a weight above 0 at some time."""
-    return [any(stage.weights[index] for stage in stages_of(data, 1)) for index in range(len(data.sources))]
+    return [any(interval.weights[index] for interval in intervals_of(data, 1)) for index in range(len(data.sources))]
 
 
 def lr_scale_at(phases: Sequence[Phase], step: int) -> float:
@@ -87,17 +87,17 @@ def lr_scale_at(phases: Sequence[Phase], step: int) -> float:
     return scale
 
 
-def _stairs(phase: Phase, before: Stage, after: Stage) -> Iterator[Stage]:
+def _stairs(phase: Phase, before: PhaseInterval, after: PhaseInterval) -> Iterator[PhaseInterval]:
     """Stairs from the shares before to those after, each as high as the line in its middle, exactly."""
     count = min(phase.ramp, STAIRS)
     old, new = _normalized(before.weights), _normalized(after.weights)
     if count and old == new:
-        yield Stage(phase.start, before.weights, after.length, after.batch)
+        yield PhaseInterval(phase.start, before.weights, after.length, after.batch)
         return
     for stair in range(count):
         way = Fraction(2 * stair + 1, 2 * count)
         weights = tuple(was + (is_now - was) * way for was, is_now in zip(old, new, strict=True))
-        yield Stage(phase.start + phase.ramp * stair // count, weights, after.length, after.batch, stair=True)
+        yield PhaseInterval(phase.start + phase.ramp * stair // count, weights, after.length, after.batch, stair=True)
 
 
 def _normalized(weights: Sequence[Weight]) -> list[Fraction]:
@@ -121,12 +121,12 @@ def faults_of(data: Data, global_batch: int, max_steps: int | None = None) -> li
             faults.append(Fault(f"data.phases.{index}.start", f"{second.start} is too early: {kind}", hint="raise it"))
     if faults:
         return faults
-    by_step = {stage.step: stage for stage in stages_of(data, global_batch)}
-    stages = [by_step[0], *(by_step[phase.start + phase.ramp] for phase in data.phases)]
-    for index, (phase, stage) in enumerate(zip(data.phases, stages[1:], strict=True)):
-        if phase.weights and not any(stage.weights):
+    by_step = {interval.step: interval for interval in intervals_of(data, global_batch)}
+    intervals = [by_step[0], *(by_step[phase.start + phase.ramp] for phase in data.phases)]
+    for index, (phase, interval) in enumerate(zip(data.phases, intervals[1:], strict=True)):
+        if phase.weights and not any(interval.weights):
             faults.append(Fault(f"data.phases.{index}.weights", "no source has a weight above 0", hint="raise one"))
-    return [*faults, *_size_faults(data, stages)]
+    return [*faults, *_size_faults(data, intervals)]
 
 
 def source_faults(data: Data) -> list[Fault]:
@@ -162,21 +162,20 @@ def _own_faults(data: Data, index: int, phase: Phase, max_steps: int | None) -> 
         yield Fault(f"{key}.ramp", f"ends at step {phase.start + phase.ramp}, the run at {max_steps}", hint="shorten it")
 
 
-def _size_faults(data: Data, stages: Sequence[Stage]) -> Iterator[Fault]:
-    """What lengths and batches do not allow; `stages` has the base and then one per phase."""
-    longest = max(stage.length for stage in stages)
-    for index, stage in enumerate(stages):
+def _size_faults(data: Data, intervals: Sequence[PhaseInterval]) -> Iterator[Fault]:
+    """What lengths and batches do not allow; `intervals` has the base and then one per phase."""
+    longest = max(interval.length for interval in intervals)
+    for index, interval in enumerate(intervals):
         key = "data" if not index else f"data.phases.{index - 1}"
-        if stage.length != longest and data.packing != "concatenate":
+        if interval.length != longest and data.packing != "concatenate":
             what = f"packing {data.packing!r} puts documents into rows of one length; this one differs from {longest}"
             yield Fault(f"{key}.sequence_length", what, hint="keep the length, or use packing = 'concatenate'")
-        elif longest % stage.length:
-            yield Fault(f"{key}.sequence_length", f"{stage.length} does not divide the longest length of the run, {longest}")
-        elif stage.batch * stage.length % longest:
-            need = longest // stage.length
-            what = (
-                f"{stage.batch} rows of {stage.length} tokens are not a whole number of the run's longest rows ({longest} tokens)"
-            )
+        elif longest % interval.length:
+            yield Fault(f"{key}.sequence_length", f"{interval.length} does not divide the longest length of the run, {longest}")
+        elif interval.batch * interval.length % longest:
+            need = longest // interval.length
+            rows = f"{interval.batch} rows of {interval.length} tokens"
+            what = f"{rows} are not a whole number of the run's longest rows ({longest} tokens)"
             where = f"{key}.global_batch" if index else "train.global_batch"
             yield Fault(where, what, hint=f"take a multiple of {need}")
 

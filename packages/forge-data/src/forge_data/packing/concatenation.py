@@ -61,7 +61,7 @@ class Packing(Protocol):
         ...
 
 
-class Concatenated:
+class ConcatenatedPacking:
     """Rows of T tokens cut from one source, back to back.
 
     Attributes:

@@ -34,7 +34,7 @@ _GOES_ON = np.uint32(1 << 31)
 _FILES = {"firsts": "<u8", "starts": "<u8", "lengths": "<u4"}
 
 
-class Planned:
+class PlannedPacking:
     """The rows of a plan, as a `Packing`; rows that are not full are padded with token 0, which has no label.
 
     Attributes:
@@ -139,7 +139,7 @@ def planned(
     label: str,
     most_items: int | None = None,
     too_long: str | None = None,
-) -> Planned:
+) -> PlannedPacking:
     """The packing `best_fit` or `pad` of a source; the plan is made the first time.
 
     Args:
@@ -166,7 +166,7 @@ def planned(
                 except TooLong as error:
                     raise TooLong(f"source {label!r}: {error}") from error
     try:
-        return Planned(source, length, path)
+        return PlannedPacking(source, length, path)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"the pack plan {path} is damaged ({error}); remove it, and it is made again") from error
 

@@ -34,7 +34,7 @@ the next document."""
 
 
 @dataclass(eq=False)
-class _Reader:
+class _VirtualReader:
     """One open shard: its place in the epoch's order, how many of its documents were read, and what gives the next."""
 
     place: int
@@ -79,7 +79,7 @@ class Documents:
         """
         self._begin(state["epoch"])
         self._window, self._opened = state["window"], state["opened"]
-        self._readers = [_Reader(place, read) for place, read in state["readers"]]
+        self._readers = [_VirtualReader(place, read) for place, read in state["readers"]]
         if self._opened > self.source.shards:
             raise DataError(
                 f"the data position is in a stream of {self._opened} shards or more, but {self.source.name} has "
@@ -123,7 +123,7 @@ class Documents:
                 reader.read += 1
                 turn += 1
             elif self._opened < len(self._order):
-                self._readers[turn] = _Reader(self._opened)
+                self._readers[turn] = _VirtualReader(self._opened)
                 self._opened += 1
             else:
                 del self._readers[turn]
@@ -131,14 +131,14 @@ class Documents:
 
     def _begin(self, epoch: int) -> None:
         self._epoch, self._window, self._opened = epoch, 0, self._most
-        self._readers = [_Reader(place) for place in range(self._most)]
+        self._readers = [_VirtualReader(place) for place in range(self._most)]
         self._empty = False  # whether this epoch has been read from its first document on without meeting a token
         self._order = np.arange(self.source.shards)
         if self._shuffle and self.source.shards > 1:
             self._order = permute(self._order, self.source.shards, self._key, np.full_like(self._order, epoch))
 
 
-class Streamed:
+class StreamPacking:
     """Rows of one stream, as a packing whose samples are cut in ascending order.
 
     Attributes:

@@ -32,7 +32,7 @@ import xxhash
 from forge_core.durable_files import publish, sync, write_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.sources.records import Document, Part, Skips, Wanted, part_as_json, part_from_json, read_part
+from forge_data.sources.records import CorpusPart, Document, Skips, Wanted, part_as_json, part_from_json, read_part
 from forge_data.tokenizers.dump import restore
 
 CHUNK = 1 << 20
@@ -64,7 +64,7 @@ class Job:
         add_special_tokens: whether documents get the tokenizer's own prefix and suffix.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[CorpusPart, ...]
     wanted: Wanted
     dtype: str
     eos: int | None

@@ -15,7 +15,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.preparation.job import encode
 from forge_data.sources import huggingface
-from forge_data.sources.records import Document, Part, Records, Skips, Wanted, checked_value, in_split, read_part
+from forge_data.sources.records import CorpusPart, Document, Records, Skips, Wanted, checked_value, in_split, read_part
 from forge_data.tokenizers.control import identity_of
 
 
@@ -46,7 +46,7 @@ class StreamedRecords:
     def stream(self, shard: int, start: int = 0) -> Iterator[np.ndarray]:
         """Token ids of documents `start`, `start` + 1, ... of a file."""
         file = self._files[shard]
-        part = Part((file,), 0, -1, file.size)
+        part = CorpusPart((file,), 0, -1, file.size)
         for name, content in islice(read_part(part, self._documents.wanted, Skips(self._skip)), start, None):
             yield self._documents.of(name, content)
 

@@ -26,7 +26,7 @@ from forge_core.machine import usable_cores
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_data.preparation.job import Done, Job, content_of, encode_documents, finished, tokenize_part, write_job, write_part
 from forge_data.preparation.progress import Progress
-from forge_data.sources.records import LISTED, SHOWN, Part, Records, Skips, Wanted, name_skipped, read_part
+from forge_data.sources.records import LISTED, SHOWN, CorpusPart, Records, Skips, Wanted, name_skipped, read_part
 from forge_data.sources.store import MANIFEST, VERSION, StoreSource, open_store
 from forge_data.sources.store_writer import SHARD_TOKENS, StoreWriter, dtype_for
 from forge_data.storage.workspace import locked
@@ -146,7 +146,7 @@ def _job(texts: Texts, tokenizer: Tokenizer | None, eos: int | None) -> Job:
     records = texts if isinstance(texts, Records) else None
     vocabulary = tokenizer.vocab_size if tokenizer else None
     return Job(
-        parts=tuple(records.parts(part_size(records.bytes))) if records else (Part((), 0, 0, 0),),
+        parts=tuple(records.parts(part_size(records.bytes))) if records else (CorpusPart((), 0, 0, 0),),
         wanted=records.wanted if records else Wanted("text"),
         dtype=dtype_for(vocabulary or 1 << 32),
         eos=eos,

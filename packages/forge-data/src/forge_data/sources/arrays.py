@@ -17,7 +17,7 @@ import numpy as np
 from forge_core.durable_files import publish, sync
 from forge_core.errors import DataError
 from forge_data.sources.store import FORMAT, MANIFEST
-from forge_data.sources.token_files import Corpus, Described, integers, same_dtype
+from forge_data.sources.token_files import TokenFiles, TokenFilesInfo, integers, same_dtype
 from forge_data.storage.document_ends import Delimited
 from forge_data.storage.files import File, find, neighbors, read_bytes, read_each
 from forge_data.storage.shards import Shard, Shards
@@ -59,7 +59,7 @@ def open_tokens(
     eos: int | None = None,
     bos: int | None = None,
     vocab_size: int | None = None,
-) -> Corpus:
+) -> TokenFiles:
     """Opens a file, the files of a directory, or those that a pattern matches.
 
     Args:
@@ -87,9 +87,9 @@ def open_tokens(
     ]
     same = same_dtype([(file.where, header.dtype) for file, header in zip(files, headers, strict=True)])
     shards = Shards([Shard(file, header.tokens, header.offset) for file, header in zip(files, headers, strict=True)], same)
-    described = Described(format="npy" if npy else "raw", vocab_size=vocab_size)
+    described = TokenFilesInfo(format="npy" if npy else "raw", vocab_size=vocab_size)
     identity = f"{eos}" if bos is None else f"bos {bos}"
-    return Corpus(path, shards, Delimited(shards, eos, bos), described, identity)
+    return TokenFiles(path, shards, Delimited(shards, eos, bos), described, identity)
 
 
 def read_heads(files: Sequence[File], size: int) -> list[bytes]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.sources.records import Document, Part, Skips, Wanted, checked_value
+from forge_data.sources.records import CorpusPart, Document, Skips, Wanted, checked_value
 from forge_data.storage.files import File, local_path
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ ARROW = (".arrow", ".feather")
 _ROWS = 1024
 
 
-def cut(files: Sequence[File], size: int) -> list[Part]:
+def cut(files: Sequence[File], size: int) -> list[CorpusPart]:
     """Runs of row groups of a Parquet file, or of record batches of an Arrow file, of about `size` bytes."""
     found = []
     for file in files:
@@ -28,12 +28,12 @@ def cut(files: Sequence[File], size: int) -> list[Part]:
         step = max(1, round(groups * size / max(1, file.size)))
         for start in range(0, groups, step):
             stop = min(start + step, groups)
-            found.append(Part((file,), start, stop, file.size * (stop - start) // groups))
+            found.append(CorpusPart((file,), start, stop, file.size * (stop - start) // groups))
     return found
 
 
-def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
-    """See `records.Reader`. A document is named by its file, its group and its row there."""
+def read(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Document]:
+    """See `records.RecordReader`. A document is named by its file, its group and its row there."""
     (file,) = part.files
     with _opened(file) as content:
         if wanted.column not in content.names:

@@ -13,7 +13,7 @@ import xxhash
 
 from forge_core.errors import DataError
 from forge_core.lines import lines_of
-from forge_data.sources.token_files import Corpus, Described, same_dtype
+from forge_data.sources.token_files import TokenFiles, TokenFilesInfo, same_dtype
 from forge_data.storage.document_ends import Ends, Listed
 from forge_data.storage.files import File, find, neighbors, read_bytes
 from forge_data.storage.shards import Shard, Shards, map_file
@@ -25,7 +25,7 @@ Sibling = Callable[[str], File | None]
 
 def open_datatrove(
     path: str, *, dtype: str | None = None, ignore_loss_mask: bool = False, vocab_size: int | None = None
-) -> Corpus:
+) -> TokenFiles:
     """Opens one file, or all of a directory or pattern in the order of their names.
 
     Raises:
@@ -47,8 +47,8 @@ def open_datatrove(
     shards = Shards([Shard(file, tokens) for file, tokens in zip(files, counts, strict=True)], same)
     documents = sum(index.size // 8 for index in indices)
     listed = Listed(shards.firsts, partial(_table, indices, counts), remote=shards.remote)
-    described = Described("datatrove", documents, vocab_size, more={"made_with": _metadata(files[0], sibling)[0]})
-    return Corpus(path, shards, listed, described, _identity(indices), listed.faults)
+    described = TokenFilesInfo("datatrove", documents, vocab_size, more={"made_with": _metadata(files[0], sibling)[0]})
+    return TokenFiles(path, shards, listed, described, _identity(indices), listed.faults)
 
 
 def _index(file: File, sibling: Sibling) -> File:

@@ -11,7 +11,7 @@ from forge_data.sources.arrays import is_llmc, open_tokens
 from forge_data.sources.datatrove import open_datatrove
 from forge_data.sources.llmc import open_llmc
 from forge_data.sources.megatron import open_megatron
-from forge_data.sources.records import Part, Records, Wanted
+from forge_data.sources.records import CorpusPart, Records, Wanted
 from forge_data.sources.store import open_store
 from forge_data.storage.files import File, find, find_one, is_url, read_bytes
 
@@ -89,7 +89,7 @@ class RecordFormat(NamedTuple):
 
     suffixes: tuple[str, ...]
     reader: str
-    cut: Callable[[Sequence[File], int], list[Part]]
+    cut: Callable[[Sequence[File], int], list[CorpusPart]]
 
 
 RECORD_FORMATS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
-from forge_data.sources.records import Document, Part, Records, Skips, Wanted, checked_value
+from forge_data.sources.records import CorpusPart, Document, Records, Skips, Wanted, checked_value
 from forge_data.storage.checksums import digest_of
 from forge_data.storage.files import File, find_one, is_url
 
@@ -54,8 +54,8 @@ def open_dataset(
     return Records(files, wanted, what, cut, skip, fingerprint_of(dataset))
 
 
-def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
-    """See `records.Reader`. A document is named by its row."""
+def read(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Document]:
+    """See `records.RecordReader`. A document is named by its row."""
     dataset = load(**wanted.options).select_columns([wanted.column]).with_format("arrow")
     for start in range(part.start, part.stop, _ROWS):
         from forge_data.sources.columns import values
@@ -67,12 +67,12 @@ def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
                 yield f"{wanted.options['dataset_split']}:{row}", found
 
 
-def _cut(rows: int, files: Sequence[File], size: int) -> list[Part]:
+def _cut(rows: int, files: Sequence[File], size: int) -> list[CorpusPart]:
     """Ranges of rows, each of about `size` bytes; the files are named only for their sizes."""
     total = max(1, sum(file.size for file in files))
     step = max(1, round(rows * size / total))
     return [
-        Part((), start, min(start + step, rows), total * (min(start + step, rows) - start) // rows)
+        CorpusPart((), start, min(start + step, rows), total * (min(start + step, rows) - start) // rows)
         for start in range(0, rows, step)
     ]
 

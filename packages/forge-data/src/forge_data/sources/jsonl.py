@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import IO, Any, cast
 
 from forge_core.errors import DataError
-from forge_data.sources.records import Document, Part, Skips, Wanted, checked_value, wide_encoding
+from forge_data.sources.records import CorpusPart, Document, Skips, Wanted, checked_value, wide_encoding
 from forge_data.storage.files import File, local_path
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson")
@@ -17,20 +17,20 @@ _BLOCK = 1 << 22
 _ZSTD_BLOCK = 1 << 20
 
 
-def cut(files: Sequence[File], size: int) -> list[Part]:
+def cut(files: Sequence[File], size: int) -> list[CorpusPart]:
     """Ranges of bytes; a line belongs to the range in which it begins. Compressed files cannot be entered midway."""
     found = []
     for file in files:
         step = file.size if _compressed(file) else size
         found += [
-            Part((file,), start, min(start + step, file.size), min(step, file.size - start))
+            CorpusPart((file,), start, min(start + step, file.size), min(step, file.size - start))
             for start in range(0, file.size, step or 1)
         ]
     return found
 
 
-def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
-    """See `records.Reader`. A document is named by its file and the byte (uncompressed) at which its line begins."""
+def read(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Document]:
+    """See `records.RecordReader`. A document is named by its file and the byte (uncompressed) at which its line begins."""
     lines = _Lines(part)
     for line in lines:
         record = _record(line, wanted.column)
@@ -44,7 +44,7 @@ def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
 
 def each_line(file: File) -> Iterator[tuple[int, str, dict[str, Any] | str]]:
     """(offset, place, object) of every line of a file; text in the place of the object says what is wrong with the line."""
-    lines = _Lines(Part((file,), 0, file.size, file.size))
+    lines = _Lines(CorpusPart((file,), 0, file.size, file.size))
     for line in lines:
         yield lines.offset, lines.place(), _record(line)
 
@@ -87,7 +87,7 @@ class _Lines:
         offset: byte (uncompressed) at which the newest line begins.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: CorpusPart) -> None:
         (self.file,) = part.files
         self.offset = self._first = self._number = 0
         self._part = part

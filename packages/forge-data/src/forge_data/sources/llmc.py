@@ -10,7 +10,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_data.sources.arrays import read_heads
-from forge_data.sources.token_files import Corpus, Described, same_dtype
+from forge_data.sources.token_files import TokenFiles, TokenFilesInfo, same_dtype
 from forge_data.storage.document_ends import Delimited
 from forge_data.storage.files import File, find
 from forge_data.storage.shards import Shard, Shards
@@ -21,7 +21,7 @@ _KINDS = {(20240520, 1): ("<u2", 50256), (20240801, 7): ("<u4", 128000)}
 _EVALUATION = 20240522
 
 
-def open_llmc(path: str, *, bos: int | None = None, vocab_size: int | None = None) -> Corpus:
+def open_llmc(path: str, *, bos: int | None = None, vocab_size: int | None = None) -> TokenFiles:
     """Opens one file, or all of a directory or pattern in the order of their names.
 
     Raises:
@@ -36,8 +36,8 @@ def open_llmc(path: str, *, bos: int | None = None, vocab_size: int | None = Non
     dtype = same_dtype([(file.where, np.dtype(kind[0])) for file, kind in zip(files, kinds, strict=True)])
     first = kinds[0][1] if bos is None else bos
     stream = Shards(shards, dtype)
-    described = Described(format="llm.c", vocab_size=vocab_size, more={"bos": first})
-    return Corpus(path, stream, Delimited(stream, bos=first), described, f"bos {first}")
+    described = TokenFilesInfo(format="llm.c", vocab_size=vocab_size, more={"bos": first})
+    return TokenFiles(path, stream, Delimited(stream, bos=first), described, f"bos {first}")
 
 
 def _read(file: File, head: bytes) -> tuple[tuple[str, int], int]:

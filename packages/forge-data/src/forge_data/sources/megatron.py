@@ -19,7 +19,7 @@ import xxhash
 
 from forge_core.durable_files import publish, sync
 from forge_core.errors import DataError
-from forge_data.sources.token_files import Corpus, Described, integers, same_dtype
+from forge_data.sources.token_files import TokenFiles, TokenFilesInfo, integers, same_dtype
 from forge_data.storage.document_ends import Listed, blocks_of, distinct
 from forge_data.storage.files import File, find, find_one, neighbors, read_bytes
 from forge_data.storage.shards import Shard, Shards, map_file, refuse_shrunk
@@ -145,7 +145,7 @@ def search(array: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return low
 
 
-def open_megatron(path: str, *, vocab_size: int | None = None) -> Corpus:
+def open_megatron(path: str, *, vocab_size: int | None = None) -> TokenFiles:
     """Opens one dataset, or all of a directory or pattern in the order of their names.
 
     Raises:
@@ -154,7 +154,7 @@ def open_megatron(path: str, *, vocab_size: int | None = None) -> Corpus:
     found = pairs(path)
     dtype = same_dtype([(pair.index.where, pair.dtype) for pair in found])
     shards = Shards([Shard(pair.ids, pair.tokens) for pair in found], dtype)
-    described = Described(
+    described = TokenFilesInfo(
         format="megatron",
         documents=sum(pair.entries - 1 for pair in found),
         vocab_size=vocab_size,
@@ -163,7 +163,7 @@ def open_megatron(path: str, *, vocab_size: int | None = None) -> Corpus:
     )
     remote = any(pair.index.remote for pair in found)
     listed = Listed(shards.firsts, partial(_index, found), remote=remote, advice="restore the index")
-    return Corpus(path, shards, listed, described, _identity(found), listed.faults)
+    return TokenFiles(path, shards, listed, described, _identity(found), listed.faults)
 
 
 def pairs(path: str) -> list[Pair]:

@@ -38,7 +38,7 @@ _WIDE = ((BOM_UTF32_LE, "UTF-32"), (BOM_UTF32_BE, "UTF-32"), (BOM_UTF16_LE, "UTF
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusPart:
     """Some documents of a corpus.
 
     Attributes:
@@ -131,10 +131,10 @@ def skipped_file(store: Path) -> Path:
     return store.with_name(f"{store.name}.skipped.txt")
 
 
-class Reader(Protocol):
+class RecordReader(Protocol):
     """A module that reads documents of one format."""
 
-    def read(self, part: Part, wanted: Wanted, skips: Skips, /) -> Iterator[Document]: ...
+    def read(self, part: CorpusPart, wanted: Wanted, skips: Skips, /) -> Iterator[Document]: ...
 
 
 class Records:
@@ -151,7 +151,7 @@ class Records:
         files: Sequence[File],
         wanted: Wanted,
         what: str,
-        cut: Callable[[Sequence[File], int], list[Part]],
+        cut: Callable[[Sequence[File], int], list[CorpusPart]],
         skip: int = 0,
         identity: str = "",
     ) -> None:
@@ -171,7 +171,7 @@ class Records:
             self._fingerprint = digest_of(self.files, self._identity)
         return self._fingerprint
 
-    def parts(self, size: int) -> list[Part]:
+    def parts(self, size: int) -> list[CorpusPart]:
         """All parts in order, each of about `size` bytes of input."""
         return self._cut(self.files, size)
 
@@ -190,13 +190,13 @@ class Records:
                 yield name, text
 
 
-def read_part(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
+def read_part(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Document]:
     """The documents of one part that are in the wanted split; those without content are left out.
 
     Raises:
         DataError: a record is broken; says which.
     """
-    reader: Reader = import_module(_READERS.get(wanted.reader, wanted.reader))  # type: ignore[assignment]
+    reader: RecordReader = import_module(_READERS.get(wanted.reader, wanted.reader))  # type: ignore[assignment]
     for name, content in reader.read(part, wanted, skips):
         if len(content) and in_split(name, wanted.split, wanted.held_out):
             yield name, content
@@ -210,17 +210,17 @@ def in_split(name: str, split: str, held_out: float) -> bool:
     return (place < held_out) == (split == "held_out")
 
 
-def grouped(files: Iterable[File], size: int) -> list[Part]:
+def grouped(files: Iterable[File], size: int) -> list[CorpusPart]:
     """Parts of whole files, each as long as it takes to reach `size` bytes."""
-    found: list[Part] = []
+    found: list[CorpusPart] = []
     own: list[File] = []
     for file in files:
         own.append(file)
         if sum(one.size for one in own) >= size:
-            found.append(Part(tuple(own), 0, len(own), sum(one.size for one in own)))
+            found.append(CorpusPart(tuple(own), 0, len(own), sum(one.size for one in own)))
             own = []
     if own:
-        found.append(Part(tuple(own), 0, len(own), sum(one.size for one in own)))
+        found.append(CorpusPart(tuple(own), 0, len(own), sum(one.size for one in own)))
     return found
 
 
@@ -302,12 +302,12 @@ def _kind(value: Any) -> str:
     return "missing or null" if value is None else f"a {type(value).__name__}"
 
 
-def part_as_json(part: Part) -> dict[str, Any]:
+def part_as_json(part: CorpusPart) -> dict[str, Any]:
     """A part as JSON; `from_json` reads it."""
     return asdict(part)
 
 
-def part_from_json(content: dict[str, Any]) -> Part:
+def part_from_json(content: dict[str, Any]) -> CorpusPart:
     """The part that `as_json` wrote."""
     files = tuple(File(**file) for file in content["files"])
-    return Part(files, content["start"], content["stop"], content["size"])
+    return CorpusPart(files, content["start"], content["stop"], content["size"])

@@ -71,7 +71,7 @@ class TokenizerEntry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class StoreManifest:
     """All that is known about a store. `text_bytes` is the size of the text behind the tokens; `request`, what `data prepare`
     was asked for."""
 
@@ -104,7 +104,7 @@ class Manifest:
         return json.dumps({"format": FORMAT, "version": VERSION, **content}, indent=1) + "\n"
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> StoreManifest:
     """The manifest of a store.
 
     Raises:
@@ -126,7 +126,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise DataError(f"{path} is damaged: {type(error).__name__} {error}; write the store again") from error
 
 
-def _parse_manifest(content: dict[str, Any], path: Path) -> Manifest:
+def _parse_manifest(content: dict[str, Any], path: Path) -> StoreManifest:
     if content["format"] != FORMAT or content["version"] != VERSION:
         found = f"{content['format']} version {content['version']}"
         raise DataError(f"{path} is of {found}; this Forge reads {FORMAT} version {VERSION}")
@@ -142,7 +142,7 @@ def _parse_manifest(content: dict[str, Any], path: Path) -> Manifest:
             if Path(name).name != name:
                 raise DataError(f"{path} names the file {name!r}, which is not inside the store")
     tokenizer = content["tokenizer"]
-    return Manifest(
+    return StoreManifest(
         dtype=content["dtype"],
         tokens=content["tokens"],
         documents=content["documents"],
@@ -177,7 +177,7 @@ class StoreSource:
         self.path = path
         self.name = str(path)
         self.document_name: Callable[[int], str] | None = None  # of a document by its number, where the corpus is known
-        self.manifest: Manifest = read_manifest(path)
+        self.manifest: StoreManifest = read_manifest(path)
         self.tokens = self.manifest.tokens
         self.documents = self.manifest.documents
         self.max_id: int | None = self.manifest.max_id

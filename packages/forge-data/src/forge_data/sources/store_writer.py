@@ -15,7 +15,7 @@ import xxhash
 from forge_core.durable_files import publish, sync, sync_path, write_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.sources.store import COUNTS, DTYPES, MANIFEST, TOKENIZER, FileEntry, Manifest, ShardEntry, TokenizerEntry
+from forge_data.sources.store import COUNTS, DTYPES, MANIFEST, TOKENIZER, FileEntry, ShardEntry, StoreManifest, TokenizerEntry
 from forge_data.storage.workspace import Partial
 
 SHARD_TOKENS = 1 << 27
@@ -107,7 +107,7 @@ class StoreWriter:
             self._write(ids[done:stop], ends[document:until] - done)
             done, document = stop, until
 
-    def commit(self) -> Manifest:
+    def commit(self) -> StoreManifest:
         """Finishes the files and gives the store its name; if another process was faster, its store stays.
 
         Raises:
@@ -124,7 +124,7 @@ class StoreWriter:
         try:
             if tokenizer is not None:
                 _durable(self.partial / TOKENIZER, tokenizer.dump())
-            manifest = Manifest(
+            manifest = StoreManifest(
                 dtype=self.dtype.name,
                 tokens=sum(shard.tokens for shard in self._shards),
                 documents=sum(shard.documents for shard in self._shards),

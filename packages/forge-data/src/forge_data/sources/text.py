@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from forge_core.errors import DataError
-from forge_data.sources.records import Document, Part, Records, Skips, Wanted, grouped, in_split, wide_encoding
+from forge_data.sources.records import CorpusPart, Document, Records, Skips, Wanted, grouped, in_split, wide_encoding
 from forge_data.storage.files import File, find, read_bytes
 
 SUFFIXES = (".txt", ".md")
@@ -51,8 +51,8 @@ def documents(files: Sequence[File], what: str, skip: int = 0) -> Records:
     return Records(files, Wanted("text"), what, grouped, skip)
 
 
-def read(part: Part, _: Wanted, skips: Skips) -> Iterator[Document]:
-    """See `records.Reader`. A document is named by its file."""
+def read(part: CorpusPart, _: Wanted, skips: Skips) -> Iterator[Document]:
+    """See `records.RecordReader`. A document is named by its file."""
     for file in part.files:
         content = read_bytes(file, 0, file.size)
         if encoding := wide_encoding(content[:4]):

@@ -18,7 +18,7 @@ _PART = 1 << 22
 
 
 @dataclass(frozen=True)
-class Described:
+class TokenFilesInfo:
     """What a format says about itself beyond tokens and documents; `data inspect` shows it."""
 
     format: str
@@ -30,7 +30,7 @@ class Described:
     """Whether a document has several sequences, which are joined; None where the format has none."""
 
 
-class Corpus:
+class TokenFiles:
     """Tokens and documents of some files as a `Source`.
 
     Attributes:
@@ -45,7 +45,7 @@ class Corpus:
         name: str,
         shards: Shards,
         documents: Documents,
-        described: Described,
+        described: TokenFilesInfo,
         identity: str,
         check: Callable[[], list[str]] | None = None,
     ) -> None:

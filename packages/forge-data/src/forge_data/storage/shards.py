@@ -29,7 +29,7 @@ class Shard:
     offset: int = 0
 
 
-class Kept(Generic[Thing]):
+class LRUCache(Generic[Thing]):
     """Opens things by number and keeps the last ones: a mapped file holds a descriptor, and those are few."""
 
     def __init__(self, make: Callable[[int], Thing], limit: int | None = None) -> None:
@@ -80,7 +80,7 @@ class Shards:
         self.dtype = dtype
         self.firsts = [0, *accumulate(shard.tokens for shard in self.shards)]
         self.tokens = self.firsts[-1]
-        self._data = Kept(self._map, kept)
+        self._data = LRUCache(self._map, kept)
         self._unshrunk = _Unshrunk(self)
         self._reads = 0
         self._only = len(self.shards) == 1
