@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from forge_core.protocols.data import SourceContext
-from forge_data.components import Bpe, Datatrove, Jsonl, Llmc, Megatron, Stdlib, Tokens
+from forge_data.components import Bpe, Datatrove, JsonLines, Llmc, Megatron, Stdlib, Tokens
 from forge_data.preparation.tokenization import tokenize
 from forge_data.sources.store import StoreSource
 
@@ -105,7 +105,7 @@ def tokenizing(folder: Path, documents: int, workers: int, repeats: int) -> dict
     def ours() -> StoreSource:
         shutil.rmtree(folder / "store", ignore_errors=True)
         return tokenize(
-            Jsonl(path=str(path)).records(),
+            JsonLines(path=str(path)).records(),
             tokenizer,
             folder / "store",
             source="s",

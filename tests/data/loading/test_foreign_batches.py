@@ -11,14 +11,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from forge_core.batch import IGNORE, Batch, Sources
 from forge_data import StatefulLoader, for_transformers, open_stream
-from forge_data.components import Random
+from forge_data.components import RandomTokens
 from forge_data.section import Data
 
 VOCABULARY = 50
 
 
 def loader(**more: Any) -> StatefulLoader:
-    source = Random(vocab_size=VOCABULARY, tokens=2000, document=11)
+    source = RandomTokens(vocab_size=VOCABULARY, tokens=2000, document=11)
     data = Data(sequence_length=16, sources=[source], epochs=1, **more)
     return StatefulLoader(open_stream(data, workspace=Path("unused"), seed=3, global_batch=4, micro_batch=2))
 

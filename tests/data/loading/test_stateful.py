@@ -16,7 +16,7 @@ from data.steps import Drip, opened, rows_of
 from forge_core.batch import Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceComponent, SourceContext, StatefulIterable
-from forge_data.components import Store
+from forge_data.components import TokenStore
 from forge_data.loading.interop import ForeignStream, StatefulLoader, as_plain, from_plain
 from forge_data.order.cursor import merged
 from forge_data.section import Data, Phase
@@ -26,7 +26,7 @@ LENGTH, G = 16, 8
 
 @pytest.fixture
 def data(numbered: Callable[..., Path]) -> Data:
-    return Data(sequence_length=LENGTH, sources=[Store(path=str(numbered("a", 3000))), Drip()], readers=4, shuffle_buffer=3)
+    return Data(sequence_length=LENGTH, sources=[TokenStore(path=str(numbered("a", 3000))), Drip()], readers=4, shuffle_buffer=3)
 
 
 def loader(data: Data, **shape: Any) -> StatefulLoader:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from data.steps import Drip, DripSource, opened, steps_of
 from forge_core.batch import IGNORE
 from forge_core.errors import DataError
-from forge_data.components import Random
+from forge_data.components import RandomTokens
 from forge_data.loading.evaluation import evaluation
 from forge_data.packing.readers import StreamPacking
 from forge_data.section import Data
@@ -167,7 +167,7 @@ def test_a_position_beyond_the_shards_that_are_left_is_refused() -> None:
 
 
 def data(**more: Any) -> Data:
-    sources = [Drip(label="drip", weight=0.6), Random(vocab_size=50, tokens=900, label="random", weight=0.4)]
+    sources = [Drip(label="drip", weight=0.6), RandomTokens(vocab_size=50, tokens=900, label="random", weight=0.4)]
     return Data(sequence_length=LENGTH, sources=more.pop("sources", sources), shuffle_buffer=3, **more)
 
 

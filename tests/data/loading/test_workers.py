@@ -19,7 +19,7 @@ import torch
 
 from data.steps import Drip, opened, rows_of, steps_of
 from forge_core.errors import DataError
-from forge_data.components import Store, Tokens
+from forge_data.components import Tokens, TokenStore
 from forge_data.loading.worker_pool import WorkerPool
 from forge_data.section import Data
 
@@ -31,8 +31,8 @@ def data(numbered: Callable[..., Path]) -> Data:
     return Data(
         sequence_length=LENGTH,
         sources=[
-            Store(path=str(numbered("a", 3000)), weight=0.7, label="a"),
-            Store(path=str(numbered("b", 800, 11)), weight=0.3, label="b"),
+            TokenStore(path=str(numbered("a", 3000)), weight=0.7, label="a"),
+            TokenStore(path=str(numbered("b", 800, 11)), weight=0.3, label="b"),
         ],
     )
 
@@ -247,8 +247,8 @@ import itertools, os, sys, time
 from pathlib import Path
 from forge_data.loading.stream import open_stream
 from forge_data.section import Data
-from forge_data.components import Store
-data = Data(sequence_length=16, sources=[Store(path=sys.argv[1])], loader_workers=2)
+from forge_data.components import TokenStore
+data = Data(sequence_length=16, sources=[TokenStore(path=sys.argv[1])], loader_workers=2)
 stream = open_stream(data, workspace=Path("unused"), seed=5, global_batch=16, micro_batch=16)
 reading = stream.from_cursor(stream.start())
 next(reading)

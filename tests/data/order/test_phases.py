@@ -24,15 +24,15 @@ from forge_data.components import (
     Bytes,
     Datatrove,
     HuggingFace,
-    Jsonl,
+    JsonLines,
     Llmc,
     Megatron,
     Parquet,
-    Random,
+    RandomTokens,
     Stdlib,
-    Store,
-    Text,
+    TextFiles,
     Tokens,
+    TokenStore,
 )
 from forge_data.order.cursor import fingerprint_of
 from forge_data.section import Data, Phase
@@ -63,7 +63,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for shard in range(3):
         lines = [json.dumps({"ids": [100 * shard + number] * (number % 13 + 1)}) for number in range(30)]
         (folder / "records" / f"{shard}.jsonl").write_text("\n".join(lines))
-    records = Jsonl(path=str(folder / "records"), ids="ids", eos=0)
+    records = JsonLines(path=str(folder / "records"), ids="ids", eos=0)
     texts = [f"text {number} " * (number % 5 + 1) for number in range(25)]
     (folder / "texts").mkdir()
     for number, text in enumerate(texts):
@@ -82,7 +82,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "llmc": Llmc(path=str(foreign.llmc(folder / "llmc.bin", sum(([999, *piece] for piece in pieces), []))), bos=999),  # noqa: RUF017
         "datatrove": Datatrove(path=str(foreign.datatrove(folder / "a.ds", pieces))),
         "raw": Tokens(path=str(folder / "raw.bin"), dtype="uint32", eos=0),
-        "text": Text(path=str(folder / "texts")),
+        "text": TextFiles(path=str(folder / "texts")),
         "stdlib": Stdlib(split="held_out", held_out=0.01),
         "parquet": by_rows,
         "streamed_parquet": dataclasses.replace(by_rows, stream=True),
@@ -93,10 +93,10 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "records": records,
         "streamed": dataclasses.replace(records, stream=True),
         "workspace": folder / "work",
-        "one": Store(path=str(folder / "one")),
-        "sharded": Store(path=str(folder / "sharded")),
+        "one": TokenStore(path=str(folder / "one")),
+        "sharded": TokenStore(path=str(folder / "sharded")),
         "tokens": Tokens(path=str(folder / "ids.npy"), eos=0),
-        "random": Random(vocab_size=90, tokens=500, document=21),
+        "random": RandomTokens(vocab_size=90, tokens=500, document=21),
         "drip": Drip(),
     }
 
@@ -341,7 +341,7 @@ def test_epochs_of_a_source_are_limited_and_the_others_take_over(corpora: dict[s
 
 def test_a_source_that_only_a_phase_wants_is_opened(corpora: dict[str, Any]) -> None:
     later = dataclasses.replace(corpora["random"], label="later", weight=0.0)
-    never = Store(path="does not exist", weight=0.0, label="never")
+    never = TokenStore(path="does not exist", weight=0.0, label="never")
     data = Data(
         sequence_length=LENGTH,
         sources=[corpora["one"], later, never],

@@ -9,7 +9,7 @@ from hypothesis import given as each
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from forge_data.components import Random
+from forge_data.components import RandomTokens
 from forge_data.order.mixture import ramp_draws
 from forge_data.order.phases import STAIRS, intervals_of
 from forge_data.order.timeline import Timeline
@@ -17,7 +17,7 @@ from forge_data.section import Data, Phase
 
 
 def data(weights: dict[str, float], *phases: Phase, **more: Any) -> Data:
-    sources = [Random(vocab_size=9, label=label, weight=weight) for label, weight in weights.items()]
+    sources = [RandomTokens(vocab_size=9, label=label, weight=weight) for label, weight in weights.items()]
     return Data(sequence_length=16, sources=sources, phases=list(phases), **more)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_core.errors import ConfigError
-from forge_data.components import Random
+from forge_data.components import RandomTokens
 from forge_data.order.phases import STAIRS, PhaseInterval, faults_of, intervals_of, lr_scale_at, refuse_faults, tempered
 from forge_data.order.timeline import Timeline
 from forge_data.section import Data, Phase
@@ -131,7 +131,7 @@ def data(*phases: Phase, sources: int = 2, **more: Any) -> Data:
     labels = ("web", "code", "math")[:sources]
     return Data(
         sequence_length=16,
-        sources=[Random(vocab_size=9, label=label, weight=0.5) for label in labels],
+        sources=[RandomTokens(vocab_size=9, label=label, weight=0.5) for label in labels],
         phases=list(phases),
         **more,
     )

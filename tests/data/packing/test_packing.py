@@ -16,7 +16,7 @@ from data.steps import opened
 from forge_core.batch import IGNORE, PADDING
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components import Bytes, Store
+from forge_data.components import Bytes, TokenStore
 from forge_data.loading.evaluation import evaluation
 from forge_data.packing import plan
 from forge_data.packing.plan import PlannedPacking, best_fit, pieces_of, planned
@@ -110,7 +110,9 @@ def stored(make_store: Any, sizes: list[int]) -> Path:
 
 @pytest.mark.parametrize("mode", ["best_fit", "pad"])
 def test_what_a_model_sees_of_packed_rows(make_store: Any, tmp_path: Path, mode: str) -> None:
-    data = Data(sequence_length=8, sources=[Store(path=str(stored(make_store, [5, 3, 20, 1, 2, 7])))], packing=mode, epochs=1)  # type: ignore[arg-type]
+    data = Data(
+        sequence_length=8, sources=[TokenStore(path=str(stored(make_store, [5, 3, 20, 1, 2, 7])))], packing=mode, epochs=1
+    )  # type: ignore[arg-type]
     stream = opened(data, batch=1, workspace=tmp_path / "work")
     seen = []
     for (batch,), _ in stream.from_cursor(stream.start()):
@@ -133,7 +135,7 @@ def test_what_a_model_sees_of_packed_rows(make_store: Any, tmp_path: Path, mode:
 
 def test_a_plan_is_made_once_and_mapped(make_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = stored(make_store, [5, 3, 20, 1, 2, 7] * 20)
-    data = Data(sequence_length=8, sources=[Store(path=str(path), label="a/b")], packing="best_fit")
+    data = Data(sequence_length=8, sources=[TokenStore(path=str(path), label="a/b")], packing="best_fit")
     said: list[str] = []
     from forge_data.loading.stream import open_stream
 
@@ -171,7 +173,7 @@ def test_an_id_beyond_the_vocabulary_is_found_where_it_lies(make_store: Any, tmp
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (2, 3)])
 def test_evaluation_goes_through_the_same_packing(make_store: Any, tmp_path: Path, mode: str, ranks: int, micro: int) -> None:
     sizes = [5, 3, 20, 1, 2, 7]
-    source = Store(path=str(stored(make_store, sizes)))
+    source = TokenStore(path=str(stored(make_store, sizes)))
     data = Data(sequence_length=8, packing=mode, evaluation={"one": source, "two": source})  # type: ignore[arg-type]
     sets = evaluation(data, workspace=tmp_path / "work")
     assert list(sets) == ["one", "two"]
@@ -188,7 +190,7 @@ def test_evaluation_sets_of_another_tokenizer_are_refused(tmp_path: Path) -> Non
     with StoreWriter(tmp_path / "store", dtype="uint16", tokenizer=made) as writer:
         writer.add(np.arange(1, 40), np.array([39]))
         writer.commit()
-    data = Data(sequence_length=8, evaluation={"held": Store(path=str(tmp_path / "store"))})
+    data = Data(sequence_length=8, evaluation={"held": TokenStore(path=str(tmp_path / "store"))})
     assert evaluation(data, workspace=tmp_path, tokenizer=made)["held"].tokens == 39
     other = SimpleNamespace(fingerprint="ab" * 32)
     with pytest.raises(DataError, match=r"different tokenizers \(held: \w{12}; the run's is abababababab"):
@@ -196,7 +198,7 @@ def test_evaluation_sets_of_another_tokenizer_are_refused(tmp_path: Path) -> Non
 
 
 def test_padding_is_marked_and_trains_nothing(numbered: Callable[[str, int], Path], tmp_path: Path) -> None:
-    data = Data(sequence_length=64, sources=[Store(path=str(numbered("a", 370)))], packing="pad", shuffle="none")
+    data = Data(sequence_length=64, sources=[TokenStore(path=str(numbered("a", 370)))], packing="pad", shuffle="none")
     stream = opened(data, batch=2, micro=2, workspace=tmp_path)
     (batch,), _ = next(stream.from_cursor(stream.start()))
     assert batch.documents[1].tolist() == [0] * 37 + [PADDING] * 27
@@ -207,7 +209,7 @@ def test_padding_is_marked_and_trains_nothing(numbered: Callable[[str, int], Pat
 
 
 def test_filler_of_an_evaluation_is_marked(numbered: Callable[[str, int], Path]) -> None:
-    data = Data(sequence_length=16, evaluation={"held": Store(path=str(numbered("held", 40, 23)))})
+    data = Data(sequence_length=16, evaluation={"held": TokenStore(path=str(numbered("held", 40, 23)))})
     batches = list(evaluation(data, workspace=Path("unused"))["held"].batches(0, 1, 4))
     assert batches[0].documents is not None and batches[0].samples == (0, 1, 2, -1)
     assert batches[0].documents[2].tolist() == [0] * 9 + [PADDING] * 7 and batches[0].documents[3].tolist() == [PADDING] * 16

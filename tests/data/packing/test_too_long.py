@@ -12,7 +12,7 @@ import pytest
 from data.steps import rows_of
 from forge_core.batch import IGNORE
 from forge_core.errors import DataError
-from forge_data.components import Bytes, Jsonl, Tokens
+from forge_data.components import Bytes, JsonLines, Tokens
 from forge_data.loading.evaluation import evaluation
 from forge_data.loading.stream import open_stream
 from forge_data.section import Data
@@ -97,7 +97,7 @@ def test_trials_b8_an_error_names_source_document_place_and_lengths(corpus: Path
         opened(recipe(corpus, too_long="error"), tmp_path)
     texts = ["ab", "", "cdefg", "a text that is longer than a row", "hi"]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    source = Jsonl(path=str(tmp_path / "d.jsonl"), too_long="error")
+    source = JsonLines(path=str(tmp_path / "d.jsonl"), too_long="error")
     data = Data(sequence_length=LENGTH, sources=[source], packing="pad", tokenizer=Bytes())
     fourth = sum(len(json.dumps({"text": text})) + 1 for text in texts[:3])
     with pytest.raises(DataError, match=rf"source 'jsonl': document 3 \(d\.jsonl:{fourth}\) has 33 tokens, and a row has 8"):

@@ -16,7 +16,7 @@ import pytest
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.components import Bpe, Jsonl
+from forge_data.components import Bpe, JsonLines
 from forge_data.preparation import job, tokenization
 from forge_data.sources.records import Records
 from forge_data.sources.store import StoreSource
@@ -38,7 +38,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Records:
     (tmp_path / "corpus").mkdir()
     for number in range(3):
         (tmp_path / "corpus" / f"{number}.jsonl").write_text("\n".join(lines[number::3]))
-    return Jsonl(path=str(tmp_path / "corpus")).records()
+    return JsonLines(path=str(tmp_path / "corpus")).records()
 
 
 def made(records: Any, path: Path, tokenizer: Tokenizer | None = None, **more: Any) -> dict[str, bytes]:
@@ -123,7 +123,7 @@ def test_other_text_or_another_tokenizer_begins_anew(records: Records, tmp_path:
     with pytest.raises(KeyboardInterrupt):
         made(records, tmp_path / "store", Counting(fail_after=200), workers=1)
     (tmp_path / "corpus" / "0.jsonl").write_text('{"text": "another"}')
-    changed = Jsonl(path=str(tmp_path / "corpus")).records()
+    changed = JsonLines(path=str(tmp_path / "corpus")).records()
     assert made(changed, tmp_path / "store") == made(changed, tmp_path / "whole")
 
 
@@ -131,14 +131,14 @@ KILLED = """
 import sys, time
 from pathlib import Path
 import forge_data.preparation.tokenization as prepare
-from forge_data.components import Jsonl
+from forge_data.components import JsonLines
 from forge_data.tokenizers.bytes import ByteTokenizer
 prepare.SMALLEST_PART = 4000
 class Slow(ByteTokenizer):
     def encode(self, text):
         time.sleep(0.005)
         return super().encode(text)
-records = Jsonl(path=sys.argv[1]).records()
+records = JsonLines(path=sys.argv[1]).records()
 prepare.tokenize(records, Slow(), Path(sys.argv[2]), source="s", workers=2, report=print, shard_tokens=9000)
 """
 
@@ -216,7 +216,7 @@ def running(pid: int) -> bool:
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_broken_record_stops_every_worker(records: Records, tmp_path: Path, processes: bool) -> None:
     (tmp_path / "corpus" / "1.jsonl").write_text('{"text": "fine"}\n{"no text": 1}')
-    broken = Jsonl(path=str(tmp_path / "corpus")).records()
+    broken = JsonLines(path=str(tmp_path / "corpus")).records()
     with pytest.raises(DataError, match=r"1\.jsonl at byte 17 \(line 2\): 'text' is missing"):
         made(broken, tmp_path / "store", workers=2, processes=processes)
     assert not (tmp_path / "store").exists()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components import Bpe, Bytes, Stdlib, Store, Text
+from forge_data.components import Bpe, Bytes, Stdlib, TextFiles, TokenStore
 from forge_data.loading.evaluation import evaluation
 from forge_data.loading.stream import open_stream
 from forge_data.preparation import job, tokenization
@@ -129,12 +129,12 @@ def test_a_store_holds_the_text_and_its_tokenizer(corpus: Path, tmp_path: Path) 
 
 def test_a_finished_store_is_used_again_and_a_changed_text_is_not(corpus: Path, tmp_path: Path, monkeypatch: Any) -> None:
     made = context(tmp_path / "w", tokenizer=Bytes().build(context(tmp_path)))
-    first = Text(path=str(corpus)).build(made)
+    first = TextFiles(path=str(corpus)).build(made)
     monkeypatch.setattr(tokenization, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
-    assert Text(path=str(corpus)).build(made).fingerprint == first.fingerprint
+    assert TextFiles(path=str(corpus)).build(made).fingerprint == first.fingerprint
     (corpus / "new.txt").write_text("more")
     with pytest.raises(pytest.fail.Exception, match="tokenized again"):
-        Text(path=str(corpus)).build(made)
+        TextFiles(path=str(corpus)).build(made)
 
 
 def test_half_written_stores_are_never_used(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,15 +144,15 @@ def test_half_written_stores_are_never_used(corpus: Path, tmp_path: Path, monkey
             "forge_data.sources.store_writer.StoreWriter.commit", lambda _: (_ for _ in ()).throw(KeyboardInterrupt())
         )
         with pytest.raises(KeyboardInterrupt):
-            Text(path=str(corpus)).build(made)
+            TextFiles(path=str(corpus)).build(made)
     assert [path.name.partition(".")[2][:5] for path in (tmp_path / "w" / "stores").iterdir()] == ["parts"]  # kept for next time
-    store = Text(path=str(corpus)).build(made)
+    store = TextFiles(path=str(corpus)).build(made)
     # What a killed process leaves behind: never opened, and removed by the next one that writes this store.
     shutil.rmtree(store.name)
     left = Path(f"{store.name}.partial-1234")
     left.mkdir()
     (left / "shard-00000.bin").write_bytes(b"half")
-    assert Text(path=str(corpus)).build(made).fingerprint == store.fingerprint
+    assert TextFiles(path=str(corpus)).build(made).fingerprint == store.fingerprint
     assert [path.name for path in (tmp_path / "w" / "stores").iterdir()] == [Path(store.name).name]
 
 
@@ -190,14 +190,14 @@ def test_bad_text_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"latin\.txt at byte 3 is not UTF-8"):
         list(text_files(str(corpus)))
     with pytest.raises(DataError, match="needs a tokenizer"):
-        Text(path=str(corpus)).build(context(tmp_path))
+        TextFiles(path=str(corpus)).build(context(tmp_path))
 
 
 def test_an_unwritable_workspace_is_refused(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     tokenizer = Bytes().build(context(tmp_path))
     with pytest.raises(DataError, match="cannot be written"):
-        Text(path=str(corpus)).build(context(tmp_path / "file" / "w", tokenizer=tokenizer))
+        TextFiles(path=str(corpus)).build(context(tmp_path / "file" / "w", tokenizer=tokenizer))
 
 
 def test_the_standard_library_is_text() -> None:
@@ -216,9 +216,9 @@ def test_text_recipe_end_to_end(corpus: Path, tmp_path: Path) -> None:
     """The tokenizer is trained on the training split, both splits are tokenized with it, and a store can follow alone."""
     data = Data(
         sequence_length=32,
-        sources=[Text(path=str(corpus), split="train", held_out=0.3)],
+        sources=[TextFiles(path=str(corpus), split="train", held_out=0.3)],
         tokenizer=Bpe(vocab_size=300),
-        evaluation={"held_out": Text(path=str(corpus), split="held_out", held_out=0.3)},
+        evaluation={"held_out": TextFiles(path=str(corpus), split="held_out", held_out=0.3)},
     )
     opened = open_stream(data, workspace=tmp_path / "w", seed=0, global_batch=8, micro_batch=4, vocab_size=300)
     held_out = evaluation(data, workspace=tmp_path / "w", vocab_size=300)["held_out"]
@@ -227,7 +227,7 @@ def test_text_recipe_end_to_end(corpus: Path, tmp_path: Path) -> None:
     assert any(word in opened.tokenizer.decode(batches[0].tokens.flatten().tolist()) for word in ("Hund", "Katze"))
     source = opened.sources[0]
     assert isinstance(source, StoreSource)
-    alone = Data(sequence_length=32, sources=[Store(path=str(source.path), label="text")])
+    alone = Data(sequence_length=32, sources=[TokenStore(path=str(source.path), label="text")])
     again = open_stream(alone, workspace=tmp_path / "other", seed=0, global_batch=8, micro_batch=4)
     assert again.tokenizer is not None and again.tokenizer.fingerprint == opened.tokenizer.fingerprint
     assert again.fingerprint == opened.fingerprint
@@ -238,6 +238,6 @@ def test_stores_of_different_tokenizers_are_not_mixed(corpus: Path, tmp_path: Pa
     for tokenizer in (Bytes().build(context(tmp_path)), trained(corpus, tmp_path / "w")):
         paths.append(tmp_path / tokenizer.name)
         tokenization.tokenize(text_files(str(corpus)), tokenizer, paths[-1], source="s", report=lambda _: None)
-    data = Data(sequence_length=32, sources=[Store(path=str(path), label=path.name) for path in paths])
+    data = Data(sequence_length=32, sources=[TokenStore(path=str(path), label=path.name) for path in paths])
     with pytest.raises(DataError, match="different tokenizers"):
         open_stream(data, workspace=tmp_path, seed=0, global_batch=1, micro_batch=1)

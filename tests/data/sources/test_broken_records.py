@@ -12,7 +12,7 @@ import pytest
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components import Arrow, Jsonl, Parquet, Text
+from forge_data.components import Arrow, JsonLines, Parquet, TextFiles
 from forge_data.sources.records import Document, Skips, read_part
 from forge_data.storage.files import find, read_bytes
 from forge_data.tokenizers.bytes import ByteTokenizer
@@ -53,18 +53,18 @@ def documents(component: Any) -> list[Document]:
 )
 def test_h11_a_record_that_cannot_be_read_is_named_and_skipped(tmp_path: Path, line: str, ids: str | None, message: str) -> None:
     (tmp_path / "a.jsonl").write_text(f"{FINE}\n\n{line}\n{FINE}\n")
-    strict = Jsonl(path=str(tmp_path), ids=ids)
+    strict = JsonLines(path=str(tmp_path), ids=ids)
     with pytest.raises(DataError, match=rf"a\.jsonl at byte {len(FINE) + 2} \(line 3\):? {message}"):
         strict.build(context(tmp_path / "w"))
     for stream in (False, True):
-        source = Jsonl(path=str(tmp_path), ids=ids, skip=1, stream=stream).build(context(tmp_path / "w"))
+        source = JsonLines(path=str(tmp_path), ids=ids, skip=1, stream=stream).build(context(tmp_path / "w"))
         read_ids = np.concatenate(list(source.stream(0))) if stream else source.read(0, source.tokens)  # type: ignore[union-attr]
         assert read_ids.tolist() == ([1, 2] * 2 if ids else [*b"fine", 256] * 2)
 
 
 def test_h11_lines_are_counted_in_every_part_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join([FINE] * 40 + ["nothing"]))
-    records = Jsonl(path=str(tmp_path)).records()
+    records = JsonLines(path=str(tmp_path)).records()
     last = records.parts(100)[-1]
     assert last.start > 0
     with pytest.raises(DataError, match=r"a\.jsonl at byte \d+ \(line 41\)"):
@@ -102,13 +102,13 @@ def test_h11_text_of_a_column_that_is_not_utf8(tmp_path: Path) -> None:
 def test_m6_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + "Hündin".encode())
     (tmp_path / "b.txt").write_bytes(codecs.BOM_UTF8)
-    assert documents(Text(path=str(tmp_path / "*.txt"))) == [("a.txt", "Hündin")]
+    assert documents(TextFiles(path=str(tmp_path / "*.txt"))) == [("a.txt", "Hündin")]
     for content in (codecs.BOM_UTF8 + FINE.encode(), codecs.BOM_UTF8 + b"\n" + FINE.encode()):
         (tmp_path / "a.jsonl").write_bytes(content)
-        assert [text for _, text in documents(Jsonl(path=str(tmp_path / "a.jsonl")))] == ["fine"]
+        assert [text for _, text in documents(JsonLines(path=str(tmp_path / "a.jsonl")))] == ["fine"]
     (tmp_path / "a.jsonl").write_bytes(FINE.encode() + b"\n" + codecs.BOM_UTF8 + FINE.encode())
     with pytest.raises(DataError, match="line 2"):
-        documents(Jsonl(path=str(tmp_path / "a.jsonl")))
+        documents(JsonLines(path=str(tmp_path / "a.jsonl")))
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-32-be"])
@@ -117,15 +117,15 @@ def test_m6_other_unicode_is_named(tmp_path: Path, encoding: str) -> None:
     name = encoding.upper().removesuffix("-BE")
     (tmp_path / "a.txt").write_text(f"{mark}text", encoding=encoding)
     with pytest.raises(DataError, match=rf"a\.txt is {name} text .*; convert it to UTF-8"):
-        documents(Text(path=str(tmp_path / "a.txt")))
+        documents(TextFiles(path=str(tmp_path / "a.txt")))
     (tmp_path / "b.txt").write_text("fine")
-    assert documents(Text(path=str(tmp_path / "*.txt"), skip=1)) == [("b.txt", "fine")]
+    assert documents(TextFiles(path=str(tmp_path / "*.txt"), skip=1)) == [("b.txt", "fine")]
     (tmp_path / "a.jsonl").write_text(f"{mark}{FINE}\n", encoding=encoding)
     with pytest.raises(DataError, match=rf"a\.jsonl is {name} text .*; convert it to UTF-8"):
-        documents(Jsonl(path=str(tmp_path / "a.jsonl")))
+        documents(JsonLines(path=str(tmp_path / "a.jsonl")))
     (tmp_path / "a.jsonl").write_text(f"{FINE}\n", encoding="utf-16-le")  # without a mark
     with pytest.raises(DataError, match="line 1"):
-        documents(Jsonl(path=str(tmp_path / "a.jsonl")))
+        documents(JsonLines(path=str(tmp_path / "a.jsonl")))
 
 
 def test_a_read_of_a_whole_file_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from data import foreign
 from data.steps import steps_of
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source, SourceComponent, SourceContext
-from forge_data.components import Datatrove, Llmc, Megatron, Store, Tokens
+from forge_data.components import Datatrove, Llmc, Megatron, Tokens, TokenStore
 from forge_data.section import Data
 from forge_data.sources.megatron import Index, pairs, search
 from forge_data.sources.store_writer import StoreWriter
@@ -36,7 +36,7 @@ def as_store(folder: Path, files: Corpus) -> SourceComponent:
         for document in (document for file in files for document in file):
             writer.add(np.array(document), np.array([len(document)]))
         writer.commit()
-    return Store(path=str(folder / "store"))
+    return TokenStore(path=str(folder / "store"))
 
 
 def as_npy(folder: Path, files: Corpus) -> SourceComponent:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, TextComponent
 from forge_data.commands.recipe import read_recipe
-from forge_data.components import Arrow, Bpe, Bytes, HuggingFace, Jsonl, Parquet, RecordComponent
+from forge_data.components import Arrow, Bpe, Bytes, HuggingFace, JsonLines, Parquet, RecordComponent
 from forge_data.loading.sources import LoadSpec, context_of
 from forge_data.loading.stream import open_stream
 from forge_data.section import Data
@@ -40,12 +40,12 @@ def as_jsonl(folder: Path, column: str, values: list[Any]) -> RecordComponent:
     lines = [json.dumps({"id": number, column: value}, ensure_ascii=number % 2 == 0) for number, value in enumerate(values)]
     (folder / "a.jsonl").write_text("\n".join(lines[:3]) + "\n\n", encoding="utf-8")
     (folder / "b.jsonl").write_text("\n".join(lines[3:]), encoding="utf-8")  # without a line's end at the end
-    return Jsonl(path=str(folder))
+    return JsonLines(path=str(folder))
 
 
 def as_gzip(folder: Path, column: str, values: list[Any]) -> RecordComponent:
     (folder / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(json.dumps({column: value}) for value in values).encode()))
-    return Jsonl(path=str(folder / "*.gz"))
+    return JsonLines(path=str(folder / "*.gz"))
 
 
 def as_zstandard(folder: Path, column: str, values: list[Any]) -> RecordComponent:
@@ -53,7 +53,7 @@ def as_zstandard(folder: Path, column: str, values: list[Any]) -> RecordComponen
     lines = "".join(json.dumps({column: value}) + "\n" for value in values).encode()
     compress = zstandard.ZstdCompressor().compress
     (folder / "a.json.zst").write_bytes(compress(lines[:70]) + compress(lines[70:]))
-    return Jsonl(path=str(folder))
+    return JsonLines(path=str(folder))
 
 
 def as_parquet(folder: Path, column: str, values: list[Any]) -> RecordComponent:
@@ -166,7 +166,7 @@ def test_long_columns_are_read_in_slices(tmp_path: Path, write: Write) -> None:
 def test_splits_share_no_record_and_leave_none_out(tmp_path: Path) -> None:
     as_jsonl(tmp_path, "text", [f"document {number}" for number in range(200)])
     taken = {
-        split: {text for _, text in Jsonl(path=str(tmp_path), split=split, held_out=0.3).records()}  # type: ignore[arg-type]
+        split: {text for _, text in JsonLines(path=str(tmp_path), split=split, held_out=0.3).records()}  # type: ignore[arg-type]
         for split in ("all", "train", "held_out")
     }
     assert taken["train"] | taken["held_out"] == taken["all"] and not taken["train"] & taken["held_out"]
@@ -186,10 +186,10 @@ BROKEN = [
 def test_fault_41_broken_records_are_named_or_skipped_by_choice_and_counted(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=message):
-        Jsonl(path=str(tmp_path)).build(context(tmp_path / "w"))
+        JsonLines(path=str(tmp_path)).build(context(tmp_path / "w"))
     said: list[str] = []
     told = SourceContext(tmp_path / "w", ByteTokenizer(), 16, said.append)
-    store = Jsonl(path=str(tmp_path), skip=1).build(told)
+    store = JsonLines(path=str(tmp_path), skip=1).build(told)
     assert (store.read(0, store.tokens) % 256).astype(np.uint8).tobytes() == b"a\0c\0"
     assert any(message_.startswith("left out 1 broken records; the first: ") for message_ in said)
     assert store.manifest.source == "jsonl, 1 broken records left out"  # type: ignore[attr-defined]
@@ -197,7 +197,7 @@ def test_fault_41_broken_records_are_named_or_skipped_by_choice_and_counted(tmp_
     assert re.search(message, named) and f"all that were left out are named in {store.name}.skipped.txt" in said
     (tmp_path / "b.jsonl").write_bytes(b"{\n")
     with pytest.raises(DataError, match=r"2 records are broken, and `skip` allows 1; the first: .*a\.jsonl at byte 14"):
-        Jsonl(path=str(tmp_path), skip=1).build(told)
+        JsonLines(path=str(tmp_path), skip=1).build(told)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_fault_41_broken_records_are_named_or_skipped_by_choice_and_counted(tmp_
 def test_broken_ids_are_named(tmp_path: Path, value: Any, message: str) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"ids": value}))
     with pytest.raises(DataError, match=message):
-        Jsonl(path=str(tmp_path), ids="ids").build(context(tmp_path / "w", tokenizer=None))
+        JsonLines(path=str(tmp_path), ids="ids").build(context(tmp_path / "w", tokenizer=None))
 
 
 def test_columns_that_are_missing_are_named(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_fault_41_truncated_files_are_refused(tmp_path: Path, write: Write, name
 
 
 def test_nothing_there_is_refused(tmp_path: Path) -> None:
-    for component in (Jsonl, Parquet, Arrow):
+    for component in (JsonLines, Parquet, Arrow):
         with pytest.raises(DataError, match="does not exist"):
             component(path=str(tmp_path / "none")).texts()
         with pytest.raises(DataError, match=r"matches no .* file; in a directory, Forge looks for"):
@@ -294,7 +294,7 @@ def test_a_recipe_mixes_text_and_ids_of_records(tmp_path: Path) -> None:
     as_parquet(tmp_path / "ids", "ids", IDS * 30)
     data = Data(
         sequence_length=16,
-        sources=[Jsonl(path=str(tmp_path / "text")), Parquet(path=str(tmp_path / "ids"), ids="ids")],
+        sources=[JsonLines(path=str(tmp_path / "text")), Parquet(path=str(tmp_path / "ids"), ids="ids")],
         tokenizer=Bpe(vocab_size=501),
     )
     assert len(context_of(LoadSpec(data, tmp_path / "w"), lambda _: None).texts) == 1
@@ -308,10 +308,10 @@ def test_a_recipe_mixes_text_and_ids_of_records(tmp_path: Path) -> None:
 
 PLUGIN = """
 from dataclasses import dataclass
-from forge_data.components import Jsonl
+from forge_data.components import JsonLines
 
 @dataclass(frozen=True, kw_only=True)
-class Web(Jsonl):
+class Web(JsonLines):
     '''Pages of the web.'''
 
     language: str = "en"

@@ -15,7 +15,7 @@ from data import foreign
 from forge_core.errors import DataError
 from forge_data import evaluation, open_stream
 from forge_data.commands.inspect import verify_tokens
-from forge_data.components import Datatrove, Llmc, Megatron, Store, Tokens
+from forge_data.components import Datatrove, Llmc, Megatron, Tokens, TokenStore
 from forge_data.section import Data
 from forge_data.sources.store import StoreSource
 from forge_data.sources.store_writer import StoreWriter
@@ -30,7 +30,7 @@ def as_store(folder: Path, dtype: str) -> tuple[Any, Path, int]:
     with StoreWriter(folder / "s", dtype=dtype) as writer:
         writer.add(np.array(IDS), np.array([len(IDS)]))
         writer.commit()
-    return Store(path=str(folder / "s")), folder / "s" / "shard-00000.bin", 0
+    return TokenStore(path=str(folder / "s")), folder / "s" / "shard-00000.bin", 0
 
 
 def as_npy(folder: Path, dtype: str) -> tuple[Any, Path, int]:
@@ -97,7 +97,7 @@ def test_w8_an_id_outside_the_tokenizer_is_refused_though_the_model_has_room(tmp
         writer.add(np.array([256] * 200), np.array([200]))
         writer.commit()
     write_id(tmp_path / "s" / "shard-00000.bin", 0, "uint16", 70, 257)
-    opened = stream(Store(path=str(tmp_path / "s")), vocab_size=512)
+    opened = stream(TokenStore(path=str(tmp_path / "s")), vocab_size=512)
     reading = opened.from_cursor(opened.start())
     next(reading)
     with pytest.raises(DataError, match=r"at token 70 .*: id 257, but its tokenizer has 257 ids"):
@@ -116,7 +116,7 @@ def test_w8_ids_of_held_out_sets_are_looked_at(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packing", ["best_fit", "pad"])
 def test_w8_ids_of_planned_rows_are_looked_at(tmp_path: Path, packing: Any, make_store: Any) -> None:
     path = make_store("s", [[3] * 9] * 50)
-    data = Data(sequence_length=32, sources=[Store(path=str(path))], packing=packing, verify=False)
+    data = Data(sequence_length=32, sources=[TokenStore(path=str(path))], packing=packing, verify=False)
     opened = open_stream(data, workspace=tmp_path / "w", seed=1, global_batch=1, micro_batch=1)
     write_id(path / "shard-00000.bin", 0, "uint16", 123, 65535)
     with pytest.raises(DataError, match=r"at token 123 .*: id 65535"):
@@ -197,13 +197,13 @@ def test_w8_checksums_are_compared_while_the_first_epoch_is_read(
 ) -> None:
     path = many_shards(tmp_path)
     size = (path / name).stat().st_size
-    opened = stream(Store(path=str(path)), verify=True)
+    opened = stream(TokenStore(path=str(path)), verify=True)
     flip(path / name, size - 6 if name.endswith("bin") else size - 16)  # to another valid id, or another valid end
     reading = opened.from_cursor(opened.start())
     steps = until_refused(reading, 10)
     assert shard <= steps <= shard + 4, steps  # a step reads as many tokens as a shard has
     reading.close()
-    unchecked = stream(Store(path=str(path)), verify=False)
+    unchecked = stream(TokenStore(path=str(path)), verify=False)
     reading = unchecked.from_cursor(unchecked.start())
     assert until_refused(reading, 9) == 9
     reading.close()
@@ -212,7 +212,7 @@ def test_w8_checksums_are_compared_while_the_first_epoch_is_read(
 def test_w8_the_message_of_a_wrong_checksum_names_the_file(tmp_path: Path) -> None:
     path = many_shards(tmp_path)
     flip(path / "shard-00000.bin", 20)
-    opened = stream(Store(path=str(path)), verify=True)
+    opened = stream(TokenStore(path=str(path)), verify=True)
     message = r"shard-00000\.bin: content differs from its checksum .*restore it or write the store again"
     with pytest.raises(DataError, match=message):
         for _ in opened.from_cursor(opened.start()):
@@ -227,7 +227,7 @@ def files_compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_w8_a_resume_goes_on_comparing_where_the_run_was_and_ranks_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file once in the first epoch, whoever reads it, and none in the second."""
-    component = Store(path=str(many_shards(tmp_path)))
+    component = TokenStore(path=str(many_shards(tmp_path)))
     seen = files_compared(monkeypatch)
     cursor: Any = None
 
@@ -290,7 +290,7 @@ def test_w8_the_counts_of_a_store_are_checked_when_it_is_opened(tmp_path: Path, 
 
 
 def test_threads_of_checks_end_with_their_stream_and_hold_up_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = stream(Store(path=str(many_shards(tmp_path))), verify=True)
+    opened = stream(TokenStore(path=str(many_shards(tmp_path))), verify=True)
     begun = threading.Event()
 
     def slow(path: Path, xxh3: str, stop: threading.Event) -> None:
@@ -309,7 +309,7 @@ def test_threads_of_checks_end_with_their_stream_and_hold_up_no_process(tmp_path
 
 
 def test_the_thread_of_checks_ends_after_the_last_file(tmp_path: Path) -> None:
-    opened = stream(Store(path=str(many_shards(tmp_path))), verify=True)
+    opened = stream(TokenStore(path=str(many_shards(tmp_path))), verify=True)
     reading = opened.from_cursor(opened.start())
     for _ in range(12):
         next(reading)

@@ -14,7 +14,19 @@ import pytest
 
 from data import foreign
 from forge_core.errors import DataError
-from forge_data.components import Arrow, Bytes, Datatrove, HuggingFace, Jsonl, Llmc, Megatron, Parquet, Store, Text, Tokens
+from forge_data.components import (
+    Arrow,
+    Bytes,
+    Datatrove,
+    HuggingFace,
+    JsonLines,
+    Llmc,
+    Megatron,
+    Parquet,
+    TextFiles,
+    Tokens,
+    TokenStore,
+)
 from forge_data.loading.stream import open_stream
 from forge_data.section import Data
 from forge_data.sources.store import open_store
@@ -41,13 +53,13 @@ def other_digits(content: bytes) -> bytes:
 
 def as_jsonl(folder: Path) -> tuple[Any, Path]:
     (folder / "a.jsonl").write_text("\n".join(LINES))
-    return Jsonl(path=str(folder / "a.jsonl")), folder / "a.jsonl"
+    return JsonLines(path=str(folder / "a.jsonl")), folder / "a.jsonl"
 
 
 def as_text(folder: Path) -> tuple[Any, Path]:
     for number in range(3):
         (folder / f"{number}.txt").write_text("\n".join(LINES[50 * number :]))
-    return Text(path=str(folder)), folder / "1.txt"
+    return TextFiles(path=str(folder)), folder / "1.txt"
 
 
 def as_parquet(folder: Path) -> tuple[Any, Path]:
@@ -115,7 +127,7 @@ def test_fault_21_w11_token_files_are_known_by_their_content(tmp_path: Path, kin
     ids = [token for document in documents for token in document]
     path = tmp_path / "a.bin"
     if kind == "store":
-        component: Any = Store(path=str(make_store("s", [document[:-1] for document in documents])))
+        component: Any = TokenStore(path=str(make_store("s", [document[:-1] for document in documents])))
         path = tmp_path / "s" / "shard-00000.bin"
     elif kind == "npy":
         np.save(tmp_path / "a.npy", np.array(ids, dtype=np.uint16))

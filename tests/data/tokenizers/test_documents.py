@@ -9,7 +9,7 @@ import pytest
 
 from data.tokenizers.kinds import KINDS, content, fast
 from forge_core.protocols.data import SourceContext
-from forge_data.components import Bpe, Text
+from forge_data.components import Bpe, TextFiles
 from forge_data.preparation import job
 from forge_data.preparation.streaming import StreamedRecords
 from forge_data.preparation.tokenization import prepared, tokenize
@@ -110,7 +110,7 @@ def test_a_recipe_can_leave_the_rule_out(kinds: dict[str, Any], corpus: Any, tmp
     )
     assert (on.prefix, off.prefix) == (ours.prefix, ())
     assert on.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
-    store = Text(path=str(tmp_path / "0.txt")).build(replace(context, tokenizer=on))
+    store = TextFiles(path=str(tmp_path / "0.txt")).build(replace(context, tokenizer=on))
     assert isinstance(store, StoreSource) and documents(store)[0][0] == ours.prefix[0]
 
 

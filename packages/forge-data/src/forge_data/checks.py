@@ -49,7 +49,11 @@ def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
         hint = "set it to a tokenizer.json, or set data.tokenizer.files, or add a source of text"
         yield Fault("data.tokenizer.path", "is not set, and there is no text to train a tokenizer on", hint=hint)
     for index, source in used:
-        if isinstance(source, components.Random) and data.packing == "concatenate" and source.tokens <= data.sequence_length:
+        if (
+            isinstance(source, components.RandomTokens)
+            and data.packing == "concatenate"
+            and source.tokens <= data.sequence_length
+        ):
             length = data.sequence_length
             sample = f"the {length + 1} of one sample (sequence_length = {length}, and a label)"
             message = f"{source.tokens} tokens are fewer than {sample}"
@@ -132,7 +136,7 @@ def _absent(component: Any) -> str | None:
     path = getattr(component, "path", None)
     if not isinstance(path, str) or isinstance(component, components.HuggingFace):  # that may be a name on the hub
         return None
-    if isinstance(component, components.Store):
+    if isinstance(component, components.TokenStore):
         if not _there(path):
             return f"directory {path!r} does not exist"
         return None if "://" in path or _there(f"{glob.escape(path)}/manifest.json") else f"{path!r} has no manifest.json"

@@ -22,16 +22,17 @@ Fraction = Annotated[float, Gt(0), Lt(1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Store(SourceComponent):
+class TokenStore(SourceComponent):
     """A token store: a directory with `manifest.json` and memory-mapped shards, as `data prepare` writes it."""
 
+    default_label: ClassVar = "store"
     key_class: ClassVar = DATA
 
     path: str
     """Directory of the store."""
 
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[Store]":
+    def examples(cls, folder: "Path") -> "Iterable[TokenStore]":
         """A store of several shards."""
         from forge_data import example_corpus
 
@@ -44,9 +45,10 @@ class Store(SourceComponent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text(SourceComponent):
+class TextFiles(SourceComponent):
     """UTF-8 text files, one document a file; tokenized once into a store in the workspace."""
 
+    default_label: ClassVar = "text"
     key_class: ClassVar = DATA
 
     path: str
@@ -59,7 +61,7 @@ class Text(SourceComponent):
     """Number of files that may be skipped because they are not UTF-8; one more is an error."""
 
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[Text]":
+    def examples(cls, folder: "Path") -> "Iterable[TextFiles]":
         """A file for each document."""
         from forge_data import example_corpus
 
@@ -130,9 +132,10 @@ class RecordComponent(SourceComponent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Jsonl(RecordComponent):
+class JsonLines(RecordComponent):
     """JSON lines, plain or compressed (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`, `.json.gz`, `.json.zst`)."""
 
+    default_label: ClassVar = "jsonl"
     key_class: ClassVar = DATA
     format: ClassVar[str] = "jsonl"
 
@@ -140,7 +143,7 @@ class Jsonl(RecordComponent):
     """A file, a directory, a pattern such as `corpus/**/*.jsonl.gz`, or a URL of these."""
 
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[Jsonl]":
+    def examples(cls, folder: "Path") -> "Iterable[JsonLines]":
         """Prepared, and read while the run goes on."""
         from forge_data import example_corpus
 
@@ -386,9 +389,10 @@ class Datatrove(SourceComponent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Random(SourceComponent):
+class RandomTokens(SourceComponent):
     """Uniform random tokens, a function of (seed, position): nothing can be learned from them beyond ln(vocab_size)."""
 
+    default_label: ClassVar = "random"
     key_class: ClassVar = DATA
 
     vocab_size: Annotated[int, Gt(1)]
@@ -401,7 +405,7 @@ class Random(SourceComponent):
     """Another seed gives other tokens."""
 
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[Random]":
+    def examples(cls, folder: "Path") -> "Iterable[RandomTokens]":
         """A short stream of many documents, and one of a single one."""
         return (cls(vocab_size=257, tokens=4000, document=23), cls(vocab_size=257, tokens=4000))
 

@@ -215,8 +215,12 @@ def too_long_of(source: Component) -> str | None:
 
 
 def label_of(source: Component) -> str:
-    """Its `label`, else the name of its component."""
-    return getattr(source, "label", SourceComponent.label) or type(source).__name__.lower()
+    """Its `label`, else the `default_label` of its class, else the name of the class.
+
+    Labels decide the order of rows, so a class that gets another name keeps its label. Subclasses do not inherit it.
+    """
+    kind = type(source)
+    return getattr(source, "label", SourceComponent.label) or vars(kind).get("default_label", kind.__name__.lower())
 
 
 def exact_of(weight: Weight) -> Fraction:
