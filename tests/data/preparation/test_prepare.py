@@ -258,7 +258,7 @@ def test_a_full_disk_is_a_message_and_room_is_all_it_takes(tmp_path: Path) -> No
 
 
 def test_progress_says_how_far_and_how_fast(records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.preparation.progress.Progress.__init__.__defaults__", (0.0,))
+    monkeypatch.setattr("forge_core.terminal.ProgressMeter.__init__.__defaults__", (0.0,))
     said: list[str] = []
     made(records, tmp_path / "store", report=said.append, workers=1)
     shares = [int(line.partition("(")[2].partition("%")[0]) for line in said if "bytes of input (" in line]

@@ -9,7 +9,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source, Tokenizer
-from forge_data.preparation.progress import Progress
+from forge_core.terminal import ProgressMeter
 from forge_data.sources.arrays import ArrayWriter
 from forge_data.sources.megatron import MegatronWriter
 from forge_data.sources.scan import portions
@@ -72,7 +72,7 @@ def convert(
     if tokenizer is not None and source.max_id is not None and source.max_id >= tokenizer.vocab_size:
         raise DataError(f"{source.name} holds id {source.max_id}, but tokenizer {tokenizer.name} has {tokenizer.vocab_size}")
     with _writer(out, target, kind, tokenizer, source.name, lose_documents, shard_tokens) as writer:
-        progress = Progress(f"converting {source.name}", source.tokens, "tokens", report)
+        progress = ProgressMeter(f"converting {source.name}", source.tokens, "tokens", report)
         documents = 0
         for _, ids, ends in portions(source):
             writer.add(ids, ends)

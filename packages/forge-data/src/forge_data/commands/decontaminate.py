@@ -20,7 +20,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.preparation.progress import Progress
+from forge_core.terminal import ProgressMeter
 from forge_data.sources import jsonl
 from forge_data.sources.formats import open_any
 from forge_data.sources.scan import portions
@@ -88,7 +88,7 @@ def decontaminate(
         raise DataError(f"{report_to} exists; choose another path or remove it")
     found = {"path": path, "examples": len(examples.names), "too_short": examples.too_short, "words": words}
     counts = {"documents": 0, "overlapping_documents": 0, "overlapping_tokens": 0}
-    progress = Progress(f"comparing {path}", source.tokens, "tokens", report)
+    progress = ProgressMeter(f"comparing {path}", source.tokens, "tokens", report)
     with ExitStack() as stack:
         writer = out and stack.enter_context(
             StoreWriter(out, dtype=source.dtype.name, tokenizer=tokenizer, source=f"{source.manifest.source}, decontaminated")

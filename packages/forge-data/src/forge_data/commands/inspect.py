@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from forge_core.protocols.data import Source
-from forge_data.preparation.progress import Progress
+from forge_core.terminal import ProgressMeter
 from forge_data.sources.scan import place_of, portions, token_counts, unigram_entropy
 from forge_data.sources.store import StoreSource
 from forge_data.sources.token_files import TokenFiles
@@ -119,7 +119,7 @@ def verify_tokens(source: Source, vocab_size: int | None, report: Callable[[str]
 
 
 def _check_ids(source: Source, limit: int | None, found: dict[str, Any], report: Callable[[str], None]) -> list[str]:
-    progress = Progress(f"verifying {source.name}", source.tokens, "tokens", report)
+    progress = ProgressMeter(f"verifying {source.name}", source.tokens, "tokens", report)
     faults: list[str] = []
     hashes: list[np.ndarray] = []
     threshold, documents, high, outside = np.uint64(2**64 - 1), 0, 0, 0

@@ -24,8 +24,8 @@ import numpy as np
 from forge_core.errors import DataError
 from forge_core.machine import usable_cores
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
+from forge_core.terminal import ProgressMeter
 from forge_data.preparation.job import Done, Job, content_of, encode_documents, finished, tokenize_part, write_job, write_part
-from forge_data.preparation.progress import Progress
 from forge_data.sources.records import LISTED, SHOWN, CorpusPart, Records, Skips, Wanted, name_skipped, read_part
 from forge_data.sources.store import MANIFEST, VERSION, StoreSource, open_store
 from forge_data.sources.store_writer import SHARD_TOKENS, StoreWriter, dtype_for
@@ -115,7 +115,7 @@ def tokenize(
     todo = [number for number in range(len(job.parts)) if finished(directory, number) is None]
     if len(todo) < len(job.parts):
         report(f"{what}: {len(job.parts) - len(todo)} of {len(job.parts)} parts are there already")
-    progress = Progress(what, sum(job.parts[number].size for number in todo), "bytes of input", report)
+    progress = ProgressMeter(what, sum(job.parts[number].size for number in todo), "bytes of input", report)
     with _crew(texts, tokenizer, directory, job, workers, processes, todo) as (work, stop):
         run_parts(work, todo, workers, stop, lambda number: progress.advance(job.parts[number].size))
         parts = [finished(directory, number) for number in range(len(job.parts))]
