@@ -46,7 +46,7 @@ def convert(
     shard_tokens: int = SHARD_TOKENS,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Copies tokens and documents; the ids keep their dtype unless another is asked for.
+    """Copies tokens and documents; the ids keep their dtype unless another is given.
 
     Args:
         source: opened.
@@ -58,7 +58,7 @@ def convert(
         join_sequences: documents of several sequences (Megatron) may become documents of one.
         skip_empty: documents without a token, which the target cannot hold, may be left out; they are counted.
         shard_tokens: of a store.
-        report: told about progress.
+        report: called with progress messages.
 
     Raises:
         DataError: the target cannot hold everything and no option allows the loss, or it cannot be written.

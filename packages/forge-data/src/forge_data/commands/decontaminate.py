@@ -74,7 +74,7 @@ def decontaminate(
         words: of a run.
         out: a new store without the documents that share a run.
         report_to: a new file of JSON lines, one an overlap.
-        report: told about progress.
+        report: called with progress messages.
 
     Raises:
         DataError: the store has no tokenizer, there is nothing to compare with, or a file exists or cannot be written.

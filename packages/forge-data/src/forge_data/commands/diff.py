@@ -240,7 +240,7 @@ def _tokenizer_of(reader: RowReader) -> str | None:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a manifest is that of a checkpoint: a store has one, too."""
+    """Whether a folder's manifest is that of a checkpoint; token stores have a file of the same name."""
     try:
         with (folder / "manifest.json").open("rb") as file:
             return file.read(10).startswith(b'{"seal": "')

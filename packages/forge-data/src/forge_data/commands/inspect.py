@@ -17,7 +17,7 @@ from forge_data.tokenizers.dump import tokenizer_of
 _SHOWN_TOKENS = 120
 _BARS = "▏▎▍▌▋▊▉█"
 _HASHES_KEPT = 1 << 20
-"""Of a larger corpus only documents whose hash is small enough are compared, so that about so many hashes are kept."""
+"""At most about this many hashes are kept; of a larger corpus only documents whose hash is small enough are compared."""
 
 
 def inspect_tokens(path: str, source: Source) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def plan_of(stream: "TrainingStream", steps: int) -> dict[str, Any]:
 
 
 def _largest_deviation(order: "SampleOrder", start: int, stop: int) -> dict[str, Any]:
-    """Samples that a source was drawn too often (or, below 0, too seldom) since step 0, where that is farthest from 0.
+    """The largest deviation of a source from its share since step 0, in samples; negative if it was drawn too seldom.
 
     Looks at the ends of `_LOOKED_AT` steps of [start, stop).
     """

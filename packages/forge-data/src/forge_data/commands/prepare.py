@@ -46,7 +46,7 @@ def prepare(
         vocab_size: of a tokenizer that is trained.
         eos: the token that ends a document; of records of ids with tokenizer `none`, its id.
         workers: at a time.
-        report: told about progress.
+        report: called with progress messages.
         options: fields of the component; those that are None are left at their defaults.
 
     Raises:

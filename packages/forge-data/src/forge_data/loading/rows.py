@@ -39,7 +39,7 @@ def shift(
         rows, columns: (K,) int64, document ends inside the windows: token `columns - 1` of the window is the last of
             its document, 1 <= column <= T.
         tokens: (M, T) int64, of which rows `at` are written.
-        labels: (M, T) int64, too; `IGNORE` where there is nothing to predict.
+        labels: (M, T) int64; `IGNORE` where there is nothing to predict.
         at: (N,) int64, the row of each window.
 
     Raises:
@@ -82,7 +82,7 @@ class Buffers:
         return {id(array) for array in self._arrays}
 
     def drop_others(self, shape: tuple[int, ...]) -> None:
-        """Forgets arrays of another shape, when it will not be asked for again."""
+        """Drops arrays of another shape, which will not be needed again."""
         self._arrays = [array for array in self._arrays if array.shape == shape]
 
 
@@ -101,9 +101,9 @@ class Rows:
         shape, size = (count, length), count * length
         self.tokens = memory[: 8 * size].view(np.int64).reshape(shape)
         self.labels = memory[8 * size : 16 * size].view(np.int64).reshape(shape)
-        told = marks == "documents"
-        self.positions = memory[16 * size : 20 * size].view(np.int32).reshape(shape) if told else None
-        self.documents = memory[20 * size : 24 * size].view(np.int32).reshape(shape) if told else None
+        with_documents = marks == "documents"
+        self.positions = memory[16 * size : 20 * size].view(np.int32).reshape(shape) if with_documents else None
+        self.documents = memory[20 * size : 24 * size].view(np.int32).reshape(shape) if with_documents else None
         self.token_mask = memory[16 * size : 17 * size].view(np.bool_).reshape(shape) if marks == "mask" else None
 
     @staticmethod

@@ -61,7 +61,7 @@ class LoadSpec:
 
     @property
     def marks(self) -> Marks:
-        """How padding is told in training. Where documents are ignored, only packings that keep them whole have some."""
+        """How training rows mark padding. Where documents are ignored, only packings that keep them whole have padding."""
         return "documents" if self.masked else "none" if self.data.packing == "concatenate" else "mask"
 
     @property
@@ -95,7 +95,7 @@ def open_sources(spec: LoadSpec, context: SourceContext) -> OpenedSources:
     """Builds the training sources. One whose weight is 0 in every phase is not even opened.
 
     Raises:
-        DataError: there is none, or one refuses, or tokenizer or vocabulary do not fit.
+        DataError: there is no source, a source refuses its keys, or tokenizer or vocabulary do not fit.
         ConfigError: labels or weights are faulty.
     """
     data = spec.data

@@ -154,7 +154,7 @@ class TrainingStream:
         return lr_scale_at(self.data.phases, step)
 
     def tokens_at(self, step: int) -> int:
-        """Tokens of the global batch of a step, with or without a label; padding is none."""
+        """Tokens of the global batch of a step, with or without a label; padding does not count."""
         span = self.order.timeline.span_at(step)
         if self.data.packing == "concatenate":
             return span.rows * span.length
@@ -296,7 +296,7 @@ class TrainingStream:
         return self.order.timeline.first_row_of(step) + self.rank * self._shape(step)[0]
 
     def _positions(self, cursor: Cursor, step: int, other: bool) -> dict[str, Any]:
-        """Of the streams, by label; a cursor of `other` data may have none of a stream, which then begins at its beginning."""
+        """Positions of the streams, by label. A stream without a position in a cursor of `other` data begins at its beginning."""
         found: dict[str, Any] = cursor.get("streams", {})
         draws = self.order.timeline.draws(self.order.timeline.first_of(step))
         for label in (self.labels[source] for source in self.reader.streams if draws[source]):

@@ -165,7 +165,7 @@ class WorkerPool:
         self._asked.append((Rows(memory, count, length, self._marks), worker))
 
     def collect(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
-        """Waits for the rows that were asked for first; also the positions of the streams after them.
+        """Waits for the rows that were requested first; also returns the positions of the streams after them.
 
         Raises:
             DataError: a worker refused its data; the message ends with the worker's traceback.

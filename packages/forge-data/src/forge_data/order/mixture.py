@@ -67,7 +67,7 @@ class TableMixture:
     (Tijdeman, 1980). After one period of P samples every source was drawn exactly its share, so the table repeats and the
     draws before any sample are arithmetic.
 
-    The table grows as far as samples are asked for, about a microsecond and 24 bytes an entry: 25 MB for 2^20 of them.
+    The table grows as far as samples are needed, at about a microsecond and 24 bytes an entry: 25 MB for 2^20 entries.
 
     Attributes:
         shares: draws of each source in one period; 0 = never.
@@ -210,7 +210,7 @@ class TreeMixture:
 
     Attributes:
         shares: exact weights of the sources in whole numbers; 0 = never.
-        period: their sum; after so many samples each source was drawn exactly its share.
+        period: their sum; after that many samples each source was drawn exactly its share.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from forge_data.section import Data, Phase
 
 Weight = float | Fraction
 STAIRS = 32
-"""Weights move over a ramp in at most so many equal stairs, each of them with exact shares."""
+"""Weights move over a ramp in at most this many equal stairs, each with exact shares."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class PlannedPacking:
         return RowWindows(windows, rows[whole], stops[whole], stops[heads + counts - 1], learned)
 
     def tokens_in(self, numbers: np.ndarray) -> int:
-        """Tokens of rows `numbers` (N,) int64 together; padding is none."""
+        """Tokens of rows `numbers` (N,) int64 together, without padding."""
         first, after = self._firsts[numbers].astype(np.int64), self._firsts[numbers + 1].astype(np.int64)
         heads = np.cumsum(after - first) - (after - first)
         pieces = np.arange(int((after - first).sum())) + np.repeat(first - heads, after - first)
@@ -182,7 +182,7 @@ class Pieces(NamedTuple):
         starts, lengths: (N,) int64 of each piece.
         goes_on: (N,) bool, whether its document goes on in the next piece.
         documents: of which they are.
-        left_out, cut: documents that are longer than a row: those without a piece, and those whose rest has none.
+        left_out, cut: documents longer than a row that get no piece, and those whose end is cut off.
     """
 
     starts: np.ndarray

@@ -36,7 +36,7 @@ from forge_data.sources.records import CorpusPart, Document, Skips, Wanted, part
 from forge_data.tokenizers.dump import restore
 
 CHUNK = 1 << 20
-"""Documents are encoded in portions of about so many characters, which bounds the memory."""
+"""Documents are encoded in portions of about this many characters, which bounds the memory."""
 LONGEST_PIECE = 4 << 20
 """A longer document is encoded in pieces, which bounds the memory, where its tokenizer says at which places no id changes."""
 
@@ -55,7 +55,7 @@ class Job:
 
     Attributes:
         parts: all of them.
-        wanted: see there.
+        wanted: what is taken from the records.
         dtype: of the ids in the store.
         eos: of records of ids: what every document has to end with.
         tokenizer_eos: id of the tokenizer's end of document.
@@ -230,7 +230,7 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
 
 
 def _ids(documents: Iterable[Document], job: Job) -> Iterator[Encoded]:
-    """Records that hold ids already, checked; each gets its end of document where it has none."""
+    """Checks records that hold ids, and appends the end of document to those that lack it."""
     limit = min(np.iinfo(job.dtype).max + 1, job.vocab_size or 1 << 62)
     chunk: list[np.ndarray] = []
     size = 0

@@ -99,11 +99,11 @@ def tokenize(
         path: of the new store.
         source: what the manifest says about their origin.
         workers: at a time, by default one per core; the store does not depend on it.
-        report: told about progress.
+        report: called with progress messages.
         shard_tokens: of the store.
         eos: see `prepared`.
         processes: whether workers are processes, by default for large corpora.
-        request: what was asked for, for the manifest.
+        request: settings of the command, stored in the manifest.
 
     Raises:
         DataError: no document, broken records, or a directory that cannot be written.

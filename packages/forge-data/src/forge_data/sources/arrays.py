@@ -239,7 +239,7 @@ def foreign_content(file: File, head: bytes, width: int, sibling: Callable[[str]
     """The format of a file that is not a list of raw integers, and the source for it; None where no other format is recognized.
 
     Args:
-        file: in question.
+        file: to recognize.
         head: its first bytes, a few hundred.
         width: bytes of an integer; of one byte each, text is a list of integers like any other.
         sibling: finds other files by their path.

@@ -2,7 +2,7 @@
 
 The last end is the number of tokens, so size and index together say the width of an id. `NAME.ds.metadata` repeats the
 number below the tokenizer's name. A mask of the loss (`NAME.ds.loss`, a byte a token) is not applied, so a file that has
-one is refused unless that is asked for.
+one is refused unless that is requested.
 """
 
 from collections.abc import Callable, Sequence

@@ -32,7 +32,7 @@ def open_any(
     """The tokens at a path: a store, Megatron's, llm.c's or datatrove's files, `.npy`, or raw ids of a stated dtype.
 
     Raises:
-        DataError: it is none of these, or damaged, or its dtype is unknown.
+        DataError: the format is unknown, the files are damaged, or their dtype is unknown.
     """
     if dtype is not None and dtype not in RAW_DTYPES:
         raise DataError(f"unknown dtype {dtype!r}; known: {', '.join(RAW_DTYPES)}")

@@ -101,7 +101,7 @@ class Skips:
         self.left_out(message)
 
     def left_out(self, message: str) -> None:
-        """Notes a record that is left out, as was asked for."""
+        """Notes a record that is left out on purpose."""
         if len(self.messages) < LISTED:
             self.messages.append(message)
 
@@ -211,7 +211,7 @@ def in_split(name: str, split: str, held_out: float) -> bool:
 
 
 def grouped(files: Iterable[File], size: int) -> list[CorpusPart]:
-    """Parts of whole files, each as long as it takes to reach `size` bytes."""
+    """Parts of whole files; each takes files until it reaches `size` bytes."""
     found: list[CorpusPart] = []
     own: list[File] = []
     for file in files:
@@ -247,7 +247,7 @@ def text_of(value: Any) -> tuple[str | None, str]:
 
     A lone surrogate, which JSON can spell, is half a character: nothing can write it as UTF-8.
     """
-    if isinstance(value, bytes):  # a column of text whose bytes are none, or a column of bytes
+    if isinstance(value, bytes):  # a column of text that is not valid UTF-8, or a column of bytes
         try:
             value.decode("utf-8")
         except UnicodeDecodeError as error:

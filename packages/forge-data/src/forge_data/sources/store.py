@@ -108,7 +108,7 @@ def read_manifest(directory: Path) -> StoreManifest:
     """The manifest of a store.
 
     Raises:
-        DataError: there is none, or it is not one that this version reads.
+        DataError: there is no manifest, or this version cannot read it.
     """
     path = directory / MANIFEST
     try:

@@ -31,7 +31,7 @@ def text_files(path: str, split: str = "all", held_out: float = 0.05, skip: int 
     """The files that a path, directory, pattern or URL names, sorted by their path relative to its fixed part.
 
     Raises:
-        DataError: there is none, none in this split, or only empty ones.
+        DataError: no file is found, none is in this split, or all are empty.
     """
     found = find(path, SUFFIXES, "text")
     chosen = [file for file in found if in_split(file.name, split, held_out)]

@@ -12,7 +12,7 @@ from forge_data.storage.document_ends import Documents
 from forge_data.storage.shards import Shards
 
 SCANNED = 1 << 26
-"""A corpus of at most so many tokens on this machine is read once when it is opened, to know the largest id; of a larger one
+"""A corpus of at most this many tokens on this machine is read once when it is opened, to know the largest id; of a larger one
 only samples are read."""
 _PART = 1 << 22
 
@@ -27,7 +27,7 @@ class TokenFilesInfo:
     tokenizer: str | None = None
     more: dict[str, object] = field(default_factory=dict)
     joins: Callable[[], bool] | None = None
-    """Whether a document has several sequences, which are joined; None where the format has none."""
+    """Whether documents have several sequences, which are joined; None where the format has no sequences."""
 
 
 class TokenFiles:
@@ -55,7 +55,7 @@ class TokenFiles:
             name: for messages.
             shards: the tokens.
             documents: their borders.
-            described: see there.
+            described: what the files say of themselves.
             identity: of the borders, for the fingerprint.
             check: reads the whole index of documents and says what is wrong with it, with file and offset.
 

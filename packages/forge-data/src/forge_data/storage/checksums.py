@@ -19,12 +19,12 @@ from forge_data.order.permutation import mix
 from forge_data.storage.files import File, read_bytes, read_each
 
 WHOLE = 1 << 26
-"""Files on this machine of at most so many bytes together are read whole."""
+"""Files on this machine are read whole up to this many bytes together."""
 EDGE = 4096
-"""Bytes at both ends of each file that are read otherwise."""
+"""Bytes that are read at both ends of each file of a larger corpus."""
 _SAMPLES, _SAMPLE_BLOCK = 512, 1 << 14
 TOKEN_BLOCKS, TOKEN_BLOCK = 64, 4096
-"""Of token ids head, tail and so many blocks of so many ids are read."""
+"""Number and length of the blocks of token ids that are read, besides head and tail."""
 _READ_BLOCK = 1 << 23
 
 
@@ -34,8 +34,8 @@ def digest_of(files: Sequence[File], identity: str = "", blocks: int = _SAMPLES,
     A remote file whose server names its content (an etag, a checksum) is known by that, and not read.
 
     Args:
-        files: in question.
-        identity: of what else there is to tell apart.
+        files: whose content is identified.
+        identity: anything else that the fingerprint depends on.
         blocks: samples that are read of all together, where they are large.
         block: bytes of one.
 
@@ -145,7 +145,7 @@ class FirstEpoch:
         self._thread: threading.Thread | None = None
 
     def reached(self, drawn: Mapping[str, int]) -> None:
-        """Has files compared that are due after so many tokens of each source.
+        """Compares the files that are due after this many tokens of each source.
 
         Raises:
             DataError: one that was compared differs.

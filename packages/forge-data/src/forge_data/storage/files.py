@@ -73,7 +73,7 @@ def find(path: str, suffixes: Sequence[str], what: str) -> list[File]:
         what: a word for messages, such as "text".
 
     Raises:
-        DataError: there is none, or the path is empty.
+        DataError: no file is found, or the path is empty.
     """
     if not path.strip():
         raise DataError(f"the path of {what} files is empty; '.' is the working directory")

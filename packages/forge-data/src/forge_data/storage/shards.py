@@ -1,4 +1,4 @@
-"""Token ids of many files as one stream. A file is mapped when it is first touched; only so many stay mapped."""
+"""Token ids of many files as one stream. A file is mapped when it is first read; a limited number stays mapped."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ from forge_data.storage.files import File, local_path, read_bytes
 
 Thing = TypeVar("Thing")
 READS = 64
-"""The size of a mapped file is checked once in so many reads, and whenever windows of it are cut: the check costs more than
+"""A mapped file's size is checked once per this many reads, and whenever windows of it are cut: the check costs more than
 a read."""
 
 

@@ -21,7 +21,7 @@ def restore(content: bytes, eos: int | None, where: str, add_special_tokens: boo
             files say that themselves.
 
     Raises:
-        DataError: it is none of these.
+        DataError: the content is not a tokenizer of a known kind.
     """
     try:
         parsed = json.loads(content)
