@@ -38,7 +38,7 @@ _GAPS = dict.fromkeys((*range(8192, 8304), 12288, 12289, 12290), " ")
 
 
 @dataclass
-class Examples:
+class EvaluationExamples:
     """Runs of words of an evaluation set.
 
     Attributes:
@@ -104,13 +104,13 @@ def decontaminate(
     return found | counts | {"overlapping_examples": len(examples.hit), "out": str(out) if out else None}
 
 
-def read_examples(against: Sequence[str], fields: tuple[str, ...], words: int) -> Examples:
+def read_examples(against: Sequence[str], fields: tuple[str, ...], words: int) -> EvaluationExamples:
     """The runs of all examples.
 
     Raises:
         DataError: a file is missing, is not JSON lines, or has none of the fields.
     """
-    examples = Examples()
+    examples = EvaluationExamples()
     for file in (file for path in against for file in find(path, jsonl.SUFFIXES, "evaluation")):
         for offset, record in jsonl.records(file):
             texts = list(_texts_in(record, fields))
@@ -155,7 +155,7 @@ def _texts_in(value: Any, fields: tuple[str, ...]) -> Iterator[str]:
 
 def _compare(
     tokenizer: Tokenizer,
-    examples: Examples,
+    examples: EvaluationExamples,
     start: int,
     ids: np.ndarray,
     ends: np.ndarray,
@@ -184,7 +184,7 @@ def _compare(
     return kept
 
 
-def _overlaps(text: str, examples: Examples) -> list[tuple[tuple[bytes, ...], list[int]]]:
+def _overlaps(text: str, examples: EvaluationExamples) -> list[tuple[tuple[bytes, ...], list[int]]]:
     """(run, examples that have it) of every run that occurs in the text, each once."""
     words: list[bytes] | None = None
     found: dict[tuple[bytes, ...], list[int]] = {}

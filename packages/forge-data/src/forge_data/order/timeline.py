@@ -21,7 +21,7 @@ from forge_data.order.phases import PhaseInterval, shares_of, tempered
 
 
 @dataclass(frozen=True)
-class Span:
+class StepSpan:
     """Steps [step, ...) of one shape: `units` samples each, cut into rows of `length` tokens.
 
     Attributes:
@@ -83,7 +83,7 @@ class Timeline:
         """
         self.unit = max(interval.length for interval in intervals)
         self.caps = tuple(caps)
-        self.spans: list[Span] = []
+        self.spans: list[StepSpan] = []
         self.segments: list[Segment] = []
         self.end: int | None = None
         self._temperature = temperature
@@ -100,7 +100,7 @@ class Timeline:
             if self.end is None:
                 self._cut(self.spans[place].first, stop, intervals[place])
 
-    def span_at(self, step: int) -> Span:
+    def span_at(self, step: int) -> StepSpan:
         """The span of a step."""
         return self.spans[bisect_right(self.spans, step, key=lambda span: span.step) - 1]
 
@@ -168,7 +168,7 @@ class Timeline:
             last = self.spans[-1]
             first = last.first + (interval.step - last.step) * last.units
             first_row = last.first_row + (interval.step - last.step) * last.rows
-        self.spans.append(Span(interval.step, first, first_row, interval.batch // pieces, interval.batch, interval.length))
+        self.spans.append(StepSpan(interval.step, first, first_row, interval.batch // pieces, interval.batch, interval.length))
 
     def _cut(self, first: int, stop: int | None, interval: PhaseInterval) -> None:
         """Adds the segments of samples [first, stop), one more for every source that is used up on the way."""

@@ -175,7 +175,7 @@ class TooLong(DataError):
     """A document is longer than a row, and must not be."""
 
 
-class Pieces(NamedTuple):
+class DocumentPieces(NamedTuple):
     """Pieces of some documents, in order.
 
     Attributes:
@@ -193,7 +193,7 @@ class Pieces(NamedTuple):
     cut: int = 0
 
 
-def pieces_of(source: Source, length: int, portion: int = PORTION, too_long: str | None = None) -> Iterator[Pieces]:
+def pieces_of(source: Source, length: int, portion: int = PORTION, too_long: str | None = None) -> Iterator[DocumentPieces]:
     """Pieces of a source, portion by portion.
 
     Raises:
@@ -232,22 +232,22 @@ def _refuse_long(source: Source, begins: np.ndarray, ends: np.ndarray, length: i
     )
 
 
-def _pieces(begins: np.ndarray, ends: np.ndarray, length: int, too_long: str | None) -> Pieces:
+def _pieces(begins: np.ndarray, ends: np.ndarray, length: int, too_long: str | None) -> DocumentPieces:
     sizes = ends - begins
     none = np.zeros(len(sizes), dtype=bool)
     if int(sizes.max()) <= length:
-        return Pieces(begins, sizes, none, len(sizes))
+        return DocumentPieces(begins, sizes, none, len(sizes))
     longer = int((sizes > length).sum())
     if too_long == "skip":
         kept = sizes <= length
-        return Pieces(begins[kept], sizes[kept], none[kept], len(sizes), left_out=longer)
+        return DocumentPieces(begins[kept], sizes[kept], none[kept], len(sizes), left_out=longer)
     if too_long == "truncate":
-        return Pieces(begins, np.minimum(sizes, length), none, len(sizes), cut=longer)
+        return DocumentPieces(begins, np.minimum(sizes, length), none, len(sizes), cut=longer)
     counts = -(-sizes // length)
     document = np.repeat(np.arange(len(sizes)), counts)
     offsets = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * length
     left = sizes[document] - offsets
-    return Pieces(begins[document] + offsets, np.minimum(left, length), left > length, len(sizes), cut=longer)
+    return DocumentPieces(begins[document] + offsets, np.minimum(left, length), left > length, len(sizes), cut=longer)
 
 
 def _write(source: Source, length: int, mode: str, path: Path, most_items: int | None, too_long: str | None) -> None:

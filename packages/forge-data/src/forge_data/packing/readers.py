@@ -42,7 +42,7 @@ class _VirtualReader:
     documents: "Iterator[np.ndarray] | None" = None
 
 
-class Documents:
+class ShuffledDocuments:
     """The endless sequence of a stream's documents, epoch by epoch, in windows."""
 
     def __init__(self, source: StreamedSource, readers: int | None, seed: object, buffer: int, shuffle: bool) -> None:
@@ -147,7 +147,7 @@ class StreamPacking:
     """
 
     def __init__(self, source: StreamedSource, readers: int | None, unit: int, seed: object, buffer: int, shuffle: bool) -> None:
-        """`unit` is the tokens of a sample; the rest goes to `Documents`."""
+        """`unit` is the tokens of a sample; the rest goes to `ShuffledDocuments`."""
         self.source = source
         self.unit = unit
         self._how = (readers, seed, buffer, shuffle)
@@ -155,7 +155,7 @@ class StreamPacking:
 
     def seek(self, sample: int, position: Position | None = None) -> None:
         """Continues with a sample at its position; without one, with the first document. Nothing is read before the next cut."""
-        self._documents = Documents(self.source, *self._how)
+        self._documents = ShuffledDocuments(self.source, *self._how)
         self._position = dict(position or self._documents.state() | {"used": 0, "offset": 0})
         self._documents.seek(self._position)
         self._sample = sample

@@ -41,7 +41,7 @@ LONGEST_PIECE = 4 << 20
 """A longer document is encoded in pieces, which bounds the memory, where its tokenizer says at which places no id changes."""
 
 
-class Encoded(NamedTuple):
+class EncodedDocuments(NamedTuple):
     """Some documents: ids with their ends of document, where each ends, and the size of their text in bytes."""
 
     ids: np.ndarray
@@ -114,7 +114,7 @@ def tokenize_part(directory: Path, job: Job, number: int, tokenizer: Tokenizer |
     return write_part(directory, number, job.dtype, portions, skips)
 
 
-def write_part(directory: Path, number: int, dtype: str, portions: Iterable[Encoded], skips: Skips) -> Done:
+def write_part(directory: Path, number: int, dtype: str, portions: Iterable[EncodedDocuments], skips: Skips) -> Done:
     """Writes portions one after the other as the files of a part.
 
     Raises:
@@ -180,7 +180,7 @@ def content_of(directory: Path, number: int, dtype: str, done: Done) -> tuple[np
     return (ids, ends) if same else None
 
 
-def encode(documents: Iterable[str], tokenizer: Tokenizer) -> Encoded:
+def encode(documents: Iterable[str], tokenizer: Tokenizer) -> EncodedDocuments:
     """Token ids of whole documents: the tokenizer's prefix, the text, its suffix, and the end of document where it has one."""
     end = () if tokenizer.eos is None else (tokenizer.eos,)
     opening, closing = ([np.array(around)] if around else [] for around in (tokenizer.prefix, (*tokenizer.suffix, *end)))
@@ -195,7 +195,7 @@ def encode(documents: Iterable[str], tokenizer: Tokenizer) -> Encoded:
         if length:
             parts += ids
             lengths.append(length)
-    return Encoded(np.concatenate([*parts, np.empty(0, np.int64)]), np.cumsum(lengths, dtype=np.int64), size)
+    return EncodedDocuments(np.concatenate([*parts, np.empty(0, np.int64)]), np.cumsum(lengths, dtype=np.int64), size)
 
 
 def pieces(text: str, parting: re.Pattern[str] | None) -> Iterator[str]:
@@ -215,7 +215,7 @@ def pieces(text: str, parting: re.Pattern[str] | None) -> Iterator[str]:
     yield text[start:]
 
 
-def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
+def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[EncodedDocuments]:
     """Documents of text in portions of ids."""
     chunk: list[str] = []
     size = 0
@@ -229,7 +229,7 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
     yield encode(chunk, tokenizer)
 
 
-def _ids(documents: Iterable[Document], job: Job) -> Iterator[Encoded]:
+def _ids(documents: Iterable[Document], job: Job) -> Iterator[EncodedDocuments]:
     """Checks records that hold ids, and appends the end of document to those that lack it."""
     limit = min(np.iinfo(job.dtype).max + 1, job.vocab_size or 1 << 62)
     chunk: list[np.ndarray] = []
@@ -247,8 +247,8 @@ def _ids(documents: Iterable[Document], job: Job) -> Iterator[Encoded]:
         yield _joined(chunk)
 
 
-def _joined(documents: list[np.ndarray]) -> Encoded:
-    return Encoded(np.concatenate(documents), np.cumsum([len(ids) for ids in documents], dtype=np.int64), 0)
+def _joined(documents: list[np.ndarray]) -> EncodedDocuments:
+    return EncodedDocuments(np.concatenate(documents), np.cumsum([len(ids) for ids in documents], dtype=np.int64), 0)
 
 
 def main() -> None:

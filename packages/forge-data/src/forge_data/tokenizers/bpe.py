@@ -17,7 +17,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts
 from forge_data.sources.text import text_files
 from forge_data.storage.workspace import locked
-from forge_data.tokenizers.control import Controlled, Pieces, load_backend, text_makes_controls
+from forge_data.tokenizers.control import Controlled, TextPieces, load_backend, text_makes_controls
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -108,7 +108,7 @@ class BpeTokenizer:
             parts = [self._words.encode(text) for text, _ in pieces]
             numbers = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
             return np.concatenate([np.empty(0, dtype=np.int64), *parts]), np.stack([numbers, numbers], axis=1)
-        return self._controlled().encode(Pieces(pieces, cuts))
+        return self._controlled().encode(TextPieces(pieces, cuts))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens are left out."""

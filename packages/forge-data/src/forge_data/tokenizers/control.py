@@ -1,6 +1,6 @@
 """Control tokens: ids for those that trusted text spells, ordinary text for all others.
 
-A text is given in pieces, some of which are trusted: only these may spell control tokens. `Pieces` finds them for tokenizers
+A text is given in pieces, some of which are trusted: only these may spell control tokens. `TextPieces` finds them for tokenizers
 that encode the text between two control tokens by itself; `Controlled` does so for a `tokenizer.json`.
 
 The `tokenizers` library finds control tokens by their spelling, wherever it stands. So a text whose untrusted pieces spell
@@ -31,7 +31,7 @@ ADDED = ("encode_pieces", "prefix", "suffix", "special_tokens")
 """What tokenizers of older plugins lack."""
 
 
-class Pieces:
+class TextPieces:
     """The concatenation of (text, trusted) pieces.
 
     Attributes:
@@ -195,7 +195,7 @@ class Controlled:
         self._known: dict[tuple[str, bool], _Named] = {}
         self._lock = Lock()
 
-    def encode(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, pieces: TextPieces) -> tuple[np.ndarray, np.ndarray]:
         """See `forge_core.protocols.data.Tokenizer.encode_pieces`.
 
         Raises:
@@ -218,7 +218,7 @@ class Controlled:
         ids = named.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return [named.original.get(index, index) for index in ids]
 
-    def _encode_apart(self, pieces: Pieces, mark: str) -> "_Encoded":
+    def _encode_apart(self, pieces: TextPieces, mark: str) -> "_Encoded":
         """A text whose untrusted pieces spell control tokens."""
         whole, apart = self._named(mark, renamed=False), self._named(mark, renamed=True)
         numbers = {spelling: number for number, spelling in enumerate(self._controls)}
