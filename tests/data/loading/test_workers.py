@@ -269,7 +269,7 @@ def test_workers_die_with_a_parent_that_is_killed_and_need_no_main_guard(data: D
 
 
 def test_a_worker_imports_no_torch(data: Data) -> None:
-    modules = "forge_data.loading.worker, forge_data.loading.rows, forge_data.loading.rows"
+    modules = "forge_data.loading.worker, forge_data.loading.worker_pool, forge_data.loading.rows"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
