@@ -1,8 +1,8 @@
-"""Cutting a stream of documents into rows, and telling each token its document and its place inside it.
+"""What a packing is, and the one that cuts rows from the stream of documents; the document and position of each token.
 
-A packing offers `rows` and `cut`: the windows of some rows and the document ends inside them. `concatenate` cuts every
-T tokens: row i is tokens [i T, (i + 1) T) of the stream plus one more token, the last label. A document that is cut
-goes on in another row, where it counts as a separate document. Packings that keep documents whole are in `pack_plan`.
+A packing offers `rows` and `cut`: the windows of some rows and the document ends inside them. `ConcatenatedPacking` cuts
+every T tokens: row i is tokens [i T, (i + 1) T) of the stream plus one more token, the last label. A document that is cut
+goes on in another row, where it counts as a separate document. Packings that keep documents whole are in `plan`.
 """
 
 from typing import NamedTuple, Protocol

@@ -256,7 +256,7 @@ def _content(directory: Path, job: Job, number: int, work: Work) -> Iterator[tup
 
 
 def run_parts(
-    work: Work, numbers: Sequence[int], workers: int, stop: Callable[[], None], finished: Callable[[int], None]
+    work: Work, numbers: Sequence[int], workers: int, stop: Callable[[], None], on_finished: Callable[[int], None]
 ) -> None:
     """Does parts `numbers`, `workers` at a time.
 
@@ -264,11 +264,11 @@ def run_parts(
         work: does one part.
         numbers: of the parts.
         workers: at a time.
-        stop: called when a part failed, so that those under way end soon.
-        finished: called with the number of each part that is done, in this thread.
+        stop: called when a part fails, so that the parts in progress end soon.
+        on_finished: called in this thread with the number of each part that is done.
 
     Raises:
-        DataError: of the first part that failed; those that were under way are finished or stopped.
+        DataError: the error of the first part that fails; parts in progress are finished or stopped.
     """
     with ThreadPoolExecutor(workers, thread_name_prefix="tokenize") as pool:
         number_of = {pool.submit(work, number): number for number in numbers}
@@ -278,7 +278,7 @@ def run_parts(
                 done, waiting = wait(waiting, timeout=1.0, return_when=FIRST_EXCEPTION)
                 for future in done:
                     future.result()
-                    finished(number_of[future])
+                    on_finished(number_of[future])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             stop()

@@ -113,7 +113,7 @@ def open_records(
 
     Args:
         path: a file, directory, pattern or URL.
-        format: a key of `FORMATS`.
+        format: a key of `RECORD_FORMATS`.
         text: field of the text.
         ids: field of a list of token ids, which is read instead of the text.
         split, held_out: see `in_split`.

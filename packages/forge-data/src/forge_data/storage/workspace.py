@@ -1,7 +1,7 @@
 """Unfinished output next to its target, and the lock of a workspace.
 
-Both are locks of the operating system, which end with the process that holds them, however that ended: so leftovers of
-killed processes are known. Where the file system has no locks, nothing is removed: what is left there only takes room.
+Whoever writes holds a lock of the operating system, which ends with the process, however that ended: so leftovers of killed
+processes are recognized. Where the file system has no locks, nothing is removed: leftovers only take room.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ class Partial:
     """A new directory, or file, next to a target; no other process removes it while this one lives.
 
     Attributes:
-        path: of it.
+        path: of the directory or file.
     """
 
     def __init__(self, target: Path, *, directory: bool) -> None:
@@ -42,7 +42,7 @@ class Partial:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             if self.path.exists():
                 return
-            os.close(self._descriptor)  # another process took it for a left one before it was locked
+            os.close(self._descriptor)  # another process took it for a leftover before it was locked
 
     def close(self) -> None:
         """Removes what was not renamed, and gives the lock back."""
@@ -77,9 +77,9 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def locked(workspace: Path) -> Iterator[bool]:
-    """Creates the workspace and holds its lock; others wait, and then find what this one made.
+    """Creates the workspace and holds its lock; other processes wait, and then find what this one made.
 
-    Gives whether the lock is held, so that no other process writes in the workspace.
+    Yields whether the lock is held, so that no other process writes in the workspace.
 
     Where the file system has no locks, several may prepare the same thing: each writes next to the target and renames,
     so that only time is lost.
