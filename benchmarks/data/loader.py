@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from forge_core.batch import IGNORE
-from forge_data.components.sources import Store, Tokens
-from forge_data.loading.loader import TrainingStream, open_stream
+from forge_data.components import Tokens, TokenStore
+from forge_data.loading.stream import TrainingStream, open_stream
 from forge_data.section import Data
-from forge_data.store.writer import StoreWriter
+from forge_data.sources.store_writer import StoreWriter
 
 MEAN_DOCUMENT = 900
 
@@ -46,7 +46,7 @@ def write_corpus(path: Path, tokens: int) -> None:
 
 
 def opened(path: Path, length: int, rows: int, documents: str) -> TrainingStream:
-    data = Data(sequence_length=length, sources=[Store(path=str(path))], documents=documents)  # type: ignore[arg-type]
+    data = Data(sequence_length=length, sources=[TokenStore(path=str(path))], documents=documents)  # type: ignore[arg-type]
     stream = open_stream(data, workspace=path, seed=1, global_batch=rows, micro_batch=rows, vocab_size=32_000)
     assert isinstance(stream, TrainingStream)
     return stream

@@ -20,10 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from forge_data.packing.best_fit import best_fit
-from forge_data.packing.plan import planned
-from forge_data.store.reader import StoreSource
-from forge_data.store.writer import StoreWriter
+from forge_data.packing.plan import best_fit, planned
+from forge_data.sources.store import StoreSource
+from forge_data.sources.store_writer import StoreWriter
 
 
 def lengths_of(documents: int, longest: int) -> np.ndarray:

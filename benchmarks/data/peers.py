@@ -118,8 +118,8 @@ def batches(side: str, setting: dict[str, Any], folder: Path) -> Iterator[Any]:
     """An endless loader of one side."""
     sources, length, rows, workers, packed = (setting[key] for key in ("sources", "length", "rows", "workers", "packed"))
     if side == "forge":
-        from forge_data.components.sources import Tokens
-        from forge_data.loading.loader import open_stream
+        from forge_data.components import Tokens
+        from forge_data.loading.stream import open_stream
         from forge_data.section import Data
 
         data = Data(

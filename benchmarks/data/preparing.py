@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Datatrove, Jsonl, Llmc, Megatron, Stdlib, Tokens
-from forge_data.components.tokenizers import Bpe
-from forge_data.preparation.prepare import tokenize
-from forge_data.store.reader import StoreSource
+from forge_data.components import Bpe, Datatrove, JsonLines, Llmc, Megatron, Stdlib, Tokens
+from forge_data.preparation.tokenization import tokenize
+from forge_data.sources.store import StoreSource
 
 TOKENS = 2048
 
@@ -106,7 +105,7 @@ def tokenizing(folder: Path, documents: int, workers: int, repeats: int) -> dict
     def ours() -> StoreSource:
         shutil.rmtree(folder / "store", ignore_errors=True)
         return tokenize(
-            Jsonl(path=str(path)).records(),
+            JsonLines(path=str(path)).records(),
             tokenizer,
             folder / "store",
             source="s",

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge_data.store.writer import StoreWriter
+from forge_data.sources.store_writer import StoreWriter
 
 EOS = 0
 MakeStore = Callable[..., Path]

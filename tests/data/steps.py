@@ -11,7 +11,7 @@ import numpy as np
 
 from forge_core.batch import Batch
 from forge_core.protocols.data import SourceComponent, SourceContext
-from forge_data.loading.loader import open_stream
+from forge_data.loading.stream import open_stream
 from forge_data.order.cursor import merged
 from forge_data.section import Data
 

@@ -15,7 +15,7 @@ from forge_core.batch import Batch
 from forge_core.errors import DataError
 from forge_core.protocols.weights import WeightsInfo
 from forge_core.registry import Registry
-from forge_data.loading.loader import open_stream
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_train.cli import main

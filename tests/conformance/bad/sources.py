@@ -7,7 +7,7 @@ import numpy as np
 
 from conformance.part import Part
 from forge_core.protocols.data import SourceComponent
-from forge_data.sources.tokens.random import RandomSource
+from forge_data.sources.random import RandomSource
 
 SIZES = {"vocab_size": 257, "tokens": 4000, "document": 23}
 

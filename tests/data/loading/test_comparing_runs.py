@@ -12,9 +12,9 @@ from data import foreign
 from data.steps import steps_of
 from forge_core.errors import DataError
 from forge_data.__main__ import main
-from forge_data.commands import recipe_data
-from forge_data.commands.diff_runs import as_text, diff, is_run
-from forge_data.loading.row_reader import RowReader
+from forge_data.commands.diff import compare_runs, is_run, runs_text
+from forge_data.commands.recipe import read_recipe
+from forge_data.loading.rows import RowReader
 
 RECIPE = """
 [job]
@@ -67,7 +67,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
 
 
 def compared(one: Path, other: Path, steps: int | None = None) -> dict[str, Any]:
-    found = diff(str(one), str(other), steps, lambda _: None)
+    found = compare_runs(str(one), str(other), steps, lambda _: None)
     assert json.loads(json.dumps(found)) == found
     return found
 
@@ -83,7 +83,7 @@ def expected(one: Path, other: Path) -> tuple[int, int] | None:
     """(step, row) by making every row of both runs, as training does."""
     rows = []
     for path in (one, other):
-        found = recipe_data.read(path)
+        found = read_recipe(path)
         steps, _ = steps_of(found.data, found.train.max_steps, batch=found.train.global_batch, workspace=path.parent / "work")
         rows.append([[row[1:-1] for row in step] for step in steps])
     pairs = ((s, r) for s, step in enumerate(rows[0]) for r, row in enumerate(step) if row != rows[1][s][r])
@@ -108,7 +108,7 @@ def test_the_first_row_that_differs_is_found(recipe: Recipe, changes: tuple[str,
     assert place is not None and (found["first"]["step"], found["first"]["row"]) == place
     assert not found["equal"] and any(line.startswith(setting) for line in found["settings"])
     assert found["first"]["sample"] == 8 * place[0] + place[1]
-    assert f"step {place[0]}, row {place[1]}" in as_text(found, ("one", "other"))
+    assert f"step {place[0]}, row {place[1]}" in runs_text(found, ("one", "other"))
 
 
 def test_what_is_the_same_by_arithmetic_is_not_read(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_what_is_the_same_by_arithmetic_is_not_read(recipe: Recipe, monkeypatch:
     found = compared(one, other)
     assert found["equal"] and found["steps"] == 8 and found["samples"] == [64, 64]
     assert [run["steps"] for run in found["runs"]] == [8, 30] and sum(found["runs"][0]["tokens"].values()) == 64 * 16
-    assert "would read 30 steps" in as_text(found, ("one", "other"))
+    assert "would read 30 steps" in runs_text(found, ("one", "other"))
     assert compared(one, other, steps=20)["steps"] == 20
 
 
@@ -158,7 +158,7 @@ def test_steps_of_another_shape_are_the_difference(recipe: Recipe) -> None:
     one = recipe("one")
     found = compared(one, recipe("other", "weights = { code = 0.75 }", "weights = { code = 0.75 }\nglobal_batch = 16"))
     assert found["first"] == {"step": 4, "shapes": [[8, 16], [16, 16]]}
-    assert "step 4 has 8 rows of 16 here, 16 of 16 there" in as_text(found, ("one", "other"))
+    assert "step 4 has 8 rows of 16 here, 16 of 16 there" in runs_text(found, ("one", "other"))
 
 
 def test_data_that_end_are_compared_up_to_their_end(recipe: Recipe) -> None:

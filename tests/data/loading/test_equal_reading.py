@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data.steps import steps_of
 from forge_core.protocols.data import SourceComponent, SourceContext
-from forge_data.packing.streamed import Documents, Streamed
+from forge_data.packing.readers import Documents, StreamPacking
 from forge_data.section import Data
 
 
@@ -154,13 +154,13 @@ def test_trials_b1_empty_documents_at_the_end_of_an_epoch_are_no_empty_stream() 
             every = [*super().stream(shard), *[np.empty(0, np.int64)] * 8]
             return iter(every[start:])
 
-    stream = Streamed(Rest(Uneven(documents=(3,))), 1, 4, "seed", 2, shuffle=False)
+    stream = StreamPacking(Rest(Uneven(documents=(3,))), 1, 4, "seed", 2, shuffle=False)
     found = stream.cut(np.arange(9), 4).windows[:, :4].flatten().tolist()
     assert found == [1, 1, 1, 0, 2, 2, 2, 0, 3, 3, 3, 0] * 3
 
 
 def test_trials_b1_samples_that_were_passed_are_not_cut() -> None:
-    stream = Streamed(UnevenSource(Uneven(documents=(30,))), None, 4, "seed", 2, shuffle=True)
+    stream = StreamPacking(UnevenSource(Uneven(documents=(30,))), None, 4, "seed", 2, shuffle=True)
     stream.cut(np.arange(2), 4)
     stream.skip_to(5)
     with pytest.raises(AssertionError, match="sample 4 of uneven was cut before"):

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from forge_core.batch import IGNORE, Batch
 from forge_core.errors import ConfigError, DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Random, Store, Tokens
-from forge_data.loading.loader import TrainingStream, evaluation, open_stream
+from forge_data.components import RandomTokens, Tokens, TokenStore
+from forge_data.loading.evaluation import evaluation
+from forge_data.loading.stream import TrainingStream, open_stream
 from forge_data.section import Data
-from forge_data.store.reader import StoreSource
+from forge_data.sources.store import StoreSource
 
 LENGTH = 16
 G = 16
@@ -32,9 +33,9 @@ def recipe(numbered: Callable[..., Path]) -> Data:
     return Data(
         sequence_length=LENGTH,
         sources=[
-            Store(path=str(numbered("a", 3000)), weight=0.7, label="a"),
-            Store(path=str(numbered("b", 800, 11)), weight=0.3, label="b"),
-            Store(path="does not exist", weight=0.0, label="never"),
+            TokenStore(path=str(numbered("a", 3000)), weight=0.7, label="a"),
+            TokenStore(path=str(numbered("b", 800, 11)), weight=0.3, label="b"),
+            TokenStore(path="does not exist", weight=0.0, label="never"),
         ],
     )
 
@@ -116,7 +117,7 @@ def test_the_cursor_is_that_of_the_step_that_was_handed_out(recipe: Data) -> Non
 
 
 def test_each_epoch_covers_each_row_exactly_once(numbered: Callable[..., Path]) -> None:
-    data = Data(sequence_length=LENGTH, sources=[Store(path=str(numbered("a", 1 + LENGTH * 96)))])
+    data = Data(sequence_length=LENGTH, sources=[TokenStore(path=str(numbered("a", 1 + LENGTH * 96)))])
     steps = whole_step(data, 18, 2, 4)
     epochs = [Counter(row[1] for step in steps[start : start + 6] for row in step) for start in (0, 6, 12)]
     assert len(epochs[0]) == 96 and set(epochs[0].values()) == {1}
@@ -127,7 +128,7 @@ def test_each_epoch_covers_each_row_exactly_once(numbered: Callable[..., Path]) 
 
 def test_unshuffled_rows_come_as_stored(numbered: Callable[..., Path]) -> None:
     path = numbered("a", 2000)
-    data = Data(sequence_length=LENGTH, sources=[Store(path=str(path))], shuffle="none")
+    data = Data(sequence_length=LENGTH, sources=[TokenStore(path=str(path))], shuffle="none")
     (batches,), _ = take(data, 1, micro=G)
     flat = np.fromfile(path / "shard-00000.bin", dtype="<u2")[: G * LENGTH]
     assert batches[0].tokens.flatten().tolist() == flat.tolist()
@@ -200,7 +201,7 @@ def test_fault_21_another_corpus_or_global_batch_is_refused(recipe: Data, number
     cursor = take(recipe, 2)[1][-1]
     with pytest.raises(DataError, match="global_batch was 16, is 32"):
         stream(recipe, batch=32).from_cursor(cursor)
-    swapped = [Store(path=str(numbered("c", 3001)), weight=0.7, label="a"), *recipe.sources[1:]]
+    swapped = [TokenStore(path=str(numbered("c", 3001)), weight=0.7, label="a"), *recipe.sources[1:]]
     with pytest.raises(DataError, match=r"sources\.a\.fingerprint was"):
         stream(dataclasses.replace(recipe, sources=swapped)).from_cursor(cursor)
     with pytest.raises(DataError, match="expected a data cursor"):
@@ -211,7 +212,7 @@ def test_fault_21_a_changed_corpus_is_taken_when_it_is_named_and_nothing_else_is
     recipe: Data, numbered: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     cursor = take(recipe, 2)[1][-1]
-    swapped = [Store(path=str(numbered("c", 3001)), weight=0.7, label="a"), *recipe.sources[1:]]
+    swapped = [TokenStore(path=str(numbered("c", 3001)), weight=0.7, label="a"), *recipe.sources[1:]]
     changed = dataclasses.replace(recipe, sources=swapped)
     expected = [rows_of(step) for step in take(changed, 4)[0]][2:]
     for named in ("sources.a.fingerprint", "sources.a", "sources"):
@@ -253,8 +254,8 @@ def test_fault_41_ids_beyond_the_vocabulary_are_refused_before_training(recipe: 
 
 
 def test_a_file_too_big_to_scan_is_checked_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.sources.tokens.token_files.SCANNED", 10)
-    monkeypatch.setattr("forge_data.sources.tokens.token_files.TOKEN_BLOCKS", 0)  # head and tail alone
+    monkeypatch.setattr("forge_data.sources.token_files.SCANNED", 10)
+    monkeypatch.setattr("forge_data.sources.token_files.TOKEN_BLOCKS", 0)  # head and tail alone
     ids = np.ones(1_000_000, dtype=np.uint16)
     ids[10_000] = 500
     np.save(tmp_path / "ids.npy", ids)
@@ -291,7 +292,7 @@ def test_evaluation_covers_every_token_once_with_equal_numbers_of_batches(
     numbered: Callable[..., Path], ranks: int, micro: int, tokens: int
 ) -> None:
     path = numbered("held", tokens, 23)
-    data = Data(sequence_length=LENGTH, evaluation={"held": Store(path=str(path))})
+    data = Data(sequence_length=LENGTH, evaluation={"held": TokenStore(path=str(path))})
     held = evaluation(data, workspace=Path("unused"))["held"]
     shares = [list(held.batches(rank, ranks, micro)) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
@@ -315,7 +316,7 @@ def test_evaluation_covers_every_token_once_with_equal_numbers_of_batches(
 
 
 def test_random_tokens_are_uniform_and_a_function_of_the_position() -> None:
-    component = Random(vocab_size=50, tokens=100_003, document=10)
+    component = RandomTokens(vocab_size=50, tokens=100_003, document=10)
     source = component.build(SourceContext(Path("unused"), None, LENGTH, print))
     stream_of = source.read(0, 100_003)
     assert source.read(5000, 5100).tolist() == stream_of[5000:5100].tolist()
@@ -330,9 +331,9 @@ def test_random_tokens_are_uniform_and_a_function_of_the_position() -> None:
 
 
 def test_the_unigram_entropy_is_the_closed_form(make_store: Any) -> None:
-    data = Data(sequence_length=2, sources=[Store(path=str(make_store("even", [[1, 2, 3]] * 8)))])
+    data = Data(sequence_length=2, sources=[TokenStore(path=str(make_store("even", [[1, 2, 3]] * 8)))])
     assert stream(data, batch=1).entropy() == pytest.approx(np.log(4))
     # Half of the samples from a source of zeros and ones in equal parts: p = (3/8, 3/8, 1/8, 1/8).
-    pair = [*data.sources, Store(path=str(make_store("pair", [[1]] * 8)), label="pair")]
+    pair = [*data.sources, TokenStore(path=str(make_store("pair", [[1]] * 8)), label="pair")]
     mixed = stream(dataclasses.replace(data, sources=pair), batch=2)
     assert mixed.entropy() == pytest.approx(-(0.75 * np.log(3 / 8) + 0.25 * np.log(1 / 8)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data.steps import Drip, opened, steps_of
-from forge_data.components.sources import Store, Tokens
+from forge_data.components import Tokens, TokenStore
 from forge_data.section import Data, Phase
 
 LENGTH, G = 16, 8
@@ -22,7 +22,7 @@ def data(tmp_path: Path, numbered: Callable[..., Path]) -> Data:
     return Data(
         sequence_length=LENGTH,
         sources=[
-            Store(path=str(numbered("a", 2900)), weight=0.5, label="numbers"),
+            TokenStore(path=str(numbered("a", 2900)), weight=0.5, label="numbers"),
             Tokens(path=str(tmp_path / "high.npy"), weight=0.3, label="high"),
         ],
         phases=[

@@ -13,25 +13,25 @@ from hypothesis import strategies as st
 from data.steps import Drip, DripSource, opened, steps_of
 from forge_core.batch import IGNORE
 from forge_core.errors import DataError
-from forge_data.components.sources import Random
-from forge_data.loading.loader import evaluation
-from forge_data.packing.streamed import Streamed
+from forge_data.components import RandomTokens
+from forge_data.loading.evaluation import evaluation
+from forge_data.packing.readers import StreamPacking
 from forge_data.section import Data
 
 LENGTH, G = 8, 8
 
 
-def rows(source: Any, buffer: int = 4, shuffle: bool = True, readers: int | None = None, unit: int = LENGTH) -> Streamed:
-    return Streamed(source, readers, unit, "seed", buffer, shuffle)
+def rows(source: Any, buffer: int = 4, shuffle: bool = True, readers: int | None = None, unit: int = LENGTH) -> StreamPacking:
+    return StreamPacking(source, readers, unit, "seed", buffer, shuffle)
 
 
-def cut(stream: Streamed, sample: int) -> tuple[list[int], list[int]]:
+def cut(stream: StreamPacking, sample: int) -> tuple[list[int], list[int]]:
     """Ids and document ends of a sample as one row."""
     found = stream.cut(np.array([sample]), stream.unit)
     return found.windows[0].tolist(), found.columns.tolist()
 
 
-def documents_of(stream: Streamed, tokens: int) -> list[tuple[int, ...]]:
+def documents_of(stream: StreamPacking, tokens: int) -> list[tuple[int, ...]]:
     """The first documents of a stream, at least so many tokens, put together from its rows."""
     ids: list[int] = []
     ends: list[int] = []
@@ -167,7 +167,7 @@ def test_a_position_beyond_the_shards_that_are_left_is_refused() -> None:
 
 
 def data(**more: Any) -> Data:
-    sources = [Drip(label="drip", weight=0.6), Random(vocab_size=50, tokens=900, label="random", weight=0.4)]
+    sources = [Drip(label="drip", weight=0.6), RandomTokens(vocab_size=50, tokens=900, label="random", weight=0.4)]
     return Data(sequence_length=LENGTH, sources=more.pop("sources", sources), shuffle_buffer=3, **more)
 
 
@@ -248,7 +248,7 @@ def test_a_document_that_is_no_list_of_ids_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_ids_of_a_stream_are_checked_against_the_vocabulary() -> None:
-    from forge_data.loading.loader import open_stream
+    from forge_data.loading.stream import open_stream
 
     stream = open_stream(data(sources=[Drip()]), workspace=Path("unused"), seed=1, global_batch=G, micro_batch=1, vocab_size=1500)
     with pytest.raises(DataError, match=r"drip: id \d+, but the model's vocab_size is 1500"):

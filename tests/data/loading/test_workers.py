@@ -19,8 +19,8 @@ import torch
 
 from data.steps import Drip, opened, rows_of, steps_of
 from forge_core.errors import DataError
-from forge_data.components.sources import Store, Tokens
-from forge_data.loading.workers.pool import WorkerPool
+from forge_data.components import Tokens, TokenStore
+from forge_data.loading.worker_pool import WorkerPool
 from forge_data.section import Data
 
 LENGTH, G = 16, 16
@@ -31,8 +31,8 @@ def data(numbered: Callable[..., Path]) -> Data:
     return Data(
         sequence_length=LENGTH,
         sources=[
-            Store(path=str(numbered("a", 3000)), weight=0.7, label="a"),
-            Store(path=str(numbered("b", 800, 11)), weight=0.3, label="b"),
+            TokenStore(path=str(numbered("a", 3000)), weight=0.7, label="a"),
+            TokenStore(path=str(numbered("b", 800, 11)), weight=0.3, label="b"),
         ],
     )
 
@@ -206,7 +206,7 @@ def pids_of(stream: Any) -> tuple[Any, list[int]]:
     listed = subprocess.run(
         ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True
     )
-    return reading, [int(line.split()[0]) for line in listed.stdout.splitlines() if "forge_data.loading.workers.main" in line]
+    return reading, [int(line.split()[0]) for line in listed.stdout.splitlines() if "forge_data.loading.worker" in line]
 
 
 def gone(pids: list[int], seconds: float = 10) -> bool:
@@ -245,10 +245,10 @@ def test_fault_29_signals_to_the_group_do_not_end_the_data(data: Data) -> None:
 SCRIPT = """
 import itertools, os, sys, time
 from pathlib import Path
-from forge_data.loading.loader import open_stream
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data
-from forge_data.components.sources import Store
-data = Data(sequence_length=16, sources=[Store(path=sys.argv[1])], loader_workers=2)
+from forge_data.components import TokenStore
+data = Data(sequence_length=16, sources=[TokenStore(path=sys.argv[1])], loader_workers=2)
 stream = open_stream(data, workspace=Path("unused"), seed=5, global_batch=16, micro_batch=16)
 reading = stream.from_cursor(stream.start())
 next(reading)
@@ -269,7 +269,7 @@ def test_workers_die_with_a_parent_that_is_killed_and_need_no_main_guard(data: D
 
 
 def test_a_worker_imports_no_torch(data: Data) -> None:
-    modules = "forge_data.loading.workers.main, forge_data.loading.row_reader, forge_data.loading.rows"
+    modules = "forge_data.loading.worker, forge_data.loading.worker_pool, forge_data.loading.rows"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 

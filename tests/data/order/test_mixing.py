@@ -13,7 +13,7 @@ from forge_core.registry import Registry
 from forge_data.__main__ import main
 from forge_data.checks import phases_fit
 from forge_data.commands.mix import mix
-from forge_data.components.sources import Random
+from forge_data.components import RandomTokens
 from forge_data.section import Data, Phase
 
 RECIPE = """
@@ -166,7 +166,7 @@ def test_the_command_says_what_it_needs(recipe: str, capsys: pytest.CaptureFixtu
 
 
 def job(*phases: Phase, **model: Any) -> Any:
-    sources = [Random(vocab_size=9, label=label) for label in ("web", "code")]
+    sources = [RandomTokens(vocab_size=9, label=label) for label in ("web", "code")]
     data = Data(sequence_length=16, sources=sources, phases=list(phases))
     train = SimpleNamespace(max_steps=100, global_batch=8, micro_batch=2)
     return SimpleNamespace(data=data, train=train, model=SimpleNamespace(**model))

@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_core.errors import DataError
-from forge_data.order.chairman import Chairman
-from forge_data.order.mixture import LONGEST_TABLE, Mixture, mixture_of
-from forge_data.order.nested import Nested, floors
-from forge_data.order.weights import shares_of, tempered
+from forge_data.order.mixture import LONGEST_TABLE, Mixture, TableMixture, TreeMixture, floors, mixture_of
+from forge_data.order.phases import shares_of, tempered
 
 TENTHS = st.lists(st.integers(0, 60).map(lambda value: value / 10), min_size=1, max_size=9).filter(any)
 WIDE = st.lists(st.just(0.0) | st.floats(-12, 0).map(lambda power: 10**power), min_size=1, max_size=12).filter(any)
@@ -39,7 +37,7 @@ def deviations(mixture: Mixture, first: int, count: int) -> Fraction:
 @settings(max_examples=60, deadline=None)
 def test_deviation_stays_within_tijdemans_bound_at_every_prefix(weights: list[float]) -> None:
     mixture = mixture_of(shares_of(weights))
-    assert isinstance(mixture, Chairman)
+    assert isinstance(mixture, TableMixture)
     total, count = sum(Fraction(str(weight)) for weight in weights), sum(weight > 0 for weight in weights)
     assert [Fraction(share, mixture.period) for share in mixture.shares] == [Fraction(str(w)) / total for w in weights]
     assert mixture.bound == (1 - Fraction(1, 2 * count - 2) if count > 1 else 0)
@@ -49,7 +47,7 @@ def test_deviation_stays_within_tijdemans_bound_at_every_prefix(weights: list[fl
 @given(weights=WIDE, temperature=TEMPERATURES, first=SAMPLES)
 @settings(max_examples=120, deadline=None)
 def test_w7_any_weights_are_drawn_exactly_at_any_sample(weights: list[float], temperature: float, first: int) -> None:
-    mixture = Nested(shares_of(tempered(weights, temperature)))
+    mixture = TreeMixture(shares_of(tempered(weights, temperature)))
     for weight, share in zip(weights, mixture.shares, strict=True):
         asked = (weight / max(weights)) ** (1 / temperature)
         assert float(Fraction(share, max(mixture.shares))) == pytest.approx(asked, rel=1e-13, abs=0)
@@ -96,7 +94,7 @@ class Merge:
 @given(weights=WIDE, temperature=TEMPERATURES, first=SAMPLES)
 @settings(max_examples=40, deadline=None)
 def test_w7_the_order_is_that_of_virtual_times(weights: list[float], temperature: float, first: int) -> None:
-    mixture = Nested(shares_of(tempered(weights, temperature)))
+    mixture = TreeMixture(shares_of(tempered(weights, temperature)))
     merge = Merge(list(mixture.shares))
     merge.start(merge.root, first)
     assert mixture.locate(np.arange(first, first + 60))[0].tolist() == [merge.draw(merge.root) for _ in range(60)]
@@ -105,7 +103,7 @@ def test_w7_the_order_is_that_of_virtual_times(weights: list[float], temperature
 @given(shares=st.lists(st.integers(0, 12), min_size=2, max_size=7).filter(any))
 @settings(max_examples=40, deadline=None)
 def test_w7_small_shares_without_a_table_repeat_after_their_period(shares: list[int]) -> None:
-    mixture = Nested(shares)
+    mixture = TreeMixture(shares)
     sources, draws = mixture.locate(np.arange(3 * mixture.period))
     assert np.bincount(sources[: mixture.period], minlength=len(shares)).tolist() == shares
     assert (sources.reshape(3, -1) == sources[: mixture.period]).all() and deviations(mixture, 0, 99) <= mixture.bound
@@ -150,8 +148,8 @@ def test_positions_are_arithmetic(weights: list[float], sample: int) -> None:
     assert mixture.sample_of(source, draw) == sample
 
 
-@pytest.mark.parametrize("kind", [Chairman, Nested])
-def test_samples_may_be_asked_for_in_any_order(kind: type[Chairman] | type[Nested]) -> None:
+@pytest.mark.parametrize("kind", [TableMixture, TreeMixture])
+def test_samples_may_be_asked_for_in_any_order(kind: type[TableMixture] | type[TreeMixture]) -> None:
     shares = shares_of([0.31, 0.2, 0.19, 0.3])
     asked = np.random.default_rng(0).integers(0, 10**6, 400)
     sources, draws = kind(shares).locate(asked)
@@ -165,7 +163,7 @@ def test_samples_may_be_asked_for_in_any_order(kind: type[Chairman] | type[Neste
 @pytest.mark.parametrize("order", [("draws", "locate"), ("sample_of", "draws"), ("locate", "sample_of")])
 def test_a_table_that_grows_is_that_of_the_whole_period(order: tuple[str, str]) -> None:
     shares = shares_of([0.40001, 0.3, 0.2, 0.09999])
-    whole, grown = Chairman(shares), Chairman(shares)
+    whole, grown = TableMixture(shares), TableMixture(shares)
     sources, draws = whole.locate(np.arange(whole.period))
     asked: dict[str, Any] = {
         "draws": lambda mixture: mixture.draws(33_333),
@@ -232,7 +230,7 @@ def test_weights_are_read_as_they_are_written() -> None:
 
 def test_the_longest_table_is_below_one_sample() -> None:
     at, above = shares_of([2**19 + 5, 3, 2**19 - 8]), shares_of([2**19 + 5, 4, 2**19 - 8])
-    assert sum(at) == LONGEST_TABLE and isinstance(mixture_of(at), Chairman) and isinstance(mixture_of(above), Nested)
+    assert sum(at) == LONGEST_TABLE and isinstance(mixture_of(at), TableMixture) and isinstance(mixture_of(above), TreeMixture)
 
 
 @given(numerator=st.integers(1, 2**10))

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from forge_core.errors import DataError
-from forge_data.components.sources import Random
-from forge_data.loading.loader import open_stream
+from forge_data.components import RandomTokens
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data, Phase
 
 
 def data(*weights: float, phases: tuple[Phase, ...] = (), **more: Any) -> Data:
     labels = zip("abc", weights, strict=False)
-    sources = [Random(vocab_size=90, tokens=900, label=label, weight=weight) for label, weight in labels]
+    sources = [RandomTokens(vocab_size=90, tokens=900, label=label, weight=weight) for label, weight in labels]
     return Data(sequence_length=8, sources=sources, phases=list(phases), **more)
 
 

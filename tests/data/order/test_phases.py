@@ -1,10 +1,14 @@
-"""Runs with mixtures, phases and streams: every layout reads the same samples, killed anywhere and taken up anywhere."""
+"""Runs with mixtures, phases and streams: every layout reads the same samples, killed anywhere and taken up anywhere.
+
+Also the keys of sources that the mixture reads.
+"""
 
 import dataclasses
 import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +21,30 @@ from hypothesis import strategies as st
 
 from data import foreign
 from data.steps import Drip, Row, opened, steps_of
+from forge_core.component import Component
 from forge_core.errors import ConfigError, DataError
+from forge_core.protocols.data import SourceComponent
 from forge_core.registry import Registry
-from forge_data.components.sources import (
+from forge_data.components import (
     Arrow,
+    Bytes,
     Datatrove,
     HuggingFace,
-    Jsonl,
+    JsonLines,
     Llmc,
     Megatron,
     Parquet,
-    Random,
+    RandomTokens,
     Stdlib,
-    Store,
-    Text,
+    TextFiles,
     Tokens,
+    TokenStore,
 )
-from forge_data.components.tokenizers import Bytes
 from forge_data.order.cursor import fingerprint_of
+from forge_data.order.phases import base_weights, label_of, labels_of, max_epochs_of, weight_of
 from forge_data.section import Data, Phase
-from forge_data.store.reader import StoreSource
-from forge_data.writers.megatron import MegatronWriter
+from forge_data.sources.megatron import MegatronWriter
+from forge_data.sources.store import StoreSource
 
 LENGTH, G = 8, 8
 
@@ -45,7 +52,7 @@ LENGTH, G = 8, 8
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One component of each kind of source."""
-    from forge_data.store.writer import StoreWriter
+    from forge_data.sources.store_writer import StoreWriter
 
     folder = tmp_path_factory.mktemp("corpora")
     rng = np.random.default_rng(0)
@@ -63,7 +70,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for shard in range(3):
         lines = [json.dumps({"ids": [100 * shard + number] * (number % 13 + 1)}) for number in range(30)]
         (folder / "records" / f"{shard}.jsonl").write_text("\n".join(lines))
-    records = Jsonl(path=str(folder / "records"), ids="ids", eos=0)
+    records = JsonLines(path=str(folder / "records"), ids="ids", eos=0)
     texts = [f"text {number} " * (number % 5 + 1) for number in range(25)]
     (folder / "texts").mkdir()
     for number, text in enumerate(texts):
@@ -82,7 +89,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "llmc": Llmc(path=str(foreign.llmc(folder / "llmc.bin", sum(([999, *piece] for piece in pieces), []))), bos=999),  # noqa: RUF017
         "datatrove": Datatrove(path=str(foreign.datatrove(folder / "a.ds", pieces))),
         "raw": Tokens(path=str(folder / "raw.bin"), dtype="uint32", eos=0),
-        "text": Text(path=str(folder / "texts")),
+        "text": TextFiles(path=str(folder / "texts")),
         "stdlib": Stdlib(split="held_out", held_out=0.01),
         "parquet": by_rows,
         "streamed_parquet": dataclasses.replace(by_rows, stream=True),
@@ -93,10 +100,10 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "records": records,
         "streamed": dataclasses.replace(records, stream=True),
         "workspace": folder / "work",
-        "one": Store(path=str(folder / "one")),
-        "sharded": Store(path=str(folder / "sharded")),
+        "one": TokenStore(path=str(folder / "one")),
+        "sharded": TokenStore(path=str(folder / "sharded")),
         "tokens": Tokens(path=str(folder / "ids.npy"), eos=0),
-        "random": Random(vocab_size=90, tokens=500, document=21),
+        "random": RandomTokens(vocab_size=90, tokens=500, document=21),
         "drip": Drip(),
     }
 
@@ -341,7 +348,7 @@ def test_epochs_of_a_source_are_limited_and_the_others_take_over(corpora: dict[s
 
 def test_a_source_that_only_a_phase_wants_is_opened(corpora: dict[str, Any]) -> None:
     later = dataclasses.replace(corpora["random"], label="later", weight=0.0)
-    never = Store(path="does not exist", weight=0.0, label="never")
+    never = TokenStore(path="does not exist", weight=0.0, label="never")
     data = Data(
         sequence_length=LENGTH,
         sources=[corpora["one"], later, never],
@@ -361,3 +368,30 @@ def test_each_epoch_covers_each_row_once_in_every_order(corpora: dict[str, Any])
         rows = stream.samples.rows[0]
         for epoch in range(3):
             assert sorted(stream.samples.locate(epoch * rows, rows)[1].tolist()) == list(range(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bare(Component):
+    """A plugin's source that does not derive from `SourceComponent`."""
+
+
+def test_a_source_without_the_keys_has_the_defaults_of_those_with_them() -> None:
+    default = SourceComponent()
+    assert (weight_of(Bare()), max_epochs_of(Bare())) == (default.weight, default.max_epochs)
+    assert label_of(Bare()) == "bare", "as a source without a label, it is named after its component"
+
+
+def test_keys_that_are_set_are_read() -> None:
+    given = RandomTokens(vocab_size=9, weight=0.25, max_epochs=2.0, label="web")
+    assert (weight_of(given), max_epochs_of(given), label_of(given)) == (0.25, 2.0, "web")
+    data = Data(sources=[given, Bare(), Bare()])
+    assert base_weights(data) == (0.25, 1.0, 1.0)
+    assert labels_of(data) == ["web", "bare", "bare-3"]
+
+
+def test_the_label_of_a_source_of_forge_is_the_name_that_selects_it() -> None:
+    """Labels decide the order of rows: another one would change what every run without labels reads."""
+    registry = Registry()
+    classes = {name: registry.load("forge.sources", name) for name in registry.names("forge.sources")}
+    own = {name: kind for name, kind in classes.items() if kind.__module__ == "forge_data.components"}
+    assert len(own) == 12 and {name: label_of(object.__new__(kind)) for name, kind in own.items()} == {name: name for name in own}

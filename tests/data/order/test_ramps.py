@@ -9,15 +9,15 @@ from hypothesis import given as each
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from forge_data.components.sources import Random
-from forge_data.order.phases import STAIRS, stages_of
-from forge_data.order.ramps import given
+from forge_data.components import RandomTokens
+from forge_data.order.mixture import ramp_draws
+from forge_data.order.phases import STAIRS, intervals_of
 from forge_data.order.timeline import Timeline
 from forge_data.section import Data, Phase
 
 
 def data(weights: dict[str, float], *phases: Phase, **more: Any) -> Data:
-    sources = [Random(vocab_size=9, label=label, weight=weight) for label, weight in weights.items()]
+    sources = [RandomTokens(vocab_size=9, label=label, weight=weight) for label, weight in weights.items()]
     return Data(sequence_length=16, sources=sources, phases=list(phases), **more)
 
 
@@ -57,7 +57,7 @@ def test_stretches_give_to_the_source_that_is_owed_most(rates: list[list[int]], 
     for number, size in enumerate(samples):
         rate = rates[number % 2]
         owed = [debt + Fraction(size * share, sum(rate)) for debt, share in zip(owed, rate, strict=True)]
-        found, left = given(owed, size), list(owed)
+        found, left = ramp_draws(owed, size), list(owed)
         for _ in range(size):
             left[max(range(count), key=lambda i: left[i])] -= 1
         owed = [debt - samples for debt, samples in zip(owed, found, strict=True)]
@@ -67,14 +67,14 @@ def test_stretches_give_to_the_source_that_is_owed_most(rates: list[list[int]], 
 
 def test_a_stretch_that_is_shorter_than_its_debts_pays_the_largest() -> None:
     owed = [Fraction(tenths, 10) for tenths in (26, 12, 25, -9, -9, -9, -6)]
-    assert given(owed, 3) == [2, 0, 1, 0, 0, 0, 0]  # 2.6, 2.5, then 1.6
-    assert given([Fraction(-9, 10), Fraction(19, 10)], 1) == [0, 1]
+    assert ramp_draws(owed, 3) == [2, 0, 1, 0, 0, 0, 0]  # 2.6, 2.5, then 1.6
+    assert ramp_draws([Fraction(-9, 10), Fraction(19, 10)], 1) == [0, 1]
 
 
 def test_w7_a_source_with_less_than_half_a_sample_a_stair_is_drawn_in_a_ramp() -> None:
     """1 in 1,000 over 32 stairs of 80 samples: 2.56 draws are due; rounding in each stair alone gives none."""
     recipe = data({"web": 0.999, "rare": 0.001, "code": 0}, Phase(start=1, ramp=320, weights={"code": 0.999, "web": 0}))
-    timeline = Timeline(stages_of(recipe, 8), [None] * 3)
+    timeline = Timeline(intervals_of(recipe, 8), [None] * 3)
     first, last = timeline.first_of(1), timeline.first_of(321)
     assert timeline.draws(last)[1] - timeline.draws(first)[1] in (2, 3)
     assert timeline.planned(last)[1] - timeline.planned(first)[1] == Fraction(320 * 8, 1000)
@@ -95,7 +95,7 @@ def ramps(draw: Any) -> tuple[Data, int]:
 def test_w7_ramps_are_exact_and_do_not_add_up_errors(ramp: tuple[Data, int]) -> None:
     recipe, batch = ramp
     (phase,), count = recipe.phases, len(recipe.sources)
-    timeline = Timeline(stages_of(recipe, batch), [None] * count)
+    timeline = Timeline(intervals_of(recipe, batch), [None] * count)
     steps = phase.start + phase.ramp
     asked = asked_by_steps(recipe, batch, steps + 3)
     for step in (phase.start, phase.start + phase.ramp // 2, steps, steps + 3):
@@ -119,9 +119,13 @@ def test_w7_ramps_are_exact_and_do_not_add_up_errors(ramp: tuple[Data, int]) -> 
 
 
 def test_a_ramp_of_the_learning_rate_keeps_weights_and_order_and_brings_its_length() -> None:
-    plain, weights = Timeline(stages_of(data({"a": 3, "b": 1}), 8), [None] * 2), {"a": 3.0, "b": 1.0}
-    ramped = stages_of(data(weights, Phase(start=3, ramp=40, lr_scale=0.1, sequence_length=8)), 8)
-    assert [(stage.step, stage.length, stage.weights) for stage in ramped] == [(0, 16, (3, 1)), (3, 8, (3, 1)), (43, 8, (3, 1))]
+    plain, weights = Timeline(intervals_of(data({"a": 3, "b": 1}), 8), [None] * 2), {"a": 3.0, "b": 1.0}
+    ramped = intervals_of(data(weights, Phase(start=3, ramp=40, lr_scale=0.1, sequence_length=8)), 8)
+    assert [(interval.step, interval.length, interval.weights) for interval in ramped] == [
+        (0, 16, (3, 1)),
+        (3, 8, (3, 1)),
+        (43, 8, (3, 1)),
+    ]
     timeline = Timeline(ramped, [None] * 2)
     assert np.array_equal(timeline.locate(np.arange(999))[0], plain.locate(np.arange(999))[0]) and len(timeline.segments) == 1
 
@@ -129,16 +133,16 @@ def test_a_ramp_of_the_learning_rate_keeps_weights_and_order_and_brings_its_leng
 def test_a_ramp_owes_nothing_of_the_one_before() -> None:
     there, back = {"a": 0.1, "b": 0.57, "c": 0.33}, {"a": 0.61, "b": 0.26, "c": 0.13}
     both = Timeline(
-        stages_of(data(back, Phase(start=5, ramp=9, weights=there), Phase(start=50, ramp=7, weights=back)), 7), [None] * 3
+        intervals_of(data(back, Phase(start=5, ramp=9, weights=there), Phase(start=50, ramp=7, weights=back)), 7), [None] * 3
     )
-    second = Timeline(stages_of(data(there, Phase(start=50, ramp=7, weights=back)), 7), [None] * 3)
+    second = Timeline(intervals_of(data(there, Phase(start=50, ramp=7, weights=back)), 7), [None] * 3)
     ramp = np.arange(50 * 7, 57 * 7)
     assert np.array_equal(both.locate(ramp)[0], second.locate(ramp)[0])
 
 
 def test_a_ramp_between_equal_shares_has_no_stairs() -> None:
-    stages = stages_of(data({"a": 1, "b": 1}, Phase(start=2, ramp=40, weights={"a": 0.5, "b": 0.5})), 8)
-    assert [(stage.step, stage.weights, stage.stair) for stage in stages] == [
+    intervals = intervals_of(data({"a": 1, "b": 1}, Phase(start=2, ramp=40, weights={"a": 0.5, "b": 0.5})), 8)
+    assert [(interval.step, interval.weights, interval.stair) for interval in intervals] == [
         (0, (1, 1), False),
         (2, (1, 1), False),
         (42, (0.5, 0.5), False),
@@ -147,7 +151,7 @@ def test_a_ramp_between_equal_shares_has_no_stairs() -> None:
 
 def test_a_source_that_is_used_up_on_a_stair_leaves_the_rest_to_the_others() -> None:
     recipe = data({"a": 0.5, "b": 0.3, "c": 0.2}, Phase(start=2, ramp=64, weights={"a": 0.1, "b": 0.7}))
-    timeline = Timeline(stages_of(recipe, 10), [150, None, 60])
+    timeline = Timeline(intervals_of(recipe, 10), [150, None, 60])
     sources, draws = timeline.locate(np.arange(1000))
     assert np.bincount(sources).tolist() == [150, 790, 60] == timeline.draws(1000)
     assert draws[sources == 1].tolist() == list(range(790))
@@ -158,11 +162,11 @@ def test_after_a_source_is_used_up_a_ramp_owes_nothing() -> None:
     """Inside a stair or, with some limits, right at its end."""
     recipe = data({"a": 0.53, "b": 0.29, "c": 0.18}, Phase(start=2, ramp=64, weights={"a": 0.11, "b": 0.71}))
     for cap in range(60, 80):
-        timeline = Timeline(stages_of(recipe, 10), [None, None, cap])
+        timeline = Timeline(intervals_of(recipe, 10), [None, None, cap])
         cut = next(segment for segment in timeline.segments if segment.before[2] == cap)
         samples = next(segment.first for segment in timeline.segments if segment.first > cut.first) - cut.first
         due = [Fraction(samples * share, sum(cut.shares)) for share in cut.shares]
-        assert cut.shares[2] == 0 and cut.mixture.shares == tuple(given(due, samples))
+        assert cut.shares[2] == 0 and cut.mixture.shares == tuple(ramp_draws(due, samples))
         assert timeline.draws(2000)[2] == cap
 
 
@@ -171,7 +175,7 @@ def test_long_stairs_and_temperatures_of_ramps_are_exact_too(temperature: float)
     """Stairs of 31 million samples."""
     recipe = data({"a": 0.9, "b": 0.1}, Phase(start=1, ramp=32, weights={"a": 0.1, "b": 0.9}))
     batch = 31_234_567
-    timeline = Timeline(stages_of(recipe, batch), [None] * 2, temperature)
+    timeline = Timeline(intervals_of(recipe, batch), [None] * 2, temperature)
     due, first = 0.0, timeline.first_of(1)
     for stair in range(STAIRS):
         a, b = (w ** (1 / temperature) for w in (0.9 - 0.8 * (stair + 0.5) / 32, 0.1 + 0.8 * (stair + 0.5) / 32))

@@ -10,43 +10,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_core.errors import ConfigError
-from forge_data.components.sources import Random
-from forge_data.order.phases import STAIRS, Stage, faults_of, lr_scale_at, refuse_faults, stages_of
+from forge_data.components import RandomTokens
+from forge_data.order.phases import STAIRS, PhaseInterval, faults_of, intervals_of, lr_scale_at, refuse_faults, tempered
 from forge_data.order.timeline import Timeline
-from forge_data.order.weights import tempered
 from forge_data.section import Data, Phase
 
 SHARES = st.integers(0, 9).map(lambda value: value / 10)
 
 
 @st.composite
-def runs(draw: Any) -> tuple[list[Stage], list[int | None]]:
-    """Stages of some sources, and how often each may be drawn."""
+def runs(draw: Any) -> tuple[list[PhaseInterval], list[int | None]]:
+    """Intervals of some sources, and how often each may be drawn."""
     count = draw(st.integers(1, 4))
     weights = st.lists(SHARES, min_size=count, max_size=count).filter(any).map(tuple)
     starts = sorted(draw(st.sets(st.integers(1, 12), max_size=3)))
     shapes = [(draw(st.sampled_from([8, 16])), draw(st.sampled_from([4, 6, 8]))) for _ in (0, *starts)]
-    stages = [Stage(start, draw(weights), length, batch) for start, (length, batch) in zip((0, *starts), shapes, strict=True)]
+    intervals = [
+        PhaseInterval(start, draw(weights), length, batch) for start, (length, batch) in zip((0, *starts), shapes, strict=True)
+    ]
     caps = draw(st.lists(st.none() | st.integers(1, 60), min_size=count, max_size=count))
-    return stages, caps
+    return intervals, caps
 
 
-def weights_at(stages: Sequence[Stage], timeline: Timeline, sample: int) -> tuple[float, ...]:
-    """Of the stage whose steps hold a sample, found by walking through the steps."""
+def weights_at(intervals: Sequence[PhaseInterval], timeline: Timeline, sample: int) -> tuple[float, ...]:
+    """Of the interval whose steps hold a sample, found by walking through the steps."""
     first = 0
     for step in range(10_000):
-        stage = next(stage for stage in reversed(stages) if stage.step <= step)
-        first += stage.batch * stage.length // timeline.unit
+        interval = next(interval for interval in reversed(intervals) if interval.step <= step)
+        first += interval.batch * interval.length // timeline.unit
         if sample < first:
-            return stage.weights
+            return interval.weights
     raise AssertionError
 
 
 @given(run=runs())
 @settings(max_examples=80, deadline=None)
-def test_every_draw_comes_once_in_order_and_follows_the_weights(run: tuple[list[Stage], list[int | None]]) -> None:
-    stages, caps = run
-    timeline = Timeline(stages, caps)
+def test_every_draw_comes_once_in_order_and_follows_the_weights(run: tuple[list[PhaseInterval], list[int | None]]) -> None:
+    intervals, caps = run
+    timeline = Timeline(intervals, caps)
     samples = min(200, timeline.end if timeline.end is not None else 200)
     sources, draws = timeline.locate(np.arange(samples))
     drawn = [0] * len(caps)
@@ -54,7 +55,7 @@ def test_every_draw_comes_once_in_order_and_follows_the_weights(run: tuple[list[
     before: tuple[Any, ...] = ()
     for sample, (source, draw) in enumerate(zip(sources.tolist(), draws.tolist(), strict=True)):
         assert draw == drawn[source]  # neither replayed nor skipped, across every switch
-        wanted = weights_at(stages, timeline, sample)
+        wanted = weights_at(intervals, timeline, sample)
         used_up = tuple(cap is not None and count == cap for cap, count in zip(caps, drawn, strict=True))
         own = [0.0 if gone else weight for weight, gone in zip(wanted, used_up, strict=True)]
         assert own[source] > 0
@@ -74,21 +75,21 @@ def test_every_draw_comes_once_in_order_and_follows_the_weights(run: tuple[list[
 
 @given(run=runs())
 @settings(max_examples=60, deadline=None)
-def test_steps_and_samples_are_those_of_a_walk(run: tuple[list[Stage], list[int | None]]) -> None:
-    stages, _ = run
-    timeline = Timeline(stages, [None] * len(stages[0].weights))
+def test_steps_and_samples_are_those_of_a_walk(run: tuple[list[PhaseInterval], list[int | None]]) -> None:
+    intervals, _ = run
+    timeline = Timeline(intervals, [None] * len(intervals[0].weights))
     first = rows = 0
     for step in range(20):
-        stage = next(stage for stage in reversed(stages) if stage.step <= step)
+        interval = next(interval for interval in reversed(intervals) if interval.step <= step)
         span = timeline.span_at(step)
-        assert (span.rows, span.length) == (stage.batch, stage.length)
+        assert (span.rows, span.length) == (interval.batch, interval.length)
         assert (timeline.first_of(step), timeline.first_row_of(step)) == (first, rows)
         assert timeline.steps_in(first) == step and timeline.steps_in(first + span.units - 1) == step
-        first, rows = first + span.units, rows + stage.batch
+        first, rows = first + span.units, rows + interval.batch
 
 
 def test_a_run_ends_when_every_wanted_source_is_used_up() -> None:
-    timeline = Timeline([Stage(0, (1, 1, 0), 8, 4), Stage(50, (0, 0, 1), 8, 4)], [10, 7, None])
+    timeline = Timeline([PhaseInterval(0, (1, 1, 0), 8, 4), PhaseInterval(50, (0, 0, 1), 8, 4)], [10, 7, None])
     assert timeline.end == 17  # the third source would be wanted later, but nothing fills the steps until then
     sources, _ = timeline.locate(np.arange(17))
     assert np.bincount(sources, minlength=3).tolist() == [10, 7, 0]
@@ -97,7 +98,7 @@ def test_a_run_ends_when_every_wanted_source_is_used_up() -> None:
 
 
 def test_the_share_of_a_used_up_source_goes_to_the_others_in_proportion() -> None:
-    timeline = Timeline([Stage(0, (0.5, 0.3, 0.2), 8, 4)], [100, None, None])
+    timeline = Timeline([PhaseInterval(0, (0.5, 0.3, 0.2), 8, 4)], [100, None, None])
     sources, _ = timeline.locate(np.arange(1200))
     last = int(np.flatnonzero(sources == 0)[-1])
     assert np.bincount(sources[: last + 1])[0] == 100 and timeline.end is None
@@ -106,19 +107,19 @@ def test_the_share_of_a_used_up_source_goes_to_the_others_in_proportion() -> Non
 
 
 def test_a_limit_that_a_phase_just_reaches_changes_nothing_and_one_less_is_kept() -> None:
-    stages = [Stage(0, (0.7, 0.2, 0.1), 8, 4), Stage(25, (0.1, 0.2, 0.7), 8, 4)]
-    free = Timeline(stages, [None] * 3)
+    intervals = [PhaseInterval(0, (0.7, 0.2, 0.1), 8, 4), PhaseInterval(25, (0.1, 0.2, 0.7), 8, 4)]
+    free = Timeline(intervals, [None] * 3)
     drawn = free.draws(100)[1]
     assert free.locate(np.arange(100))[0][-1] != 1  # so a cut after the last draw would begin anew before the phase does
-    just = Timeline(stages, [None, drawn, None])
+    just = Timeline(intervals, [None, drawn, None])
     assert np.array_equal(just.locate(np.arange(100))[0], free.locate(np.arange(100))[0]) and len(just.segments) == 2
-    less = Timeline(stages, [None, drawn - 1, None])
+    less = Timeline(intervals, [None, drawn - 1, None])
     assert less.draws(100)[1] == less.draws(1000)[1] == drawn - 1 and len(less.segments) == 3
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0, 3.0, 10.0, 1e6])
 def test_weight_zero_is_never_drawn_at_any_temperature(temperature: float) -> None:
-    timeline = Timeline([Stage(0, (0.9, 0.0, 0.1), 8, 4)], [None] * 3, temperature)
+    timeline = Timeline([PhaseInterval(0, (0.9, 0.0, 0.1), 8, 4)], [None] * 3, temperature)
     counts = np.bincount(timeline.locate(np.arange(10_000))[0], minlength=3)
     assert counts[1] == 0
     first, _, third = tempered((0.9, 0.0, 0.1), temperature)
@@ -130,21 +131,21 @@ def data(*phases: Phase, sources: int = 2, **more: Any) -> Data:
     labels = ("web", "code", "math")[:sources]
     return Data(
         sequence_length=16,
-        sources=[Random(vocab_size=9, label=label, weight=0.5) for label in labels],
+        sources=[RandomTokens(vocab_size=9, label=label, weight=0.5) for label in labels],
         phases=list(phases),
         **more,
     )
 
 
 def test_a_ramp_moves_in_stairs_between_the_shares() -> None:
-    stages = stages_of(data(Phase(start=100, ramp=64, weights={"web": 0.0}), Phase(start=400, weights={"web": 0.5})), 8)
-    assert [stage.step for stage in stages[:4]] == [0, 100, 102, 104] and len(stages) == 1 + STAIRS + 1 + 1
-    shares = [stage.weights[0] / sum(stage.weights) for stage in stages]
+    intervals = intervals_of(data(Phase(start=100, ramp=64, weights={"web": 0.0}), Phase(start=400, weights={"web": 0.5})), 8)
+    assert [interval.step for interval in intervals[:4]] == [0, 100, 102, 104] and len(intervals) == 1 + STAIRS + 1 + 1
+    shares = [interval.weights[0] / sum(interval.weights) for interval in intervals]
     assert shares[0] == 0.5 and shares[-2] == 0.0 and shares[-1] == 0.5
     # Each stair is as high as the line in its middle; the steps of the ramp together are those of the line.
     line = [0.5 * (1 - (step - 100 + 0.5) / 64) for step in range(100, 164)]
     assert [shares[1 + (step - 100) // 2] for step in range(100, 164)] == pytest.approx(line, abs=0.5 / 64)
-    timeline = Timeline(stages, [None, None])
+    timeline = Timeline(intervals, [None, None])
     sources, draws = timeline.locate(np.arange(4000))
     ramped = sources[800 : 164 * 8]
     assert abs((ramped == 0).sum() - sum(line) * 8) < 1
@@ -160,8 +161,8 @@ def test_the_learning_rate_follows_from_the_first_step_of_a_phase() -> None:
 
 
 def test_a_phase_that_keeps_the_weights_keeps_the_order() -> None:
-    alone = Timeline(stages_of(data(), 8), [None, None])
-    scaled = Timeline(stages_of(data(Phase(start=3, lr_scale=0.1)), 8), [None, None])
+    alone = Timeline(intervals_of(data(), 8), [None, None])
+    scaled = Timeline(intervals_of(data(Phase(start=3, lr_scale=0.1)), 8), [None, None])
     assert np.array_equal(alone.locate(np.arange(99))[0], scaled.locate(np.arange(99))[0])
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from forge_core.batch import IGNORE
 from forge_core.errors import DataError
-from forge_data.packing.concatenate import Concatenated, places
-from forge_data.packing.labels import shift
+from forge_data.loading.rows import shift
+from forge_data.packing.concatenation import ConcatenatedPacking, places
+from forge_data.sources.store import StoreSource
 from forge_data.storage.document_ends import borders_in
-from forge_data.store.reader import StoreSource
 
 
 def expected(stream: list[int], ends: set[int], start: int, length: int) -> tuple[list[int], ...]:
@@ -47,7 +47,7 @@ def test_rows_are_what_a_loop_over_tokens_gives(
         ends.add(len(stream))
     store = StoreSource(make_store(tmp_path_factory.mktemp("rows").name, documents, shard_tokens=shard))
     assert store.ends().tolist() == sorted(ends)
-    packing = Concatenated(store, length)
+    packing = ConcatenatedPacking(store, length)
     assert packing.rows == max(0, (len(stream) - 1) // length)
     if not packing.rows:
         return
@@ -66,7 +66,7 @@ def test_rows_are_what_a_loop_over_tokens_gives(
 
 def test_no_label_crosses_a_document_and_every_end_is_predicted(numbered: Any) -> None:
     store = StoreSource(numbered("corpus", 5000))
-    packing = Concatenated(store, 64)
+    packing = ConcatenatedPacking(store, 64)
     cut = packing.cut(np.arange(packing.rows))
     tokens, labels = np.empty((packing.rows, 64), np.int64), np.empty((packing.rows, 64), np.int64)
     shift(cut.windows, cut.rows, cut.columns, tokens, labels, np.arange(packing.rows))

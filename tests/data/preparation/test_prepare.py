@@ -16,12 +16,11 @@ import pytest
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.components.sources import Jsonl
-from forge_data.components.tokenizers import Bpe
-from forge_data.preparation import parts, pool, prepare
-from forge_data.sources.records.parts import Records
-from forge_data.sources.records.text import text_files
-from forge_data.store.reader import StoreSource
+from forge_data.components import Bpe, JsonLines
+from forge_data.preparation import job, tokenization
+from forge_data.sources.records import Records
+from forge_data.sources.store import StoreSource
+from forge_data.sources.text import text_files
 from forge_data.tokenizers.bpe import trained
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -31,21 +30,21 @@ WORDS = ["der", "Hund", "läuft", "über", "die", "Katze", "猫", "sleeps", "\n"
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Records:
     """300 documents in about 20 parts."""
-    monkeypatch.setattr(prepare, "SMALLEST_PART", 4000)
-    monkeypatch.setattr(prepare, "_PORTION", 700)
-    monkeypatch.setattr(parts, "CHUNK", 1500)
+    monkeypatch.setattr(tokenization, "SMALLEST_PART", 4000)
+    monkeypatch.setattr(tokenization, "_PORTION", 700)
+    monkeypatch.setattr(job, "CHUNK", 1500)
     rng = np.random.default_rng(3)
     lines = [json.dumps({"text": " ".join(rng.choice(WORDS, size=int(rng.integers(1, 90))))}) for _ in range(300)]
     (tmp_path / "corpus").mkdir()
     for number in range(3):
         (tmp_path / "corpus" / f"{number}.jsonl").write_text("\n".join(lines[number::3]))
-    return Jsonl(path=str(tmp_path / "corpus")).records()
+    return JsonLines(path=str(tmp_path / "corpus")).records()
 
 
 def made(records: Any, path: Path, tokenizer: Tokenizer | None = None, **more: Any) -> dict[str, bytes]:
     """Every file of a new store, which is verified."""
     options = {"source": "s", "report": lambda _: None, "shard_tokens": 9000} | more
-    store = prepare.tokenize(records, tokenizer or ByteTokenizer(), path, **options)
+    store = tokenization.tokenize(records, tokenizer or ByteTokenizer(), path, **options)
     assert store.verify() == []
     assert [left.name for left in path.parent.iterdir() if left.name.startswith(f"{path.name}.")] == []
     return {file.name: file.read_bytes() for file in path.iterdir()}
@@ -72,9 +71,11 @@ def test_processes_threads_and_plain_iteration_write_the_same_bytes(records: Rec
 
 
 def test_the_size_of_parts_follows_the_corpus_and_not_the_workers() -> None:
-    assert prepare.part_size(1000) == prepare.SMALLEST_PART
-    assert prepare.part_size(10**13) == prepare.LARGEST_PART
-    assert all(1000 <= size / prepare.part_size(size) <= prepare.MANY_PARTS + 1 for size in (10**10, 10**11, 5 * 10**11))
+    assert tokenization.part_size(1000) == tokenization.SMALLEST_PART
+    assert tokenization.part_size(10**13) == tokenization.LARGEST_PART
+    assert all(
+        1000 <= size / tokenization.part_size(size) <= tokenization.MANY_PARTS + 1 for size in (10**10, 10**11, 5 * 10**11)
+    )
 
 
 class Counting(ByteTokenizer):
@@ -122,22 +123,22 @@ def test_other_text_or_another_tokenizer_begins_anew(records: Records, tmp_path:
     with pytest.raises(KeyboardInterrupt):
         made(records, tmp_path / "store", Counting(fail_after=200), workers=1)
     (tmp_path / "corpus" / "0.jsonl").write_text('{"text": "another"}')
-    changed = Jsonl(path=str(tmp_path / "corpus")).records()
+    changed = JsonLines(path=str(tmp_path / "corpus")).records()
     assert made(changed, tmp_path / "store") == made(changed, tmp_path / "whole")
 
 
 KILLED = """
 import sys, time
 from pathlib import Path
-from forge_data.preparation import prepare
-from forge_data.components.sources import Jsonl
+import forge_data.preparation.tokenization as prepare
+from forge_data.components import JsonLines
 from forge_data.tokenizers.bytes import ByteTokenizer
 prepare.SMALLEST_PART = 4000
 class Slow(ByteTokenizer):
     def encode(self, text):
         time.sleep(0.005)
         return super().encode(text)
-records = Jsonl(path=sys.argv[1]).records()
+records = JsonLines(path=sys.argv[1]).records()
 prepare.tokenize(records, Slow(), Path(sys.argv[2]), source="s", workers=2, report=print, shard_tokens=9000)
 """
 
@@ -160,7 +161,7 @@ def test_a_killed_preparation_goes_on(records: Records, tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_a_message_and_the_rest_goes_on_later(
     records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, asked = pool._ask, []
+    real, asked = tokenization._ask, []
 
     def kill(process: "subprocess.Popen[str]", number: int) -> Any:
         asked.append(number)
@@ -169,23 +170,24 @@ def test_a_worker_that_dies_is_a_message_and_the_rest_goes_on_later(
             process.wait()
         return real(process, number)
 
-    monkeypatch.setattr(pool, "_ask", kill)
+    monkeypatch.setattr(tokenization, "_ask", kill)
     with pytest.raises(DataError, match=r"a worker ended \(exit code -9\) while it tokenized part \d+; perhaps memory ran out"):
         made(records, tmp_path / "store", workers=2, processes=True)
-    monkeypatch.setattr(pool, "_ask", real)
+    monkeypatch.setattr(tokenization, "_ask", real)
     assert made(records, tmp_path / "store", workers=2) == made(records, tmp_path / "whole")
 
 
 ORPHANED = """
 import sys, time
 from pathlib import Path
-from forge_data.preparation import parts, pool
-from forge_data.sources.records.parts import Part, Wanted
+from forge_data.preparation.job import Job, write_job
+from forge_data.preparation.tokenization import process_workers
+from forge_data.sources.records import CorpusPart, Wanted
 ends = {"eos": None, "tokenizer_eos": 256, "vocab_size": 257}
-job = parts.Job(parts=(Part((), 0, 0, 0),), wanted=Wanted("text"), dtype="uint16", skip=0, **ends)
+job = Job(parts=(CorpusPart((), 0, 0, 0),), wanted=Wanted("text"), dtype="uint16", skip=0, **ends)
 from forge_data.tokenizers.bytes import ByteTokenizer
-parts.write_job(Path(sys.argv[1]), job, ByteTokenizer())
-with pool.processes(Path(sys.argv[1]), 2) as (work, stop):
+write_job(Path(sys.argv[1]), job, ByteTokenizer())
+with process_workers(Path(sys.argv[1]), 2) as (work, stop):
     print(work(0).tokens, work(0).tokens, flush=True)
     time.sleep(60)
 """
@@ -214,7 +216,7 @@ def running(pid: int) -> bool:
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_broken_record_stops_every_worker(records: Records, tmp_path: Path, processes: bool) -> None:
     (tmp_path / "corpus" / "1.jsonl").write_text('{"text": "fine"}\n{"no text": 1}')
-    broken = Jsonl(path=str(tmp_path / "corpus")).records()
+    broken = JsonLines(path=str(tmp_path / "corpus")).records()
     with pytest.raises(DataError, match=r"1\.jsonl at byte 17 \(line 2\): 'text' is missing"):
         made(broken, tmp_path / "store", workers=2, processes=processes)
     assert not (tmp_path / "store").exists()
@@ -230,7 +232,7 @@ def test_a_tokenizer_that_no_other_process_can_make_is_used_by_threads(
         def dump(self) -> bytes:
             return b'{"type": "mine"}'
 
-    monkeypatch.setattr(pool, "processes", lambda *_: pytest.fail("a process"))
+    monkeypatch.setattr(tokenization, "process_workers", lambda *_: pytest.fail("a process"))
     store = made(records, tmp_path / "store", Shouting(), workers=2, processes=True)
     assert b"HUND" in bytes(np.frombuffer(store["shard-00000.bin"], dtype="<u2").astype(np.uint8))
 
@@ -256,7 +258,7 @@ def test_a_full_disk_is_a_message_and_room_is_all_it_takes(tmp_path: Path) -> No
 
 
 def test_progress_says_how_far_and_how_fast(records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.preparation.progress.Progress.__init__.__defaults__", (0.0,))
+    monkeypatch.setattr("forge_core.terminal.ProgressMeter.__init__.__defaults__", (0.0,))
     said: list[str] = []
     made(records, tmp_path / "store", report=said.append, workers=1)
     shares = [int(line.partition("(")[2].partition("%")[0]) for line in said if "bytes of input (" in line]

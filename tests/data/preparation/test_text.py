@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Stdlib, Store, Text
-from forge_data.components.tokenizers import Bpe, Bytes
-from forge_data.loading.loader import evaluation, open_stream
-from forge_data.preparation import parts, prepare
+from forge_data.components import Bpe, Bytes, Stdlib, TextFiles, TokenStore
+from forge_data.loading.evaluation import evaluation
+from forge_data.loading.stream import open_stream
+from forge_data.preparation import job, tokenization
 from forge_data.section import Data
-from forge_data.sources.records.parts import Records, in_split
-from forge_data.sources.records.text import text_files
-from forge_data.store.reader import StoreSource
+from forge_data.sources.records import Records, in_split
+from forge_data.sources.store import StoreSource
+from forge_data.sources.text import text_files
 from forge_data.tokenizers.bpe import BpeTokenizer
-from forge_data.tokenizers.stored import tokenizer_of
+from forge_data.tokenizers.dump import tokenizer_of
 
 WORDS = ["der", "Hund", "läuft", "über", "<|endoftext|>", "die", "Katze", "猫", "sleeps\n\tindented", "", "twice\r\n"]
 
@@ -70,7 +70,7 @@ def test_training_a_tokenizer_again_gives_the_same_bytes(corpus: Path, tmp_path:
     first = trained(corpus, tmp_path / "w1").dump()
     script = (
         "import sys; from pathlib import Path; from forge_core.protocols.data import SourceContext\n"
-        "from forge_data.components.tokenizers import Bpe; from forge_data.sources.records.text import text_files\n"
+        "from forge_data.components import Bpe; from forge_data.sources.text import text_files\n"
         "c = SourceContext(Path(sys.argv[2]), None, 16, lambda _: None, (text_files(sys.argv[1]),))\n"
         "sys.stdout.buffer.write(Bpe(vocab_size=300).build(c).dump())"
     )
@@ -102,21 +102,21 @@ def test_tokenizers_that_do_not_fit_are_refused(corpus: Path, tmp_path: Path) ->
 def test_a_store_has_the_same_bytes_for_any_number_of_workers(
     kind: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forge_data.preparation.parts.CHUNK", 2000)
-    monkeypatch.setattr(prepare, "SMALLEST_PART", 3000)
+    monkeypatch.setattr("forge_data.preparation.job.CHUNK", 2000)
+    monkeypatch.setattr(tokenization, "SMALLEST_PART", 3000)
     tokenizer = Bytes().build(context(tmp_path)) if kind == "bytes" else trained(corpus, tmp_path / "w")
     files: dict[int, dict[str, bytes]] = {}
     for workers in (1, 2, 5):
         path = tmp_path / f"store-{workers}"
         texts = text_files(str(corpus))
-        prepare.tokenize(texts, tokenizer, path, source="s", workers=workers, report=lambda _: None, shard_tokens=5000)
+        tokenization.tokenize(texts, tokenizer, path, source="s", workers=workers, report=lambda _: None, shard_tokens=5000)
         files[workers] = {file.name: file.read_bytes() for file in path.iterdir()}
     assert files[1] == files[2] == files[5] and len(files[1]) > 6
 
 
 def test_a_store_holds_the_text_and_its_tokenizer(corpus: Path, tmp_path: Path) -> None:
     tokenizer = trained(corpus, tmp_path / "w")
-    store = prepare.prepared(text_files(str(corpus)), context(tmp_path / "w", tokenizer=tokenizer), "text")
+    store = tokenization.prepared(text_files(str(corpus)), context(tmp_path / "w", tokenizer=tokenizer), "text")
     files = sorted(corpus.rglob("*.txt"), key=lambda file: file.relative_to(corpus).as_posix())
     texts = [file.read_bytes().decode() for file in files if file.stat().st_size]
     starts = [0, *store.ends().tolist()]
@@ -129,37 +129,39 @@ def test_a_store_holds_the_text_and_its_tokenizer(corpus: Path, tmp_path: Path) 
 
 def test_a_finished_store_is_used_again_and_a_changed_text_is_not(corpus: Path, tmp_path: Path, monkeypatch: Any) -> None:
     made = context(tmp_path / "w", tokenizer=Bytes().build(context(tmp_path)))
-    first = Text(path=str(corpus)).build(made)
-    monkeypatch.setattr(prepare, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
-    assert Text(path=str(corpus)).build(made).fingerprint == first.fingerprint
+    first = TextFiles(path=str(corpus)).build(made)
+    monkeypatch.setattr(tokenization, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
+    assert TextFiles(path=str(corpus)).build(made).fingerprint == first.fingerprint
     (corpus / "new.txt").write_text("more")
     with pytest.raises(pytest.fail.Exception, match="tokenized again"):
-        Text(path=str(corpus)).build(made)
+        TextFiles(path=str(corpus)).build(made)
 
 
 def test_half_written_stores_are_never_used(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = context(tmp_path / "w", tokenizer=Bytes().build(context(tmp_path)))
     with monkeypatch.context() as patched:
-        patched.setattr("forge_data.store.writer.StoreWriter.commit", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patched.setattr(
+            "forge_data.sources.store_writer.StoreWriter.commit", lambda _: (_ for _ in ()).throw(KeyboardInterrupt())
+        )
         with pytest.raises(KeyboardInterrupt):
-            Text(path=str(corpus)).build(made)
+            TextFiles(path=str(corpus)).build(made)
     assert [path.name.partition(".")[2][:5] for path in (tmp_path / "w" / "stores").iterdir()] == ["parts"]  # kept for next time
-    store = Text(path=str(corpus)).build(made)
+    store = TextFiles(path=str(corpus)).build(made)
     # What a killed process leaves behind: never opened, and removed by the next one that writes this store.
     shutil.rmtree(store.name)
     left = Path(f"{store.name}.partial-1234")
     left.mkdir()
     (left / "shard-00000.bin").write_bytes(b"half")
-    assert Text(path=str(corpus)).build(made).fingerprint == store.fingerprint
+    assert TextFiles(path=str(corpus)).build(made).fingerprint == store.fingerprint
     assert [path.name for path in (tmp_path / "w" / "stores").iterdir()] == [Path(store.name).name]
 
 
 def test_long_documents_are_encoded_in_pieces_where_that_changes_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "LONGEST_PIECE", 10)
+    monkeypatch.setattr(job, "LONGEST_PIECE", 10)
     text = "line\nline two\n" + "x" * 25 + "\nend"
-    assert list(parts.pieces(text, re.compile(""))) == [text[start : start + 10] for start in range(0, len(text), 10)]
-    assert list(parts.pieces(text, re.compile(r"(?<=\n)"))) == ["line\nline two\n", "x" * 25 + "\n", "end"]
-    assert list(parts.pieces(text, None)) == [text]
+    assert list(job.pieces(text, re.compile(""))) == [text[start : start + 10] for start in range(0, len(text), 10)]
+    assert list(job.pieces(text, re.compile(r"(?<=\n)"))) == ["line\nline two\n", "x" * 25 + "\n", "end"]
+    assert list(job.pieces(text, None)) == [text]
 
 
 def test_splits_share_no_file_and_leave_none_out(corpus: Path) -> None:
@@ -188,14 +190,14 @@ def test_bad_text_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"latin\.txt at byte 3 is not UTF-8"):
         list(text_files(str(corpus)))
     with pytest.raises(DataError, match="needs a tokenizer"):
-        Text(path=str(corpus)).build(context(tmp_path))
+        TextFiles(path=str(corpus)).build(context(tmp_path))
 
 
 def test_an_unwritable_workspace_is_refused(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     tokenizer = Bytes().build(context(tmp_path))
     with pytest.raises(DataError, match="cannot be written"):
-        Text(path=str(corpus)).build(context(tmp_path / "file" / "w", tokenizer=tokenizer))
+        TextFiles(path=str(corpus)).build(context(tmp_path / "file" / "w", tokenizer=tokenizer))
 
 
 def test_the_standard_library_is_text() -> None:
@@ -214,9 +216,9 @@ def test_text_recipe_end_to_end(corpus: Path, tmp_path: Path) -> None:
     """The tokenizer is trained on the training split, both splits are tokenized with it, and a store can follow alone."""
     data = Data(
         sequence_length=32,
-        sources=[Text(path=str(corpus), split="train", held_out=0.3)],
+        sources=[TextFiles(path=str(corpus), split="train", held_out=0.3)],
         tokenizer=Bpe(vocab_size=300),
-        evaluation={"held_out": Text(path=str(corpus), split="held_out", held_out=0.3)},
+        evaluation={"held_out": TextFiles(path=str(corpus), split="held_out", held_out=0.3)},
     )
     opened = open_stream(data, workspace=tmp_path / "w", seed=0, global_batch=8, micro_batch=4, vocab_size=300)
     held_out = evaluation(data, workspace=tmp_path / "w", vocab_size=300)["held_out"]
@@ -225,7 +227,7 @@ def test_text_recipe_end_to_end(corpus: Path, tmp_path: Path) -> None:
     assert any(word in opened.tokenizer.decode(batches[0].tokens.flatten().tolist()) for word in ("Hund", "Katze"))
     source = opened.sources[0]
     assert isinstance(source, StoreSource)
-    alone = Data(sequence_length=32, sources=[Store(path=str(source.path), label="text")])
+    alone = Data(sequence_length=32, sources=[TokenStore(path=str(source.path), label="text")])
     again = open_stream(alone, workspace=tmp_path / "other", seed=0, global_batch=8, micro_batch=4)
     assert again.tokenizer is not None and again.tokenizer.fingerprint == opened.tokenizer.fingerprint
     assert again.fingerprint == opened.fingerprint
@@ -235,7 +237,7 @@ def test_stores_of_different_tokenizers_are_not_mixed(corpus: Path, tmp_path: Pa
     paths = []
     for tokenizer in (Bytes().build(context(tmp_path)), trained(corpus, tmp_path / "w")):
         paths.append(tmp_path / tokenizer.name)
-        prepare.tokenize(text_files(str(corpus)), tokenizer, paths[-1], source="s", report=lambda _: None)
-    data = Data(sequence_length=32, sources=[Store(path=str(path), label=path.name) for path in paths])
+        tokenization.tokenize(text_files(str(corpus)), tokenizer, paths[-1], source="s", report=lambda _: None)
+    data = Data(sequence_length=32, sources=[TokenStore(path=str(path), label=path.name) for path in paths])
     with pytest.raises(DataError, match="different tokenizers"):
         open_stream(data, workspace=tmp_path, seed=0, global_batch=1, micro_batch=1)

@@ -20,9 +20,9 @@ from data import foreign
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.commands.convert import convert
-from forge_data.commands.detect import detect, open_any
-from forge_data.commands.verify import verify
-from forge_data.components.sources import Datatrove, Megatron, Tokens
+from forge_data.commands.inspect import verify_tokens
+from forge_data.components import Datatrove, Megatron, Tokens
+from forge_data.sources.formats import detect, open_any
 
 IDS = np.arange(5000, dtype="<u2")
 
@@ -144,5 +144,5 @@ def test_m5_empty_documents_are_counted_and_no_damage(tmp_path: Path) -> None:
         assert source.ends().tolist() == [2, 4]
         rows, columns = source.borders(np.array([0, 1], dtype=np.uint64), 3)
         assert (rows.tolist(), columns.tolist()) == ([0, 1, 1], [2, 1, 3])
-        found = verify(source, None, lambda _: None)
+        found = verify_tokens(source, None, lambda _: None)
         assert found["faults"] == [] and found["empty_documents"] == 2 and found["documents"] == 2

@@ -10,11 +10,11 @@ import pytest
 from data import foreign
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Datatrove, Megatron, Store
-from forge_data.loading.loader import open_stream
+from forge_data.components import Datatrove, Megatron, TokenStore
+from forge_data.loading.stream import open_stream
 from forge_data.packing.plan import pieces_of
-from forge_data.packing.portions import portions
 from forge_data.section import Data
+from forge_data.sources.scan import portions
 from forge_data.storage import document_ends
 
 DOCUMENTS = [[5] * 99 + [0], [6] * 399 + [0], [7] * 499 + [0]]
@@ -52,10 +52,10 @@ def test_w9_borders_of_datatrove_are_checked_when_they_are_opened(tmp_path: Path
 @pytest.mark.parametrize(("ends", "message"), [*OF_A_STORE, ([100, 500, 999], "documents end at token 999 of 1000")])
 def test_w9_borders_of_a_store_are_checked_when_it_is_opened(make_store: Any, ends: list[int], message: str) -> None:
     path = make_store("store", [document[:-1] for document in DOCUMENTS])
-    assert opened(Store(path=str(path))).ends().tolist() == [100, 500, 1000]
+    assert opened(TokenStore(path=str(path))).ends().tolist() == [100, 500, 1000]
     with_ends(path / "shard-00000.doc.npy", 128, ends)
     with pytest.raises(DataError, match=rf"shard-00000\.doc\.npy.*: {message}; write the store again"):
-        opened(Store(path=str(path)))
+        opened(TokenStore(path=str(path)))
 
 
 def test_w9_a_list_of_another_length_is_refused(make_store: Any) -> None:
@@ -65,7 +65,7 @@ def test_w9_a_list_of_another_length_is_refused(make_store: Any) -> None:
     with (path / "shard-00000.doc.npy").open("ab") as file:
         file.write(bytes(size - file.tell()))
     with pytest.raises(DataError, match=r"shard-00000\.doc\.npy"):
-        opened(Store(path=str(path)))
+        opened(TokenStore(path=str(path)))
 
 
 @pytest.mark.parametrize("wrong", [1, -1, 2**40, 3])
@@ -96,7 +96,7 @@ def test_w9_of_many_shards_those_between_are_checked_when_they_are_touched(
                 foreign.megatron(tmp_path / f"{number}", [[document] for document in DOCUMENTS])
         at, name = (8, "3.ds.index") if write == "datatrove" else (34 + 3 * 12 + 8, "3.idx")
         with_ends(tmp_path / name, at, [50 if write == "datatrove" else 2**40])
-    source = opened({"store": Store, "datatrove": Datatrove, "megatron": Megatron}[write](path=str(path)))
+    source = opened({"store": TokenStore, "datatrove": Datatrove, "megatron": Megatron}[write](path=str(path)))
     assert source.ends(0, 2999).tolist()[:3] == [100, 500, 1000]
     for touch in (lambda: source.ends(3100, 3200), lambda: source.borders(np.array([3100], dtype=np.uint64), 16)):
         with pytest.raises(DataError, match=r"0*3\.(doc\.npy|ds\.index|idx)"):
@@ -129,7 +129,7 @@ class Careless:
 @pytest.mark.parametrize("ends", [[5, 3], [0, 5], [5, 17], [5, 5], [2**64 - 3, 4]])
 def test_w9_borders_outside_a_row_are_refused_as_they_are_read(tmp_path: Path, ends: list[int]) -> None:
     source = Careless(ends)
-    component = type("Own", (Store,), {"build": lambda self, context: source})(path="x", label="own")
+    component = type("Own", (TokenStore,), {"build": lambda self, context: source})(path="x", label="own")
     stream = open_stream(Data(sequence_length=16, sources=[component]), workspace=tmp_path, seed=1, global_batch=4, micro_batch=4)
     with pytest.raises(DataError, match=r"careless at token .*: document ends do not ascend; `data verify`"):
         next(iter(stream.from_cursor(stream.start())))
@@ -145,7 +145,7 @@ def test_w9_borders_that_do_not_ascend_are_neither_packed_nor_copied(ends: list[
 
 def test_w9_a_damaged_plan_is_refused(tmp_path: Path, make_store: Any) -> None:
     path = make_store("store", [[1] * 20, [2] * 7, [3] * 9])
-    data = Data(sequence_length=16, sources=[Store(path=str(path))], packing="best_fit")
+    data = Data(sequence_length=16, sources=[TokenStore(path=str(path))], packing="best_fit")
 
     def stream() -> Any:
         return open_stream(data, workspace=tmp_path / "w", seed=1, global_batch=1, micro_batch=1)

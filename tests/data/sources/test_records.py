@@ -1,5 +1,6 @@
 """Records of text and of ids: every format gives the same documents, in any parts, and broken ones are named or counted."""
 
+import codecs
 import gzip
 import json
 import re
@@ -18,16 +19,14 @@ from hypothesis import strategies as st
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, TextComponent
-from forge_data.commands import recipe_data
-from forge_data.components.sources import Arrow, HuggingFace, Jsonl, Parquet, RecordComponent
-from forge_data.components.tokenizers import Bpe, Bytes
-from forge_data.loading.loader import open_stream
-from forge_data.loading.open_sources import context_of
-from forge_data.loading.spec import LoadSpec
+from forge_data.commands.recipe import read_recipe
+from forge_data.components import Arrow, Bpe, Bytes, HuggingFace, JsonLines, Parquet, RecordComponent, TextFiles
+from forge_data.loading.sources import LoadSpec, context_of
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data
-from forge_data.sources.records import jsonl
-from forge_data.sources.records.parts import Skips, Wanted, as_json, from_json, read
-from forge_data.storage.files import find
+from forge_data.sources import jsonl
+from forge_data.sources.records import Document, Skips, Wanted, part_as_json, part_from_json, read_part
+from forge_data.storage.files import find, read_bytes
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 TEXTS = ["first", "zweiter Text\nmit Zeile", "", "漢字 and more", "last " * 50, '"quoted" \\ escaped', "x"]
@@ -42,12 +41,12 @@ def as_jsonl(folder: Path, column: str, values: list[Any]) -> RecordComponent:
     lines = [json.dumps({"id": number, column: value}, ensure_ascii=number % 2 == 0) for number, value in enumerate(values)]
     (folder / "a.jsonl").write_text("\n".join(lines[:3]) + "\n\n", encoding="utf-8")
     (folder / "b.jsonl").write_text("\n".join(lines[3:]), encoding="utf-8")  # without a line's end at the end
-    return Jsonl(path=str(folder))
+    return JsonLines(path=str(folder))
 
 
 def as_gzip(folder: Path, column: str, values: list[Any]) -> RecordComponent:
     (folder / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(json.dumps({column: value}) for value in values).encode()))
-    return Jsonl(path=str(folder / "*.gz"))
+    return JsonLines(path=str(folder / "*.gz"))
 
 
 def as_zstandard(folder: Path, column: str, values: list[Any]) -> RecordComponent:
@@ -55,7 +54,7 @@ def as_zstandard(folder: Path, column: str, values: list[Any]) -> RecordComponen
     lines = "".join(json.dumps({column: value}) + "\n" for value in values).encode()
     compress = zstandard.ZstdCompressor().compress
     (folder / "a.json.zst").write_bytes(compress(lines[:70]) + compress(lines[70:]))
-    return Jsonl(path=str(folder))
+    return JsonLines(path=str(folder))
 
 
 def as_parquet(folder: Path, column: str, values: list[Any]) -> RecordComponent:
@@ -132,7 +131,9 @@ def test_parts_of_any_size_give_every_document_once(tmp_path: Path, write: Write
     records = write(tmp_path, "text", TEXTS).records()
     parts = records.parts(size)
     found = [
-        document for part in parts for document in read(from_json(json.loads(json.dumps(as_json(part)))), records.wanted, Skips())
+        document
+        for part in parts
+        for document in read_part(part_from_json(json.loads(json.dumps(part_as_json(part)))), records.wanted, Skips())
     ]
     assert found == list(records)
     assert size > 1 or len(parts) > 1 or write in (as_gzip, as_zstandard)
@@ -166,7 +167,7 @@ def test_long_columns_are_read_in_slices(tmp_path: Path, write: Write) -> None:
 def test_splits_share_no_record_and_leave_none_out(tmp_path: Path) -> None:
     as_jsonl(tmp_path, "text", [f"document {number}" for number in range(200)])
     taken = {
-        split: {text for _, text in Jsonl(path=str(tmp_path), split=split, held_out=0.3).records()}  # type: ignore[arg-type]
+        split: {text for _, text in JsonLines(path=str(tmp_path), split=split, held_out=0.3).records()}  # type: ignore[arg-type]
         for split in ("all", "train", "held_out")
     }
     assert taken["train"] | taken["held_out"] == taken["all"] and not taken["train"] & taken["held_out"]
@@ -186,10 +187,10 @@ BROKEN = [
 def test_fault_41_broken_records_are_named_or_skipped_by_choice_and_counted(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=message):
-        Jsonl(path=str(tmp_path)).build(context(tmp_path / "w"))
+        JsonLines(path=str(tmp_path)).build(context(tmp_path / "w"))
     said: list[str] = []
     told = SourceContext(tmp_path / "w", ByteTokenizer(), 16, said.append)
-    store = Jsonl(path=str(tmp_path), skip=1).build(told)
+    store = JsonLines(path=str(tmp_path), skip=1).build(told)
     assert (store.read(0, store.tokens) % 256).astype(np.uint8).tobytes() == b"a\0c\0"
     assert any(message_.startswith("left out 1 broken records; the first: ") for message_ in said)
     assert store.manifest.source == "jsonl, 1 broken records left out"  # type: ignore[attr-defined]
@@ -197,7 +198,7 @@ def test_fault_41_broken_records_are_named_or_skipped_by_choice_and_counted(tmp_
     assert re.search(message, named) and f"all that were left out are named in {store.name}.skipped.txt" in said
     (tmp_path / "b.jsonl").write_bytes(b"{\n")
     with pytest.raises(DataError, match=r"2 records are broken, and `skip` allows 1; the first: .*a\.jsonl at byte 14"):
-        Jsonl(path=str(tmp_path), skip=1).build(told)
+        JsonLines(path=str(tmp_path), skip=1).build(told)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_fault_41_broken_records_are_named_or_skipped_by_choice_and_counted(tmp_
 def test_broken_ids_are_named(tmp_path: Path, value: Any, message: str) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"ids": value}))
     with pytest.raises(DataError, match=message):
-        Jsonl(path=str(tmp_path), ids="ids").build(context(tmp_path / "w", tokenizer=None))
+        JsonLines(path=str(tmp_path), ids="ids").build(context(tmp_path / "w", tokenizer=None))
 
 
 def test_columns_that_are_missing_are_named(tmp_path: Path) -> None:
@@ -259,7 +260,7 @@ def test_fault_41_truncated_files_are_refused(tmp_path: Path, write: Write, name
 
 
 def test_nothing_there_is_refused(tmp_path: Path) -> None:
-    for component in (Jsonl, Parquet, Arrow):
+    for component in (JsonLines, Parquet, Arrow):
         with pytest.raises(DataError, match="does not exist"):
             component(path=str(tmp_path / "none")).texts()
         with pytest.raises(DataError, match=r"matches no .* file; in a directory, Forge looks for"):
@@ -294,7 +295,7 @@ def test_a_recipe_mixes_text_and_ids_of_records(tmp_path: Path) -> None:
     as_parquet(tmp_path / "ids", "ids", IDS * 30)
     data = Data(
         sequence_length=16,
-        sources=[Jsonl(path=str(tmp_path / "text")), Parquet(path=str(tmp_path / "ids"), ids="ids")],
+        sources=[JsonLines(path=str(tmp_path / "text")), Parquet(path=str(tmp_path / "ids"), ids="ids")],
         tokenizer=Bpe(vocab_size=501),
     )
     assert len(context_of(LoadSpec(data, tmp_path / "w"), lambda _: None).texts) == 1
@@ -308,10 +309,10 @@ def test_a_recipe_mixes_text_and_ids_of_records(tmp_path: Path) -> None:
 
 PLUGIN = """
 from dataclasses import dataclass
-from forge_data.components.sources import Jsonl
+from forge_data.components import JsonLines
 
 @dataclass(frozen=True, kw_only=True)
-class Web(Jsonl):
+class Web(JsonLines):
     '''Pages of the web.'''
 
     language: str = "en"
@@ -327,7 +328,7 @@ def test_a_plugin_may_give_a_record_source_another_name(tmp_path: Path) -> None:
         f"[[data.sources]]\nname = '{tmp_path}/mine.py:Web'\npath = '{tmp_path}'\nlanguage = 'de'\n"
         "[data]\nsequence_length = 8\ntokenizer = { name = 'bytes' }\n"
     )
-    (web,) = recipe_data.read(tmp_path / "recipe.toml").data.sources
+    (web,) = read_recipe(tmp_path / "recipe.toml").data.sources
     assert type(web).__name__ == "Web"
     own, plain = (component.build(context(tmp_path / name)) for name, component in (("own", web), ("plain", files)))
     assert own.fingerprint == plain.fingerprint and own.read(0, own.tokens).tolist() == plain.read(0, plain.tokens).tolist()
@@ -336,3 +337,130 @@ def test_a_plugin_may_give_a_record_source_another_name(tmp_path: Path) -> None:
         opened = open_stream(data, workspace=tmp_path / "run", seed=0, global_batch=2, micro_batch=2)
         assert opened.describe()["sources"][0]["label"] == "web"
         next(opened.from_cursor(opened.start()))
+
+
+FINE = '{"text": "fine", "ids": [1, 2]}'
+
+
+def documents(component: Any) -> list[Document]:
+    records = component.records() if hasattr(component, "records") else component.texts()
+    skips = Skips(records.skip)
+    return [document for part in records.parts(1 << 20) for document in read_part(part, records.wanted, skips)]
+
+
+@pytest.mark.parametrize(
+    ("line", "ids", "message"),
+    [
+        ('{"text": "a \\ud800 b"}', None, "'text' holds the lone surrogate U[+]D800 at character 2"),
+        ("[" * 100_000, None, "is not valid JSON: brackets are nested too deeply"),
+        ('{"text": ' + "[" * 100_000, None, "is not valid JSON: brackets are nested too deeply"),
+        ('{"ids": [[1, 2], [3]]}', "ids", "'ids' holds a list at index 0, not a token id"),
+        ('{"ids": [[1, 2], [3, 4]]}', "ids", "'ids' holds a list at index 0, not a token id"),
+        ('{"ids": [1, [2]]}', "ids", "'ids' holds a list at index 1, not a token id"),
+        ('{"ids": [1, 2, null]}', "ids", "'ids' holds a null at index 2, not a token id"),
+        ('{"ids": [1, "2"]}', "ids", "'ids' holds a str at index 1, not a token id"),
+        ('{"ids": [1, 2.0]}', "ids", "'ids' holds a float at index 1, not a token id"),
+        ('{"ids": [1, true]}', "ids", "'ids' holds a bool at index 1, not a token id"),
+        ('{"ids": [4, 9223372036854775813]}', "ids", "'ids' holds 9223372036854775813 at index 1, larger than any token id"),
+        ('{"ids": [4, 1e400]}', "ids", "'ids' holds a float at index 1, not a token id"),
+        ('{"ids": [4, -1]}', "ids", "'ids' holds the negative id -1 at index 1"),
+        ('{"ids": {"a": 1}}', "ids", "'ids' is a dict, not a list of token ids"),
+        ('{"ids": 7}', "ids", "'ids' is a int, not a list of token ids"),
+        ('{"text": ["a"]}', None, "'text' is a list, not text"),
+    ],
+)
+def test_h11_a_record_that_cannot_be_read_is_named_and_skipped(tmp_path: Path, line: str, ids: str | None, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{FINE}\n\n{line}\n{FINE}\n")
+    strict = JsonLines(path=str(tmp_path), ids=ids)
+    with pytest.raises(DataError, match=rf"a\.jsonl at byte {len(FINE) + 2} \(line 3\):? {message}"):
+        strict.build(context(tmp_path / "w"))
+    for stream in (False, True):
+        source = JsonLines(path=str(tmp_path), ids=ids, skip=1, stream=stream).build(context(tmp_path / "w"))
+        read_ids = np.concatenate(list(source.stream(0))) if stream else source.read(0, source.tokens)  # type: ignore[union-attr]
+        assert read_ids.tolist() == ([1, 2] * 2 if ids else [*b"fine", 256] * 2)
+
+
+def test_h11_lines_are_counted_in_every_part_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join([FINE] * 40 + ["nothing"]))
+    records = JsonLines(path=str(tmp_path)).records()
+    last = records.parts(100)[-1]
+    assert last.start > 0
+    with pytest.raises(DataError, match=r"a\.jsonl at byte \d+ \(line 41\)"):
+        list(read_part(last, records.wanted, Skips()))
+
+
+def test_w10_ids_that_do_not_fit_are_refused_and_not_cut(tmp_path: Path) -> None:
+    column = pa.array([[1, 2], [3, 2**63 + 5]], type=pa.list_(pa.uint64()))
+    parquet.write_table(pa.table({"ids": column}), tmp_path / "a.parquet")
+    for kind in (pa.large_list(pa.uint64()), pa.list_(pa.uint64(), 2)):
+        parquet.write_table(pa.table({"ids": column.cast(kind)}), tmp_path / "a.parquet")
+        with pytest.raises(DataError, match="group 0, row 1: 'ids' holds 9223372036854775813 at index 1, larger than any"):
+            Parquet(path=str(tmp_path), ids="ids").build(context(tmp_path / "w"))
+    assert documents(Parquet(path=str(tmp_path), ids="ids", skip=1))[0][1].tolist() == [1, 2]  # type: ignore[union-attr]
+    parquet.write_table(pa.table({"ids": pa.array([[1, 2**40]], type=pa.list_(pa.uint64()))}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=f"token id {2**40}, but the vocabulary has"):
+        Parquet(path=str(tmp_path), ids="ids").build(context(tmp_path / "w"))
+
+
+def test_m5_a_null_inside_a_list_is_named(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"ids": pa.array([[1], [2, None]], type=pa.list_(pa.int32()))}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="group 0, row 1: 'ids' holds a null at index 1, not a token id"):
+        Parquet(path=str(tmp_path), ids="ids").build(context(tmp_path / "w"))
+
+
+def test_h11_text_of_a_column_that_is_not_utf8(tmp_path: Path) -> None:
+    wrong = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 2, 4], dtype="<i4")), pa.py_buffer(b"ok\xff\xfe"))
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, pa.schema({"text": pa.string()})) as writer:
+        writer.write(pa.record_batch({"text": wrong}))
+    with pytest.raises(DataError, match="group 0, row 1: 'text' is not UTF-8: invalid start byte at byte 0"):
+        Arrow(path=str(tmp_path)).build(context(tmp_path / "w"))
+    assert [text for _, text in documents(Arrow(path=str(tmp_path), skip=1))] == ["ok"]
+
+
+def test_m6_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + "Hündin".encode())
+    (tmp_path / "b.txt").write_bytes(codecs.BOM_UTF8)
+    assert documents(TextFiles(path=str(tmp_path / "*.txt"))) == [("a.txt", "Hündin")]
+    for content in (codecs.BOM_UTF8 + FINE.encode(), codecs.BOM_UTF8 + b"\n" + FINE.encode()):
+        (tmp_path / "a.jsonl").write_bytes(content)
+        assert [text for _, text in documents(JsonLines(path=str(tmp_path / "a.jsonl")))] == ["fine"]
+    (tmp_path / "a.jsonl").write_bytes(FINE.encode() + b"\n" + codecs.BOM_UTF8 + FINE.encode())
+    with pytest.raises(DataError, match="line 2"):
+        documents(JsonLines(path=str(tmp_path / "a.jsonl")))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-32-be"])
+def test_m6_other_unicode_is_named(tmp_path: Path, encoding: str) -> None:
+    mark = "" if encoding in ("utf-16", "utf-32") else "\ufeff"
+    name = encoding.upper().removesuffix("-BE")
+    (tmp_path / "a.txt").write_text(f"{mark}text", encoding=encoding)
+    with pytest.raises(DataError, match=rf"a\.txt is {name} text .*; convert it to UTF-8"):
+        documents(TextFiles(path=str(tmp_path / "a.txt")))
+    (tmp_path / "b.txt").write_text("fine")
+    assert documents(TextFiles(path=str(tmp_path / "*.txt"), skip=1)) == [("b.txt", "fine")]
+    (tmp_path / "a.jsonl").write_text(f"{mark}{FINE}\n", encoding=encoding)
+    with pytest.raises(DataError, match=rf"a\.jsonl is {name} text .*; convert it to UTF-8"):
+        documents(JsonLines(path=str(tmp_path / "a.jsonl")))
+    (tmp_path / "a.jsonl").write_text(f"{FINE}\n", encoding="utf-16-le")  # without a mark
+    with pytest.raises(DataError, match="line 1"):
+        documents(JsonLines(path=str(tmp_path / "a.jsonl")))
+
+
+def test_a_read_of_a_whole_file_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system gives at most 2 GiB at a time, and may give less."""
+    import os
+
+    (tmp_path / "a.txt").write_text("0123456789")
+    (file,) = find(str(tmp_path / "a.txt"), (".txt",), "text")
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: real(descriptor, min(size, 3), offset))
+    assert read_bytes(file, 0, 10) == b"0123456789" and read_bytes(file, 4, 99) == b"456789"
+
+
+def test_examples_of_evaluation_sets_name_their_line(tmp_path: Path) -> None:
+    from forge_data.sources import jsonl
+
+    (tmp_path / "a.jsonl").write_text(json.dumps({"a": "b"}) + "\n" + "[" * 100_000)
+    (file,) = find(str(tmp_path / "a.jsonl"), jsonl.SUFFIXES, "evaluation")
+    with pytest.raises(DataError, match="line 2"):
+        list(jsonl.records(file))

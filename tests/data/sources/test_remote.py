@@ -13,8 +13,8 @@ import pytest
 from data import foreign
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Datatrove, Jsonl, Llmc, Megatron, Text, Tokens
-from forge_data.storage import remote
+from forge_data.components import Datatrove, JsonLines, Llmc, Megatron, TextFiles, Tokens
+from forge_data.storage import files
 from forge_data.storage.files import find, local_path
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -97,7 +97,7 @@ def test_text_behind_urls_is_prepared_like_files(tmp_path: Path, bucket: Any, ca
     for number, text in enumerate(["first", "second"]):
         bucket.pipe_file(f"/bucket/text/{number}.txt", text.encode())
         bucket.pipe_file(f"/bucket/lines/{number}.jsonl.gz", gzip.compress(json.dumps({"text": text}).encode()))
-    for component in (Text(path="memory://bucket/text"), Jsonl(path="memory://bucket/lines/*.gz")):
+    for component in (TextFiles(path="memory://bucket/text"), JsonLines(path="memory://bucket/lines/*.gz")):
         store = opened(component, tmp_path / "w")
         assert (store.read(0, store.tokens) % 256).astype(np.uint8).tobytes() == b"first\0second\0"
     assert fetched(cache) == ["0.jsonl.gz", "1.jsonl.gz"]
@@ -148,30 +148,30 @@ def test_a_cache_that_cannot_be_written_is_a_message(bucket: Any, tmp_path: Path
 
 def test_the_cache_is_below_the_home_directory_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORGE_CACHE")
-    assert remote.cache() == Path.home() / ".cache" / "forge"
+    assert files.cache_directory() == Path.home() / ".cache" / "forge"
 
 
 ABSENT = [
     ("fsspec", lambda: Tokens(path="memory://bucket/a.npy"), "forge-data[remote]"),
     (
         "pyarrow",
-        lambda: __import__("forge_data.components.sources", fromlist=["Parquet"]).Parquet(path="a.parquet"),
+        lambda: __import__("forge_data.components", fromlist=["Parquet"]).Parquet(path="a.parquet"),
         "forge-data[arrow]",
     ),
     (
         "datasets",
-        lambda: __import__("forge_data.components.sources", fromlist=["HuggingFace"]).HuggingFace(path="a"),
+        lambda: __import__("forge_data.components", fromlist=["HuggingFace"]).HuggingFace(path="a"),
         "forge-data[huggingface]",
     ),
-    ("zstandard", lambda: Jsonl(path="a.jsonl.zst"), "forge-data[zstd]"),
+    ("zstandard", lambda: JsonLines(path="a.jsonl.zst"), "forge-data[zstd]"),
     (
         "tiktoken",
-        lambda: __import__("forge_data.components.tokenizers", fromlist=["Tiktoken"]).Tiktoken(),
+        lambda: __import__("forge_data.components", fromlist=["Tiktoken"]).Tiktoken(),
         "forge-data[tiktoken]",
     ),
     (
         "sentencepiece",
-        lambda: __import__("forge_data.components.tokenizers", fromlist=["S"]).SentencePiece(path="a.model"),
+        lambda: __import__("forge_data.components", fromlist=["S"]).SentencePiece(path="a.model"),
         "forge-data[sentencepiece]",
     ),
 ]

@@ -13,9 +13,8 @@ import pytest
 from data.steps import steps_of
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, StreamedSource
-from forge_data.components.sources import HuggingFace, Jsonl, Parquet, RecordComponent
-from forge_data.components.tokenizers import Bpe, Bytes
-from forge_data.loading.loader import open_stream
+from forge_data.components import Bpe, Bytes, HuggingFace, JsonLines, Parquet, RecordComponent
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -33,7 +32,7 @@ def as_jsonl(folder: Path, column: str, values: list[Any]) -> RecordComponent:
         lines = "".join(json.dumps({column: value}) + "\n" for value in values[number * 10 : number * 10 + 10])
         (folder / f"{number}.jsonl").write_text(lines)
     (folder / "9.jsonl").write_text("")
-    return Jsonl(path=str(folder))
+    return JsonLines(path=str(folder))
 
 
 def as_parquet(folder: Path, column: str, values: list[Any]) -> RecordComponent:

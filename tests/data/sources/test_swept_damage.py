@@ -18,8 +18,8 @@ import zstandard
 from data import foreign
 from forge_core.errors import DataError, ForgeError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Arrow, Datatrove, HuggingFace, Jsonl, Llmc, Megatron, Parquet, Store, Tokens
-from forge_data.preparation.parts import Done, content_of
+from forge_data.components import Arrow, Datatrove, HuggingFace, Jsonl, Llmc, Megatron, Parquet, Store, Tokens
+from forge_data.preparation.job import Done, content_of
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 RECORDS = [{"text": f"document {number} is here"} for number in range(8)]
@@ -244,6 +244,6 @@ def test_damaged_rows_of_a_dataset_are_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[: at + 4 * place] + struct.pack("<i", value) + whole[at + 4 * place + 4 :])
         records = HuggingFace(path=str(tmp_path / "set")).records()
         with pytest.raises(DataError, match=r"set is damaged in rows 0 to 8: .*; restore it"):
-            from forge_data.sources.records.parts import Skips, read
+            from forge_data.sources.records import Skips, read
 
             list(read(records.parts(1 << 20)[0], records.wanted, Skips()))

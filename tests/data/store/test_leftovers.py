@@ -13,11 +13,11 @@ import pytest
 
 from forge_core.errors import DataError
 from forge_data.__main__ import main
-from forge_data.storage.partial import Partial, remove_left
-from forge_data.store.reader import StoreSource
-from forge_data.store.writer import StoreWriter
-from forge_data.writers.arrays import ArrayWriter
-from forge_data.writers.megatron import MegatronWriter
+from forge_data.sources.arrays import ArrayWriter
+from forge_data.sources.megatron import MegatronWriter
+from forge_data.sources.store import StoreSource
+from forge_data.sources.store_writer import StoreWriter
+from forge_data.storage.workspace import Partial, remove_left
 
 
 def prepare(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any, str]:
@@ -58,8 +58,8 @@ def test_m4_a_finished_store_is_complete_or_of_something_else(tmp_path: Path, ca
 HOLDS = """
 import sys, time
 from pathlib import Path
-from forge_data.writers.megatron import MegatronWriter
-from forge_data.storage.partial import Partial
+from forge_data.sources.megatron import MegatronWriter
+from forge_data.storage.workspace import Partial
 held = [Partial(Path(sys.argv[1]), directory=True), Partial(Path(sys.argv[2]), directory=False)]
 print("held", flush=True)
 time.sleep(60)

@@ -9,10 +9,10 @@ import pytest
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Tokens
-from forge_data.sources.tokens.arrays import open_tokens
-from forge_data.store.reader import StoreSource, open_store
-from forge_data.store.writer import StoreWriter
+from forge_data.components import Tokens
+from forge_data.sources.arrays import open_tokens
+from forge_data.sources.store import StoreSource, open_store
+from forge_data.sources.store_writer import StoreWriter
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 

@@ -12,20 +12,18 @@ from data.tokenizers.kinds import KINDS, content, fast
 from forge_core.errors import DataError, RecipeWarning
 from forge_core.protocols.data import SourceContext
 from forge_data.checks import tokenizer_fits
-from forge_data.components.sources import Store, Text
-from forge_data.components.tokenizers import Bpe
-from forge_data.loading.loader import open_stream
-from forge_data.preparation import parts
-from forge_data.preparation.prepare import prepared, tokenize
-from forge_data.preparation.streamed_text import StreamedRecords
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data
-from forge_data.sources.records.text import text_files
-from forge_data.store.manifest import MANIFEST
-from forge_data.store.reader import StoreSource, open_store
-from forge_data.tokenizers.adapt import identity_of
+from forge_data.components import Bpe, TextFiles, TokenStore
+from forge_data.preparation import job
+from forge_data.preparation.streaming import StreamedRecords
+from forge_data.preparation.tokenization import prepared, tokenize
+from forge_data.sources.store import MANIFEST, StoreSource, open_store
+from forge_data.sources.text import text_files
 from forge_data.tokenizers.bpe import BpeTokenizer
 from forge_data.tokenizers.bytes import ByteTokenizer
-from forge_data.tokenizers.stored import tokenizer_of
+from forge_data.tokenizers.control import identity_of
+from forge_data.tokenizers.dump import tokenizer_of
 
 TEXTS = ["The cat sat on the mat.", " user </s> asks\n\nGröße 日本 <|im_start|>", "x"]
 
@@ -117,20 +115,20 @@ def test_a_recipe_can_leave_the_rule_out(kinds: dict[str, Any], corpus: Any, tmp
     )
     assert (on.prefix, off.prefix) == (ours.prefix, ())
     assert on.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
-    store = Text(path=str(tmp_path / "0.txt")).build(replace(context, tokenizer=on))
+    store = TextFiles(path=str(tmp_path / "0.txt")).build(replace(context, tokenizer=on))
     assert isinstance(store, StoreSource) and documents(store)[0][0] == ours.prefix[0]
 
 
 def test_trials_a3_long_documents_have_the_ids_of_the_whole(kinds: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     text = "The cat sat on the mat.\nuser asks:\n\n  Größe 日本\n- x\r\n" * 30
     for name, tokenizer in {**{name: ours for name, (_, ours) in kinds.items()}, "bytes": ByteTokenizer()}.items():
-        whole = parts.encode([text], tokenizer)
+        whole = job.encode([text], tokenizer)
         assert whole.ids.tolist() == [*tokenizer.prefix, *tokenizer.encode(text), *tokenizer.suffix, tokenizer.eos]
         with monkeypatch.context() as patch:
-            patch.setattr(parts, "LONGEST_PIECE", 40)
-            cut = list(parts.pieces(text, getattr(tokenizer, "parting", None)))
+            patch.setattr(job, "LONGEST_PIECE", 40)
+            cut = list(job.pieces(text, getattr(tokenizer, "parting", None)))
             assert "".join(cut) == text and (len(cut) > 10) == (name in ("byte_level", "bytes"))
-            assert parts.encode([text], tokenizer).ids.tolist() == whole.ids.tolist(), name
+            assert job.encode([text], tokenizer).ids.tolist() == whole.ids.tolist(), name
 
 
 @pytest.fixture
@@ -149,10 +147,10 @@ def test_check_warns_of_stores_without_what_stands_around_a_text(ruled: Any, cor
     assert "add_special_tokens" not in json.loads((tmp_path / "old" / MANIFEST).read_text())["tokenizer"]
 
     def cautions(**more: Any) -> list[Any]:
-        job: Any = SimpleNamespace(data=Data(sequence_length=16, **more), model=None)
-        return list(tokenizer_fits(job, None))  # type: ignore[arg-type]
+        run: Any = SimpleNamespace(data=Data(sequence_length=16, **more), model=None)
+        return list(tokenizer_fits(run, None))  # type: ignore[arg-type]
 
-    old, new = Store(path=str(tmp_path / "old")), Store(path=str(tmp_path / "new"))
+    old, new = TokenStore(path=str(tmp_path / "old")), TokenStore(path=str(tmp_path / "new"))
     found = cautions(sources=[new, old], evaluation={"held": old}, tokenizer=ruled)
     assert [one.key for one in found] == ["data.sources.1.path", "data.evaluation.held.path"]
     assert all(isinstance(one, RecipeWarning) for one in found)
@@ -166,7 +164,7 @@ def test_check_warns_of_stores_without_what_stands_around_a_text(ruled: Any, cor
 
 
 def test_a_resume_of_a_run_without_bos_names_the_way_to_go_on(ruled: Any, corpus: Any, tmp_path: Path) -> None:
-    source = Text(path=str(tmp_path / "*.txt"))
+    source = TextFiles(path=str(tmp_path / "*.txt"))
 
     def opened(tokenizer: Any, length: int = 4) -> Any:
         data = Data(sequence_length=length, sources=[source], tokenizer=tokenizer)

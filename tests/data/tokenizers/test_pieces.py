@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, models, processors
 
 from data.tokenizers.kinds import CONTROLS, KINDS, byte_level, content, fast, with_bos
 from forge_core.errors import DataError
-from forge_data.tokenizers.adapt import adapted, identity_of
 from forge_data.tokenizers.bpe import BpeTokenizer, _are_apart
 from forge_data.tokenizers.bytes import ByteTokenizer
+from forge_data.tokenizers.control import adapted, identity_of
 
 WORDS = [
     "The cat",

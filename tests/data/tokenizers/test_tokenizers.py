@@ -13,12 +13,11 @@ import tiktoken
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.tokenizers import Bpe, SentencePiece, Tiktoken
-from forge_data.preparation.prepare import tokenize
-from forge_data.sources.records.text import text_files
-from forge_data.store.reader import open_store
-from forge_data.tokenizers.restore import restore
-from forge_data.tokenizers.stored import tokenizer_of
+from forge_data.components import Bpe, SentencePiece, Tiktoken
+from forge_data.preparation.tokenization import tokenize
+from forge_data.sources.store import open_store
+from forge_data.sources.text import text_files
+from forge_data.tokenizers.dump import restore, tokenizer_of
 
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 TEXT = "the cat sat on the mat; the dog <|endoftext|> sat on the cat.\n\nDie Katze läuft über 42 漢字 "

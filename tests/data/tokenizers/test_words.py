@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from forge_data.tokenizers import cached_bpe
+from forge_data.tokenizers import bpe
 from forge_data.tokenizers.bpe import BpeTokenizer
 
 TEXT = "the cat's 12 hats aren't there;\n\n  def f(x):\n\treturn x + 1  # they'll we've I'm he'd you're\r\n été 漢字 \u00a0\n"
@@ -54,16 +54,16 @@ def test_ids_are_those_of_the_library(text: str) -> None:
 
 def test_parts_of_a_text_make_it_up_and_most_of_it_is_not_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "plain\n" * 50 + "naïve\n" + "plain\n" * 50
-    assert [(len(part), ascii_only) for part, ascii_only in cached_bpe._parts(text)] == [(299, True), (6, False), (301, True)]
+    assert [(len(part), ascii_only) for part, ascii_only in bpe._ascii_parts(text)] == [(299, True), (6, False), (301, True)]
     taken = []
-    real = cached_bpe.Words._library
-    monkeypatch.setattr(cached_bpe.Words, "_library", lambda self, part: (taken.append(part), real(self, part))[1])
+    real = bpe.WordCache._library
+    monkeypatch.setattr(bpe.WordCache, "_library", lambda self, part: (taken.append(part), real(self, part))[1])
     TOKENIZER.encode(text)
     assert taken == ["\nnaïve"]
 
 
 def test_words_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached_bpe, "_MOST", 20)
+    monkeypatch.setattr(bpe, "_MOST_WORDS", 20)
     tokenizer = of(trained())
     assert tokenizer._words is not None
     for start in range(0, 200, 7):
@@ -73,7 +73,7 @@ def test_words_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached_bpe, "_MOST", 30)
+    monkeypatch.setattr(bpe, "_MOST_WORDS", 30)
     tokenizer = of(trained())
     texts = [" ".join(str(number * 7 % 90) for number in range(start, start + 30)) for start in range(300)]
     with ThreadPoolExecutor(8) as pool:

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from forge_core.batch import IGNORE
-from forge_data.components.sources import Store
-from forge_data.loading.loader import open_stream
+from forge_data.components import TokenStore
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data
-from forge_data.store.reader import open_store
+from forge_data.sources.store import open_store
 
 assert find_spec("forge_parallel") is None
 assert find_spec("forge_models") is None
@@ -21,7 +21,7 @@ TEXTS = {f"{number}.txt": f"document {number}: " + "all work and no play " * (nu
 
 
 def first_step(path: Path, rank: int, ranks: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    data = Data(sequence_length=16, sources=[Store(path=str(path))])
+    data = Data(sequence_length=16, sources=[TokenStore(path=str(path))])
     stream = open_stream(data, workspace=path.parent, seed=3, global_batch=8, micro_batch=2, rank=rank, ranks=ranks)
     batches, _ = next(iter(stream.from_cursor(stream.start())))
     return [row for b in batches for row in zip(b.samples, b.tokens, b.labels, strict=True)]

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from forge_core.errors import ForgeError
-from forge_data.commands.diff_runs import diff, is_run
+from forge_data.commands.diff import compare_runs, is_run
 from train.runs import TINY, train
 
 
 def compared(one: Path, other: Path) -> dict[str, Any]:
     assert is_run(str(one)) and is_run(str(other))
-    return diff(str(one), str(other), None, lambda _: None)
+    return compare_runs(str(one), str(other), None, lambda _: None)
 
 
 def test_runs_and_checkpoints_are_compared_as_far_as_both_have_come(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
-from forge_data.loading.loader import evaluation
+from forge_data.loading.evaluation import evaluation
 from forge_train.cli import main
 from forge_train.hooks.evaluation.results import bits_per_byte
 from forge_train.inference.evaluate import Score, recipe_for, scores

@@ -10,7 +10,7 @@ import pytest
 
 from forge_core.errors import ConfigError, DataError, ForgeError
 from forge_core.registry import Registry
-from forge_data.loading.items.questions import Question
+from forge_data.loading.evaluation import Question
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_train.hooks import answers
 from forge_train.hooks.answers import AnswersHook

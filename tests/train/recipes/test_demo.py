@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_data.loading.loader import evaluation
+from forge_data.loading.evaluation import evaluation
 from forge_train.recipe.load import load
 
 

@@ -12,8 +12,8 @@ from forge_core.config.validation import walk
 from forge_core.errors import ConfigError, Fault, ForgeError
 from forge_core.protocols.data import SourceContext
 from forge_core.registry import GROUPS, Registry
-from forge_data.components.sources import Random
-from forge_data.loading.loader import open_stream
+from forge_data.components import RandomTokens
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data, Phase
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_train.recipe.load import load
@@ -111,13 +111,13 @@ def test_trials_b9_labels_and_weights_that_cannot_be_meant_are_faults(tmp_path: 
 
 
 def test_trials_b9_weights_0_before_the_first_phase_are_a_fault(tmp_path: Path) -> None:
-    sources = [Random(vocab_size=61, weight=0.0, label=label) for label in "ab"]
+    sources = [RandomTokens(vocab_size=61, weight=0.0, label=label) for label in "ab"]
     data = Data(sequence_length=16, sources=list(sources), phases=[Phase(start=2, weights={"a": 1.0})])
     with pytest.raises(ConfigError, match=r"data\.sources\.0\.weight: no source has a weight above 0 before the first phase"):
         open_stream(data, workspace=tmp_path, seed=1, global_batch=4, micro_batch=4)
 
 
 def test_trials_b9_sources_without_labels_are_numbered_as_before(tmp_path: Path) -> None:
-    sources = [Random(vocab_size=61, seed=1), Random(vocab_size=61, seed=2), Random(vocab_size=61, label="b")]
+    sources = [RandomTokens(vocab_size=61, seed=1), RandomTokens(vocab_size=61, seed=2), RandomTokens(vocab_size=61, label="b")]
     data = Data(sequence_length=16, sources=list(sources))
     assert open_stream(data, workspace=tmp_path, seed=1, global_batch=4, micro_batch=4).labels == ("random", "random-2", "b")

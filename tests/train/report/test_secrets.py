@@ -13,9 +13,8 @@ import pytest
 from forge_core.errors import CheckpointError
 from forge_core.redaction import redacted, redacted_text
 from forge_core.registry import Registry
-from forge_data.commands import recipe_data
-from forge_data.storage.file import File
-from forge_data.storage.remote import _place
+from forge_data.commands.recipe import recipe_of
+from forge_data.storage.files import File, _cached_path
 from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import start
 from forge_train.inference.forge_weights import job_of
@@ -136,7 +135,7 @@ def test_trials_f5_no_file_of_a_run_no_file_name_and_no_word_has_a_secret(
     assert f"http://(hidden)@{server}/y" in said[0][1] and f"http://(hidden)@{server}/gone.jsonl?(hidden)" in said[1][1]
     files = [path for folder in ("runs", "cache") for path in (tmp_path / folder).rglob("*") if path.is_file()]
     assert {"report.html", "report.json", "manifest.json", "rank-00000.log", "metrics.jsonl"} <= {path.name for path in files}
-    for path in (*files, _place(File("x.jsonl", there, 1, "stamp"))):
+    for path in (*files, _cached_path(File("x.jsonl", there, 1, "stamp"))):
         assert "HUSH" not in str(path)
     for path in files:
         if path.name == "config.toml":
@@ -193,8 +192,11 @@ def test_what_a_checkpoint_hides_is_refused_where_it_is_needed() -> None:
     sources = [{"name": "text", "path": "corpus.txt"}, {"name": "text", "path": "s3://me:secret@bucket/more.txt"}]
     config = redacted({"model": {"name": "decoder"}, "data": {"sources": sources}})
     assert job_of({"config": config}, Registry(), "model").model is not None
-    for needed in (lambda: job_of({"config": config}, Registry(), "data"), lambda: recipe_data.of(config, "checkpoint step-3")):
+    for needed in (
+        lambda: job_of({"config": config}, Registry(), "data"),
+        lambda: recipe_of(config, "checkpoint step-3"),
+    ):
         with pytest.raises(CheckpointError, match=r"data\.sources\.1\.path is hidden"):
             needed()
     del config["data"]["sources"][1]
-    assert recipe_data.of(config, "checkpoint step-3").data.sources == job_of({"config": config}, Registry(), "data").data.sources
+    assert recipe_of(config, "checkpoint step-3").data.sources == job_of({"config": config}, Registry(), "data").data.sources

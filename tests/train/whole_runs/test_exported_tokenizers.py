@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from forge_ckpt.checkpoint.locate import locate
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
-from forge_data.tokenizers.restore import restore
+from forge_data.tokenizers.dump import restore
 from forge_models.generation.sampling import GREEDY
 from forge_train.inference.chat import chat_for
 from forge_train.inference.continuation import Continuation

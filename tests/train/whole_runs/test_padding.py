@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from forge_core.batch import IGNORE, Batch
-from forge_data.components.sources import Tokens
-from forge_data.loading.loader import evaluation, open_stream
+from forge_data.components import Tokens
+from forge_data.loading.evaluation import evaluation
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from forge_core.errors import DataError
-from forge_data.sources.records import parts
+from forge_data.sources import records
 from forge_vlm.components.sources import ImageJsonl, ImageSource, VideoFrames
 from forge_vlm.data import prepare
 from forge_vlm.data.inputs import ImageInputs
@@ -205,11 +205,11 @@ def test_the_longest_document_of_an_older_store_may_be_its_first(tmp_path: Path)
 
 
 def test_the_file_of_names_is_bounded_and_takes_any_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "LISTED", 3)
-    skips = parts.Skips(budget=10)
+    monkeypatch.setattr(records, "LISTED", 3)
+    skips = records.Skips(budget=10)
     for number in range(6):
         skips.broken(f"record {number}: half of a pair \ud83d\nand a second line")
     assert skips.count == 6 and len(skips.messages) == 3
-    parts.name_skipped("6 broken records", skips.messages, tmp_path / "store", lambda _: None)
+    records.name_skipped("6 broken records", skips.messages, tmp_path / "store", lambda _: None)
     named = (tmp_path / "store.skipped.txt").read_text().splitlines()
     assert named == [f"record {number}: half of a pair ? and a second line" for number in range(3)]

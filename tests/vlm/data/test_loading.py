@@ -16,10 +16,9 @@ from forge_core.batch import IGNORE, PADDING, Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.checks import packing_keeps_documents
-from forge_data.components.sources import Text
-from forge_data.components.tokenizers import Bytes
-from forge_data.loading.items.questions import Question, inputs_of, questions
-from forge_data.loading.loader import evaluation, open_stream
+from forge_data.components import Bytes, TextFiles
+from forge_data.loading.evaluation import Question, evaluation, inputs_of, questions
+from forge_data.loading.stream import open_stream
 from forge_data.packing.plan import planned
 from forge_data.section import Data
 from forge_data.tokenizers.bytes import ByteTokenizer
@@ -141,7 +140,7 @@ def test_ranks_share_a_step_and_a_cursor_goes_on(corpus: Path, tmp_path: Path) -
 
 
 def test_text_is_mixed_in_by_weight(corpus: Path, tmp_path: Path) -> None:
-    chosen = data(source(corpus, label="seen"), Text(path=str(corpus / "plain.txt"), label="read"))
+    chosen = data(source(corpus, label="seen"), TextFiles(path=str(corpus / "plain.txt"), label="read"))
     batches = [batch for found, _ in steps(chosen, tmp_path, 6, micro_batch=2) for batch in found]
     origins = [name for batch in batches if batch.sources for name in batch.sources.rows.tolist()]
     assert sorted({*origins}) == [0, 1] and abs(origins.count(0) - origins.count(1)) <= 1

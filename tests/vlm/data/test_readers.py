@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from forge_core.errors import DataError
+from forge_data.storage.checksums import digest_of
 from forge_data.storage.files import find
-from forge_data.storage.fingerprints import digest_of
 from forge_vlm.components.sources import ImageJsonl, ImageWebdataset, VideoCsv, VideoFrames
 from forge_vlm.data.example_images import video
 from forge_vlm.data.readers.files import natural

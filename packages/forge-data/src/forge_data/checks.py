@@ -10,11 +10,10 @@ from forge_core.errors import DataError, Fault, ForgeError, MissingFile, RecipeW
 from forge_core.layout import Layout
 from forge_core.protocols.data import SourceContext, TextComponent
 from forge_core.protocols.job import Job
-from forge_data.components import sources, tokenizers
-from forge_data.order.phases import batch_faults, faults_of
-from forge_data.order.source_keys import too_long_of, weight_of
+from forge_data import components
+from forge_data.order.phases import batch_faults, faults_of, too_long_of, weight_of
 from forge_data.section import Data
-from forge_data.store.manifest import read_manifest
+from forge_data.sources.store import read_manifest
 
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 """Ids of tiktoken's own encodings, one more than the largest."""
@@ -46,12 +45,16 @@ def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
         if not _there(pattern):
             yield MissingFile(f"data.tokenizer.files.{index}", f"{pattern!r} matches no file")
     used = [(index, source) for index, source in enumerate(data.sources) if weight_of(source) > 0]
-    learns = isinstance(data.tokenizer, tokenizers.Bpe) and data.tokenizer.path is None and not data.tokenizer.files
+    learns = isinstance(data.tokenizer, components.Bpe) and data.tokenizer.path is None and not data.tokenizer.files
     if learns and not any(isinstance(source, TextComponent) for _, source in used):
         hint = "set it to a tokenizer.json, or set data.tokenizer.files, or add a source of text"
         yield Fault("data.tokenizer.path", "is not set, and there is no text to train a tokenizer on", hint=hint)
     for index, source in used:
-        if isinstance(source, sources.Random) and data.packing == "concatenate" and source.tokens <= data.sequence_length:
+        if (
+            isinstance(source, components.RandomTokens)
+            and data.packing == "concatenate"
+            and source.tokens <= data.sequence_length
+        ):
             length = data.sequence_length
             sample = f"the {length + 1} of one sample (sequence_length = {length}, and a label)"
             message = f"{source.tokens} tokens are fewer than {sample}"
@@ -84,7 +87,7 @@ def tokenizer_fits(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: AR
     size = ids_of(tokenizer)
     if size is not None and size > rows:
         yield Fault("data.tokenizer.name", f"has {size} ids, more than the model's vocabulary of {rows}", hint=hint)
-    elif isinstance(tokenizer, tokenizers.Bpe) and tokenizer.path is None and tokenizer.vocab_size > rows:
+    elif isinstance(tokenizer, components.Bpe) and tokenizer.path is None and tokenizer.vocab_size > rows:
         message = f"lets the tokenizer learn {tokenizer.vocab_size} ids, more than the model's vocabulary of {rows}"
         yield RecipeWarning("data.tokenizer.vocab_size", message, hint=hint)
     for index, source in enumerate(job.data.sources):
@@ -149,11 +152,11 @@ def _small(file: Path) -> bool:
 
 def ids_of(tokenizer: Any) -> int | None:
     """How many ids a tokenizer will have; None where that is known only when it is made, or its library is asked."""
-    if isinstance(tokenizer, tokenizers.Bytes):
+    if isinstance(tokenizer, components.Bytes):
         return 257
-    if isinstance(tokenizer, tokenizers.Tiktoken) and tokenizer.path is None:
+    if isinstance(tokenizer, components.Tiktoken) and tokenizer.path is None:
         return ENCODINGS.get(tokenizer.encoding)
-    if isinstance(tokenizer, tokenizers.Bpe) and tokenizer.path is not None:
+    if isinstance(tokenizer, components.Bpe) and tokenizer.path is not None:
         return _ids_in(Path(tokenizer.path))
     return None
 
@@ -173,13 +176,13 @@ def _ids_in(file: Path) -> int | None:
 def _absent(component: Any) -> str | None:
     """Why the files that a component names cannot be there; None when they may be."""
     path = getattr(component, "path", None)
-    if not isinstance(path, str) or isinstance(component, sources.HuggingFace):  # that may be a name on the hub
+    if not isinstance(path, str) or isinstance(component, components.HuggingFace):  # that may be a name on the hub
         return None
-    if isinstance(component, sources.Store):
+    if isinstance(component, components.TokenStore):
         if not _there(path):
             return f"directory {path!r} does not exist"
         return None if "://" in path or _there(f"{glob.escape(path)}/manifest.json") else f"{path!r} has no manifest.json"
-    if isinstance(component, sources.Megatron) and (_there(f"{path}.idx") or _there(f"{path}.bin")):
+    if isinstance(component, components.Megatron) and (_there(f"{path}.idx") or _there(f"{path}.bin")):
         return None
     if _there(path):
         return None

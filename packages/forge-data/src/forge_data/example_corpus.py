@@ -55,7 +55,7 @@ def arrow(folder: Path) -> str:
 
 
 def store(folder: Path) -> str:
-    from forge_data.store.writer import StoreWriter
+    from forge_data.sources.store_writer import StoreWriter
 
     with StoreWriter(folder / "store", dtype="uint16", shard_tokens=200) as writer:
         for ids in documents():
@@ -70,7 +70,7 @@ def npy(folder: Path) -> str:
 
 
 def megatron(folder: Path) -> str:
-    from forge_data.writers.megatron import MegatronWriter
+    from forge_data.sources.megatron import MegatronWriter
 
     with MegatronWriter(folder / "corpus", "uint16") as writer:
         for ids in documents():

@@ -19,9 +19,8 @@ def prepare(
     """
     from forge_core.protocols.data import StreamedSource
     from forge_core.registry import Registry
-    from forge_data.loading.loader import evaluation
-    from forge_data.loading.open_sources import context_of, open_sources
-    from forge_data.loading.spec import LoadSpec
+    from forge_data.loading.evaluation import evaluation
+    from forge_data.loading.sources import LoadSpec, context_of, open_sources
     from forge_train.recipe.load import load
     from forge_train.run.directory import claim, run_directory
 

@@ -11,7 +11,7 @@ from typing import Any
 from forge_core.durable_files import replace_file
 from forge_core.errors import DataError, ForgeError, did_you_mean
 from forge_core.protocols.run import Run
-from forge_data.loading.items.questions import Question, inputs_of, questions
+from forge_data.loading.evaluation import Question, inputs_of, questions
 from forge_train.hooks.periodic import Periodic, length_limit
 from forge_train.run.directory import ANSWERS
 

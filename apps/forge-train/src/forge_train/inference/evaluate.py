@@ -13,7 +13,7 @@ from forge_core.errors import DataError, ForgeError
 from forge_core.protocols.weights import Weights
 from forge_core.redaction import refuse_redacted
 from forge_core.registry import Registry
-from forge_data.loading.loader import evaluation
+from forge_data.loading.evaluation import evaluation
 from forge_parallel.step.step import Step
 from forge_train.hooks.evaluation.evaluate import perplexity
 from forge_train.hooks.evaluation.results import bits_per_byte

@@ -29,8 +29,7 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
     Raises:
         ForgeError: there is none; says how to give one.
     """
-    from forge_data.loading.open_sources import context_of, open_sources
-    from forge_data.loading.spec import LoadSpec
+    from forge_data.loading.sources import LoadSpec, context_of, open_sources
 
     if path is None and weights.facts.tokenizer is not None:
         path = weights.facts.tokenizer / "tokenizer.json"
@@ -149,7 +148,7 @@ def byte_letters() -> dict[int, str]:
 def _read(path: Path, weights: Weights) -> Tokenizer:
     """A `tokenizer.json`, of the tokenizers library or as a store carries it, or a `.model` of sentencepiece."""
     from forge_data.tokenizers.bpe import BpeTokenizer, named_tokens
-    from forge_data.tokenizers.restore import restore
+    from forge_data.tokenizers.dump import restore
     from forge_data.tokenizers.sentencepiece import SentencePieceTokenizer
 
     try:

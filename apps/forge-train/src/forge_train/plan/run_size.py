@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from forge_data.order.phases import stages_of
 from forge_parallel.model.realize import Blueprint
+from forge_data.order.phases import intervals_of
 from forge_train.recipe.schema import Job
 
 
@@ -46,6 +46,6 @@ def run_size(job: Job) -> RunSize:
 def _spans(job: Job) -> list[tuple[int, int, int]]:
     """(steps, sequences in a step, tokens in a sequence) of each stretch of the run."""
     last = job.train.max_steps
-    stages = [stage for stage in stages_of(job.data, job.train.global_batch) if stage.step < last]
-    ends = [stage.step for stage in stages[1:]] + [last]
-    return [(end - stage.step, stage.batch, stage.length) for stage, end in zip(stages, ends, strict=True)]
+    intervals = [interval for interval in intervals_of(job.data, job.train.global_batch) if interval.step < last]
+    ends = [interval.step for interval in intervals[1:]] + [last]
+    return [(end - interval.step, interval.batch, interval.length) for interval, end in zip(intervals, ends, strict=True)]

@@ -24,8 +24,9 @@ from forge_core.machine import idle_accelerator, threads_per_process
 from forge_core.protocols.checkpoint import World
 from forge_core.redaction import redacted_text
 from forge_core.registry import Registry
-from forge_data.loading.items.load import names_of
-from forge_data.loading.loader import evaluation, open_stream
+from forge_data.loading.evaluation import evaluation
+from forge_data.loading.items import names_of
+from forge_data.loading.stream import open_stream
 from forge_models.accelerator import has_flex
 from forge_parallel.accelerator import name
 from forge_parallel.launch.environment import Launch

@@ -150,7 +150,7 @@ class SourceWithItems(Source, Protocol):
 class StreamedSource(Protocol):
     """Documents that can only be read in order, in shards: files of a remote data set, a generator, a live stream.
 
-    `forge_data.packing.streamed` shuffles and cuts them, and takes up any position again. Attributes as in `Source`; the number
+    `forge_data.packing.readers` shuffles and cuts them, and takes up any position again. Attributes as in `Source`; the number
     of tokens is not known.
 
     Attributes:

@@ -73,11 +73,10 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show format, dtype, documents, tokens, lengths of documents, and a sample."""
-    from forge_data.commands.inspect import as_text
-    from forge_data.commands.inspect import inspect as look
+    from forge_data.commands.inspect import inspect_tokens, inspection_text
 
-    found = look(path, _open(path, kind, dtype, eos, bos))
-    typer.echo(json.dumps(found) if as_json else as_text(found))
+    found = inspect_tokens(path, _open(path, kind, dtype, eos, bos))
+    typer.echo(json.dumps(found) if as_json else inspection_text(found))
 
 
 @app.command()
@@ -91,9 +90,9 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read every byte: checksums, the index of documents, every id; and count duplicates."""
-    from forge_data.commands import verify
+    from forge_data.commands.inspect import verification_text, verify_tokens
 
-    found = verify.verify(_open(path, kind, dtype, eos, bos), vocab_size, _say(as_json))
+    found = verify_tokens(_open(path, kind, dtype, eos, bos), vocab_size, _say(as_json))
     if as_json:
         typer.echo(json.dumps(found))
     if found["faults"]:
@@ -101,7 +100,7 @@ def verify(
             "\n".join([f"{path} is damaged:", *(f"  {fault}" for fault in found["faults"]), "write or restore it again"])
         )
     if not as_json:
-        typer.echo(verify.as_text(found))
+        typer.echo(verification_text(found))
 
 
 @app.command()
@@ -164,16 +163,16 @@ def diff(
 
     Runs are compared up to the step that both have reached, recipes up to train.max_steps.
     """
-    from forge_data.commands import diff, diff_runs
+    from forge_data.commands.diff import compare_runs, corpora_text, diff_corpora, is_run, runs_text
 
-    if diff_runs.is_run(one) or diff_runs.is_run(other):
-        found = diff_runs.diff(one, other, steps, _say(as_json))
-        text = diff_runs.as_text
+    if is_run(one) or is_run(other):
+        found = compare_runs(one, other, steps, _say(as_json))
+        text = runs_text
     elif steps is not None:
         raise DataError(f"--steps compares runs, but {one} is not a run: it is not a recipe and has no config.toml or checkpoint")
     else:
-        found = diff.diff(_open(one, None, dtype, eos, bos), _open(other, None, dtype, eos, bos))
-        text = diff.as_text
+        found = diff_corpora(_open(one, None, dtype, eos, bos), _open(other, None, dtype, eos, bos))
+        text = corpora_text
     typer.echo(json.dumps(found) if as_json else text(found, (one, other)))
     if not found["equal"]:
         raise typer.Exit(1)
@@ -217,7 +216,7 @@ def mix(
 
 
 def _open(path: str, kind: str | None, dtype: str | None, eos: int | None, bos: int | None, vocab_size: int | None = None) -> Any:
-    from forge_data.commands.detect import open_any
+    from forge_data.sources.formats import open_any
 
     return open_any(path, kind=kind, dtype=dtype, eos=eos, bos=bos, vocab_size=vocab_size)
 

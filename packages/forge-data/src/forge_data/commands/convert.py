@@ -9,15 +9,14 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source, Tokenizer
-from forge_data.packing.portions import portions
-from forge_data.preparation.progress import Progress
-from forge_data.sources.tokens.token_files import Corpus
-from forge_data.store.manifest import DTYPES
-from forge_data.store.reader import StoreSource
-from forge_data.store.writer import SHARD_TOKENS, StoreWriter
-from forge_data.tokenizers.stored import tokenizer_of
-from forge_data.writers.arrays import ArrayWriter
-from forge_data.writers.megatron import MegatronWriter
+from forge_core.terminal import ProgressMeter
+from forge_data.sources.arrays import ArrayWriter
+from forge_data.sources.megatron import MegatronWriter
+from forge_data.sources.scan import portions
+from forge_data.sources.store import DTYPES, StoreSource
+from forge_data.sources.store_writer import SHARD_TOKENS, StoreWriter
+from forge_data.sources.token_files import TokenFiles
+from forge_data.tokenizers.dump import tokenizer_of
 
 TARGETS = ("store", "megatron", "npy", "bin")
 
@@ -47,7 +46,7 @@ def convert(
     shard_tokens: int = SHARD_TOKENS,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Copies tokens and documents; the ids keep their dtype unless another is asked for.
+    """Copies tokens and documents; the ids keep their dtype unless another is given.
 
     Args:
         source: opened.
@@ -59,7 +58,7 @@ def convert(
         join_sequences: documents of several sequences (Megatron) may become documents of one.
         skip_empty: documents without a token, which the target cannot hold, may be left out; they are counted.
         shard_tokens: of a store.
-        report: told about progress.
+        report: called with progress messages.
 
     Raises:
         DataError: the target cannot hold everything and no option allows the loss, or it cannot be written.
@@ -73,7 +72,7 @@ def convert(
     if tokenizer is not None and source.max_id is not None and source.max_id >= tokenizer.vocab_size:
         raise DataError(f"{source.name} holds id {source.max_id}, but tokenizer {tokenizer.name} has {tokenizer.vocab_size}")
     with _writer(out, target, kind, tokenizer, source.name, lose_documents, shard_tokens) as writer:
-        progress = Progress(f"converting {source.name}", source.tokens, "tokens", report)
+        progress = ProgressMeter(f"converting {source.name}", source.tokens, "tokens", report)
         documents = 0
         for _, ids, ends in portions(source):
             writer.add(ids, ends)
@@ -103,7 +102,7 @@ def _writer(
 
 
 def _refuse_lost_sequences(source: Source, join: bool) -> None:
-    if not isinstance(source, Corpus):
+    if not isinstance(source, TokenFiles):
         return
     described = source.described
     sequences, documents = described.more.get("sequences"), described.documents
@@ -116,7 +115,7 @@ def _refuse_lost_sequences(source: Source, join: bool) -> None:
 
 def _empty_documents(source: Source, documents: int, skip: bool) -> int:
     """How many documents without a token the source has: those that no border shows."""
-    stated = source.described.documents if isinstance(source, Corpus) else None
+    stated = source.described.documents if isinstance(source, TokenFiles) else None
     empty = 0 if stated is None else stated - documents
     if empty and not skip:
         raise DataError(

@@ -1,7 +1,12 @@
-"""What `data decontaminate` does: documents that share runs of words with an evaluation set, found and left out.
+"""What `data decontaminate` does: finds documents that share runs of words with an evaluation set, and leaves them out.
 
 The measure is the usual one (Brown et al., 2020): a run of 13 words that occurs in both. It needs no network and no
 tokenizer of the evaluation set. An example of fewer words is looked for as a whole, as one run.
+
+Words are what remains when text is lowered and everything but letters, digits and other symbols beyond ASCII counts as a
+gap. A run is found by a 64-bit hash, for many megabytes a second: the hash of a word is a polynomial in its bytes and that
+of a run a polynomial in its words, both modulo 2^64, so every run comes from two cumulative sums (Karp and Rabin, 1987).
+Equal runs have equal hashes; where a hash is found, the runs are then compared word by word.
 """
 
 import json
@@ -15,22 +20,25 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.commands.detect import open_any
-from forge_data.commands.ngrams import hashes, words_of
-from forge_data.packing.portions import portions
-from forge_data.preparation.progress import Progress
-from forge_data.sources.records import jsonl
+from forge_core.terminal import ProgressMeter
+from forge_data.sources import jsonl
+from forge_data.sources.formats import open_any
+from forge_data.sources.scan import portions
+from forge_data.sources.store import StoreSource
+from forge_data.sources.store_writer import StoreWriter
 from forge_data.storage.files import find
-from forge_data.store.reader import StoreSource
-from forge_data.store.writer import StoreWriter
-from forge_data.tokenizers.stored import tokenizer_of
+from forge_data.tokenizers.dump import tokenizer_of
 
 _SHORTEST = 3
 """An example of fewer words says nothing: its words occur everywhere."""
+_BYTE_BASE, _WORD_BASE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
+_ODD = np.uint64(0xBF58476D1CE4E5B9)
+_GAPS = dict.fromkeys((*range(8192, 8304), 12288, 12289, 12290), " ")
+"""Spaces, dashes and quotation marks beyond ASCII, and their like in CJK."""
 
 
 @dataclass
-class Examples:
+class EvaluationExamples:
     """Runs of words of an evaluation set.
 
     Attributes:
@@ -66,7 +74,7 @@ def decontaminate(
         words: of a run.
         out: a new store without the documents that share a run.
         report_to: a new file of JSON lines, one an overlap.
-        report: told about progress.
+        report: called with progress messages.
 
     Raises:
         DataError: the store has no tokenizer, there is nothing to compare with, or a file exists or cannot be written.
@@ -80,38 +88,38 @@ def decontaminate(
         raise DataError(f"{report_to} exists; choose another path or remove it")
     found = {"path": path, "examples": len(examples.names), "too_short": examples.too_short, "words": words}
     counts = {"documents": 0, "overlapping_documents": 0, "overlapping_tokens": 0}
-    progress = Progress(f"comparing {path}", source.tokens, "tokens", report)
+    progress = ProgressMeter(f"comparing {path}", source.tokens, "tokens", report)
     with ExitStack() as stack:
         writer = out and stack.enter_context(
             StoreWriter(out, dtype=source.dtype.name, tokenizer=tokenizer, source=f"{source.manifest.source}, decontaminated")
         )
-        lines = report_to and stack.enter_context(_opened(report_to))
+        lines = report_to and stack.enter_context(_open_report(report_to))
         for start, ids, ends in portions(source):
             kept = _compare(tokenizer, examples, start, ids, ends, counts, lines)
             if writer:
-                _add(writer, ids, ends, kept)
+                _add_kept(writer, ids, ends, kept)
             progress.advance(len(ids))
         if writer:
             writer.commit()
     return found | counts | {"overlapping_examples": len(examples.hit), "out": str(out) if out else None}
 
 
-def read_examples(against: Sequence[str], fields: tuple[str, ...], words: int) -> Examples:
+def read_examples(against: Sequence[str], fields: tuple[str, ...], words: int) -> EvaluationExamples:
     """The runs of all examples.
 
     Raises:
         DataError: a file is missing, is not JSON lines, or has none of the fields.
     """
-    examples = Examples()
+    examples = EvaluationExamples()
     for file in (file for path in against for file in find(path, jsonl.SUFFIXES, "evaluation")):
         for offset, record in jsonl.records(file):
-            texts = list(_texts(record, fields))
+            texts = list(_texts_in(record, fields))
             if not texts:
                 what = f"no text under {' or '.join(fields)}" if fields else "no text"
                 raise DataError(f"{file.where} at byte {offset} has {what}")
             number = len(examples.names)
             examples.names.append(f"{file.name}:{offset}")
-            runs = [run for text in texts for run in _runs(words_of(text), words)]
+            runs = [run for text in texts for run in _runs_of_words(words_of(text), words)]
             examples.too_short += not runs
             for run in runs:
                 owners = examples.runs.setdefault(len(run), {}).setdefault(run, [])
@@ -120,34 +128,34 @@ def read_examples(against: Sequence[str], fields: tuple[str, ...], words: int) -
     if not examples.runs:
         raise DataError(f"{', '.join(against)}: no example of at least {_SHORTEST} words")
     for length, runs_of_length in examples.runs.items():
-        found = [hashes(" ".join(word.decode("utf-8", errors="replace") for word in run), length) for run in runs_of_length]
+        found = [run_hashes(" ".join(word.decode("utf-8", errors="replace") for word in run), length) for run in runs_of_length]
         examples.hashes[length] = np.unique(np.concatenate(found))
     return examples
 
 
-def _runs(words: list[bytes], length: int) -> Iterator[tuple[bytes, ...]]:
+def _runs_of_words(words: list[bytes], length: int) -> Iterator[tuple[bytes, ...]]:
     if _SHORTEST <= len(words) < length:
         yield tuple(words)
     for start in range(len(words) - length + 1):
         yield tuple(words[start : start + length])
 
 
-def _texts(value: Any, fields: tuple[str, ...]) -> Iterator[str]:
+def _texts_in(value: Any, fields: tuple[str, ...]) -> Iterator[str]:
     """All texts below a value; of a record only those under the named keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item, ())
+            yield from _texts_in(item, ())
     elif isinstance(value, dict):
         for key, item in value.items():
             if not fields or key in fields:
-                yield from _texts(item, ())
+                yield from _texts_in(item, ())
 
 
 def _compare(
     tokenizer: Tokenizer,
-    examples: Examples,
+    examples: EvaluationExamples,
     start: int,
     ids: np.ndarray,
     ends: np.ndarray,
@@ -176,12 +184,12 @@ def _compare(
     return kept
 
 
-def _overlaps(text: str, examples: Examples) -> list[tuple[tuple[bytes, ...], list[int]]]:
+def _overlaps(text: str, examples: EvaluationExamples) -> list[tuple[tuple[bytes, ...], list[int]]]:
     """(run, examples that have it) of every run that occurs in the text, each once."""
     words: list[bytes] | None = None
     found: dict[tuple[bytes, ...], list[int]] = {}
     for length, wanted in examples.hashes.items():
-        own = hashes(text, length)
+        own = run_hashes(text, length)
         if not len(own):
             continue
         places = np.searchsorted(wanted, own)
@@ -195,14 +203,14 @@ def _overlaps(text: str, examples: Examples) -> list[tuple[tuple[bytes, ...], li
     return list(found.items())
 
 
-def _add(writer: StoreWriter, ids: np.ndarray, ends: np.ndarray, kept: np.ndarray) -> None:
+def _add_kept(writer: StoreWriter, ids: np.ndarray, ends: np.ndarray, kept: np.ndarray) -> None:
     lengths = np.diff(ends, prepend=0)
     chosen = ids[np.repeat(kept, lengths)]
     if len(chosen):
         writer.add(chosen, np.cumsum(lengths[kept]))
 
 
-def _opened(path: Path) -> IO[str]:
+def _open_report(path: Path) -> IO[str]:
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:
@@ -221,3 +229,61 @@ def as_text(found: dict[str, Any]) -> str:
     if found["out"]:
         lines.append(f"  the other documents are in {found['out']}")
     return "\n".join(lines)
+
+
+def normalized(text: str) -> bytes:
+    """Lowered text as UTF-8, marks beyond ASCII as spaces."""
+    lowered = text.lower()
+    return (lowered if lowered.isascii() else lowered.translate(_GAPS)).encode("utf-8", errors="replace")
+
+
+def words_of(text: str) -> list[bytes]:
+    """The words of a text."""
+    content = normalized(text)
+    return [content[start:stop] for start, stop in zip(*(edge.tolist() for edge in word_edges(content)), strict=True)]
+
+
+def word_edges(content: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, stops) of the words in normalized text."""
+    inside = np.zeros(len(content) + 2, dtype=bool)
+    inside[1:-1] = _letters()[np.frombuffer(content, dtype=np.uint8)]
+    turns = np.flatnonzero(inside[1:] != inside[:-1])
+    return turns[::2], turns[1::2]
+
+
+def run_hashes(text: str, n: int) -> np.ndarray:
+    """(runs,) uint64 of every run of `n` words, in order."""
+    content = normalized(text)
+    starts, stops = word_edges(content)
+    if len(starts) < n:
+        return np.empty(0, dtype=np.uint64)
+    # A zero byte would add nothing, at any place; ids from 1 make every byte count.
+    letters = np.frombuffer(content, dtype=np.uint8).astype(np.uint64) + np.uint64(1)
+    words = _polynomials(letters, starts, stops, _BYTE_BASE)
+    words = (words ^ (words >> np.uint64(29))) * _ODD + (stops - starts).astype(np.uint64)
+    first = np.arange(len(words) - n + 1)
+    return _polynomials(words, first, first + n, _WORD_BASE)
+
+
+def _polynomials(values: np.ndarray, starts: np.ndarray, stops: np.ndarray, base: int) -> np.ndarray:
+    """sum over i in [start, stop) of values[i] base^(i - start), modulo 2^64."""
+    powers = _powers(base, len(values))
+    sums = np.zeros(len(values) + 1, dtype=np.uint64)
+    np.cumsum(values * powers, out=sums[1:])
+    inverse = _powers(pow(base, -1, 1 << 64), len(values))
+    return (sums[stops] - sums[starts]) * inverse[starts]
+
+
+def _powers(base: int, count: int) -> np.ndarray:
+    """(count,) uint64 base^0, base^1, ..., modulo 2^64."""
+    steps = np.full(count, base, dtype=np.uint64)
+    steps[0] = 1
+    return np.multiply.accumulate(steps)
+
+
+def _letters() -> np.ndarray:
+    """(256,) whether a byte of lowered UTF-8 belongs to a word."""
+    table = np.zeros(256, dtype=bool)
+    table[[*b"0123456789abcdefghijklmnopqrstuvwxyz"]] = True
+    table[128:] = True
+    return table

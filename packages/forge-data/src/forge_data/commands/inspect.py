@@ -1,31 +1,37 @@
-"""What `data inspect` says about tokens on disk."""
+"""What `data inspect` and `data verify` say about tokens on disk: what they are, and whether they are intact."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from forge_core.protocols.data import Source
-from forge_data.loading.entropy import token_counts, unigram_entropy
-from forge_data.sources.tokens.token_files import Corpus
-from forge_data.store.reader import StoreSource
-from forge_data.tokenizers.stored import tokenizer_of
+from forge_core.terminal import ProgressMeter
+from forge_data.sources.scan import place_of, portions, token_counts, unigram_entropy
+from forge_data.sources.store import StoreSource
+from forge_data.sources.token_files import TokenFiles
+from forge_data.tokenizers.dump import tokenizer_of
 
-_SAMPLE = 120
+_SHOWN_TOKENS = 120
 _BARS = "▏▎▍▌▋▊▉█"
+_HASHES_KEPT = 1 << 20
+"""At most about this many hashes are kept; of a larger corpus only documents whose hash is small enough are compared."""
 
 
-def inspect(path: str, source: Source) -> dict[str, Any]:
+def inspect_tokens(path: str, source: Source) -> dict[str, Any]:
     """Format, dtype, counts, lengths of documents, unigram entropy and a decoded sample, JSON as it stands.
 
     Reads document ends, and the tokens too where no counts were recorded.
     """
     lengths = np.diff(source.ends().astype(np.int64), prepend=0)
     tokenizer = tokenizer_of(source) if isinstance(source, StoreSource) else None
-    head = source.read(0, min(_SAMPLE, source.tokens)).tolist()
+    head = source.read(0, min(_SHOWN_TOKENS, source.tokens)).tolist()
     counts = token_counts(source)
     found: dict[str, Any] = {
         "path": path,
-        "format": source.described.format if isinstance(source, Corpus) else "token store",
+        "format": source.described.format if isinstance(source, TokenFiles) else "token store",
         "dtype": source.read(0, 0).dtype.name,
         "tokens": source.tokens,
         "documents": len(lengths),
@@ -49,7 +55,7 @@ def inspect(path: str, source: Source) -> dict[str, Any]:
             "creator": manifest.creator,
             "tokenizer": None if manifest.tokenizer is None else vars(manifest.tokenizer),
         }
-    if isinstance(source, Corpus):
+    if isinstance(source, TokenFiles):
         found |= {"files": len(source.shards.shards), **source.described.more}
         if source.described.documents is not None:
             found["empty_documents"] = source.described.documents - len(lengths)
@@ -64,7 +70,7 @@ def histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     return [{"from": 2**power, "to": 2 ** (power + 1), "documents": int(counts[power])} for power in range(low, len(counts))]
 
 
-def as_text(found: dict[str, Any]) -> str:
+def inspection_text(found: dict[str, Any]) -> str:
     """The same for a terminal, with the histogram drawn."""
     lines = [f"{found['path']}: {found['format']}, {found['dtype']}"]
     lines.append(f"  {found['tokens']:,} tokens in {found['documents']:,} documents, largest id {found['max_id']}")
@@ -93,3 +99,67 @@ def _bar(fraction: float, width: int) -> str:
     eighths = round(fraction * width * 8)
     whole, rest = divmod(eighths, 8)
     return ("█" * whole + (_BARS[rest - 1] if rest else "")).ljust(width)
+
+
+def verify_tokens(source: Source, vocab_size: int | None, report: Callable[[str], None]) -> dict[str, Any]:
+    """Faults with file and offset, and how many documents occur more than once; JSON as it stands.
+
+    Checksums (a store), the index of documents, every id against the vocabulary. Duplicates are found by the XXH3 of
+    whole documents among all of them, or among a sample by hash, which keeps all copies of a document or none.
+    """
+    faults = source.verify() if isinstance(source, StoreSource) else []
+    if isinstance(source, TokenFiles) and source.check is not None:
+        faults += source.check()
+    found: dict[str, Any] = {"path": source.name, "tokens": source.tokens, "faults": faults}
+    if faults:
+        return found  # borders that are wrong would only make more of them
+    limit = vocab_size or source.vocab_size
+    faults += _check_ids(source, limit, found, report)
+    return found
+
+
+def _check_ids(source: Source, limit: int | None, found: dict[str, Any], report: Callable[[str], None]) -> list[str]:
+    progress = ProgressMeter(f"verifying {source.name}", source.tokens, "tokens", report)
+    faults: list[str] = []
+    hashes: list[np.ndarray] = []
+    threshold, documents, high, outside = np.uint64(2**64 - 1), 0, 0, 0
+    for start, ids, ends in portions(source):
+        high = max(high, int(ids.max()))
+        wrong = np.flatnonzero((ids < 0) | (ids >= limit) if limit is not None else ids < 0)
+        if len(wrong) and not outside:
+            token = start + int(wrong[0])
+            faults.append(f"{place_of(source, token)} (token {token}): id {int(ids[wrong[0]])} is not in a vocabulary of {limit}")
+        outside += len(wrong)
+        documents += len(ends)
+        hashed = _document_hashes(ids, ends)
+        hashes.append(hashed[hashed <= threshold])
+        while sum(len(part) for part in hashes) > _HASHES_KEPT:
+            threshold >>= np.uint64(1)
+            hashes = [part[part <= threshold] for part in hashes]
+        progress.advance(len(ids))
+    kept = np.sort(np.concatenate(hashes))
+    copies = int(np.count_nonzero(kept[1:] == kept[:-1]))
+    found |= {"documents": documents, "max_id": high, "ids_outside": outside}
+    stated = source.described.documents if isinstance(source, TokenFiles) else None
+    found["empty_documents"] = 0 if stated is None else stated - documents
+    found["duplicates"] = {"documents_compared": len(kept), "copies": copies}
+    return faults
+
+
+def _document_hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """(documents,) uint64 hash of each document."""
+    starts = np.concatenate([[0], ends[:-1]]).tolist()
+    content = np.ascontiguousarray(ids)
+    pieces = (content[start:end] for start, end in zip(starts, ends.tolist(), strict=True))
+    return np.fromiter((xxhash.xxh3_64_intdigest(piece.data) for piece in pieces), dtype=np.uint64, count=len(ends))
+
+
+def verification_text(found: dict[str, Any]) -> str:
+    """The same for a terminal."""
+    compared = found["duplicates"]["documents_compared"]
+    lines = [f"{Path(found['path'])}: {found['tokens']:,} tokens in {found['documents']:,} documents are as they should be"]
+    lines.append(f"  largest id {found['max_id']}")
+    if empty := found["empty_documents"]:
+        lines.append(f"  {empty:,} documents have no token: training passes over them, `data convert` needs --skip-empty")
+    lines.append(f"  {found['duplicates']['copies']:,} of {compared:,} documents that were compared occur earlier too")
+    return "\n".join(lines)

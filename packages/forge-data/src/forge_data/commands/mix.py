@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
-from forge_data.commands.recipe_data import read
+from forge_data.commands.recipe import read_recipe
 
 if TYPE_CHECKING:
     from forge_data.loading.sample_order import SampleOrder
@@ -37,8 +37,8 @@ def mix(
     Raises:
         ForgeError: as `open_stream`.
     """
-    found = read(recipe, overrides)
-    from forge_data.loading.loader import TrainingStream, open_stream
+    found = read_recipe(recipe, overrides)
+    from forge_data.loading.stream import TrainingStream, open_stream
     from forge_data.order.phases import faults_of, refuse_faults
 
     steps = steps or found.train.max_steps
@@ -103,7 +103,7 @@ def plan_of(stream: "TrainingStream", steps: int) -> dict[str, Any]:
 
 
 def _largest_deviation(order: "SampleOrder", start: int, stop: int) -> dict[str, Any]:
-    """Samples that a source was drawn too often (or, below 0, too seldom) since step 0, where that is farthest from 0.
+    """The largest deviation of a source from its share since step 0, in samples; negative if it was drawn too seldom.
 
     Looks at the ends of `_LOOKED_AT` steps of [start, stop).
     """

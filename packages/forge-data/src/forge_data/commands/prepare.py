@@ -7,17 +7,15 @@ from typing import Any
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
-from forge_data.loading.entropy import unigram_entropy
 from forge_data.order.cursor import differences_of
-from forge_data.preparation.prepare import tokenize
-from forge_data.sources.records.formats import FORMATS, open_records
-from forge_data.sources.records.huggingface import open_dataset
-from forge_data.sources.records.parts import Records
-from forge_data.sources.records.stdlib import stdlib_files
-from forge_data.sources.records.text import text_files
-from forge_data.storage.partial import remove_left
-from forge_data.store.manifest import MANIFEST
-from forge_data.store.reader import StoreSource
+from forge_data.preparation.tokenization import tokenize
+from forge_data.sources.formats import RECORD_FORMATS, open_records
+from forge_data.sources.huggingface import open_dataset
+from forge_data.sources.records import Records
+from forge_data.sources.scan import unigram_entropy
+from forge_data.sources.store import MANIFEST, StoreSource
+from forge_data.sources.text import stdlib_files, text_files
+from forge_data.storage.workspace import remove_left
 from forge_data.tokenizers import bpe, sentencepiece
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_data.tokenizers.tiktoken import load_encoding
@@ -48,7 +46,7 @@ def prepare(
         vocab_size: of a tokenizer that is trained.
         eos: the token that ends a document; of records of ids with tokenizer `none`, its id.
         workers: at a time.
-        report: told about progress.
+        report: called with progress messages.
         options: fields of the component; those that are None are left at their defaults.
 
     Raises:
@@ -122,7 +120,7 @@ def source_of(path: str) -> str:
     directory = Path(path)
     if directory.is_dir() and any((directory / name).exists() for name in ("dataset_dict.json", "state.json")):
         return "huggingface"
-    suffixes = {name: form.suffixes for name, form in FORMATS.items()} | {"text": (".txt", ".md")}
+    suffixes = {name: form.suffixes for name, form in RECORD_FORMATS.items()} | {"text": (".txt", ".md")}
     names = [file.name for file in directory.rglob("*")] if directory.is_dir() else [path]
     found = {name for name, ends in suffixes.items() if any(file.endswith(ends) for file in names)}
     if len(found) > 1:
@@ -148,8 +146,8 @@ def _texts(source: str | None, path: str | None, options: dict[str, Any]) -> Tex
         return text_files(str(path), **options)
     if chosen == "huggingface":
         return open_dataset(str(path), **options)
-    if chosen not in FORMATS:
-        raise DataError(f"unknown source {chosen!r}; known: text, stdlib, {', '.join(FORMATS)}, huggingface")
+    if chosen not in RECORD_FORMATS:
+        raise DataError(f"unknown source {chosen!r}; known: text, stdlib, {', '.join(RECORD_FORMATS)}, huggingface")
     return open_records(str(path), chosen, **options)
 
 

@@ -94,7 +94,7 @@ def check_even(component: Any) -> None:
     """
     from collections import Counter
 
-    from forge_data.packing.streamed import Documents
+    from forge_data.packing.readers import Documents
 
     with _opened(component) as source:
         if not hasattr(source, "stream"):
@@ -173,8 +173,8 @@ def _samples(component: Any, seed: int, rank: int = 0, ranks: int = 1, begin: in
     """The rows of each step from `begin` on, by content: those of a new start, which is given the cursor of that step."""
     from itertools import islice
 
-    from forge_data.components.tokenizers import Bytes
-    from forge_data.loading.loader import open_stream
+    from forge_data.components import Bytes
+    from forge_data.loading.stream import open_stream
     from forge_data.section import Data
 
     packing: Any = "best_fit" if getattr(component, "keeps_documents", False) else "concatenate"

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from forge_data.tokenizers.adapt import ADDED
+from forge_data.tokenizers.control import ADDED
 
 PLAIN = "the gradient of the layer"
 TEXTS = (

@@ -1,23 +1,56 @@
-"""Held-out rows, each read exactly once, with the same number of batches on every rank."""
+"""Held-out data: rows that are each read exactly once, with the same number of batches on every rank; and questions.
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+A question is a held-out document: what stands before its first learned token is given, and the learned tokens are the answer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import mul
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from forge_core.batch import Batch
 from forge_core.errors import DataError
-from forge_core.protocols.data import Source, SourceWithItems, Tokenizer
+from forge_core.protocols.data import Source, SourceWithItems, StreamedSource, Tokenizer
 from forge_data import accelerator
-from forge_data.loading.assemble import Assembler
-from forge_data.loading.buffers import Buffers
-from forge_data.loading.items.load import Items
-from forge_data.loading.packings import open_packing
-from forge_data.loading.rows import Marks, Rows
-from forge_data.loading.spec import LoadSpec
-from forge_data.store.reader import StoreSource
-from forge_data.tokenizers.stored import tokenizer_of
+from forge_data.loading.items import Items, stacked
+from forge_data.loading.rows import Assembler, Buffers, Rows
+from forge_data.loading.sources import LoadSpec, Marks, Report, build_source, context_of, open_packing, refuse_tokenizers, silent
+from forge_data.order.phases import too_long_of
+from forge_data.section import Data
+from forge_data.sources.store import StoreSource
+from forge_data.tokenizers.dump import tokenizer_of
+
+
+def evaluation(
+    data: Data,
+    *,
+    workspace: Path,
+    report: Report = silent,
+    vocab_size: int | None = None,
+    model: Any = None,
+    tokenizer: Tokenizer | None = None,
+) -> dict[str, "HeldOut"]:
+    """Opens the held-out sets of `[data.evaluation]`, by name; rows are made as those of training are.
+
+    `tokenizer` is that of the training data, as its stream says; sets that another one made are refused.
+
+    Raises:
+        DataError: as `open_stream`; or a set is a stream, which has no end that every rank could agree on.
+    """
+    if not data.evaluation:
+        return {}
+    spec = LoadSpec(data, workspace, vocab_size=vocab_size, model=model)
+    context = context_of(spec, report)
+    sources = {name: build_source(component, name, context, vocab_size) for name, component in data.evaluation.items()}
+    if streamed := next((name for name, source in sources.items() if isinstance(source, StreamedSource)), None):
+        raise DataError(f"evaluation set {streamed!r} is a stream; prepare it into a store, so that each row is read once")
+    refuse_tokenizers(sources, context.tokenizer or tokenizer)
+    coder = context.tokenizer or tokenizer
+    keys = data.evaluation
+    return {name: HeldOut(name, source, spec, report, coder, too_long_of(keys[name])) for name, source in sources.items()}
 
 
 class HeldOut:
@@ -62,7 +95,7 @@ class HeldOut:
         ends = self.source.ends().astype(np.int64)
         starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[ends < self.tokens]])
         first, times = np.unique(self.source.windows(starts, 1), return_counts=True)
-        sizes = [_bytes(self._tokenizer.decode([index])) for index in first.tolist()]
+        sizes = [_text_bytes(self._tokenizer.decode([index])) for index in first.tolist()]
         return self.tokens - len(starts), self.text_bytes - sum(map(mul, sizes, times.tolist()))
 
     def batches(self, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
@@ -96,6 +129,58 @@ class HeldOut:
             del batch
 
 
-def _bytes(text: str) -> int:
+def _text_bytes(text: str) -> int:
     """Of the text of one token in UTF-8; what is no character is a byte of one."""
     return sum(1 if letter == "\ufffd" else len(letter.encode()) for letter in text)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One document.
+
+    Attributes:
+        prompt: (n,) token ids before the first learned one, placeholders of items included.
+        answer: (m,) learned token ids up to the first that is not, with the end of the document if it is learned.
+        items: the source's items [first, stop) of the prompt.
+    """
+
+    prompt: np.ndarray
+    answer: np.ndarray
+    items: tuple[int, int]
+
+    def is_answered_by(self, said: Sequence[int], end: int | None) -> bool:
+        """Whether new tokens are exactly the answer. One that does not end with the end of a document, such as a turn of a
+        conversation that goes on, is compared as far as it goes, since nothing in it says that it ends."""
+        answer = self.answer.tolist()
+        return list(said if answer[-1] == end else said[: len(answer)]) == answer
+
+
+def questions(source: Any, count: int) -> Iterator[Question]:
+    """About `count` of them, from documents at equal distances; a document without prompt or answer is left out."""
+    if not isinstance(source, SourceWithItems):
+        return
+    ends = source.ends().astype(np.int64)
+    begins = np.concatenate([[0], ends[:-1]])
+    for number in np.unique(np.arange(count) * len(ends) // count).tolist():
+        start, stop = int(begins[number]), int(ends[number])
+        learned = source.learned(start, stop)
+        first = int(np.argmax(learned))
+        if not first or not learned[first]:
+            continue
+        unlearned = np.flatnonzero(~learned[first:])
+        last = first + int(unlearned[0]) if len(unlearned) else stop - start
+        ids = source.read(start, stop).astype(np.int64)
+        bounds = source.items_before(np.array([start, start + first]))
+        yield Question(ids[:first], ids[first:last], (int(bounds[0]), int(bounds[1])))
+
+
+def inputs_of(source: SourceWithItems, asked: Sequence[Question]) -> dict[str, Any]:
+    """What a model takes besides the prompts: items stacked (n, ...) float32, and the numbers of each row's (B, M) int64; empty
+    where there is none.
+
+    Raises:
+        DataError: an item cannot be loaded.
+    """
+    return stacked(
+        source.extras, [[source.load(*question.items)] if question.items[0] < question.items[1] else [] for question in asked]
+    )

@@ -1,31 +1,94 @@
-"""Which source and row each place of a step has: arithmetic alone, the same on every rank and in every loader worker."""
+"""Which source and row each place of a step has: a pure function of (recipe, seed, sample).
 
-from collections.abc import Sequence
+It is arithmetic alone, and gives the same result on every rank and in every loader worker.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceWithItems
-from forge_data.loading.open_sources import OpenedSources
-from forge_data.loading.spec import LoadSpec
+from forge_data.loading.sources import LoadSpec, OpenedSources
 from forge_data.order.cursor import EQUAL, EXACT, ROUNDED_PERIOD
-from forge_data.order.phases import Stage, faults_of, refuse_faults, stages_of
-from forge_data.order.samples import Samples, order_of
+from forge_data.order.permutation import key_of, permute, permute_blocks
+from forge_data.order.phases import PhaseInterval, faults_of, intervals_of, refuse_faults
 from forge_data.order.timeline import Timeline
-from forge_data.packing.streamed import READERS
+from forge_data.packing.readers import READERS
+from forge_data.section import Data
+
+BLOCK = 16_384
+Order = Callable[[np.ndarray, int, int, np.ndarray], np.ndarray]
+"""(places in the epoch, rows, key, epochs) -> rows."""
 
 
-def stages_for(spec: LoadSpec, opened: OpenedSources) -> list[Stage]:
-    """The stages of a run, with the weights of the sources that some phase reads.
+def intervals_for(spec: LoadSpec, opened: OpenedSources) -> list[PhaseInterval]:
+    """The intervals of a run, with the weights of the sources that some phase reads.
 
     Raises:
         ConfigError: the phases do not fit the recipe.
     """
     refuse_faults(faults_of(spec.data, spec.global_batch))
-    stages = stages_of(spec.data, spec.global_batch)
-    return [replace(stage, weights=tuple(stage.weights[place] for place in opened.places)) for stage in stages]
+    intervals = intervals_of(spec.data, spec.global_batch)
+    return [replace(interval, weights=tuple(interval.weights[place] for place in opened.places)) for interval in intervals]
+
+
+class Samples:
+    """Finds samples by arithmetic; keeps the blocks that it found last, so that a step costs microseconds."""
+
+    def __init__(self, timeline: Timeline, labels: Sequence[str], rows: Sequence[int | None], seed: int, order: Order) -> None:
+        """
+        Args:
+            timeline: draws of the sources.
+            labels: of the sources; with the seed they make the key of each order.
+            rows: samples of each source in one epoch; None for a stream, which does not know.
+            seed: of the order.
+            order: of the samples of one epoch.
+        """
+        self.timeline = timeline
+        self.rows = tuple(rows)
+        self.order = order
+        self._keys = [key_of("order of rows", seed, label) for label in labels]
+        self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def locate(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """(sources, rows), each (count,) int64, of samples [first, first + count); a stream's rows count on over epochs."""
+        parts = []
+        for block in range(first // BLOCK, (first + count - 1) // BLOCK + 1):
+            sources, rows = self._block(block)
+            window = slice(max(0, first - block * BLOCK), first + count - block * BLOCK)
+            parts.append((sources[window], rows[window]))
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate([sources for sources, _ in parts]), np.concatenate([rows for _, rows in parts])
+
+    def end(self, epochs: int) -> int | None:
+        """Samples until some source would begin its epoch number `epochs` (from 0); None when that never happens."""
+        known = [(source, rows) for source, rows in enumerate(self.rows) if rows is not None]
+        ends = [self.timeline.sample_of(source, epochs * rows) for source, rows in known]
+        return min((end for end in ends if end is not None), default=None)
+
+    def _block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        found = self._blocks.get(number)
+        if found is None:
+            while len(self._blocks) >= 2:
+                del self._blocks[next(iter(self._blocks))]
+            found = self._blocks[number] = self._find(np.arange(number * BLOCK, (number + 1) * BLOCK))
+        return found
+
+    def _find(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        sources, draws = self.timeline.locate(samples)
+        for source in np.unique(sources).tolist():
+            size = self.rows[source]
+            if size is None:
+                continue
+            own = np.flatnonzero(sources == source)
+            epochs, places = np.divmod(draws[own], size)
+            draws[own] = self.order(places, size, self._keys[source], epochs)
+        return sources, draws
 
 
 class SampleOrder:
@@ -38,27 +101,29 @@ class SampleOrder:
         streams: numbers of the streamed sources.
     """
 
-    def __init__(self, spec: LoadSpec, opened: OpenedSources, stages: Sequence[Stage], rows: Sequence[int | None]) -> None:
+    def __init__(
+        self, spec: LoadSpec, opened: OpenedSources, intervals: Sequence[PhaseInterval], rows: Sequence[int | None]
+    ) -> None:
         """
         Args:
             spec: of the run.
             opened: its sources.
-            stages: of `stages_for`.
+            intervals: of `intervals_for`.
             rows: samples of each source in one epoch; None for a stream.
 
         Raises:
             DataError: max_epochs of a source allows no sample.
         """
-        self.spec, self.data, self.stages = spec, spec.data, stages
+        self.spec, self.data, self.intervals = spec, spec.data, intervals
         self.labels, self.sources = tuple(opened.sources), tuple(opened.sources.values())
-        self.unit = max(stage.length for stage in stages)
+        self.unit = max(interval.length for interval in intervals)
         self._too_long = opened.too_long
         self.streams = tuple(source for source, count in enumerate(rows) if count is None)
         limits = zip(opened.max_epochs, rows, strict=True)
         caps = [None if most is None or count is None else int(most * count) for most, count in limits]
         if wrong := next((label for label, cap in zip(self.labels, caps, strict=True) if cap == 0), None):
             raise DataError(f"max_epochs of source {wrong!r} allows no whole sample; raise it, or set weight = 0")
-        self.timeline = Timeline(stages, caps, self.data.temperature)
+        self.timeline = Timeline(intervals, caps, self.data.temperature)
         self.samples = Samples(self.timeline, self.labels, rows, spec.seed, order_of(self.data))
 
     def rows_of(self, step: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -82,16 +147,16 @@ class SampleOrder:
         return min((end for end in ends if end is not None), default=None)
 
     def begun(self, step: int) -> int:
-        """How many stages and phases began before a step: two steps with the same number have the same identity."""
-        return sum(stage.step < step for stage in self.stages) + sum(phase.start < step for phase in self.data.phases)
+        """How many intervals and phases began before a step: two steps with the same number have the same identity."""
+        return sum(interval.step < step for interval in self.intervals) + sum(phase.start < step for phase in self.data.phases)
 
     def identity_at(self, step: int | None) -> dict[str, Any]:
         """Everything that fixes which sample has which number up to a step; None = for ever.
 
         Phases that lie ahead are left out, so that they can still be changed; so are sources that only they read.
         """
-        begun = [stage for stage in self.stages if step is None or stage.step < step] or self.stages[:1]
-        read = [any(stage.weights[index] > 0 for stage in begun) for index in range(len(self.labels))]
+        begun = [interval for interval in self.intervals if step is None or interval.step < step] or self.intervals[:1]
+        read = [any(interval.weights[index] > 0 for interval in begun) for index in range(len(self.labels))]
         mixture = self.timeline.segments[0].mixture
         too_long = [
             None if isinstance(source, SourceWithItems) else how for source, how in zip(self.sources, self._too_long, strict=True)
@@ -141,9 +206,22 @@ class SampleOrder:
         if powers or any(sum(segment.shares) > ROUNDED_PERIOD for segment in segments):
             return True
         ramps = [phase for phase in self.data.phases if phase.ramp and (step is None or phase.start < step)]
-        totals = [sum(next(s.weights for s in reversed(self.stages) if s.step <= phase.start)) for phase in ramps]
+        totals = [sum(next(s.weights for s in reversed(self.intervals) if s.step <= phase.start)) for phase in ramps]
         return len(self.labels) > 1 and any(p.weights or total != 1 for p, total in zip(ramps, totals, strict=True))
 
 
 def _without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in keys}
+
+
+def order_of(data: Data) -> Order:
+    """The order that a recipe chooses by `shuffle`."""
+    if data.shuffle == "none":
+        return _as_stored
+    if data.shuffle == "block":
+        return partial(permute_blocks, block=data.shuffle_block, window=data.shuffle_window)
+    return permute
+
+
+def _as_stored(places: np.ndarray, size: int, key: int, epochs: np.ndarray) -> np.ndarray:  # noqa: ARG001 (an `Order`)
+    return places

@@ -8,27 +8,89 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from forge_core.batch import Batch
 from forge_core.errors import DataError
-from forge_core.protocols.data import Cursor, StreamedSource, Tokenizer
+from forge_core.protocols.data import Cursor, StatefulIterable, StreamedSource, Tokenizer
 from forge_data import accelerator
-from forge_data.loading.buffers import Buffers
-from forge_data.loading.entropy import token_counts, unigram_entropy
-from forge_data.loading.items.load import Items, StepItems
-from forge_data.loading.row_reader import RowReader
-from forge_data.loading.rows import Rows
-from forge_data.loading.workers.pool import WorkerPool
-from forge_data.loading.workers.recipe import WorkerRecipe
+from forge_data.loading.interop import ForeignStream
+from forge_data.loading.items import Items, StepItems
+from forge_data.loading.rows import Buffers, RowReader, Rows, open_rows
+from forge_data.loading.sources import LoadSpec, OpenedSources, Report, context_of, open_sources, silent
+from forge_data.loading.worker_pool import WorkerPool, WorkerRecipe
 from forge_data.order.cursor import cursor_at, fingerprint_of, refuse_other, sample_of
 from forge_data.order.phases import batch_faults, lr_scale_at, refuse_faults
-from forge_data.packing.plan import Planned
-from forge_data.store.checksums import FirstEpoch
+from forge_data.packing.plan import PlannedPacking
+from forge_data.section import Data
+from forge_data.sources.scan import token_counts, unigram_entropy
+from forge_data.storage.checksums import FirstEpoch
 
 _log = logging.getLogger(__name__)
+
+
+def open_stream(
+    data: Data,
+    *,
+    workspace: Path,
+    seed: int,
+    global_batch: int,
+    micro_batch: int,
+    rank: int = 0,
+    ranks: int = 1,
+    report: Report = silent,
+    vocab_size: int | None = None,
+    model: Any = None,
+) -> "TrainingStream | ForeignStream":
+    """Opens the training data of a recipe; text is tokenized into `workspace` the first time.
+
+    Args:
+        data: the recipe's `[data]` table.
+        workspace: where prepared data is kept; safe to share between processes.
+        seed: of the job; `data.seed` goes before it.
+        global_batch: rows per optimizer step over all ranks.
+        micro_batch: rows of one `Batch`.
+        rank, ranks: of the data axis.
+        report: called with progress messages.
+        vocab_size: of the model; a source with a larger id is refused.
+        model: the model component, for sources that prepare what it takes besides tokens.
+
+    Returns:
+        The `TrainingStream`; or, where the only source is a foreign loader, the `ForeignStream` that reads it.
+
+    Raises:
+        ForgeError: something cannot be read as what it claims to be, or the sizes do not fit each other.
+    """
+    if not 0 <= rank < ranks or micro_batch < 1 or global_batch < 1:
+        raise DataError(
+            f"expected 0 <= rank < ranks and batches of at least 1, got rank {rank} of {ranks}, micro_batch {micro_batch}, "
+            f"global_batch {global_batch}"
+        )
+    if global_batch % (ranks * micro_batch):
+        portion = f"{ranks * micro_batch} = {ranks} data ranks x micro_batch {micro_batch}"
+        raise DataError(
+            f"global_batch {global_batch} is not a multiple of {portion}; change train.micro_batch or the number of ranks"
+        )
+    shape = {"rank": rank, "ranks": ranks, "global_batch": global_batch, "micro_batch": micro_batch}
+    spec = LoadSpec(data, workspace, seed if data.seed is None else data.seed, global_batch, vocab_size, model)
+    opened = open_sources(spec, context_of(spec, report, **shape))
+    if any(isinstance(source, StatefulIterable) for source in opened.sources.values()):
+        return _open_foreign(data, opened, shape)
+    reader = open_rows(spec, opened, report)
+    recipe = WorkerRecipe.of(reader.order, opened) if data.loader_workers else None
+    return TrainingStream(reader, opened.tokenizer, micro_batch=micro_batch, rank=rank, ranks=ranks, recipe=recipe, report=report)
+
+
+def _open_foreign(data: Data, opened: OpenedSources, shape: Mapping[str, int]) -> ForeignStream:
+    """The stream of the only source, which is a loader itself."""
+    chosen = {"phases": data.phases, "loader_workers": data.loader_workers, "epochs": data.epochs}
+    ((label, loader),) = opened.sources.items()
+    if settings := [f"data.{name}" for name, value in chosen.items() if value]:
+        raise DataError(f"source {label!r} is a foreign loader, which does not support {', '.join(settings)}; remove them")
+    return ForeignStream(loader, label, **shape)  # type: ignore[arg-type]
 
 
 class TrainingStream:
@@ -104,13 +166,15 @@ class TrainingStream:
         return lr_scale_at(self.data.phases, step)
 
     def tokens_at(self, step: int) -> int:
-        """Tokens of the global batch of a step, with or without a label; padding is none."""
+        """Tokens of the global batch of a step, with or without a label; padding does not count."""
         span = self.order.timeline.span_at(step)
         if self.data.packing == "concatenate":
             return span.rows * span.length
         sources, numbers = self.order.rows_of(step, 0, span.rows)
         packings = enumerate(self.reader.packings)
-        return sum(packing.tokens_in(numbers[sources == source]) for source, packing in packings if isinstance(packing, Planned))
+        return sum(
+            packing.tokens_in(numbers[sources == source]) for source, packing in packings if isinstance(packing, PlannedPacking)
+        )
 
     def batches_at(self, step: int) -> int:
         """Micro-batches of this rank in a step."""
@@ -244,7 +308,7 @@ class TrainingStream:
         return self.order.timeline.first_row_of(step) + self.rank * self._shape(step)[0]
 
     def _positions(self, cursor: Cursor, step: int, other: bool) -> dict[str, Any]:
-        """Of the streams, by label; a cursor of `other` data may have none of a stream, which then begins at its beginning."""
+        """Positions of the streams, by label. A stream without a position in a cursor of `other` data begins at its beginning."""
         found: dict[str, Any] = cursor.get("streams", {})
         draws = self.order.timeline.draws(self.order.timeline.first_of(step))
         for label in (self.labels[source] for source in self.reader.streams if draws[source]):
@@ -274,7 +338,7 @@ class TrainingStream:
         return cursor_at(sample, self.labels, timeline.draws(sample), identity, streams, fingerprint)
 
     def _identity(self, step: int) -> tuple[dict[str, Any], str]:
-        """The identity at a step and its fingerprint: worked out where a stage or phase begins, not at every step."""
+        """The identity at a step and its fingerprint: worked out where an interval or phase begins, not at every step."""
         begun = self.order.begun(step)
         if begun not in self._identities:
             identity = self.order.identity_at(step)

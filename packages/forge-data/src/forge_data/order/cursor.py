@@ -10,9 +10,9 @@ from forge_core.protocols.data import Cursor
 
 VERSION = 1
 EQUAL = 2
-"""Version of the order of a stream's documents, `streams` in an identity; the one before has none."""
+"""Version of the order of a stream's documents, `streams` in an identity; the first version is not recorded."""
 EXACT = 2
-"""Version of the arithmetic of a mixture, `mixture` in an identity; the one before has none."""
+"""Version of the arithmetic of a mixture, `mixture` in an identity; the first version is not recorded."""
 ROUNDED_PERIOD = 65_536
 """Version 1 rounded the weights of a mixture to this period."""
 
@@ -137,7 +137,7 @@ def _united(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def differences_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings in which two identities differ, with both values; "nothing" where one has none."""
+    """Settings in which two identities differ, with both values; "nothing" where one lacks the setting."""
     found: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*before, *now}):
         old, new = before.get(key), now.get(key)

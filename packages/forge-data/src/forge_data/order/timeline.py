@@ -16,15 +16,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from forge_data.order.mixture import Mixture, mixture_of
-from forge_data.order.nested import Nested
-from forge_data.order.phases import Stage
-from forge_data.order.ramps import given
-from forge_data.order.weights import shares_of, tempered
+from forge_data.order.mixture import Mixture, TreeMixture, mixture_of, ramp_draws
+from forge_data.order.phases import PhaseInterval, shares_of, tempered
 
 
 @dataclass(frozen=True)
-class Span:
+class StepSpan:
     """Steps [step, ...) of one shape: `units` samples each, cut into rows of `length` tokens.
 
     Attributes:
@@ -77,31 +74,33 @@ class Timeline:
         end: samples until every source that is still wanted is used up, or None.
     """
 
-    def __init__(self, stages: Sequence[Stage], caps: Sequence[int | None], temperature: float = 1.0) -> None:
+    def __init__(self, intervals: Sequence[PhaseInterval], caps: Sequence[int | None], temperature: float = 1.0) -> None:
         """
         Args:
-            stages: of the run; see `phases.stages_of`.
+            intervals: of the run; see `phases.intervals_of`.
             caps: draws of each source after which it is used up, or None.
             temperature: of the weights.
         """
-        self.unit = max(stage.length for stage in stages)
+        self.unit = max(interval.length for interval in intervals)
         self.caps = tuple(caps)
-        self.spans: list[Span] = []
+        self.spans: list[StepSpan] = []
         self.segments: list[Segment] = []
         self.end: int | None = None
         self._temperature = temperature
         self._mixtures: dict[tuple[int, ...], Mixture] = {}
         self._owed = [Fraction(0)] * len(self.caps)
-        for stage in stages:
-            self._begin(stage)
+        for interval in intervals:
+            self._begin(interval)
         # Only where weights change the even assignment begins anew.
-        changes = [place for place in range(len(stages)) if not place or stages[place].weights != stages[place - 1].weights]
+        changes = [
+            place for place in range(len(intervals)) if not place or intervals[place].weights != intervals[place - 1].weights
+        ]
         for place, after in zip(changes, [*changes[1:], None], strict=True):
             stop = None if after is None else self.spans[after].first
             if self.end is None:
-                self._cut(self.spans[place].first, stop, stages[place])
+                self._cut(self.spans[place].first, stop, intervals[place])
 
-    def span_at(self, step: int) -> Span:
+    def span_at(self, step: int) -> StepSpan:
         """The span of a step."""
         return self.spans[bisect_right(self.spans, step, key=lambda span: span.step) - 1]
 
@@ -161,19 +160,19 @@ class Timeline:
     def _segment_at(self, sample: int) -> Segment:
         return self.segments[bisect_right(self.segments, sample, key=lambda segment: segment.first) - 1]
 
-    def _begin(self, stage: Stage) -> None:
-        """Adds the span of a stage, which goes on with the samples where the last one stopped."""
-        pieces = self.unit // stage.length
+    def _begin(self, interval: PhaseInterval) -> None:
+        """Adds the span of an interval, which goes on with the samples where the last one stopped."""
+        pieces = self.unit // interval.length
         first = first_row = 0
         if self.spans:
             last = self.spans[-1]
-            first = last.first + (stage.step - last.step) * last.units
-            first_row = last.first_row + (stage.step - last.step) * last.rows
-        self.spans.append(Span(stage.step, first, first_row, stage.batch // pieces, stage.batch, stage.length))
+            first = last.first + (interval.step - last.step) * last.units
+            first_row = last.first_row + (interval.step - last.step) * last.rows
+        self.spans.append(StepSpan(interval.step, first, first_row, interval.batch // pieces, interval.batch, interval.length))
 
-    def _cut(self, first: int, stop: int | None, stage: Stage) -> None:
+    def _cut(self, first: int, stop: int | None, interval: PhaseInterval) -> None:
         """Adds the segments of samples [first, stop), one more for every source that is used up on the way."""
-        if not stage.stair:
+        if not interval.stair:
             self._forget()
         while stop is None or first < stop:
             before = tuple(self.draws(first)) if self.segments else (0,) * len(self.caps)
@@ -181,14 +180,14 @@ class Timeline:
             left = [None if cap is None else cap - drawn for cap, drawn in zip(self.caps, before, strict=True)]
             if self.segments and any(share and rest == 0 for share, rest in zip(self.segments[-1].shares, left, strict=True)):
                 self._forget()  # a source was used up, which can be owed nothing more
-            own = tuple(0.0 if rest == 0 else weight for weight, rest in zip(stage.weights, left, strict=True))
+            own = tuple(0.0 if rest == 0 else weight for weight, rest in zip(interval.weights, left, strict=True))
             if not any(own):
                 self.end = first
                 return
             shares = shares_of(tempered(own, self._temperature))
-            counts = self._given(shares, stop - first) if stage.stair and stop is not None else None
+            counts = self._given(shares, stop - first) if interval.stair and stop is not None else None
             # A stair is read once, so a table of it would only cost time.
-            mixture = self._mixture(shares) if counts is None else Nested(counts)
+            mixture = self._mixture(shares) if counts is None else TreeMixture(counts)
             self.segments.append(Segment(first, shares, mixture, before, asked))
             limited = [(i, rest) for i, rest in enumerate(left) if rest and mixture.shares[i]]
             drawn = mixture.draws(stop - first) if limited and stop is not None else None
@@ -200,7 +199,7 @@ class Timeline:
     def _given(self, shares: Sequence[int], samples: int) -> list[int]:
         """Samples of each source in a stair, and what it leaves owing to the next."""
         owed = [debt + Fraction(samples * share, sum(shares)) for debt, share in zip(self._owed, shares, strict=True)]
-        found = given(owed, samples)
+        found = ramp_draws(owed, samples)
         self._owed = [debt - count for debt, count in zip(owed, found, strict=True)]
         return found
 

@@ -1,1 +1,1 @@
-"""How documents become rows of one length: concatenated or best-fit, with positions, documents and labels."""
+"""How documents become rows of one length: cut from the stream, or whole documents by a plan."""

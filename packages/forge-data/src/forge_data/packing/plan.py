@@ -8,6 +8,7 @@ Documents are planned in portions, so that memory does not grow with the corpus.
 
 import json
 import shutil
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from hashlib import blake2b
@@ -19,24 +20,21 @@ import numpy as np
 from forge_core.durable_files import publish, sync_path
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source, SourceWithItems
-from forge_data.packing.best_fit import best_fit
-from forge_data.packing.concatenate import RowWindows
-from forge_data.packing.portions import place_of, refuse_falling
+from forge_data.packing.concatenation import RowWindows
+from forge_data.sources.scan import place_of, refuse_falling
 from forge_data.storage.document_ends import blocks_of
-from forge_data.storage.partial import Partial
-from forge_data.storage.workspace_lock import locked
+from forge_data.storage.workspace import Partial, locked
 
 VERSION = 1
 PORTION = 1 << 20
 """Documents that are planned together."""
-
 _WINDOW = 1 << 24
 _GOES_ON = np.uint32(1 << 31)
 """Set in the length of a piece whose document goes on in another row."""
 _FILES = {"firsts": "<u8", "starts": "<u8", "lengths": "<u4"}
 
 
-class Planned:
+class PlannedPacking:
     """The rows of a plan, as a `Packing`; rows that are not full are padded with token 0, which has no label.
 
     Attributes:
@@ -67,7 +65,7 @@ class Planned:
         return RowWindows(windows, rows[whole], stops[whole], stops[heads + counts - 1], learned)
 
     def tokens_in(self, numbers: np.ndarray) -> int:
-        """Tokens of rows `numbers` (N,) int64 together; padding is none."""
+        """Tokens of rows `numbers` (N,) int64 together, without padding."""
         first, after = self._firsts[numbers].astype(np.int64), self._firsts[numbers + 1].astype(np.int64)
         heads = np.cumsum(after - first) - (after - first)
         pieces = np.arange(int((after - first).sum())) + np.repeat(first - heads, after - first)
@@ -141,7 +139,7 @@ def planned(
     label: str,
     most_items: int | None = None,
     too_long: str | None = None,
-) -> Planned:
+) -> PlannedPacking:
     """The packing `best_fit` or `pad` of a source; the plan is made the first time.
 
     Args:
@@ -168,7 +166,7 @@ def planned(
                 except TooLong as error:
                     raise TooLong(f"source {label!r}: {error}") from error
     try:
-        return Planned(source, length, path)
+        return PlannedPacking(source, length, path)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"the pack plan {path} is damaged ({error}); remove it, and it is made again") from error
 
@@ -177,14 +175,14 @@ class TooLong(DataError):
     """A document is longer than a row, and must not be."""
 
 
-class Pieces(NamedTuple):
+class DocumentPieces(NamedTuple):
     """Pieces of some documents, in order.
 
     Attributes:
         starts, lengths: (N,) int64 of each piece.
         goes_on: (N,) bool, whether its document goes on in the next piece.
         documents: of which they are.
-        left_out, cut: documents that are longer than a row: those without a piece, and those whose rest has none.
+        left_out, cut: documents longer than a row that get no piece, and those whose end is cut off.
     """
 
     starts: np.ndarray
@@ -195,7 +193,7 @@ class Pieces(NamedTuple):
     cut: int = 0
 
 
-def pieces_of(source: Source, length: int, portion: int = PORTION, too_long: str | None = None) -> Iterator[Pieces]:
+def pieces_of(source: Source, length: int, portion: int = PORTION, too_long: str | None = None) -> Iterator[DocumentPieces]:
     """Pieces of a source, portion by portion.
 
     Raises:
@@ -234,22 +232,22 @@ def _refuse_long(source: Source, begins: np.ndarray, ends: np.ndarray, length: i
     )
 
 
-def _pieces(begins: np.ndarray, ends: np.ndarray, length: int, too_long: str | None) -> Pieces:
+def _pieces(begins: np.ndarray, ends: np.ndarray, length: int, too_long: str | None) -> DocumentPieces:
     sizes = ends - begins
     none = np.zeros(len(sizes), dtype=bool)
     if int(sizes.max()) <= length:
-        return Pieces(begins, sizes, none, len(sizes))
+        return DocumentPieces(begins, sizes, none, len(sizes))
     longer = int((sizes > length).sum())
     if too_long == "skip":
         kept = sizes <= length
-        return Pieces(begins[kept], sizes[kept], none[kept], len(sizes), left_out=longer)
+        return DocumentPieces(begins[kept], sizes[kept], none[kept], len(sizes), left_out=longer)
     if too_long == "truncate":
-        return Pieces(begins, np.minimum(sizes, length), none, len(sizes), cut=longer)
+        return DocumentPieces(begins, np.minimum(sizes, length), none, len(sizes), cut=longer)
     counts = -(-sizes // length)
     document = np.repeat(np.arange(len(sizes)), counts)
     offsets = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * length
     left = sizes[document] - offsets
-    return Pieces(begins[document] + offsets, np.minimum(left, length), left > length, len(sizes), cut=longer)
+    return DocumentPieces(begins[document] + offsets, np.minimum(left, length), left > length, len(sizes), cut=longer)
 
 
 def _write(source: Source, length: int, mode: str, path: Path, most_items: int | None, too_long: str | None) -> None:
@@ -342,3 +340,92 @@ def _with_items(
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """Best-fit-decreasing: pieces of documents into rows, the longest first, each into the fullest row that it fits.
+
+    Ding et al., "Fewer Truncations Improve Language Modeling" (2024), pack whole documents this way; Johnson (1974) shows
+    that it uses at most 11/9 of the least number of rows, plus 4. Lengths are integers up to the capacity, so rows with equal
+    room are interchangeable: all pieces of one length that go into rows with one amount of room are placed at once. The work
+    is that of sorting plus a number of array operations that depends on the capacity and not on the number of pieces.
+
+    Args:
+        lengths: (N,) integers from 1 to `capacity`.
+        capacity: tokens of a row.
+
+    Returns:
+        (rows (N,) int64, number of rows). Equal lengths are placed in the order of their numbers.
+    """
+    order = _descending(lengths, capacity)
+    counts = np.bincount(lengths, minlength=capacity + 1)
+    rows = np.empty(len(lengths), dtype=np.int64)
+    room = _Room()
+    used = start = 0
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        stop = start + int(counts[length])
+        while start < stop:
+            free, found = room.tightest(length)
+            if found is None:
+                free = capacity
+                found = np.arange(used, used - (start - stop) // (capacity // length))  # as many as these pieces need
+                used += len(found)
+            start = _place(order, rows, start, stop, length, free, found, room)
+    return rows, used
+
+
+def _place(
+    order: np.ndarray, rows: np.ndarray, start: int, stop: int, length: int, free: int, found: np.ndarray, room: "_Room"
+) -> int:
+    """Puts pieces order[start:stop], all of one length, into rows `found`, all with `free` room; returns the next piece.
+
+    A row that took one piece has the tightest fit for the next as long as that fits too, so rows are filled in turn.
+    """
+    each = free // length
+    taken = found[: -((start - stop) // each)]
+    placed = min(stop - start, len(taken) * each)
+    rows[order[start : start + placed]] = np.repeat(taken, each)[:placed]
+    left_over = placed - (len(taken) - 1) * each  # pieces in the last row
+    if len(found) > len(taken):
+        room.give_back(free, found[len(taken) :])
+    if left_over < each:
+        room.add(free - left_over * length, taken[-1:])
+        taken = taken[:-1]
+    room.add(free - each * length, taken)
+    return start + placed
+
+
+class _Room:
+    """Rows by the room that is left in them."""
+
+    def __init__(self) -> None:
+        self._rows: defaultdict[int, deque[np.ndarray]] = defaultdict(deque)
+        self._some = 0  # bit r is set where some row has room r
+
+    def tightest(self, length: int) -> tuple[int, np.ndarray | None]:
+        """The smallest room of at least `length` that a row has, and rows that have it; they are taken out."""
+        above = self._some >> length
+        if not above:
+            return 0, None
+        free = length + (above & -above).bit_length() - 1
+        rows = self._rows[free].popleft()
+        if not self._rows[free]:
+            self._some ^= 1 << free
+        return free, rows
+
+    def add(self, free: int, rows: np.ndarray) -> None:
+        """Notes rows that have this much room left."""
+        if free and len(rows):
+            self._rows[free].append(rows)
+            self._some |= 1 << free
+
+    def give_back(self, free: int, rows: np.ndarray) -> None:
+        """Returns rows that were taken out and not used, so that they come first again."""
+        self._rows[free].appendleft(rows)
+        self._some |= 1 << free
+
+
+def _descending(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Numbers of pieces by falling length, equal ones in order; 16 bits are sorted by radix, which is much faster."""
+    keys = capacity - lengths
+    return np.argsort(keys.astype(np.uint16) if capacity <= 1 << 16 else keys, kind="stable")

@@ -1,1 +1,1 @@
-"""From text to a token store: parts of a corpus tokenized by a pool of processes."""
+"""From records to tokens: a corpus into a token store by many workers, or record by record during a run."""

@@ -1,1 +1,1 @@
-"""Where tokens come from: each module reads one format behind `forge_core.protocols.data.Source`."""
+"""Where tokens come from: each module reads one format, of token files or of records; some also write it."""

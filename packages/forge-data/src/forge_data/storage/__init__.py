@@ -1,1 +1,1 @@
-"""Bytes on disk and elsewhere: local and remote files, mapped shards, durable writes, fingerprints."""
+"""Bytes on disk and elsewhere: files and URLs, mapped shards, document ends, checksums, unfinished output."""

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.storage.shards import Kept, Shards, refuse_shrunk
+from forge_data.storage.shards import LRUCache, Shards, refuse_shrunk
 
 CHECKED = 32
 """So many tables of a corpus are opened and compared with themselves when it is; the others when they are first needed."""
@@ -29,7 +29,7 @@ class Documents(Protocol):
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]: ...
 
 
-class Table(Protocol):
+class EndsTable(Protocol):
     """Document ends of one shard, counted from its start."""
 
     def ends(self, start: int, stop: int) -> np.ndarray: ...
@@ -136,7 +136,7 @@ class Listed:
     def __init__(
         self,
         firsts: Sequence[int],
-        table: Callable[[int], Table],
+        table: Callable[[int], EndsTable],
         kept: int | None = None,
         *,
         remote: bool = False,
@@ -157,7 +157,7 @@ class Listed:
         self._open, self._advice = table, advice
         self.checked = True
         self._done: set[int] = set()
-        self._tables = Kept(self._table, kept)
+        self._tables = LRUCache(self._table, kept)
         count = len(self._firsts) - 1
         for number in () if remote else range(0, count, max(1, count // CHECKED)):
             self._table(number)
@@ -193,7 +193,7 @@ class Listed:
         """Everything that is wrong with all tables."""
         return [fault for number in range(len(self._firsts) - 1) for fault in self._open(number).faults(whole=True)]
 
-    def _table(self, number: int) -> Table:
+    def _table(self, number: int) -> EndsTable:
         table = self._open(number)
         if number not in self._done:
             if wrong := table.faults(whole=False):

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.storage.file import File
-from forge_data.storage.files import read_bytes
+from forge_data.storage.files import File, read_bytes
 from forge_data.storage.shards import map_file
 
 MAGIC = b"\x93NUMPY"

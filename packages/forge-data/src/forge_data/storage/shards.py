@@ -1,4 +1,4 @@
-"""Token ids of many files as one stream. A file is mapped when it is first touched; only so many stay mapped."""
+"""Token ids of many files as one stream. A file is mapped when it is first read; a limited number stays mapped."""
 
 import mmap
 import os
@@ -12,12 +12,11 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.storage.file import File
-from forge_data.storage.files import local_path, read_bytes
+from forge_data.storage.files import File, local_path, read_bytes
 
 Thing = TypeVar("Thing")
 READS = 64
-"""The size of a mapped file is checked once in so many reads, and whenever windows of it are cut: the check costs more than
+"""A mapped file's size is checked once per this many reads, and whenever windows of it are cut: the check costs more than
 a read."""
 
 
@@ -30,7 +29,7 @@ class Shard:
     offset: int = 0
 
 
-class Kept(Generic[Thing]):
+class LRUCache(Generic[Thing]):
     """Opens things by number and keeps the last ones: a mapped file holds a descriptor, and those are few."""
 
     def __init__(self, make: Callable[[int], Thing], limit: int | None = None) -> None:
@@ -81,7 +80,7 @@ class Shards:
         self.dtype = dtype
         self.firsts = [0, *accumulate(shard.tokens for shard in self.shards)]
         self.tokens = self.firsts[-1]
-        self._data = Kept(self._map, kept)
+        self._data = LRUCache(self._map, kept)
         self._unshrunk = _Unshrunk(self)
         self._reads = 0
         self._only = len(self.shards) == 1

@@ -1,1 +1,1 @@
-"""Text to token ids and back, behind `forge_core.protocols.data.Tokenizer`."""
+"""Text to token ids and back; every tokenizer implements `forge_core.protocols.data.Tokenizer`."""

@@ -1,26 +1,35 @@
-"""Byte-level byte-pair encoding with the `tokenizers` library: trained once and kept, or loaded."""
+"""Byte-level byte-pair encoding with the `tokenizers` library: trained once and kept, or loaded, and cached by word."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from forge_core.durable_files import replace_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts
-from forge_data.sources.records.text import text_files
-from forge_data.storage.workspace_lock import locked
-from forge_data.tokenizers.cached_bpe import PARTING, Words, cuts_into_words
-from forge_data.tokenizers.control import Controlled, load_backend, text_makes_controls
-from forge_data.tokenizers.pieces import Pieces
+from forge_data.sources.text import text_files
+from forge_data.storage.workspace import locked
+from forge_data.tokenizers.control import Controlled, TextPieces, load_backend, text_makes_controls
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+
+_WORD = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
+"""What `ByteLevel` of the tokenizers library cuts by, that of GPT-2 (Radford et al., 2019), for ASCII."""
+PARTING = re.compile(r"(?<=[!-~])(?=\n)")
+"""Where a text can be cut so that the ids of its parts are those of the whole."""
+_MOST_WORDS = 1 << 18
+"""Words whose ids are kept, about 40 MB."""
+_LONGEST_WORD = 64
+"""Longer words are hardly ever met again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +89,7 @@ class BpeTokenizer:
         self._makes_controls = text_makes_controls(parsed, eos)
         self.special_tokens: Mapping[str, str] = {"eos_token": eos}
         self.revision = 2 if self._makes_controls else 1
-        self._words = Words(self._backend) if cuts_into_words(parsed) and not self._makes_controls else None
+        self._words = WordCache(self._backend) if cuts_into_words(parsed) and not self._makes_controls else None
         self.parting = PARTING if self._words is not None else None
         self._controlled = cache(lambda: Controlled(content, eos, where))
 
@@ -99,7 +108,7 @@ class BpeTokenizer:
             parts = [self._words.encode(text) for text, _ in pieces]
             numbers = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
             return np.concatenate([np.empty(0, dtype=np.int64), *parts]), np.stack([numbers, numbers], axis=1)
-        return self._controlled().encode(Pieces(pieces, cuts))
+        return self._controlled().encode(TextPieces(pieces, cuts))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens are left out."""
@@ -107,34 +116,6 @@ class BpeTokenizer:
 
     def dump(self) -> bytes:
         return self._content
-
-
-def _are_apart(pieces: Sequence[tuple[str, bool]], cuts: Sequence[int]) -> bool:
-    """Whether there is only untrusted text, and a cut between any two pieces, as in a text with images."""
-    parted = {0, *cuts}
-    joined = False
-    for number, (text, trusted) in enumerate(pieces):
-        joined = joined and number not in parted
-        if text and (trusted or joined):
-            return False
-        joined = joined or bool(text)
-    return True
-
-
-def _around(backend: "Backend", eos: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids that the library puts before and after a text."""
-    for text in ("a", *backend.get_vocab()):  # some vocabularies cannot write the first
-        try:
-            encoding = backend.encode(text, add_special_tokens=True)
-        except Exception:  # noqa: BLE001 (the library raises it for what a vocabulary cannot write)
-            continue
-        if places := [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]:
-            break
-    else:
-        return (), ()
-    first, last = places[0], places[-1] + 1
-    before, after = tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
-    return before, after[:-1] if after[-1:] == (eos,) else after
 
 
 def load(path: str, eos: str, add_special_tokens: bool = True) -> BpeTokenizer:
@@ -173,6 +154,17 @@ def named_tokens(folder: Path) -> dict[str, str] | None:
     return found if files else None
 
 
+def trained(settings: BpeSettings, context: SourceContext) -> BpeTokenizer:
+    """A newly trained tokenizer; equal text and settings give equal bytes.
+
+    Raises:
+        DataError: the text to train on is missing.
+    """
+    texts = _texts(settings, context)
+    context.report(f"training a byte-level BPE tokenizer with up to {settings.vocab_size} tokens")
+    return BpeTokenizer(_backend(settings, texts).to_str(pretty=True).encode("utf-8"), settings.eos)
+
+
 def train(settings: BpeSettings, context: SourceContext) -> BpeTokenizer:
     """Trains on the component's files or the recipe's text, or takes the result of an earlier, equal training.
 
@@ -189,17 +181,6 @@ def train(settings: BpeSettings, context: SourceContext) -> BpeTokenizer:
             context.report(f"wrote tokenizer {path}")
             return tokenizer
     return load(str(path), settings.eos)
-
-
-def trained(settings: BpeSettings, context: SourceContext) -> BpeTokenizer:
-    """A newly trained tokenizer; equal text and settings give equal bytes.
-
-    Raises:
-        DataError: the text to train on is missing.
-    """
-    texts = _texts(settings, context)
-    context.report(f"training a byte-level BPE tokenizer with up to {settings.vocab_size} tokens")
-    return BpeTokenizer(_backend(settings, texts).to_str(pretty=True).encode("utf-8"), settings.eos)
 
 
 def _texts(settings: BpeSettings, context: SourceContext) -> tuple[Texts, ...]:
@@ -247,3 +228,106 @@ def _write(path: Path, content: bytes) -> None:
         replace_file(path, content)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}; choose another directory") from error
+
+
+def _are_apart(pieces: Sequence[tuple[str, bool]], cuts: Sequence[int]) -> bool:
+    """Whether there is only untrusted text, and a cut between any two pieces, as in a text with images."""
+    parted = {0, *cuts}
+    joined = False
+    for number, (text, trusted) in enumerate(pieces):
+        joined = joined and number not in parted
+        if text and (trusted or joined):
+            return False
+        joined = joined or bool(text)
+    return True
+
+
+def _around(backend: "Backend", eos: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids that the library puts before and after a text."""
+    for text in ("a", *backend.get_vocab()):  # some vocabularies cannot write the first
+        try:
+            encoding = backend.encode(text, add_special_tokens=True)
+        except Exception:  # noqa: BLE001 (the library raises it for what a vocabulary cannot write)
+            continue
+        if places := [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]:
+            break
+    else:
+        return (), ()
+    first, last = places[0], places[-1] + 1
+    before, after = tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
+    return before, after[:-1] if after[-1:] == (eos,) else after
+
+
+def cuts_into_words(content: Mapping[str, Any]) -> bool:
+    """Whether a parsed `tokenizer.json` describes a tokenizer that cuts by `_WORD` and looks at nothing beyond a word."""
+    before, model = content.get("pre_tokenizer") or {}, content.get("model") or {}
+    return (
+        content.get("normalizer") is None
+        and before.get("type") == "ByteLevel"
+        and before.get("use_regex", True) is True
+        and before.get("add_prefix_space") is False
+        and model.get("type") == "BPE"
+        and not model.get("dropout")
+        and all(token.get("special") is True for token in content.get("added_tokens") or ())
+    )
+
+
+class WordCache:
+    """Encodes by words that were seen before: the ids of the library, several times as fast. Safe to use from several threads.
+
+    A byte-level tokenizer cuts text into words by a pattern and encodes each word by itself. Natural text has few different
+    words, so their ids are kept, and only the cutting is left to do. It is done here for ASCII, where every class of the
+    pattern is a list of characters that cannot be disputed; other text is left to the library. A text may be parted between a
+    printable ASCII character and a line feed: no word reaches across, and what precedes depends on nothing behind, since the
+    pattern looks ahead only from white space.
+    """
+
+    def __init__(self, backend: "Backend") -> None:
+        """`backend` is such a tokenizer, which takes special tokens in a text for ordinary text."""
+        self._backend = backend
+        self._ids: dict[str, bytes] = {}
+
+    def encode(self, text: str) -> np.ndarray:
+        """(tokens,) int64, without special tokens."""
+        if text.isascii():
+            return np.frombuffer(self._ascii(text), dtype=np.uint32).astype(np.int64)
+        parts = b"".join(self._ascii(part) if ascii_only else self._library(part) for part, ascii_only in _ascii_parts(text))
+        return np.frombuffer(parts, dtype=np.uint32).astype(np.int64)
+
+    def _ascii(self, text: str) -> bytes:
+        """Ids as uint32."""
+        words = _WORD.findall(text)
+        try:
+            return b"".join(map(self._ids.__getitem__, words))
+        except KeyError:
+            known = dict(self._learned(set(words)))
+            return b"".join(map(known.__getitem__, words))
+
+    def _learned(self, words: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+        """(word, ids) of each word; keeps those that are new."""
+        unknown = []
+        for word in words:
+            if (ids := self._ids.get(word)) is None:
+                unknown.append(word)
+            else:
+                yield word, ids
+        if len(self._ids) + len(unknown) > _MOST_WORDS:
+            self._ids = {}
+        for word, encoding in zip(unknown, self._backend.encode_batch_fast(unknown, add_special_tokens=False), strict=True):
+            ids = _ids_as_bytes(encoding.ids)
+            if len(word) <= _LONGEST_WORD:
+                self._ids[word] = ids
+            yield word, ids
+
+    def _library(self, text: str) -> bytes:
+        return _ids_as_bytes(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+
+def _ascii_parts(text: str) -> Iterator[tuple[str, bool]]:
+    """The text in order, cut into longest stretches of lines that are ASCII and of lines that are not."""
+    for ascii_only, lines in groupby(PARTING.split(text), key=str.isascii):
+        yield "".join(lines), ascii_only
+
+
+def _ids_as_bytes(ids: list[int]) -> bytes:
+    return np.array(ids, dtype=np.uint32).tobytes()

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from forge_data.tokenizers.pieces import Pieces, characters_of
+from forge_data.tokenizers.control import TextPieces, characters_of
 
 
 class ByteTokenizer:
@@ -33,7 +33,7 @@ class ByteTokenizer:
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """See `forge_core.protocols.data.Tokenizer`. No text spells a control token."""
-        whole = Pieces(pieces, cuts)
+        whole = TextPieces(pieces, cuts)
         ids = self.encode(whole.text)
         return ids, whole.places(*characters_of(whole.text, np.ones(len(ids), dtype=np.int64)))
 

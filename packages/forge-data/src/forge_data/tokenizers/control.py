@@ -1,26 +1,123 @@
-"""Control tokens of a `tokenizer.json`: ids for those that trusted text spells, ordinary text for all others.
+"""Control tokens: ids for those that trusted text spells, ordinary text for all others.
 
-The `tokenizers` library finds control tokens by their spelling, wherever it stands. So a text whose untrusted pieces spell none
-is encoded as it is, which gives the ids of transformers. Otherwise a second tokenizer is used, in which each control token has a
-spelling that the text does not contain, and which differs in nothing else: the control tokens of trusted text are replaced by
-those spellings, and all the rest is ordinary text.
+A text is given in pieces, some of which are trusted: only these may spell control tokens. `TextPieces` finds them for tokenizers
+that encode the text between two control tokens by itself; `Controlled` does so for a `tokenizer.json`.
+
+The `tokenizers` library finds control tokens by their spelling, wherever it stands. So a text whose untrusted pieces spell
+none is encoded as it is, which gives the ids of transformers. Otherwise a second tokenizer is used, in which each control
+token has a spelling that the text does not contain, and which differs in nothing else: the control tokens of trusted text are
+replaced by those spellings, and all the rest is ordinary text.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.tokenizers.pieces import Pieces
+from forge_core.protocols.data import Tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
+Encoded = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Ids of a text, and the characters [start, stop) of each; all (N,) int64."""
 _PRIVATE = range(0x10FFFD, 0xF0000, -1)
 """Characters for private use: one that a text lacks begins and ends each new spelling."""
+ADDED = ("encode_pieces", "prefix", "suffix", "special_tokens")
+"""What tokenizers of older plugins lack."""
+
+
+class TextPieces:
+    """The concatenation of (text, trusted) pieces.
+
+    Attributes:
+        text: of all pieces.
+        cuts: characters before which something stands that is not text, ascending.
+        runs: the longest stretches [start, stop) of trusted characters that no cut parts.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> None:
+        """`cuts` are numbers of pieces: something that is not text stands before each."""
+        self.text = "".join(text for text, _ in pieces)
+        self._ends = np.cumsum([len(text) for text, _ in pieces], dtype=np.int64)
+        self._trusted = [trusted for _, trusted in pieces]
+        starts = [0, *self._ends.tolist()]
+        self.cuts = sorted({starts[cut] for cut in cuts})
+        self.runs = list(self._runs())
+
+    def places(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """The first and the last piece of each stretch of characters [start, stop).
+
+        Args:
+            starts, stops: (N,) int64.
+
+        Returns:
+            (N, 2) int64. An empty stretch lies where the next character does.
+        """
+        if not len(self._ends):
+            return np.zeros((len(starts), 2), dtype=np.int64)
+        last = len(self._ends) - 1
+        first_pieces = np.searchsorted(self._ends, starts, side="right")
+        last_pieces = np.searchsorted(self._ends, np.maximum(starts, stops - 1), side="right")
+        return np.minimum(np.stack([first_pieces, last_pieces], axis=1), last)
+
+    def trusted(self, start: int, stop: int) -> bool:
+        """Whether characters [start, stop) are all in trusted pieces, and nothing stands between them."""
+        return any(begin <= start and stop <= end for begin, end in self.runs)
+
+    def encode(self, controls: Mapping[str, int], encode: Callable[[str], Encoded]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and places of the text, for a tokenizer that encodes the text between two control tokens by itself.
+
+        Args:
+            controls: id of every spelling, which counts in trusted pieces only; the longest wins.
+            encode: encodes ordinary text.
+        """
+        spelled = re.compile("|".join(map(re.escape, sorted(filter(None, controls), key=len, reverse=True))) or "(?!)")
+        found = [match.span() for begin, end in self.runs for match in spelled.finditer(self.text, begin, end)]
+        parts: list[Encoded] = []
+        done = 0
+        for start, stop in sorted([*found, *((cut, cut) for cut in self.cuts), (len(self.text), len(self.text))]):
+            if start > done:
+                ids, starts, stops = encode(self.text[done:start])
+                parts.append((ids, starts + done, stops + done))
+            if stop > start:
+                parts.append((np.array([controls[self.text[start:stop]]]), np.array([start]), np.array([stop])))
+            done = stop
+        nothing = np.empty(0, dtype=np.int64)
+        parts.append((nothing, nothing, nothing))
+        ids, starts, stops = map(np.concatenate, zip(*parts, strict=True))
+        return ids, self.places(starts, stops)
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        begin = start = 0
+        for end, trusted in zip(self._ends.tolist(), self._trusted, strict=True):
+            if not trusted and end > start:
+                yield from self._parted(begin, start)
+                begin = end
+            start = end
+        yield from self._parted(begin, start)
+
+    def _parted(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        for cut in (*(cut for cut in self.cuts if begin < cut < end), end):
+            if cut > begin:
+                yield begin, cut
+            begin = cut
+
+
+def characters_of(text: str, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The characters [start, stop) that ids of `sizes` bytes each cover, in UTF-8: a part of a character counts as the whole."""
+    stops = np.cumsum(sizes, dtype=np.int64)
+    starts = stops - sizes
+    if text.isascii():
+        return starts, stops
+    data = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+    character = np.cumsum((data & 0xC0) != 0x80) - 1
+    padded = np.append(character, len(text))
+    return padded[starts], padded[np.maximum(stops - 1, 0)] + 1
 
 
 def load_backend(content: bytes, where: str) -> "Backend":
@@ -92,13 +189,13 @@ class Controlled:
         parsed = json.loads(content)
         backend = load_backend(content, where)
         # The library may give other ids than the file says, where the file's are not in sequence.
-        self._controls = {each: _id(backend, each) for each in controls_of(parsed, eos)}
+        self._controls = {each: _control_id(backend, each) for each in controls_of(parsed, eos)}
         self._spellings = {index: spelling for spelling, index in self._controls.items()}
         self._unknown = _unknown(parsed["model"])
         self._known: dict[tuple[str, bool], _Named] = {}
         self._lock = Lock()
 
-    def encode(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, pieces: TextPieces) -> tuple[np.ndarray, np.ndarray]:
         """See `forge_core.protocols.data.Tokenizer.encode_pieces`.
 
         Raises:
@@ -121,7 +218,7 @@ class Controlled:
         ids = named.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return [named.original.get(index, index) for index in ids]
 
-    def _encode_apart(self, pieces: Pieces, mark: str) -> "_Encoded":
+    def _encode_apart(self, pieces: TextPieces, mark: str) -> "_Encoded":
         """A text whose untrusted pieces spell control tokens."""
         whole, apart = self._named(mark, renamed=False), self._named(mark, renamed=True)
         numbers = {spelling: number for number, spelling in enumerate(self._controls)}
@@ -161,9 +258,9 @@ class Controlled:
                     self._known.clear()
                 names = {each: _name(mark, number) if renamed else each for number, each in enumerate(self._controls)}
                 backend = load_backend(_with_names(json.loads(self._content), names, 2 * mark), self._where)
-                own = {_id(backend, names[each]): index for each, index in self._controls.items()}
+                own = {_control_id(backend, names[each]): index for each, index in self._controls.items()}
                 original = {index: other for index, other in own.items() if index != other}
-                named = self._known[mark, renamed] = _Named(backend, _id(backend, 2 * mark), original)
+                named = self._known[mark, renamed] = _Named(backend, _control_id(backend, 2 * mark), original)
             return named
 
 
@@ -238,7 +335,7 @@ def _with_names(content: Mapping[str, Any], names: Mapping[str, str], gap: str) 
     return json.dumps(tokenizer, ensure_ascii=False).encode("utf-8")
 
 
-def _id(backend: "Backend", spelling: str) -> int:
+def _control_id(backend: "Backend", spelling: str) -> int:
     index = backend.token_to_id(spelling)
     assert index is not None, spelling
     return index
@@ -275,3 +372,54 @@ def _unknown(model: Mapping[str, Any]) -> str | None:
     if model.get("unk_id") is not None:
         return _spelling(model["vocab"][model["unk_id"]])
     return model.get("unk_token")
+
+
+def adapted(tokenizer: Any) -> Tokenizer:
+    """The tokenizer itself, or one that adds what it lacks. Everything that builds a tokenizer of a recipe calls this.
+
+    Plugins may bring tokenizers that were written before `encode_pieces`, `prefix` and `suffix` became part of the protocol.
+    """
+    older: Any = _OlderTokenizer
+    return tokenizer if all(hasattr(tokenizer, name) for name in ADDED) else older(tokenizer)
+
+
+def identity_of(tokenizer: Tokenizer) -> str:
+    """Identifies the ids that a tokenizer gives a document: its fingerprint, and the ids that it puts around a text.
+
+    For names of what is made with it. `revision` is that of its rules, where older ones gave other ids for the same fingerprint.
+    """
+    around = f" {list(tokenizer.prefix)} {list(tokenizer.suffix)}" if tokenizer.prefix or tokenizer.suffix else ""
+    revision = getattr(tokenizer, "revision", 1)
+    return tokenizer.fingerprint + around + (f" {revision}" if revision > 1 else "")
+
+
+class _OlderTokenizer:
+    """A tokenizer that puts nothing around a text and knows no control tokens.
+
+    A single piece of untrusted text is encoded as it is. Several pieces are refused: where the text of an id lies is not known.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.prefix = tuple(getattr(tokenizer, "prefix", ()))
+        self.suffix = tuple(getattr(tokenizer, "suffix", ()))
+        self.special_tokens = dict(getattr(tokenizer, "special_tokens", {}))
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> "tuple[np.ndarray, np.ndarray]":
+        """See `forge_core.protocols.data.Tokenizer`.
+
+        Raises:
+            DataError: there are several pieces, or trusted ones.
+        """
+        import numpy as np
+
+        if len(pieces) > 1 or any(trusted for _, trusted in pieces):
+            raise DataError(
+                f"tokenizer {self._tokenizer.name!r} cannot encode conversations or text around images: it has no encode_pieces; "
+                "add the method to its class, see forge_core.protocols.Tokenizer"
+            )
+        ids = np.asarray(self._tokenizer.encode(pieces[0][0]) if pieces else [], dtype=np.int64)
+        return ids, np.zeros((len(ids), 2), dtype=np.int64)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.tokenizers.pieces import Encoded, Pieces
+from forge_data.tokenizers.control import Encoded, TextPieces
 
 KIND = "forge-sentencepiece"
 
@@ -68,7 +68,7 @@ class SentencePieceTokenizer:
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """See `forge_core.protocols.data.Tokenizer`. A text behind a control piece begins as each text of the model does."""
-        return Pieces(pieces, cuts).encode(self._controls, self._encode_text)
+        return TextPieces(pieces, cuts).encode(self._controls, self._encode_text)
 
     def _encode_text(self, text: str) -> Encoded:
         ids = self.encode(text)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.tokenizers.pieces import Encoded, Pieces, characters_of
+from forge_data.tokenizers.control import Encoded, TextPieces, characters_of
 
 KIND = "forge-tiktoken"
 
@@ -53,7 +53,7 @@ class TiktokenTokenizer:
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """See `forge_core.protocols.data.Tokenizer`."""
-        return Pieces(pieces, cuts).encode(self._parts[2], self._encode_text)
+        return TextPieces(pieces, cuts).encode(self._parts[2], self._encode_text)
 
     def _encode_text(self, text: str) -> Encoded:
         ids = self.encode(text)

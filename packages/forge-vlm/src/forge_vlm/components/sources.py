@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt
 
 from forge_core.component import DATA
 from forge_core.protocols.data import SourceComponent
-from forge_data.components.sources import Fraction, Split
+from forge_data.components import Fraction, Split
 from forge_vlm.images.tiling import Tiling
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
-from forge_data.sources.records.values import text_of
+from forge_data.sources.records import text_of
 from forge_vlm.data.chat import Chat, Turn
 
 MARKER = "<image>"

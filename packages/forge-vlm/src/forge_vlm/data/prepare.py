@@ -20,11 +20,10 @@ import xxhash
 from forge_core.durable_files import publish, sync, sync_path, write_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Tokenizer
-from forge_data.sources.records.parts import Skips, in_split, name_skipped, skipped_file
-from forge_data.storage.partial import Partial
-from forge_data.storage.workspace_lock import locked
-from forge_data.store.writer import StoreWriter, dtype_for
-from forge_data.tokenizers.adapt import identity_of
+from forge_data.sources.records import Skips, in_split, name_skipped, skipped_file
+from forge_data.sources.store_writer import StoreWriter, dtype_for
+from forge_data.storage.workspace import Partial, locked
+from forge_data.tokenizers.control import identity_of
 from forge_vlm.data.chat import Chat
 from forge_vlm.data.documents import MARKER, Broken, Clip, Examples, Fields, Picture, Words, is_conversation, parts_of
 from forge_vlm.data.inputs import ImageInputs, identity
@@ -49,7 +48,7 @@ class Wanted:
         fields: of a record.
         chat: how turns are written.
         inputs: what the model takes of an image.
-        split, held_out: see `forge_data.sources.records.parts.in_split`.
+        split, held_out: see `forge_data.sources.records.in_split`.
         skip: broken records that may be left out.
         longest: tokens that a document may have, those of a row.
         too_long: what becomes of a longer one: "error" counts it as broken, "skip" leaves it out, "truncate" cuts it.

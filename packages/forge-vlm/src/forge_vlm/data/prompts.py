@@ -100,7 +100,7 @@ class Prompts:
         return self._files[name]
 
     def _pixels(self, references: Sequence[str]) -> "Mapping[str, Tensor]":
-        from forge_data.loading.items.load import stacked
+        from forge_data.loading.items import stacked
 
         inputs = self._inputs
         assert inputs is not None

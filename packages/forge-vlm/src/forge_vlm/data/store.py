@@ -24,8 +24,8 @@ import numpy as np
 import xxhash
 
 from forge_core.errors import DataError
-from forge_data.store.checksums import Checksum
-from forge_data.store.reader import StoreSource
+from forge_data.sources.store import StoreSource
+from forge_data.storage.checksums import Checksum
 from forge_vlm.data.inputs import ImageInputs
 from forge_vlm.images.decoding import decode
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from forge_core.errors import DataError
-from forge_data.sources.records.parts import in_split
+from forge_data.sources.records import in_split
 from forge_vlm.data.chat import Chat
 from forge_vlm.data.documents import Broken, Examples, Fields, Words, parts_of
 

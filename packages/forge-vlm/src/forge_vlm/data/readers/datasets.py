@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
-from forge_data.sources.records.huggingface import fingerprint_of, load
+from forge_data.sources.huggingface import fingerprint_of, load
 from forge_vlm.data.documents import Record
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from os.path import commonpath, relpath
 from pathlib import Path
 
 from forge_core.errors import DataError
-from forge_data.storage.file import File
+from forge_data.storage.files import File
 
 
 class ImageFiles:

@@ -6,10 +6,9 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from forge_data.sources.records.jsonl import SUFFIXES, each_line
-from forge_data.storage.file import File
-from forge_data.storage.files import find
-from forge_data.storage.fingerprints import digest_of
+from forge_data.sources.jsonl import SUFFIXES, each_line
+from forge_data.storage.checksums import digest_of
+from forge_data.storage.files import File, find
 from forge_vlm.data.documents import Broken, Clip, Frames, Record
 from forge_vlm.data.frames import chosen
 from forge_vlm.data.readers.files import ImageFiles, is_image, natural

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forge_core.errors import DataError
-from forge_data.sources.records.jsonl import SUFFIXES, each_line
-from forge_data.storage.file import File
-from forge_data.storage.files import find, local_path
-from forge_data.storage.fingerprints import digest_of
+from forge_data.sources.jsonl import SUFFIXES, each_line
+from forge_data.storage.checksums import digest_of
+from forge_data.storage.files import File, find, local_path
 from forge_vlm.data.documents import Broken, Record
 from forge_vlm.data.readers.files import ImageFiles
 

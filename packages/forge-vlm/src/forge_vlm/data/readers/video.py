@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.errors import DataError
+from forge_data.storage.checksums import digest_of
 from forge_data.storage.files import find_one
-from forge_data.storage.fingerprints import digest_of
 from forge_vlm.data.documents import Broken, Clip, Frames, Record
 from forge_vlm.data.frames import chosen
 from forge_vlm.data.readers.files import ImageFiles

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from forge_core.errors import DataError
+from forge_data.storage.checksums import digest_of
 from forge_data.storage.files import find, local_path, read_bytes
-from forge_data.storage.fingerprints import digest_of
 from forge_vlm.data.documents import Broken, Record
 from forge_vlm.data.readers.files import is_image, natural
 

@@ -1,0 +1,531 @@
+"""Every source and tokenizer that a recipe can name: keys, ranges and defaults. Imports no torch and no numpy."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from forge_core.component import DATA, IDENTITY, Component
+from forge_core.protocols.data import SourceComponent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from forge_core.protocols.data import Source, SourceContext, StreamedSource, Texts, Tokenizer
+    from forge_data.preparation.streaming import DatasetTexts
+    from forge_data.sources.records import Records
+
+
+Split = Literal["all", "train", "held_out"]
+Fraction = Annotated[float, Gt(0), Lt(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStore(SourceComponent):
+    """A token store: a directory with `manifest.json` and memory-mapped shards, as `data prepare` writes it."""
+
+    default_label: ClassVar = "store"
+    key_class: ClassVar = DATA
+
+    path: str
+    """Directory of the store."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[TokenStore]":
+        """A store of several shards."""
+        from forge_data import example_corpus
+
+        return (cls(path=example_corpus.store(folder)),)
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.sources.store import open_store
+
+        return open_store(self.path, context.tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFiles(SourceComponent):
+    """UTF-8 text files, one document a file; tokenized once into a store in the workspace."""
+
+    default_label: ClassVar = "text"
+    key_class: ClassVar = DATA
+
+    path: str
+    """A file, a directory (all `.txt` and `.md` below it), a pattern such as `corpus/**/*.txt`, or a URL of these."""
+    split: Split = "all"
+    """Files are assigned to `train` or `held_out` by a hash of their relative path."""
+    held_out: Fraction = 0.05
+    """Fraction of files in the split `held_out`."""
+    skip: Annotated[int, Ge(0)] = 0
+    """Number of files that may be skipped because they are not UTF-8; one more is an error."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[TextFiles]":
+        """A file for each document."""
+        from forge_data import example_corpus
+
+        return (cls(path=example_corpus.text_files(folder)),)
+
+    def texts(self) -> "Texts":
+        from forge_data.sources.text import text_files
+
+        return text_files(self.path, self.split, self.held_out, self.skip)
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.preparation.tokenization import prepared
+
+        return prepared(self.texts(), context, "text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordComponent(SourceComponent):
+    """Base of sources whose documents are records with a field of text, or of token ids.
+
+    `format` names the reader of the files, and a subclass inherits it under any class name. A subclass with another reader
+    overrides `records`.
+    """
+
+    key_class: ClassVar = DATA
+    format: ClassVar[str]
+
+    path: str
+    """Where the records are."""
+    text: str = "text"
+    """Field that holds the text."""
+    ids: str | None = None
+    """Field that holds a list of token ids; read instead of text, and copied into a store in the workspace."""
+    eos: Annotated[int, Ge(0)] | None = None
+    """Of fields of ids: the id that is put after every document that does not end with it."""
+    split: Split = "all"
+    """Records are assigned to `train` or `held_out` by a hash of their place."""
+    held_out: Fraction = 0.05
+    """Fraction of records in the split `held_out`."""
+    skip: Annotated[int, Ge(0)] = 0
+    """Number of broken records that may be skipped; one more is an error. The log of a run, or a file next to the prepared store,
+    names those that are skipped."""
+    stream: bool = False
+    """Read and tokenize records in their order while the run goes on, instead of preparing a store first."""
+
+    def texts(self) -> "Texts | None":
+        return None if self.ids is not None else self.records()
+
+    def build(self, context: "SourceContext") -> "Source | StreamedSource":
+        if self.stream:
+            return self.streamed(context)
+        from forge_data.preparation.tokenization import prepared
+
+        return prepared(self.records(), context, self.format, eos=self.eos)
+
+    def records(self) -> "Records":
+        """The documents as a corpus in parts."""
+        from forge_data.sources.formats import open_records
+
+        return open_records(
+            self.path, self.format, text=self.text, ids=self.ids, split=self.split, held_out=self.held_out, skip=self.skip
+        )
+
+    def streamed(self, context: "SourceContext") -> "StreamedSource":
+        """The documents in their order, file by file."""
+        from forge_data.preparation.streaming import StreamedRecords
+
+        return StreamedRecords(self.records(), context.tokenizer, self.eos, context.report)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonLines(RecordComponent):
+    """JSON lines, plain or compressed (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`, `.json.gz`, `.json.zst`)."""
+
+    default_label: ClassVar = "jsonl"
+    key_class: ClassVar = DATA
+    format: ClassVar[str] = "jsonl"
+
+    path: str
+    """A file, a directory, a pattern such as `corpus/**/*.jsonl.gz`, or a URL of these."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[JsonLines]":
+        """Prepared, and read while the run goes on."""
+        from forge_data import example_corpus
+
+        return (cls(path=example_corpus.jsonl(folder)), cls(path=example_corpus.jsonl(folder), stream=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parquet(RecordComponent):
+    """Parquet files with a column of text or of lists of token ids."""
+
+    key_class: ClassVar = DATA
+    format: ClassVar[str] = "parquet"
+
+    path: str
+    """A file, a directory (all `.parquet` below it), a pattern, or a URL of these."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Parquet]":
+        """A file with a column of text."""
+        from forge_data import example_corpus
+
+        return (cls(path=example_corpus.parquet(folder)),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrow(RecordComponent):
+    """Arrow files, of the file or the stream format, with a column of text or of lists of token ids."""
+
+    key_class: ClassVar = DATA
+    format: ClassVar[str] = "arrow"
+
+    path: str
+    """A file, a directory (all `.arrow` and `.feather` below it), a pattern, or a URL of these."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Arrow]":
+        """A file with a column of text."""
+        from forge_data import example_corpus
+
+        return (cls(path=example_corpus.arrow(folder)),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(RecordComponent):
+    """A dataset of the `datasets` library, with a column of text or of lists of token ids."""
+
+    key_class: ClassVar = DATA
+    format: ClassVar[str] = "huggingface"
+
+    path: str
+    """A directory that `save_to_disk` wrote, a directory of data files, or a name on the hub."""
+    subset: str | None = None
+    """Configuration of a hub dataset that has several."""
+    dataset_split: str = "train"
+    """The dataset's own split."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[HuggingFace]":
+        """A directory of data files."""
+        from forge_data import example_corpus
+
+        path = example_corpus.jsonl(folder).removesuffix("/corpus.jsonl")
+        return (cls(path=path),)
+
+    def texts(self) -> "Texts | None":
+        if self.ids is not None or not self.stream:
+            return super().texts()
+        return self._streamed_texts()
+
+    def records(self) -> "Records":
+        """The documents as a corpus in parts."""
+        from forge_data.sources.huggingface import open_dataset
+
+        return open_dataset(
+            self.path,
+            subset=self.subset,
+            dataset_split=self.dataset_split,
+            text=self.text,
+            ids=self.ids,
+            split=self.split,
+            held_out=self.held_out,
+            skip=self.skip,
+        )
+
+    def streamed(self, context: "SourceContext") -> "StreamedSource":
+        """The documents in their order, shard by shard of the dataset, which is not downloaded as a whole."""
+        from forge_data.preparation.streaming import StreamedDataset
+
+        return StreamedDataset(self._streamed_texts(), context.tokenizer, self.eos, context.report)
+
+    def _streamed_texts(self) -> "DatasetTexts":
+        from forge_data.preparation.streaming import DatasetTexts
+
+        return DatasetTexts(
+            self.path,
+            subset=self.subset,
+            dataset_split=self.dataset_split,
+            text=self.text,
+            ids=self.ids,
+            split=self.split,
+            held_out=self.held_out,
+            skip=self.skip,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stdlib(SourceComponent):
+    """Real text that every machine has: source and docstrings of the installed Python standard library."""
+
+    key_class: ClassVar = DATA
+
+    split: Split = "train"
+    """Files are assigned to `train` or `held_out` by a hash of their relative path."""
+    held_out: Fraction = 0.05
+    """Fraction of files in the split `held_out`."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Stdlib]":
+        """A few files."""
+        return (cls(split="held_out", held_out=0.005),)
+
+    def texts(self) -> "Texts":
+        from forge_data.sources.text import stdlib_files
+
+        return stdlib_files(self.split, self.held_out)
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.preparation.tokenization import prepared
+
+        return prepared(self.texts(), context, "stdlib")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens(SourceComponent):
+    """Files of token ids: `.npy` with its header, or raw little-endian integers with a stated dtype."""
+
+    key_class: ClassVar = DATA
+
+    path: str
+    """A file, a directory (all `.npy` and `.bin` below it), a pattern such as `corpus/**/*.npy`, or a URL of these."""
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    """Of raw files, where it is required; in a `.npy` file the header says it."""
+    eos: Annotated[int, Ge(0)] | None = None
+    """Id of the token that ends a document; without it and `bos` each file is one document."""
+    bos: Annotated[int, Ge(0)] | None = None
+    """Id of the token that begins a document, which may go on in the next file; not together with `eos`."""
+    vocab_size: Annotated[int, Gt(0)] | None = None
+    """Of the tokenizer that made the files, if known."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Tokens]":
+        """A file whose documents end with a token."""
+        from forge_data import example_corpus
+
+        return (cls(path=example_corpus.npy(folder), eos=example_corpus.EOS),)
+
+    def __post_init__(self) -> None:
+        if self.eos is not None and self.bos is not None:
+            raise ValueError("give `eos` or `bos`, not both: one token is enough to tell documents apart")
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.sources.arrays import open_tokens
+
+        return open_tokens(self.path, dtype=self.dtype, eos=self.eos, bos=self.bos, vocab_size=self.vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Megatron(SourceComponent):
+    """Megatron's indexed datasets (`NAME.bin` with `NAME.idx`), read in place with their dtype and documents."""
+
+    key_class: ClassVar = DATA
+
+    path: str
+    """Prefix without suffix, one of the two files, a directory or pattern of `.idx` files, or a URL of these."""
+    vocab_size: Annotated[int, Gt(0)] | None = None
+    """Of the tokenizer that made the files, if known."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Megatron]":
+        """A corpus of one file and its index."""
+        from forge_data import example_corpus
+
+        return (cls(path=example_corpus.megatron(folder)),)
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.sources.megatron import open_megatron
+
+        return open_megatron(self.path, vocab_size=self.vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llmc(SourceComponent):
+    """Token files of llm.c (`.bin` with a header of 256 integers), read in place."""
+
+    key_class: ClassVar = DATA
+
+    path: str
+    """A file, a directory (all `.bin` below it), a pattern, or a URL of these."""
+    bos: Annotated[int, Ge(0)] | None = None
+    """Id of the token that begins a document; by default the one of the header's kind: 50256 (GPT-2), 128000 (Llama 3)."""
+    vocab_size: Annotated[int, Gt(0)] | None = None
+    """Of the tokenizer that made the files, if known."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Llmc]":
+        """A file whose documents begin with a token."""
+        from forge_data import example_corpus
+
+        return (cls(path=example_corpus.llmc(folder), bos=example_corpus.EOS),)
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.sources.llmc import open_llmc
+
+        return open_llmc(self.path, bos=self.bos, vocab_size=self.vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datatrove(SourceComponent):
+    """Token files of datatrove (`.ds` with `.ds.index`), read in place with their documents."""
+
+    key_class: ClassVar = DATA
+
+    path: str
+    """A file, a directory (all `.ds` below it), a pattern, or a URL of these."""
+    dtype: Literal["uint16", "uint32"] | None = None
+    """Checked, if stated: size and index say it."""
+    ignore_loss_mask: bool = False
+    """Read files that come with a mask of the loss, and train on all tokens."""
+    vocab_size: Annotated[int, Gt(0)] | None = None
+    """Of the tokenizer that made the files, if known."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Datatrove]":
+        """A file and its index."""
+        from forge_data import example_corpus
+
+        return (cls(path=example_corpus.datatrove(folder)),)
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.sources.datatrove import open_datatrove
+
+        return open_datatrove(self.path, dtype=self.dtype, ignore_loss_mask=self.ignore_loss_mask, vocab_size=self.vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomTokens(SourceComponent):
+    """Uniform random tokens, a function of (seed, position): nothing can be learned from them beyond ln(vocab_size)."""
+
+    default_label: ClassVar = "random"
+    key_class: ClassVar = DATA
+
+    vocab_size: Annotated[int, Gt(1)]
+    """Ids are drawn from 0 to vocab_size - 1."""
+    tokens: Annotated[int, Gt(0)] = 1_000_000
+    """Length of the stream."""
+    document: Annotated[int, Gt(0)] | None = None
+    """Tokens of a document; by default all is one document."""
+    seed: Annotated[int, Ge(0)] = 0
+    """Another seed gives other tokens."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[RandomTokens]":
+        """A short stream of many documents, and one of a single one."""
+        return (cls(vocab_size=257, tokens=4000, document=23), cls(vocab_size=257, tokens=4000))
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.sources.random import RandomSource
+
+        return RandomSource(vocab_size=self.vocab_size, tokens=self.tokens, document=self.document, seed=self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes(Component):
+    """UTF-8 bytes as tokens 0 to 255, end of document 256. Nothing to train."""
+
+    def build(self, context: "SourceContext") -> "Tokenizer":
+        from forge_data.tokenizers.bytes import ByteTokenizer
+
+        return ByteTokenizer()
+
+    def tokens_of(self, text: str) -> int:
+        """How many tokens a text is, without building the tokenizer."""
+        return len(text.encode("utf-8", "replace"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bpe(Component):
+    """Byte-level byte-pair encoding (Sennrich et al., 2016; bytes as in GPT-2), trained once or loaded from a file."""
+
+    key_class: ClassVar = IDENTITY
+
+    vocab_size: Annotated[int, Ge(257)] = 4096
+    """Largest vocabulary of a trained tokenizer: 256 bytes, the end of document, and merges."""
+    path: Annotated[str | None, DATA] = None
+    """A `tokenizer.json` of the `tokenizers` library to load instead of training."""
+    files: Annotated[tuple[str, ...], DATA] = ()
+    """Text files or patterns to train on; by default the recipe's text sources."""
+    eos: str = "<|endoftext|>"
+    """The token that ends a document; in a loaded tokenizer it must exist."""
+    min_frequency: Annotated[int, Ge(1)] = 2
+    """A pair that occurs less often is not merged."""
+    train_bytes: Annotated[int, Ge(1)] = 1_000_000_000
+    """Training reads documents in order until it has seen so much text."""
+    add_special_tokens: Annotated[bool, DATA] = True
+    """Whether documents begin and end with what the tokenizer's own rule adds, such as a BOS; false for runs begun without."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Bpe]":
+        """A few merges."""
+        return (cls(vocab_size=300),)
+
+    def build(self, context: "SourceContext") -> "Tokenizer":
+        from forge_data.tokenizers.bpe import BpeSettings, load, train
+
+        if self.path is not None:
+            return load(self.path, self.eos, self.add_special_tokens)
+        settings = BpeSettings(
+            vocab_size=self.vocab_size,
+            files=self.files,
+            eos=self.eos,
+            min_frequency=self.min_frequency,
+            train_bytes=self.train_bytes,
+        )
+        return train(settings, context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiktoken(Component):
+    """A byte-pair encoding of the `tiktoken` library."""
+
+    key_class: ClassVar = IDENTITY
+
+    encoding: str = "gpt2"
+    """Name that the library knows, such as `gpt2`, `cl100k_base` or `o200k_base`; fetched once, then in its cache."""
+    path: Annotated[str | None, DATA] = None
+    """A file of ranks (a base64 token and its rank on each line) to load instead; needs `pattern`."""
+    pattern: str | None = None
+    """Of a file of ranks: the regular expression that cuts text before merging."""
+    special_tokens: dict[str, int] = field(default_factory=dict)
+    """Of a file of ranks: special strings and their ids; by default `eos` alone, after the last rank."""
+    eos: str = "<|endoftext|>"
+    """The special string that ends a document."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Tiktoken]":
+        """A file of ranks: a named encoding would be fetched."""
+        from forge_data import example_corpus
+
+        return (cls(path=example_corpus.ranks(folder), pattern=r"\s+|\S+"),)
+
+    def build(self, context: "SourceContext") -> "Tokenizer":
+        from forge_data.tokenizers.tiktoken import load_encoding, load_ranks
+
+        if self.path is None:
+            return load_encoding(self.encoding, self.eos)
+        return load_ranks(self.path, pattern=self.pattern, special_tokens=self.special_tokens, eos=self.eos)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentencePiece(Component):
+    """A model of the `sentencepiece` library."""
+
+    key_class: ClassVar = IDENTITY
+
+    path: Annotated[str, DATA]
+    """The `.model` file."""
+    eos: str | None = None
+    """The piece that ends a document; by default the model's own end of sentence."""
+    add_special_tokens: Annotated[bool, DATA] = True
+    """Whether documents begin and end with BOS and EOS where the `tokenizer_config.json` next to the model says so."""
+
+    lossless: ClassVar[bool] = False
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[SentencePiece]":
+        """A small model, which normalizes text and does not know every character."""
+        from forge_data import example_corpus
+
+        return (cls(path=example_corpus.pieces(folder)),)
+
+    def build(self, context: "SourceContext") -> "Tokenizer":
+        from forge_data.tokenizers.sentencepiece import load
+
+        return load(self.path, self.eos, self.add_special_tokens)

@@ -1,1 +1,0 @@
-"""Component descriptions of this distribution; importing them needs no torch."""

@@ -1,1 +1,0 @@
-"""Items of documents besides their tokens, such as images: loaded for batches, and asked about."""

@@ -1,1 +1,0 @@
-"""Loader workers: processes that make the rows of a rank ahead of the step."""

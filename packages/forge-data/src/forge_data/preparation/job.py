@@ -1,0 +1,276 @@
+"""A job of tokenizing on disk, one part of it, and the process that works on parts.
+
+Each part becomes separate files, which are kept when a job is killed. A job is a directory next to the target:
+
+    job.json             the parts, what is taken from them, and the tokenizer's end of document
+    tokenizer.json       the tokenizer, unless the records hold ids
+    000000.ids           ids of part 0, raw little-endian
+    000000.ends.npy      uint64 document ends in it
+    000000.json          counts and checksum of both; written last, so a part without it is done again
+
+Which parts there are and what is in each depends on the corpus, never on who worked on it.
+
+`python -m forge_data.preparation.job DIRECTORY` tokenizes parts for another process. It reads numbers of parts from standard
+input, one a line, and answers each with a line of JSON. It ends with its input, so it outlives the process that started it
+by one part at most. It is a plain process, and not one of `multiprocessing`, because that would import the user's script
+again, which may be a training run.
+"""
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from forge_core.durable_files import publish, sync, write_file
+from forge_core.errors import DataError
+from forge_core.protocols.data import Tokenizer
+from forge_data.storage import npy
+from forge_data.storage.files import find_one
+from forge_data.sources.records import CorpusPart, Document, Skips, Wanted, part_as_json, part_from_json, read_part
+from forge_data.tokenizers.dump import restore
+
+CHUNK = 1 << 20
+"""Documents are encoded in portions of about this many characters, which bounds the memory."""
+LONGEST_PIECE = 4 << 20
+"""A longer document is encoded in pieces, which bounds the memory, where its tokenizer says at which places no id changes."""
+
+
+class EncodedDocuments(NamedTuple):
+    """Some documents: ids with their ends of document, where each ends, and the size of their text in bytes."""
+
+    ids: np.ndarray
+    ends: np.ndarray
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker on a corpus needs to know.
+
+    Attributes:
+        parts: all of them.
+        wanted: what is taken from the records.
+        dtype: of the ids in the store.
+        eos: of records of ids: what every document has to end with.
+        tokenizer_eos: id of the tokenizer's end of document.
+        vocab_size: ids at or above it are an error.
+        skip: broken records that may be left out, of all parts together.
+        add_special_tokens: whether documents get the tokenizer's own prefix and suffix.
+    """
+
+    parts: tuple[CorpusPart, ...]
+    wanted: Wanted
+    dtype: str
+    eos: int | None
+    tokenizer_eos: int | None
+    vocab_size: int | None
+    skip: int
+    add_special_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of one part. `text_bytes` is None for records of ids; `messages` name the records that were left out."""
+
+    tokens: int
+    documents: int
+    text_bytes: int | None
+    skipped: int
+    messages: list[str]
+    ids: str
+    ends: str
+
+
+def write_job(directory: Path, job: Job, tokenizer: Tokenizer | None) -> None:
+    """Puts a job on the disk, for workers in other processes."""
+    if tokenizer is not None:
+        write_file(directory / "tokenizer.json", tokenizer.dump())
+    content = asdict(job) | {"parts": [part_as_json(part) for part in job.parts]}
+    write_file(directory / "job.json", json.dumps(content).encode())
+
+
+def read_job(directory: Path) -> Job:
+    """The job in a directory."""
+    content: dict[str, Any] = json.loads((directory / "job.json").read_bytes())
+    parts = tuple(part_from_json(part) for part in content.pop("parts"))
+    return Job(parts=parts, wanted=Wanted(**content.pop("wanted")), **content)
+
+
+def tokenize_part(directory: Path, job: Job, number: int, tokenizer: Tokenizer | None) -> Done:
+    """Writes the files of one part.
+
+    Raises:
+        DataError: a record is broken, an id does not fit, or the disk is full.
+    """
+    skips = Skips(job.skip)
+    documents = read_part(job.parts[number], job.wanted, skips)
+    portions = _ids(documents, job) if tokenizer is None else encode_documents(documents, tokenizer)
+    return write_part(directory, number, job.dtype, portions, skips)
+
+
+def write_part(directory: Path, number: int, dtype: str, portions: Iterable[EncodedDocuments], skips: Skips) -> Done:
+    """Writes portions one after the other as the files of a part.
+
+    Raises:
+        DataError: the disk is full.
+    """
+    kind = np.dtype(dtype).newbyteorder("<")
+    stem = directory / f"{number:06d}"
+    partial = stem.with_name(f"{stem.name}.partial-{token_hex(4)}")
+    digest, tokens, text_bytes = xxhash.xxh3_128(), 0, 0
+    ends = [np.empty(0, dtype=np.uint64)]
+    try:
+        with partial.open("wb") as file:
+            for portion in portions:
+                data = portion.ids.astype(kind).tobytes()
+                file.write(data)
+                digest.update(data)
+                ends.append((portion.ends + tokens).astype("<u8"))
+                tokens += len(portion.ids)
+                text_bytes += portion.text_bytes
+            sync(file)
+        publish(partial, stem.with_suffix(".ids"))
+        all_ends = np.concatenate(ends).astype("<u8")
+        with partial.open("wb") as file:
+            np.save(file, all_ends, allow_pickle=False)
+            sync(file)
+        publish(partial, stem.with_suffix(".ends.npy"))
+        done = Done(
+            tokens=tokens,
+            documents=len(all_ends),
+            text_bytes=text_bytes if text_bytes or not tokens else None,
+            skipped=skips.count,
+            messages=skips.messages,
+            ids=digest.hexdigest(),
+            ends=xxhash.xxh3_128_hexdigest(all_ends.data),
+        )
+        write_file(partial, json.dumps(asdict(done)).encode())
+        publish(partial, stem.with_suffix(".json"))
+    except OSError as error:
+        raise DataError(
+            f"{directory} cannot be written: {error.strerror or error}; finished parts are kept: make room and run the same again"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return done
+
+
+def finished(directory: Path, number: int) -> Done | None:
+    """What became of a part, if it is done."""
+    try:
+        return Done(**json.loads((directory / f"{number:06d}.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def content_of(directory: Path, number: int, dtype: str, done: Done) -> tuple[np.ndarray, np.ndarray] | None:
+    """(ids, ends) of a finished part; None when the files are not what was written, as after a crash of the machine."""
+    borders = find_one(str(directory / f"{number:06d}.ends.npy"))
+    if borders is None:
+        return None
+    try:
+        ids = np.fromfile(directory / f"{number:06d}.ids", dtype=np.dtype(dtype).newbyteorder("<"))
+        ends = npy.load(borders, np.dtype("<u8"))
+    except (OSError, DataError):
+        return None
+    same = xxhash.xxh3_128_hexdigest(ids.data) == done.ids and xxhash.xxh3_128_hexdigest(ends.data) == done.ends
+    return (ids, ends) if same else None
+
+
+def encode(documents: Iterable[str], tokenizer: Tokenizer) -> EncodedDocuments:
+    """Token ids of whole documents: the tokenizer's prefix, the text, its suffix, and the end of document where it has one."""
+    end = () if tokenizer.eos is None else (tokenizer.eos,)
+    opening, closing = ([np.array(around)] if around else [] for around in (tokenizer.prefix, (*tokenizer.suffix, *end)))
+    parting = getattr(tokenizer, "parting", None)
+    parts: list[np.ndarray] = []
+    lengths: list[int] = []
+    size = 0
+    for text in documents:
+        ids = [*opening, *(tokenizer.encode(piece) for piece in pieces(text, parting)), *closing]
+        length = sum(len(part) for part in ids)
+        size += len(text) if text.isascii() else len(text.encode("utf-8"))
+        if length:
+            parts += ids
+            lengths.append(length)
+    return EncodedDocuments(np.concatenate([*parts, np.empty(0, np.int64)]), np.cumsum(lengths, dtype=np.int64), size)
+
+
+def pieces(text: str, parting: re.Pattern[str] | None) -> Iterator[str]:
+    """A document in pieces of about `LONGEST_PIECE` characters, or as a whole.
+
+    Args:
+        text: of the document.
+        parting: matches, without a character, where a text can be cut so that the ids of its parts are those of the whole.
+    """
+    start = 0
+    while parting is not None and len(text) - start > LONGEST_PIECE:
+        found = parting.search(text, start + LONGEST_PIECE)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
+def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[EncodedDocuments]:
+    """Documents of text in portions of ids."""
+    chunk: list[str] = []
+    size = 0
+    for _, text in documents:
+        assert isinstance(text, str)
+        chunk.append(text)
+        size += len(text)
+        if size >= CHUNK:
+            yield encode(chunk, tokenizer)
+            chunk, size = [], 0
+    yield encode(chunk, tokenizer)
+
+
+def _ids(documents: Iterable[Document], job: Job) -> Iterator[EncodedDocuments]:
+    """Checks records that hold ids, and appends the end of document to those that lack it."""
+    limit = min(np.iinfo(job.dtype).max + 1, job.vocab_size or 1 << 62)
+    chunk: list[np.ndarray] = []
+    size = 0
+    for name, ids in documents:
+        assert not isinstance(ids, str)
+        if int(ids.max()) >= limit:
+            raise DataError(f"document {name} holds token id {int(ids.max())}, but the vocabulary has {limit}")
+        chunk.append(ids if job.eos is None or ids[-1] == job.eos else np.append(ids, job.eos))
+        size += len(chunk[-1])
+        if size >= CHUNK:
+            yield _joined(chunk)
+            chunk, size = [], 0
+    if chunk:
+        yield _joined(chunk)
+
+
+def _joined(documents: list[np.ndarray]) -> EncodedDocuments:
+    return EncodedDocuments(np.concatenate(documents), np.cumsum([len(ids) for ids in documents], dtype=np.int64), 0)
+
+
+def main() -> None:
+    """Works until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    directory = Path(sys.argv[1])
+    job = read_job(directory)
+    content = directory / "tokenizer.json"
+    tokenizer = None if job.wanted.ids else restore(content.read_bytes(), job.tokenizer_eos, str(content), job.add_special_tokens)
+    for line in sys.stdin:
+        try:
+            answer = {"done": asdict(tokenize_part(directory, job, int(line), tokenizer))}
+        except DataError as error:
+            answer = {"error": str(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

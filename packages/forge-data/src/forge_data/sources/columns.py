@@ -1,0 +1,167 @@
+"""Parquet and Arrow files: one column of texts, or of lists of token ids."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_data.sources.records import CorpusPart, Document, Skips, Wanted, checked_value
+from forge_data.storage.files import File, local_path
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PARQUET = (".parquet",)
+ARROW = (".arrow", ".feather")
+_ROWS = 1024
+
+
+def cut(files: Sequence[File], size: int) -> list[CorpusPart]:
+    """Runs of row groups of a Parquet file, or of record batches of an Arrow file, of about `size` bytes."""
+    found = []
+    for file in files:
+        with _opened(file) as content:
+            groups = content.groups
+        step = max(1, round(groups * size / max(1, file.size)))
+        for start in range(0, groups, step):
+            stop = min(start + step, groups)
+            found.append(CorpusPart((file,), start, stop, file.size * (stop - start) // groups))
+    return found
+
+
+def read(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Document]:
+    """See `records.RecordReader`. A document is named by its file, its group and its row there."""
+    (file,) = part.files
+    with _opened(file) as content:
+        if wanted.column not in content.names:
+            raise DataError(f"{file.where} has no column {wanted.column!r}; it has {', '.join(content.names)}")
+        for group in range(part.start, content.groups if part.stop < 0 else part.stop):
+            row = 0
+            for values in content.column(group, wanted.column):
+                for value in values:
+                    name = f"{file.name}:{group}:{row}"
+                    found = checked_value(value, partial(_place, file, group, row), wanted, skips)
+                    row += 1
+                    if found is not None:
+                        yield name, found
+
+
+def _place(file: File, group: int, row: int) -> str:
+    return f"{file.where}, group {group}, row {row}"
+
+
+class _Parquet:
+    def __init__(self, path: str) -> None:
+        import pyarrow.parquet as parquet
+
+        self._file = parquet.ParquetFile(path)
+        self.groups: int = self._file.num_row_groups
+        self.names: list[str] = self._file.schema_arrow.names
+
+    def column(self, group: int, name: str) -> Iterator[list[Any]]:
+        for batch in self._file.iter_batches(_ROWS, row_groups=[group], columns=[name]):
+            yield values(batch.column(0))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Arrow:
+    """Arrow's file format, or its stream format as the `datasets` library writes it; both are memory-mapped."""
+
+    def __init__(self, path: str) -> None:
+        import pyarrow as pa
+
+        self._map = pa.memory_map(path)
+        magic = self._map.read(6)
+        self._map.seek(0)
+        if magic == b"ARROW1":
+            self._file: Any = pa.ipc.open_file(self._map)
+            self.groups: int = self._file.num_record_batches
+            self._batch = self._file.get_batch
+        else:
+            self._file = pa.ipc.open_stream(self._map)
+            batches = list(self._file)  # maps, not copies
+            self.groups = len(batches)
+            self._batch = batches.__getitem__
+        self.names: list[str] = self._file.schema.names
+
+    def column(self, group: int, name: str) -> Iterator[list[Any]]:
+        column = self._batch(group).column(name)
+        for start in range(0, len(column), _ROWS):
+            yield values(column.slice(start, _ROWS))
+
+    def close(self) -> None:
+        self._map.close()
+
+
+@contextmanager
+def _opened(file: File) -> Iterator[_Parquet | _Arrow]:
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise DataError(f"{file.where} needs pyarrow; pip install 'forge-data[arrow]'") from error
+    path = str(local_path(file))
+    try:
+        content = _Parquet(path) if file.where.endswith(PARQUET) else _Arrow(path)
+        try:
+            yield content
+        finally:
+            content.close()
+    except (pa.ArrowException, OSError, UnicodeError) as error:  # UnicodeError: names of columns
+        raise DataError(f"{file.where} is damaged or not in this format: {error}; restore the file") from error
+
+
+def values(column: "pa.Array") -> list[Any]:
+    """Python values of a column; lists of integers as numpy arrays, which is many times faster than as lists.
+
+    Raises:
+        pyarrow.ArrowException: the column is damaged. Arrow itself reads where wrong offsets point to, which ends the process.
+    """
+    import pyarrow as pa
+
+    _with_bytes(column).validate(full=True)
+    kind = column.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
+        return _plain(column)
+    flat = column.values
+    if flat.null_count:
+        return _plain(column)
+    ids = flat.to_numpy(zero_copy_only=False)
+    edges = column.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+    missing = column.is_null().to_pylist() if column.null_count else [False] * len(column)
+    return [None if missing[row] else ids[edges[row] : edges[row + 1]] for row in range(len(column))]
+
+
+def _with_bytes(column: "pa.Array") -> "pa.Array":
+    """The same memory with bytes for text: text that is not UTF-8 is the fault of one record, not of the column."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_string(kind):
+        return column.view(pa.binary())
+    if pa.types.is_large_string(kind):
+        return column.view(pa.large_binary())
+    if pa.types.is_string_view(kind):
+        return column.view(pa.binary_view())
+    if pa.types.is_dictionary(kind):
+        return pa.DictionaryArray.from_arrays(column.indices, _with_bytes(column.dictionary), safe=False)
+    return column
+
+
+def _plain(column: "pa.Array") -> list[Any]:
+    """Values as Python objects; text that is not UTF-8 as bytes, so that the records around it can be read."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [_text_or_bytes(value) for value in column]
+
+
+def _text_or_bytes(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return value.as_buffer().to_pybytes()

@@ -1,0 +1,336 @@
+"""The token store: its files, what `manifest.json` says of them, and the source that reads them through memory maps.
+
+    manifest.json      what the store holds
+    shard-00000.bin    token ids, raw little-endian, of the manifest's dtype
+    shard-00000.doc.npy  uint64 ends of the shard's documents, counted from the shard's start
+    counts.npy         uint64 occurrences of every token id
+    tokenizer.json     copy of the tokenizer, where the writer had one
+
+Documents never cross a shard. The manifest is written last: a directory without one is not a store. Opening reads the
+manifest, the sizes of all files, and samples of them.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_core.protocols.data import Tokenizer
+from forge_data.storage import npy
+from forge_data.storage.checksums import TOKEN_BLOCK, TOKEN_BLOCKS, Checksum, edge_ranges, fault_of, sampled_ranges
+from forge_data.storage.document_ends import Ends, Listed
+from forge_data.storage.files import File, read_bytes
+from forge_data.storage.shards import Shard, Shards, map_file
+
+FORMAT = "forge-token-store"
+VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+COUNTS = "counts.npy"
+DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+"""What ids may be stored as. Signed ones hold no negative id; they are kept for files that came with them."""
+_BLOCK = 1 << 24
+_ADVICE = "write the store again"
+_U8 = np.dtype("<u8")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of the store: name, size in bytes and XXH3-128 of its content."""
+
+    file: str
+    bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """Tokens and document ends of one shard; `max_id` is its largest token id."""
+
+    tokens: int
+    documents: int
+    max_id: int
+    data: FileEntry
+    ends: FileEntry
+
+
+@dataclass(frozen=True)
+class TokenizerEntry:
+    """Which tokenizer made the tokens. `add_special_tokens`: whether documents have its own prefix and suffix."""
+
+    name: str
+    sha256: str
+    vocab_size: int
+    eos: int | None
+    add_special_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class StoreManifest:
+    """All that is known about a store. `text_bytes` is the size of the text behind the tokens; `request`, what `data prepare`
+    was asked for."""
+
+    dtype: str
+    tokens: int
+    documents: int
+    text_bytes: int | None
+    tokenizer: TokenizerEntry | None
+    shards: tuple[ShardEntry, ...]
+    counts: FileEntry
+    source: str
+    creator: str
+    request: dict[str, str] | None = None
+
+    @property
+    def max_id(self) -> int:
+        return max((shard.max_id for shard in self.shards), default=-1)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens, borders and tokenizer, wherever the store lies and however it was made."""
+        parts = [self.dtype, self.tokenizer.sha256 if self.tokenizer else ""]
+        parts += [f"{shard.data.xxh3} {shard.ends.xxh3}" for shard in self.shards]
+        return sha256("\n".join(parts).encode()).hexdigest()
+
+    def as_json(self) -> str:
+        content = asdict(self)
+        if self.tokenizer is not None and not self.tokenizer.add_special_tokens:
+            del content["tokenizer"]["add_special_tokens"]  # as in stores that were written before there was the key
+        return json.dumps({"format": FORMAT, "version": VERSION, **content}, indent=1) + "\n"
+
+
+def read_manifest(directory: Path) -> StoreManifest:
+    """The manifest of a store.
+
+    Raises:
+        DataError: there is no manifest, or this version cannot read it.
+    """
+    path = directory / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        what = "is not a token store: it has no manifest.json" if directory.is_dir() else "does not exist"
+        raise DataError(f"{directory} {what}; write one with `data prepare`") from None
+    except NotADirectoryError:
+        raise DataError(f"{directory} is a file, not a token store; a single file of tokens is source 'tokens'") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    try:
+        return _parse_manifest(content, path)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is damaged: {type(error).__name__} {error}; write the store again") from error
+
+
+def _parse_manifest(content: dict[str, Any], path: Path) -> StoreManifest:
+    if content["format"] != FORMAT or content["version"] != VERSION:
+        found = f"{content['format']} version {content['version']}"
+        raise DataError(f"{path} is of {found}; this Forge reads {FORMAT} version {VERSION}")
+    if content["dtype"] not in DTYPES:
+        raise DataError(f"{path}: unknown dtype {content['dtype']!r}; known: {', '.join(DTYPES)}")
+    counts = [content["tokens"], content["documents"]]
+    for shard in content["shards"]:
+        counts += [shard[name] for name in ("tokens", "documents", "max_id")]
+    if wrong := [count for count in counts if type(count) is not int or count < 0]:
+        raise DataError(f"{path} is damaged: {wrong[0]!r} is not a number of tokens, documents or an id; write the store again")
+    for shard in [*content["shards"], {"data": content["counts"], "ends": content["counts"]}]:
+        for name in (shard["data"]["file"], shard["ends"]["file"]):
+            if Path(name).name != name:
+                raise DataError(f"{path} names the file {name!r}, which is not inside the store")
+    tokenizer = content["tokenizer"]
+    return StoreManifest(
+        dtype=content["dtype"],
+        tokens=content["tokens"],
+        documents=content["documents"],
+        text_bytes=content["text_bytes"],
+        tokenizer=TokenizerEntry(**tokenizer) if tokenizer else None,
+        shards=tuple(
+            ShardEntry(
+                tokens=shard["tokens"],
+                documents=shard["documents"],
+                max_id=shard["max_id"],
+                data=FileEntry(**shard["data"]),
+                ends=FileEntry(**shard["ends"]),
+            )
+            for shard in content["shards"]
+        ),
+        counts=FileEntry(**content["counts"]),
+        source=content["source"],
+        creator=content["creator"],
+        request=content.get("request"),
+    )
+
+
+class StoreSource:
+    """A store as a `Source`. Shards are mapped when they are first touched."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the store at `path`.
+
+        Raises:
+            DataError: it is not a store, or a file is missing, truncated or longer than the manifest says.
+        """
+        self.path = path
+        self.name = str(path)
+        self.document_name: Callable[[int], str] | None = None  # of a document by its number, where the corpus is known
+        self.manifest: StoreManifest = read_manifest(path)
+        self.tokens = self.manifest.tokens
+        self.documents = self.manifest.documents
+        self.max_id: int | None = self.manifest.max_id
+        self.max_id_from = "in its manifest"
+        entry = self.manifest.tokenizer
+        self.vocab_size = entry.vocab_size if entry else None
+        self.tokenizer = entry.sha256 if entry else None
+        self.text_bytes = self.manifest.text_bytes
+        self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
+        self._check_sizes()
+        pieces = [Shard(self._file(shard.data), shard.tokens) for shard in self.manifest.shards]
+        self._tokens = Shards(pieces, self.dtype)
+        self._documents = Listed(self._tokens.firsts, self._table, advice=_ADVICE)
+        self.fingerprint = self._sampled()
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Token ids [start, stop): a view of the mapped file where they lie in one shard."""
+        return self._tokens.read(start, stop)
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """(N, length) token ids from each of `starts` on."""
+        return self._tokens.windows(starts, length)
+
+    def ends(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Document ends e with start < e <= stop, ascending uint64."""
+        return self._documents.ends(start, self.tokens if stop is None else min(stop, self.tokens))
+
+    def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Document ends inside many windows; see `Source.borders`."""
+        return self._documents.borders(starts, length)
+
+    @property
+    def borders_checked(self) -> bool:
+        """Whether the document ends that were used so far were compared as a whole."""
+        return self._documents.checked
+
+    def place(self, token: int) -> str:
+        """File and byte offset of a token, for messages."""
+        return self._tokens.place(token)
+
+    def counts(self) -> np.ndarray:
+        """(ids,) int64 occurrences of every token id, as the writer counted them.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        return npy.load(self._file(self.manifest.counts), _U8, _ADVICE).astype(np.int64)
+
+    def verify(self) -> list[str]:
+        """Reads everything and compares it with the manifest; one message per fault, with file and offset."""
+        faults: list[str] = []
+        found = np.zeros(self.manifest.max_id + 1, dtype=np.int64)
+        for number, shard in enumerate(self.manifest.shards):
+            for entry in (shard.data, shard.ends):
+                faults += self._verify_checksum(entry)
+            if not faults:
+                faults += self._verify_shard(number, shard, found)
+        faults += self._verify_checksum(self.manifest.counts)
+        if not faults and not np.array_equal(found, self.counts()):
+            faults.append(f"{self.path / self.manifest.counts.file}: counts differ from the tokens")
+        return faults
+
+    def _sampled(self) -> str:
+        """Of the manifest's checksums, and of samples of the files that they are of."""
+        digest = sha256(self.manifest.fingerprint.encode())
+        for start, stop in sampled_ranges(self.tokens, TOKEN_BLOCK, TOKEN_BLOCKS):
+            digest.update(self._tokens.peek(start, stop).tobytes())
+        for shard in self.manifest.shards[:: max(1, len(self.manifest.shards) // TOKEN_BLOCKS)]:
+            file = self._file(shard.ends)
+            for start, stop in edge_ranges(file.size):
+                digest.update(read_bytes(file, start, stop))
+        return digest.hexdigest()
+
+    def checksums(self) -> list[Checksum]:
+        """Of the files that are read, in the order of the stream."""
+        shards = zip(self._tokens.firsts, self.manifest.shards, strict=False)
+        return [
+            Checksum(first, self.path / entry.file, entry.xxh3) for first, shard in shards for entry in (shard.data, shard.ends)
+        ]
+
+    def _verify_checksum(self, entry: FileEntry) -> list[str]:
+        fault = fault_of(self.path / entry.file, entry.xxh3)
+        return [fault] if fault else []
+
+    def _verify_shard(self, number: int, shard: ShardEntry, found: np.ndarray) -> list[str]:
+        """The manifest's claims about one shard; counts its tokens into `found`."""
+        faults = self._table(number).faults(whole=True)
+        data = map_file(self._file(shard.data), self.dtype, shard.tokens)
+        for start in range(0, len(data), _BLOCK):
+            block = data[start : start + _BLOCK]
+            high = int(block.max())
+            if high > shard.max_id:
+                offset = (start + int(np.argmax(block > shard.max_id))) * self.dtype.itemsize
+                faults.append(f"{self.path / shard.data.file} at byte {offset}: id above max_id = {shard.max_id}")
+                break
+            found += np.bincount(block, minlength=len(found))
+        return faults
+
+    def _check_sizes(self) -> None:
+        for what in ("tokens", "documents"):
+            claimed, held = getattr(self.manifest, what), sum(getattr(shard, what) for shard in self.manifest.shards)
+            if claimed != held:
+                raise DataError(f"{self.path}: the manifest says {claimed} {what}, its shards hold {held}; write the store again")
+        for shard in self.manifest.shards:
+            if shard.tokens * self.dtype.itemsize != shard.data.bytes:
+                raise DataError(
+                    f"{self.path}: the manifest gives {shard.data.file} {shard.data.bytes} bytes for {shard.tokens} tokens"
+                )
+            self._check_size(shard.data)
+            self._check_size(shard.ends)
+        self._check_size(self.manifest.counts)
+
+    def _check_size(self, entry: FileEntry) -> None:
+        path = self.path / entry.file
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path} is missing: {error.strerror}; the store is damaged, write it again") from error
+        if size != entry.bytes:
+            what = "empty" if not size else "truncated" if size < entry.bytes else "too long"
+            raise DataError(f"{path} is {what}: it ends at byte {size}, the manifest says {entry.bytes}; write the store again")
+
+    def _table(self, number: int) -> Ends:
+        """Document ends of one shard, mapped."""
+        shard = self.manifest.shards[number]
+        entry = shard.ends
+        file = self._file(entry)
+        header = npy.read_header(file, advice=_ADVICE)
+        shape, dtype = header.shape, header.dtype
+        if dtype != _U8 or shape != (shard.documents,) or not shape[0] or header.offset + 8 * shape[0] != entry.bytes:
+            raise DataError(
+                f"{file.where} must list the ends of {shard.documents} documents as uint64, found {dtype} {shape}; {_ADVICE}"
+            )
+        ends = map_file(file, _U8, shape[0], header.offset)
+        return Ends(ends, shard.tokens, file.where, header.offset, empty=False)
+
+    def _file(self, entry: FileEntry) -> File:
+        return File(entry.file, str(self.path / entry.file), entry.bytes, entry.xxh3)
+
+
+def open_store(path: str | Path, tokenizer: Tokenizer | None = None) -> StoreSource:
+    """Opens a store and, where a tokenizer is given, refuses tokens that another one made.
+
+    Raises:
+        DataError: see `StoreSource`; or the tokenizers differ, or the path is empty.
+    """
+    if not str(path).strip():
+        raise DataError("the path of a store is empty; '.' is the working directory")
+    store = StoreSource(Path(path))
+    entry = store.manifest.tokenizer
+    if tokenizer is not None and entry is not None and entry.sha256 != tokenizer.fingerprint:
+        raise DataError(
+            f"{path} was made with tokenizer {entry.name} sha256 {entry.sha256[:12]}, the recipe's is {tokenizer.name} "
+            f"sha256 {tokenizer.fingerprint[:12]}; remove [data.tokenizer] or prepare the store again"
+        )
+    return store

@@ -1,0 +1,198 @@
+"""Writes a token store: streaming, in bounded memory, and all or nothing.
+
+Everything goes to a temporary directory next to the target, is flushed to the disk, and gets its final name last.
+"""
+
+import io
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import xxhash
+
+from forge_core.durable_files import publish, sync, sync_path, write_file
+from forge_core.errors import DataError
+from forge_core.protocols.data import Tokenizer
+from forge_data.sources.store import COUNTS, DTYPES, MANIFEST, TOKENIZER, FileEntry, ShardEntry, StoreManifest, TokenizerEntry
+from forge_data.storage.workspace import Partial
+
+SHARD_TOKENS = 1 << 27
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The smallest stored dtype that holds every id of a vocabulary."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+class StoreWriter:
+    """Use as a context manager; `commit` makes the store appear, leaving without it removes what was written."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: str,
+        tokenizer: Tokenizer | None = None,
+        source: str = "",
+        shard_tokens: int = SHARD_TOKENS,
+        request: dict[str, str] | None = None,
+    ) -> None:
+        """Begins a store at `path`, which must not exist (an empty directory may).
+
+        Raises:
+            DataError: the directory is not empty or cannot be written.
+        """
+        if dtype not in DTYPES:
+            raise DataError(f"a store cannot hold dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        self.path = path
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.tokenizer = tokenizer
+        self.source = source
+        self.request = request
+        self.shard_tokens = shard_tokens
+        self._shards: list[ShardEntry] = []
+        self._counts = np.zeros(0, dtype=np.int64)
+        self._text_bytes: int | None = 0
+        self._file: io.BufferedWriter | None = None
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise DataError(f"{path} exists and is not empty; choose another place or remove it")
+        try:
+            self._owned = Partial(path, directory=True)
+        except OSError as error:
+            raise DataError(f"{path.parent} cannot be written: {error.strerror}; choose another directory") from error
+        self.partial = self._owned.path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._owned.close()
+
+    def add(self, ids: np.ndarray, ends: np.ndarray, text_bytes: int | None = None) -> None:
+        """Appends whole documents.
+
+        Args:
+            ids: (n,) token ids, ends of documents included.
+            ends: where each document ends in `ids`, strictly ascending; the last is n.
+            text_bytes: size of the text behind them.
+
+        Raises:
+            DataError: an id does not fit the dtype, or the disk is full.
+        """
+        if not len(ids):
+            return
+        ends = np.asarray(ends, dtype=np.int64)
+        if not len(ends) or ends[-1] != len(ids) or ends[0] <= 0 or (np.diff(ends) <= 0).any():
+            raise ValueError("document ends must ascend strictly and end with the number of ids")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high > np.iinfo(self.dtype).max:
+            raise DataError(f"token id {low if low < 0 else high} does not fit {self.dtype.name}; choose a larger dtype")
+        self._count(ids, high)
+        self._text_bytes = None if text_bytes is None or self._text_bytes is None else self._text_bytes + text_bytes
+        ids = ids.astype(self.dtype)
+        done, document = 0, 0
+        while document < len(ends):
+            room = done + self.shard_tokens - self._tokens
+            until = int(np.searchsorted(ends, room, side="right"))
+            if until <= document:
+                if self._tokens:
+                    self._close_shard()
+                    continue
+                until = document + 1  # longer than a shard: it gets a separate one
+            stop = int(ends[until - 1])
+            self._write(ids[done:stop], ends[document:until] - done)
+            done, document = stop, until
+
+    def commit(self) -> StoreManifest:
+        """Finishes the files and gives the store its name; if another process was faster, its store stays.
+
+        Raises:
+            DataError: nothing was added, or the disk is full.
+        """
+        self._close_shard()
+        if not self._shards:
+            raise DataError(f"{self.source or self.path} has no documents; nothing to store")
+        tokenizer = self.tokenizer
+        entry = None
+        if tokenizer is not None:
+            around = bool(tokenizer.prefix or tokenizer.suffix)
+            entry = TokenizerEntry(tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos, around)
+        try:
+            if tokenizer is not None:
+                _durable(self.partial / TOKENIZER, tokenizer.dump())
+            manifest = StoreManifest(
+                dtype=self.dtype.name,
+                tokens=sum(shard.tokens for shard in self._shards),
+                documents=sum(shard.documents for shard in self._shards),
+                text_bytes=self._text_bytes,
+                tokenizer=entry,
+                shards=tuple(self._shards),
+                counts=_durable(self.partial / COUNTS, _npy(self._counts)),
+                source=self.source,
+                creator=f"forge-data {version('forge-data')}",
+                request=self.request,
+            )
+            _durable(self.partial / MANIFEST, manifest.as_json().encode())
+            sync_path(self.partial)
+            if not (self.path / MANIFEST).exists():
+                publish(self.partial, self.path)
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be written: {error.strerror or error}") from error
+        return manifest
+
+    @property
+    def _tokens(self) -> int:
+        return self._written if self._file is not None else 0
+
+    def _count(self, ids: np.ndarray, high: int) -> None:
+        if high >= 1 << 24:
+            raise DataError(f"token id {high} is beyond any vocabulary; is the dtype of the input right?")
+        if high >= len(self._counts):
+            self._counts = np.concatenate([self._counts, np.zeros(high + 1 - len(self._counts), dtype=np.int64)])
+        self._counts += np.bincount(ids.astype(np.int64), minlength=len(self._counts))
+
+    def _write(self, ids: np.ndarray, ends: np.ndarray) -> None:
+        try:
+            if self._file is None:
+                self._file = (self.partial / f"shard-{len(self._shards):05d}.bin").open("wb")
+                self._hash = xxhash.xxh3_128()
+                self._written, self._max = 0, 0
+                self._ends: list[np.ndarray] = []
+            data = ids.tobytes()
+            self._file.write(data)
+        except OSError as error:
+            raise DataError(f"{self.partial} cannot be written: {error.strerror or error}") from error
+        self._hash.update(data)
+        self._ends.append((ends + self._written).astype("<u8"))
+        self._written += len(ids)
+        self._max = max(self._max, int(ids.max()))
+
+    def _close_shard(self) -> None:
+        if self._file is None:
+            return
+        try:
+            sync(self._file)
+            self._file.close()
+            name = Path(self._file.name).name
+            ends = np.concatenate(self._ends)
+            end_file = _durable(self.partial / f"{name.removesuffix('.bin')}.doc.npy", _npy(ends))
+        except OSError as error:
+            raise DataError(f"{self.partial} cannot be written: {error.strerror or error}") from error
+        self._file = None
+        data = FileEntry(name, self._written * self.dtype.itemsize, self._hash.hexdigest())
+        self._shards.append(ShardEntry(self._written, len(ends), self._max, data, end_file))
+
+
+def _npy(array: np.ndarray) -> bytes:
+    content = io.BytesIO()
+    np.save(content, array.astype("<u8"), allow_pickle=False)
+    return content.getvalue()
+
+
+def _durable(path: Path, content: bytes) -> FileEntry:
+    write_file(path, content)
+    return FileEntry(path.name, len(content), xxhash.xxh3_128_hexdigest(content))

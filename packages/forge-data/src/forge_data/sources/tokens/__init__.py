@@ -1,1 +1,0 @@
-"""Token ids in the formats of other frameworks, read where they are."""

@@ -1,1 +1,0 @@
-"""The token store, Forge's own format: reader, writer, manifest and checksums."""

@@ -1,0 +1,68 @@
+"""A tokenizer of any kind from its `dump`, or from the store that carries it."""
+
+import json
+from pathlib import Path
+
+from forge_core.errors import DataError
+from forge_core.protocols.data import Tokenizer
+from forge_data.sources.store import TOKENIZER, StoreSource
+from forge_data.tokenizers import sentencepiece, tiktoken
+from forge_data.tokenizers.bytes import ByteTokenizer
+
+
+def restore(content: bytes, eos: int | None, where: str, add_special_tokens: bool = True) -> Tokenizer:
+    """The tokenizer whose `dump` is `content`.
+
+    Args:
+        content: a JSON file: one of Forge's kinds, or a `tokenizer.json` of the `tokenizers` library.
+        eos: id of the end of document, which a `tokenizer.json` does not say.
+        where: names it in messages.
+        add_special_tokens: whether `prefix` and `suffix` are what a `tokenizer.json` puts around a text; our own kinds of
+            files say that themselves.
+
+    Raises:
+        DataError: the content is not a tokenizer of a known kind.
+    """
+    try:
+        parsed = json.loads(content)
+        kind = parsed.get("type")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{where} is not a tokenizer: {error}") from error
+    try:
+        if kind == ByteTokenizer.kind:
+            return ByteTokenizer()
+        if kind == tiktoken.KIND:
+            return tiktoken.restore(parsed)
+        if kind == sentencepiece.KIND:
+            return sentencepiece.restore(parsed, where)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{where} is a damaged tokenizer: {type(error).__name__} {error}") from error
+    return _restore_backend(content, eos, where, add_special_tokens)
+
+
+def _restore_backend(content: bytes, eos: int | None, where: str, add_special_tokens: bool) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    from forge_data.tokenizers.bpe import BpeTokenizer
+
+    try:
+        name = Backend.from_str(content.decode("utf-8")).id_to_token(eos) if eos is not None else None
+    except Exception as error:  # the library raises bare Exception for anything that it cannot read
+        raise DataError(f"{where} is not a tokenizer.json of the tokenizers library: {error}") from error
+    return BpeTokenizer(content, name or "", where, add_special_tokens)
+
+
+def tokenizer_of(store: StoreSource) -> Tokenizer | None:
+    """The tokenizer that made a store, or None when the store has no copy of it.
+
+    Raises:
+        DataError: the copy is damaged or not the one that the manifest names.
+    """
+    entry = store.manifest.tokenizer
+    path = Path(store.path) / TOKENIZER
+    if entry is None or not path.exists():
+        return None
+    tokenizer = restore(path.read_bytes(), entry.eos, str(path), entry.add_special_tokens)
+    if tokenizer.fingerprint != entry.sha256:
+        raise DataError(f"{path} is not the tokenizer that the manifest names (sha256 {entry.sha256[:12]}); restore the file")
+    return tokenizer
