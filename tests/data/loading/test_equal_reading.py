@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data.steps import steps_of
 from forge_core.protocols.data import SourceComponent, SourceContext
-from forge_data.packing.readers import Documents, StreamPacking
+from forge_data.packing.readers import ShuffledDocuments, StreamPacking
 from forge_data.section import Data
 
 
@@ -169,7 +169,7 @@ def test_trials_b1_samples_that_were_passed_are_not_cut() -> None:
 
 def test_every_epoch_has_an_order_of_its_own() -> None:
     """One window holds an epoch here, so only the number of the epoch can tell the orders apart."""
-    documents = Documents(Uneven(documents=(5, 7, 4)).build(None), None, 1, 100, True)  # type: ignore[arg-type]
+    documents = ShuffledDocuments(Uneven(documents=(5, 7, 4)).build(None), None, 1, 100, True)  # type: ignore[arg-type]
     states, orders = [], []
     for _ in range(4):
         state, window = documents.next()
@@ -183,7 +183,7 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
 @pytest.mark.parametrize(("readers", "buffer", "most"), [(None, 3, 3), (6, 3, 3), (2, 5, 2), (None, 100, 8)])
 def test_no_more_shards_are_open_than_documents_lie_in_a_window(readers: int | None, buffer: int, most: int) -> None:
     """Others would stay open and not be read from until those before them have ended."""
-    documents = Documents(Uneven(documents=(9,) * 8).build(None), readers, 1, buffer, True)  # type: ignore[arg-type]
+    documents = ShuffledDocuments(Uneven(documents=(9,) * 8).build(None), readers, 1, buffer, True)  # type: ignore[arg-type]
     for _ in range(4):
         assert len(documents.state()["readers"]) == documents.state()["opened"] == most
         documents.next()

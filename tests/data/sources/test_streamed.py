@@ -159,7 +159,7 @@ def as_broken_files(folder: Path, write: str) -> RecordComponent:
     for number, values in enumerate(BROKEN_STREAMS):
         lines = "".join(json.dumps({"text": value if isinstance(value, str) else None}) + "\n" for value in values)
         (folder / f"train-{number}.jsonl").write_text(lines)
-    return Jsonl(path=str(folder)) if write == "jsonl" else HuggingFace(path=str(folder))
+    return JsonLines(path=str(folder)) if write == "jsonl" else HuggingFace(path=str(folder))
 
 
 @pytest.mark.parametrize("write", ["jsonl", "huggingface"])
@@ -187,7 +187,7 @@ def test_trials_b8_skip_bounds_all_shards_of_a_stream_together(tmp_path: Path, w
 def test_trials_b8_of_many_skipped_records_the_number_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("nothing\n" * 250 + '{"text": "fine"}\n')
     said: list[str] = []
-    component = Jsonl(path=str(tmp_path), stream=True, skip=250)
+    component = JsonLines(path=str(tmp_path), stream=True, skip=250)
     source: Any = component.build(SourceContext(Path("unused"), ByteTokenizer(), 16, said.append))
     assert len(list(source.stream(0))) == 1
     assert [int(message.split()[0]) for message in said] == [*range(1, 11), *range(20, 100, 10), 100, 200]

@@ -18,7 +18,7 @@ import zstandard
 from data import foreign
 from forge_core.errors import DataError, ForgeError
 from forge_core.protocols.data import SourceContext
-from forge_data.components import Arrow, Datatrove, HuggingFace, Jsonl, Llmc, Megatron, Parquet, Store, Tokens
+from forge_data.components import Arrow, Datatrove, HuggingFace, JsonLines, Llmc, Megatron, Parquet, Tokens, TokenStore
 from forge_data.preparation.job import Done, content_of
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -48,7 +48,7 @@ def consume(component: Any) -> None:
     source.ends()
     source.windows(starts, length)
     source.borders(starts, length)
-    if isinstance(component, Store):
+    if isinstance(component, TokenStore):
         source.counts()
         source.verify()
 
@@ -149,12 +149,12 @@ def test_damaged_files_of_ids_are_read_or_refused(tmp_path: Path, write: Callabl
 def test_a_damaged_store_is_read_or_refused(tmp_path: Path, make_store: Any) -> None:
     path = make_store("store", [[1] * 5, [2] * 9, [3] * 12], shard_tokens=20)
     for name in ("counts.npy", "manifest.json", "shard-00000.bin", "shard-00001.doc.npy"):
-        consume(Store(path=str(path)))
+        consume(TokenStore(path=str(path)))
         whole = (path / name).read_bytes()
         for content in damages(whole, step=17 if name == "manifest.json" else 3):
             (path / name).write_bytes(content)
             try:
-                consume(Store(path=str(path)))
+                consume(TokenStore(path=str(path)))
             except ForgeError as error:
                 assert str(path) in str(error)
         (path / name).write_bytes(whole)
@@ -188,7 +188,7 @@ COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
 def test_damaged_lines_are_read_or_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"lines.{suffix}"
     path.write_bytes(COMPRESSIONS[suffix]("".join(f"{json.dumps(record)}\n" for record in RECORDS).encode()))
-    assert sweep(path, Jsonl(path=str(path), stream=True), step=3) > 20
+    assert sweep(path, JsonLines(path=str(path), stream=True), step=3) > 20
 
 
 def test_a_damaged_block_of_gzip_is_named(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_damaged_block_of_gzip_is_named(tmp_path: Path) -> None:
         gzip.decompress(bytes(content))
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"lines\.jsonl\.gz is damaged after byte 0 of its content: .*; restore the file"):
-        consume(Jsonl(path=str(path), stream=True))
+        consume(JsonLines(path=str(path), stream=True))
 
 
 def write_columns(path: Path, kind: str) -> Any:

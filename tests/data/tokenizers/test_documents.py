@@ -12,12 +12,12 @@ from data.tokenizers.kinds import KINDS, content, fast
 from forge_core.errors import DataError, RecipeWarning
 from forge_core.protocols.data import SourceContext
 from forge_data.checks import tokenizer_fits
-from forge_data.loading.stream import open_stream
-from forge_data.section import Data
 from forge_data.components import Bpe, TextFiles, TokenStore
+from forge_data.loading.stream import open_stream
 from forge_data.preparation import job
 from forge_data.preparation.streaming import StreamedRecords
 from forge_data.preparation.tokenization import prepared, tokenize
+from forge_data.section import Data
 from forge_data.sources.store import MANIFEST, StoreSource, open_store
 from forge_data.sources.text import text_files
 from forge_data.tokenizers.bpe import BpeTokenizer

@@ -118,7 +118,9 @@ def _bare_stores(data: Data) -> Iterator[RecipeWarning]:
         return
     named = {f"data.sources.{index}": source for index, source in enumerate(data.sources)}
     named |= {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}
-    bare = [(key, source.path) for key, source in named.items() if isinstance(source, sources.Store) and _is_bare(source.path)]
+    bare = [
+        (key, source.path) for key, source in named.items() if isinstance(source, components.TokenStore) and _is_bare(source.path)
+    ]
     if not bare:
         return
     try:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from forge_parallel.model.realize import Blueprint
 from forge_data.order.phases import intervals_of
+from forge_parallel.model.realize import Blueprint
 from forge_train.recipe.schema import Job
 
 

@@ -94,7 +94,7 @@ def check_even(component: Any) -> None:
     """
     from collections import Counter
 
-    from forge_data.packing.readers import Documents
+    from forge_data.packing.readers import ShuffledDocuments
 
     with _opened(component) as source:
         if not hasattr(source, "stream"):
@@ -104,7 +104,7 @@ def check_even(component: Any) -> None:
         assert once, "an example of a stream has no document with a token"
         most, least = max(once.values()), min(once.values())
         assert most == least, f"an epoch has one document {most} times, and another one {least} times"
-        reader, read = Documents(source, 4, 1, 8, True), Counter[bytes]()
+        reader, read = ShuffledDocuments(source, 4, 1, 8, True), Counter[bytes]()
         while sum(read.values()) < 2 * sum(once.values()):
             _, window = reader.next()
             read.update(ids.tobytes() for _, ids in window)

@@ -15,9 +15,9 @@ import numpy as np
 
 from forge_core.durable_files import publish, sync
 from forge_core.errors import DataError
-from forge_data.storage import npy
 from forge_data.sources.store import FORMAT, MANIFEST
 from forge_data.sources.token_files import TokenFiles, TokenFilesInfo, integers, same_dtype
+from forge_data.storage import npy
 from forge_data.storage.document_ends import Delimited
 from forge_data.storage.files import File, find, neighbors, read_bytes, read_each
 from forge_data.storage.shards import Shard, Shards

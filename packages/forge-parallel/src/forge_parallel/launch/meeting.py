@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from forge_core.terminal import size
 
 from forge_core.errors import ForgeError, LayoutError
+from forge_core.terminal import size
 from forge_parallel import accelerator
 from forge_parallel.launch.environment import Launch
 from forge_parallel.launch.watch import PeerFailure
