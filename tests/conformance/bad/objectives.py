@@ -2,13 +2,13 @@
 
 from conformance.part import Part
 from forge_core.batch import IGNORE
-from forge_models.objectives import CrossEntropy
+from forge_models.components.objectives import CrossEntropy
 
 
 def spoiled(spoil, z_loss: float = 0.0) -> Part:
     def make():
         def objective(head, hidden, labels):
-            return spoil(CrossEntropy(z_loss)(head, hidden, labels), labels, hidden)
+            return spoil(CrossEntropy(z_loss=z_loss)(head, hidden, labels), labels, hidden)
 
         return objective
 

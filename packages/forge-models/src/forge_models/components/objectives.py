@@ -1,18 +1,22 @@
-"""The loss to minimize, chosen by `[objective]`."""
+"""The loss to minimize, chosen by `[objective]`. The head of a model calls it, in the last stage of a pipeline."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Lt
 
+from forge_core.batch import IGNORE
 from forge_core.component import IDENTITY, Component
 from forge_core.features import Feature
+from forge_core.protocols.model import LossTerms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from forge_core.protocols.model import Objective
+    from torch import Tensor
+
+    from forge_core.protocols.model import Head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +36,32 @@ class CrossEntropy(Component):
         """With and without further terms."""
         return (cls(), cls(z_loss=0.1), cls(z_loss=0.1, label_smoothing=0.2))
 
-    def build(self) -> "Objective":
-        from forge_models import objectives
+    def build(self) -> "CrossEntropy":
+        """The objective itself."""
+        return self
 
-        return objectives.CrossEntropy(z_loss=self.z_loss, label_smoothing=self.label_smoothing)
+    def __call__(self, head: "Head", hidden: "Tensor", labels: "Tensor") -> LossTerms:
+        """Sum over valid tokens of nll + z_loss z, with z the squared log partition function.
+
+        With `label_smoothing` a, the minimized loss is (1 - a) nll + a (mean nll of all words as the label) + z_loss z. Only
+        the gradient is that of the smoothed loss: the value of the sum and of each row remains that of the labels, so that a
+        loss, its perplexity and its curve can be compared with those of a run without smoothing. Modules of multi-token
+        prediction are trained and reported in the same way.
+
+        Metrics, each a sum over valid tokens: `nll`; `z`, with a z-loss; `smoothed`, the minimized loss, with smoothing.
+
+        Args:
+            head: of the model.
+            hidden: (B, T, embed) after the final norm.
+            labels: (B, T) int64, already shifted.
+        """
+        from forge_models.autograd import with_gradient_of
+
+        smoothed = {"smoothing": self.label_smoothing} if self.label_smoothing else {}
+        total, nll, z = head.loss(hidden, labels, self.z_loss, **smoothed)
+        metrics = {"nll": nll.sum(), "z": z.sum()} if self.z_loss else {"nll": nll.sum()}
+        each = nll + self.z_loss * z if self.z_loss else nll
+        if smoothed:
+            metrics["smoothed"] = total.detach()
+            total = with_gradient_of(each.sum().detach(), total)
+        return LossTerms(total, (labels != IGNORE).sum(), metrics, each.sum(1))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_models.moe import ragged
+from forge_models.moe.ragged import _SomeToExperts, _SomeToTokens
 
 
 class LocalDispatch:
@@ -48,8 +48,8 @@ class LocalDispatch:
             order, lengths = order[:slots], (experts >= 0).sum(1)
             by_token = torch.nonzero_static(flat >= 0, size=slots).squeeze(1)
             at = places[by_token]
-            rows = ragged.ToExperts.apply(x, order, at, lengths, experts.shape[1])
-            y = ragged.ToTokens.apply(run(rows, counts), weights, order, by_token, at, lengths)
+            rows = _SomeToExperts.apply(x, order, at, lengths, experts.shape[1])
+            y = _SomeToTokens.apply(run(rows, counts), weights, order, by_token, at, lengths)
         return y if overlap_with is None else y + overlap_with()
 
 

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from forge_core.protocols.model import ExpertDispatcher
 from forge_core.specs import Init, ModuleSpec, TensorSpec
+from forge_models.autograd import attach
 from forge_models.blocks.mlp import MLP, STREAM
 from forge_models.context import BlockContext, RouterContext
 from forge_models.interp.tap import tap
 from forge_models.moe.capacity import limited
 from forge_models.moe.dispatch import LocalDispatch
 from forge_models.moe.experts import Experts
-from forge_models.moe.losses import Rows, attach, entropy, loads, pooled, probability_sums, weighted
+from forge_models.moe.losses import Rows, entropy, loads, pooled, probability_sums, weighted
 from forge_models.moe.routers import Biased
 from forge_models.shape import MoEShape
 

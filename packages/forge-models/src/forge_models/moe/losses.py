@@ -24,7 +24,7 @@ takes the loads of the step before, because those of this one are known only aft
 so it needs no exchange inside a forward, and is the same number in every layout.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,22 +111,6 @@ def _balance(counts: Tensor, sums: Tensor) -> Tensor:
     """(...): E / (k n) * sum_i c_i * sum_t p_ti of scopes with (..., E) counts and sums of probabilities; 0 without tokens."""
     # c_i adds up to k n for every n.
     return counts.shape[-1] * (counts * sums).sum(-1) / counts.sum(-1).clamp(min=1)
-
-
-def attach(x: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
-    """`x` itself; its backward also adds the gradient of scale * loss (scale None = 1) to the inputs of `loss`."""
-    return _Attach.apply(x, loss, loss.new_ones(()) if scale is None else scale.to(loss.dtype))
-
-
-class _Attach(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG004 (its gradient is what counts)
-        ctx.save_for_backward(scale)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        return grads[0], ctx.saved_tensors[0], None
 
 
 def entropy(routing: Routing, token_mask: Tensor | None) -> Tensor:

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def sums(slots: Tensor, lengths: Tensor) -> Tensor:
+def _sums(slots: Tensor, lengths: Tensor) -> Tensor:
     """(S, width) in the order of tokens -> (N, width): token t has the next lengths[t] of them."""
     if not len(slots):
         return slots.new_zeros(len(lengths), slots.shape[1])
     return torch.segment_reduce(slots, "sum", lengths=lengths, axis=0, unsafe=True, initial=0)
 
 
-class ToExperts(torch.autograd.Function):
+class _SomeToExperts(torch.autograd.Function):
     """(N, width) -> (S, width) in the order of experts.
 
     Args:
@@ -39,25 +39,25 @@ class ToExperts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         (grad,), (places, lengths) = grads, ctx.saved_tensors
         wide = torch.promote_types(grad.dtype, torch.float32)
-        return sums(grad.index_select(0, places).to(wide), lengths).to(grad.dtype), None, None, None, None
+        return _sums(grad.index_select(0, places).to(wide), lengths).to(grad.dtype), None, None, None, None
 
 
-class ToTokens(torch.autograd.Function):
+class _SomeToTokens(torch.autograd.Function):
     """Rows (S, width) in the order of experts -> (N, width), each multiplied by its weight and added to its token.
 
     Args:
         rows: (S, width); further ones are not read.
         weights: (N, top_k).
-        order: as in `ToExperts`.
+        order: as in `_SomeToExperts`.
         slots: (S,) flat numbers in the order of tokens.
-        places: as in `ToExperts`.
-        lengths: as in `ToExperts`.
+        places: as in `_SomeToExperts`.
+        lengths: as in `_SomeToExperts`.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, slots: Tensor, places: Tensor, lengths: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, order, slots, places, lengths)
-        return sums(rows.index_select(0, places) * weights.flatten()[slots].unsqueeze(1), lengths).to(rows.dtype)
+        return _sums(rows.index_select(0, places) * weights.flatten()[slots].unsqueeze(1), lengths).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
