@@ -19,7 +19,7 @@ WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LATENT_EPS = 1e-6
 """Of the norms of latents: fixed in the reference, independent of `rms_norm_eps`."""
 
-NAMES: Mapping[str, str] = {
+LATENT_NAMES: Mapping[str, str] = {
     "q_a_norm": "q_a_layernorm",
     "kv_a_proj": "kv_a_proj_with_mqa",
     "kv_a_norm": "kv_a_layernorm",
@@ -53,7 +53,7 @@ def _derived(fields: Mapping[str, Any]) -> dict[str, int]:
     return {"head_dim": fields["qk_rope_head_dim"], "qk_head_dim": fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]}
 
 
-def rows_of(attention: MLA, heads: int, name: str) -> tuple[int, ...]:
+def latent_rows(attention: MLA, heads: int, name: str) -> tuple[int, ...]:
     """Which row of a checkpoint's matrix each row of ours is; empty = the same order. `name` is that of the matrix here."""
     turning = attention.qk_rope_head_dim
     halves = [*range(0, turning, 2), *range(1, turning, 2)]

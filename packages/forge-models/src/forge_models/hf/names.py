@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from forge_models.components.attentions import MLA
 from forge_models.components.decoder import Decoder
-from forge_models.hf import mla
 from forge_models.hf.family import Family
+from forge_models.hf.mla import LATENT_NAMES, latent_rows
 from forge_models.hf.moe import ExpertNames
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ def _place(family: Family, experts: ExpertNames | None, decoder: Decoder, name: 
     attention = decoder.shape.attention
     if part == "attention" and isinstance(attention, MLA):
         inner, _, end = rest.partition(".")
-        rows = mla.rows_of(attention, decoder.heads, inner)
-        rest = f"{mla.NAMES.get(inner, inner)}.{end}"
+        rows = latent_rows(attention, decoder.heads, inner)
+        rest = f"{LATENT_NAMES.get(inner, inner)}.{end}"
     return Place(shape, (f"{prefix}.{family.parts[part]}.{rest}",), rows=rows)
 
 
