@@ -86,7 +86,7 @@ def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
     from forge_core.batch import Batch
     from forge_core.layout import Layout
     from forge_models.components.decoder import Decoder
-    from forge_models.components.objectives import CrossEntropy
+    from forge_models.objectives import CrossEntropy
     from forge_parallel.build.plan import Plan
     from forge_parallel.build.realize import Blueprint, realize
     from forge_parallel.components.optimizers import AdamW

@@ -115,10 +115,10 @@ def layer(configuration: LayerOf, smoke: bool) -> dict[str, Any]:
     """Milliseconds and operations a second of each side."""
     import torch
 
+    from forge_models.blocks.moe.layer import ExpertLayer
     from forge_models.components.decoder import Decoder
-    from forge_models.components.mlps import SwiGLU
-    from forge_models.components.moe import MoE
-    from forge_models.moe.layer import ExpertLayer
+    from forge_models.components.experts import MoE
+    from forge_models.components.layers import SwiGLU
 
     at, device, rounds = configuration, torch.device("cuda", 0), 20
     dim, ffn, tokens = at.dim, at.ffn, at.tokens
@@ -174,8 +174,7 @@ def layer(configuration: LayerOf, smoke: bool) -> dict[str, Any]:
 def shape_of(name: str, kernel: Any, smoke: bool = False) -> Any:
     """The decoder `fine` or `coarse`."""
     from forge_models.components.decoder import Decoder
-    from forge_models.components.moe import MoE
-    from forge_models.components.routers import SigmoidTopK
+    from forge_models.components.experts import MoE, SigmoidTopK
 
     dim, layers, length, vocab, unit = (64, 3, 32, 256, 16) if smoke else (1536, 16, LENGTH, 50304, 512)
     moe = MoE(experts=64, top_k=6, shared=2, ffn_dim=unit, first_dense=1, kernel=kernel, router=SigmoidTopK())
@@ -205,9 +204,9 @@ def training(configuration: Training, smoke: bool) -> dict[str, Any]:
 
     from forge_core.batch import Batch
     from forge_core.layout import Layout
-    from forge_models.components.objectives import CrossEntropy
+    from forge_models.blocks.moe.layer import ExpertLayer
     from forge_models.flops import count
-    from forge_models.moe.layer import ExpertLayer
+    from forge_models.objectives import CrossEntropy
     from forge_parallel.build.plan import Plan
     from forge_parallel.build.realize import Blueprint, realize
     from forge_parallel.components.optimizers import AdamW

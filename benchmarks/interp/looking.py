@@ -31,15 +31,19 @@ import torch
 from torch import Tensor
 
 from forge_models.components.decoder import Decoder
-from forge_models.generation.generate import evaluating
-from forge_models.interp.neuro.ridge import ridge
-from forge_models.interp.similarity.linear import unbiased_cka
-from forge_models.interp.similarity.moments import Moments
-from forge_models.interp.store import record as recording
+from forge_models.generation import evaluating
+from forge_models.interp import recorder as recording
+from forge_models.interp.neuro.encoding import ridge
+from forge_models.interp.similarity import Moments, unbiased_cka
 
 TAPPED = (
-    *("forge_models.blocks.attention", "forge_models.blocks.block", "forge_models.blocks.mlp", "forge_models.decoder"),
-    *("forge_models.blocks.mtp", "forge_models.blocks.mla", "forge_models.moe.layer", "forge_models.moe.routers"),
+    *("forge_models.blocks.attention", "forge_models.blocks.block", "forge_models.blocks.layers", "forge_models.decoder"),
+    *(
+        "forge_models.blocks.mtp",
+        "forge_models.blocks.attention",
+        "forge_models.blocks.moe.layer",
+        "forge_models.blocks.moe.routers",
+    ),
 )
 
 

@@ -29,9 +29,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.layout import Layout
+from forge_models.blocks.moe.dispatch import LocalDispatch
+from forge_models.blocks.moe.experts import Experts
 from forge_models.components.decoder import Decoder
-from forge_models.moe.dispatch import LocalDispatch
-from forge_models.moe.experts import Experts
 from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.experts.cut import open_dispatcher
 from forge_parallel.placement.topology import Topology

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forge_models.blocks.moe.layer import ExpertLayer
+from forge_models.blocks.moe.routers import Routing
 from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.moe.layer import ExpertLayer
-from forge_models.moe.routers import Routing
+from forge_models.components.experts import MoE
+from forge_models.components.layers import SwiGLU
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SIDES = ("grouped", "loop", "dense")

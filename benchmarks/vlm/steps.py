@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
+from forge_models.components.experts import MoE
 from forge_models.conformance.trial import on_meta
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from forge_models.components.norms import RMSNorm
-from forge_models.components.objectives import CrossEntropy
-from forge_models.rope import Rope
+from forge_models.components.layers import RMSNorm
+from forge_models.objectives import CrossEntropy
+from forge_models.shape import Rope
 from harness.closeness import wide
 
 NAMES = {

@@ -10,9 +10,8 @@ from forge_core.component import Slot, fields_of
 from forge_core.registry import GROUPS
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2, SwiGLU
-from forge_models.components.norms import RMSNorm
-from forge_models.rope import Rope
+from forge_models.components.layers import GELU, GeGLU, ReLU, ReLU2, RMSNorm, SwiGLU
+from forge_models.shape import Rope
 
 OURS = [
     point

@@ -11,13 +11,12 @@ from forge_models.blocks import attention_core
 from forge_models.blocks.attention_core import LocalAttention
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import ReLU2
-from forge_models.components.norms import LayerNorm, RMSNorm
-from forge_models.components.objectives import CrossEntropy
-from forge_models.generation.generate import GenerationError, stream
-from forge_models.interp.names import INSIDE
-from forge_models.interp.tap import listening, tap
-from forge_models.rope import Rope
+from forge_models.components.layers import LayerNorm, ReLU2, RMSNorm
+from forge_models.generation import GenerationError, stream
+from forge_models.inner_values import listening, tap
+from forge_models.interp.taps import INSIDE
+from forge_models.objectives import CrossEntropy
+from forge_models.shape import Rope
 from harness.closeness import assert_no_farther, wide
 
 

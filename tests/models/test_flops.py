@@ -11,10 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from forge_core.component import Component
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2
-from forge_models.components.norms import LayerNorm
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.layers import GELU, GeGLU, LayerNorm, ReLU, ReLU2
 from forge_models.flops import count
+from forge_models.objectives import CrossEntropy
 
 LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 

@@ -11,13 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from forge_core.batch import IGNORE, PADDING, Batch, MTPTargets
 from forge_models.blocks.mtp import MTPModules
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import Hash, SigmoidTopK
+from forge_models.components.decoder import MTP, Decoder
+from forge_models.components.experts import Hash, MoE, SigmoidTopK
 from forge_models.flops import count
-from forge_models.interp.tap import listening
+from forge_models.inner_values import listening
+from forge_models.objectives import CrossEntropy
 
 LENGTHS = ((5, 1, 2, 8), (16,), (3, 4, 9))
 """Tokens of the documents in each row of 16; the last one of a row goes on behind it, but for the second row."""

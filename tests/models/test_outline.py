@@ -7,12 +7,10 @@ import torch
 from torch import nn
 
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import GELU
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.rope import Rope
-from forge_models.shape import Losses
+from forge_models.components.decoder import MTP, Decoder
+from forge_models.components.experts import MoE
+from forge_models.components.layers import GELU
+from forge_models.shape import Losses, Rope
 
 SIZES: dict[str, Any] = {"dim": 32, "heads": 4, "kv_heads": 2, "layers": 3, "ffn_dim": 40, "vocab_size": 64, "max_length": 32}
 LATENT = MLA(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)

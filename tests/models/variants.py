@@ -4,12 +4,9 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.mlps import GELU, GeGLU, SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.norms import LayerNorm, RMSNorm
-from forge_models.components.routers import SigmoidTopK
-from forge_models.rope import Rope
-from forge_models.shape import Losses
+from forge_models.components.experts import MoE, SigmoidTopK
+from forge_models.components.layers import GELU, GeGLU, LayerNorm, RMSNorm, SwiGLU
+from forge_models.shape import Losses, Rope
 
 SIZES = {"dim": 48, "layers": 3, "heads": 6, "head_dim": 10, "ffn_dim": 56, "vocab_size": 101, "max_length": 64}
 """All different, so that a dimension under a wrong name shows."""

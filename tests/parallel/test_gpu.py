@@ -16,9 +16,9 @@ from forge_core.layout import Layout
 from forge_core.protocols.checkpoint import Piece
 from forge_core.protocols.model import Optimizer, PositionedTokens
 from forge_core.specs import Init, TensorSpec
+from forge_models.blocks.moe.experts import Experts
 from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
-from forge_models.moe.experts import Experts
+from forge_models.objectives import CrossEntropy
 from forge_parallel import accelerator
 from forge_parallel.build.initial_weights import fill
 from forge_parallel.build.parallel_model import ParallelModel

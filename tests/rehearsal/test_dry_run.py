@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forge_models.components.objectives import CrossEntropy
+from forge_models.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.sections import Pipeline

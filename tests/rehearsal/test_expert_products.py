@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from forge_models.blocks.moe.experts import Experts
 from forge_models.components.decoder import Decoder
-from forge_models.moe.experts import Experts
 from harness.pool import World
 
 pytestmark = pytest.mark.rehearsal

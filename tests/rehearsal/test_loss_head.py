@@ -6,7 +6,7 @@ import pytest
 
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
+from forge_models.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology

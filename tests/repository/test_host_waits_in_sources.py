@@ -23,9 +23,12 @@ COPIES = frozenset({"torch.tensor", "torch.as_tensor"})
 
 ALLOWED = {
     "forge_ckpt/transfer/device.py queued: synchronize": (1, "of the event of one chunk, when its buffer is needed"),
-    "forge_models/blocks/fused_attention.py boundaries: nonzero": (1, "the kernel of variable lengths needs their number"),
-    "forge_models/moe/experts.py _few_busy: nonzero": (1, "only on a CPU"),
-    "forge_models/moe/experts.py _products: tolist": (1, "the kernel `loop`, where no grouped product takes precision or width"),
+    "forge_models/blocks/attention_core.py boundaries: nonzero": (1, "the kernel of variable lengths needs their number"),
+    "forge_models/blocks/moe/experts.py _few_busy: nonzero": (1, "only on a CPU"),
+    "forge_models/blocks/moe/experts.py _products: tolist": (
+        1,
+        "the kernel `loop`, where no grouped product takes precision or width",
+    ),
     "forge_parallel/experts/dispatchers.py Everyone: tolist": (1, "ranks may have different numbers of tokens"),
     "forge_parallel/experts/route.py on_host: tolist": (1, "rows that travel are counted on the host by the collective"),
     "forge_parallel/optim/elementwise.py Elementwise.__init__: torch.tensor": (1, "once, with the optimizer; no step makes one"),

@@ -13,7 +13,7 @@ ONE_WAY = ("forge_core", "forge_ckpt", "forge_data")
 """Packages whose folders import each other in one direction too."""
 READ_RECIPES = {
     *("forge_data.checks", "forge_data.commands.recipe_data", "forge_models.checks", "forge_train.recipe.checks"),
-    *("forge_parallel.features", "forge_parallel.foreign.lay_out", "forge_models.moe.upcycle"),
+    *("forge_parallel.features", "forge_parallel.foreign.lay_out", "forge_models.upcycle"),
     *("forge_data.conformance.sources", "forge_models.conformance.trial", "forge_models.conformance.weights"),
     "forge_vlm.conformance.fusions",
 }

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from forge_models.blocks.moe.layer import ExpertLayer
 from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.norms import RMSNorm
+from forge_models.components.experts import MoE
+from forge_models.components.layers import RMSNorm, SwiGLU
 from forge_models.conformance.trial import on_meta
-from forge_models.moe.layer import ExpertLayer
 from forge_vlm.components.adapters import MLP, Linear
 from forge_vlm.components.encoders import Features, SigLIP
 from forge_vlm.components.fusions import CrossAttention, JointDecoder

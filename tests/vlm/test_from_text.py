@@ -11,8 +11,7 @@ from forge_core.errors import ForgeError
 from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.routers import SigmoidTopK
+from forge_models.components.experts import MoE, SigmoidTopK
 from forge_models.conformance.weights import InMemory
 from forge_train.inference.open import open_weights
 from forge_train.run.loop import fit

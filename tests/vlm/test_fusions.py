@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from forge_models.blocks.block import Block
-from forge_models.components.moe import MoE
+from forge_models.components.experts import MoE
 from forge_vlm.components.adapters import MLP, AttentionPool, Perceiver
 from forge_vlm.components.fusions import CrossAttention, MixtureOfTransformers, MoMa
 from vlm.tiny import CAUSAL, EXPERTS, IMAGE, JOINT, MODELS, TEXT, batch, build, image, row
@@ -313,7 +313,7 @@ def test_every_block_of_a_text_model_stays_what_it_was() -> None:
 @pytest.mark.parametrize("name", ["mot", "mot-experts", "moma-token", "cross"])
 def test_inner_values_of_each_modality_have_a_name(name: str) -> None:
     """Nothing is passed twice under one name: a reader could not tell which is which."""
-    from forge_models.interp.tap import listening
+    from forge_models.inner_values import listening
 
     component = MODELS[name]
     model = build(component)

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_models.generation.generate import generate
-from forge_models.generation.sampling import GenerationError
+from forge_models.generation import GenerationError, generate
 from vlm.tiny import IMAGE, MODELS, batch, build, row
 
 

@@ -12,9 +12,9 @@ import torch
 from forge_core.component import fields_of
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.decoder import MTP
+from forge_models.components.experts import MoE
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import LAYOUT_DEPENDENT, Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from forge_core.batch import Batch
 from forge_core.layout import Layout
-from forge_models.components.objectives import CrossEntropy
+from forge_models.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW

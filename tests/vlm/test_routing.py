@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import SwiGLU
+from forge_models.components.layers import SwiGLU
 from forge_models.conformance.trial import filled, on_meta, specs_of
 from forge_vlm.fusion.choice import ExpertChoice, highest
 from forge_vlm.fusion.threshold import BINS, Threshold, quantile

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.norms import RMSNorm
+from forge_models.components.experts import MoE
+from forge_models.components.layers import RMSNorm, SwiGLU
 from forge_models.conformance.trial import filled, on_meta
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT

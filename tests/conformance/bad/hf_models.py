@@ -6,7 +6,7 @@ import torch
 
 from conformance.part import Part
 from forge_core.protocols.weights import NO_EXTRAS
-from forge_models.components.norms import RMSNorm
+from forge_models.components.layers import RMSNorm
 from forge_models.hf.streamed_forward import logits_of
 from forge_vlm.hf.standalone.folder import Standalone
 

@@ -2,7 +2,7 @@
 
 from conformance.part import Part
 from forge_core.batch import IGNORE
-from forge_models.components.objectives import CrossEntropy
+from forge_models.objectives import CrossEntropy
 
 
 def spoiled(spoil, z_loss: float = 0.0) -> Part:

@@ -6,10 +6,8 @@ from torch.nn.attention import flex_attention, varlen
 
 from forge_core.protocols.model import PositionedTokens
 from forge_models import accelerator
-from forge_models.blocks import fused_attention as module
-from forge_models.blocks.attention_core import LocalAttention
-from forge_models.blocks.fused_attention import Boundaries
-from forge_models.blocks.visible import mask, placed_mask
+from forge_models.blocks import attention_core as module
+from forge_models.blocks.attention_core import Boundaries, LocalAttention, mask, placed_mask
 from forge_models.components.attentions import GQA, MLA
 from harness.closeness import assert_no_farther
 

@@ -6,8 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
-from forge_models.generation.generate import generate
+from forge_models.generation import generate
+from forge_models.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.transforms.shard import Shard

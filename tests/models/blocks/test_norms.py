@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forge_models.components.norms import LayerNorm, RMSNorm
+from forge_models.components.layers import LayerNorm, RMSNorm
 
 
 def drawn(norm, middle):

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2, SwiGLU
-from forge_models.components.norms import LayerNorm, RMSNorm
-from forge_models.rope import Rope
+from forge_models.components.layers import GELU, GeGLU, LayerNorm, ReLU, ReLU2, RMSNorm, SwiGLU
+from forge_models.shape import Rope
 from harness.closeness import wide
 
 COMMON = {

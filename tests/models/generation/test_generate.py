@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from forge_models.generation.generate import GenerationError, before_stop, generate, stream
-from forge_models.generation.sampling import Sampler, Sampling
+from forge_models.generation import GenerationError, Sampler, Sampling, before_stop, generate, stream
 
 PROMPTS = [[5, 17, 3, 60, 8, 9, 41], [90], [2, 2, 31, 7]]
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from forge_models.generation.generate import generate
-from forge_models.generation.sampling import GREEDY, Sampling
+from forge_models.generation import GREEDY, Sampling, generate
 from forge_models.hf.reader import Folder
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.open import load_model
@@ -110,7 +109,7 @@ def test_generate_shows_each_token_before_it_makes_the_next(tmp_path: Path, monk
             lengths.append(len(screen.getvalue()))
             yield [token]
 
-    monkeypatch.setattr("forge_models.generation.generate.stream", steps)
+    monkeypatch.setattr("forge_models.generation.stream", steps)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(screen)))  # type: ignore[type-var]
     assert run("generate", folder, "--prompt", "1A") == 0
     assert lengths == [2, 3, 4]
@@ -167,7 +166,7 @@ def test_text_is_shown_only_when_it_is_decided(monkeypatch: pytest.MonkeyPatch) 
         return iter([[byte] for byte in text.encode()])
 
     def shown(text: str, *stops: str) -> list[str]:
-        monkeypatch.setattr("forge_models.generation.generate.stream", lambda *_, **__: steps(text))
+        monkeypatch.setattr("forge_models.generation.stream", lambda *_, **__: steps(text))
         return list(Continuation(torch.nn.Module(), ByteTokenizer(), GREEDY, max_tokens=9, stops=stops)("x"))
 
     assert [piece for piece in shown("aé€b") if piece] == ["a", "é", "€", "b"]

@@ -7,14 +7,13 @@ import torch
 
 from forge_core.batch import Batch
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.objectives import CrossEntropy
-from forge_models.generation.generate import GenerationError, generate
-from forge_models.generation.speculation import Tally, _Rounds, speculate
-from forge_models.interp.tap import listening
-from forge_models.rope import Rope
+from forge_models.components.decoder import MTP, Decoder
+from forge_models.components.experts import MoE
+from forge_models.generation import GenerationError, generate
+from forge_models.inner_values import listening
+from forge_models.objectives import CrossEntropy
+from forge_models.shape import Rope
+from forge_models.speculation import Tally, _Rounds, speculate
 from models.conftest import TINY, fill
 
 PROMPTS = [[5, 17, 3, 60, 8, 9, 41], [90], [2, 2, 31, 7]]

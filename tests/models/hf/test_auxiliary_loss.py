@@ -11,15 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 from forge_core.errors import ConfigError
 from forge_core.layout import Layout
+from forge_models.blocks.moe.layer import ExpertLayer, Totals
+from forge_models.blocks.moe.losses import pooled
 from forge_models.checks import experts_see_other_tokens
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.experts import MoE
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import config_of, decoder_of, misfits
 from forge_models.hf.reader import Folder
-from forge_models.moe.layer import ExpertLayer, Totals
-from forge_models.moe.losses import pooled
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW

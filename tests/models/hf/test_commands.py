@@ -13,9 +13,9 @@ from forge_core.config.tree import origin_at, plain
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_models.components.converters import Hf
 from forge_models.components.decoder import Decoder
-from forge_models.generation.sampling import GREEDY
+from forge_models.generation import GREEDY
+from forge_models.hf.converter import Hf
 from forge_models.hf.family import meaning_of
 from forge_models.hf.reader import Folder
 from forge_models.hf.streamed_forward import logits_of

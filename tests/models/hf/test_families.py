@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from forge_core.protocols.weights import Weights
-from forge_models.components.converters import Hf
-from forge_models.generation.generate import generate
+from forge_models.generation import generate
+from forge_models.hf.converter import Hf
 from forge_models.hf.family import meaning_of
 from forge_models.hf.reader import Folder
 from forge_models.hf.streamed_forward import logits_of

@@ -13,7 +13,7 @@ from forge_core.config.tree import plain
 from forge_core.errors import ConfigError, DataError
 from forge_core.protocols.weights import WeightsInfo
 from forge_core.registry import Registry
-from forge_models.generation.generate import generate
+from forge_models.generation import generate
 from forge_models.hf.config import Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, misfits

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from forge_core.errors import ConfigError, ForgeError
-from forge_models.hf.config import Keys
+from forge_models.hf.config import COMMON, Anything, Keys, Same
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of, meaning_of
-from forge_models.hf.ignorable import COMMON, Anything, Same
 from models.hf.zoo import CASES, SIZES
 
 SMALL = {"deepseek_v3": {"num_key_value_heads": 4}, "stablelm": {"hidden_size": 64}}

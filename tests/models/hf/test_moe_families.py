@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forge_core.errors import ConfigError, ForgeError
-from forge_models.components.converters import Hf
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.routers import Hash, SigmoidTopK
+from forge_models.components.experts import Hash, MoE, SigmoidTopK
 from forge_models.hf.config import Unsupported
+from forge_models.hf.converter import Hf
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, meaning_of, misfits
 from forge_models.hf.names import shapes_of

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from forge_models.components.converters import Hf
 from forge_models.components.decoder import Decoder
 from forge_models.hf.config import Unsupported
+from forge_models.hf.converter import Hf
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, meaning_of, misfits
 from forge_models.hf.reader import Folder
-from forge_models.rope import Rope
+from forge_models.shape import Rope
 from models.hf.published import folder_of, reference, spread
 from models.hf.test_published import TOLERANCE, error
 from models.hf.zoo import SIZES

@@ -12,7 +12,7 @@ import torch
 
 from forge_core.component import Component
 from forge_core.errors import ForgeError
-from forge_models.components.norms import RMSNorm
+from forge_models.components.layers import RMSNorm
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, meaning_of, misfits
 from forge_models.hf.names import places_in

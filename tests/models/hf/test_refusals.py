@@ -15,16 +15,15 @@ from safetensors.torch import load_file, save_file
 from forge_core.errors import ConfigError, ForgeError
 from forge_models.components.attentions import MLA
 from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import ReLU2
-from forge_models.components.norms import LayerNorm
+from forge_models.components.layers import LayerNorm, ReLU2
+from forge_models.hf.attention import windows_of
 from forge_models.hf.config import Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, meaning_of, misfits
 from forge_models.hf.names import shapes_of
 from forge_models.hf.reader import Folder, read_model
-from forge_models.hf.windows import windows_of
 from forge_models.hf.writer import chosen
-from forge_models.rope import Rope
+from forge_models.shape import Rope
 from models.hf.zoo import SIZES, random_model, saved
 
 PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")

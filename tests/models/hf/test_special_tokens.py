@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forge_models.components.converters import Hf
 from forge_models.conformance.weights import small
+from forge_models.hf.converter import Hf
 from forge_models.hf.reader import TOKENS, Folder
 from models.hf.zoo import CASES, random_model, saved
 

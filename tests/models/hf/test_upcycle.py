@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_models.components.converters import Hf
+from forge_models.hf.converter import Hf
 from forge_train.cli import main
 from harness.closeness import assert_no_farther
 from models.hf.zoo import exact_logits, random_model, saved, tokens

@@ -5,13 +5,13 @@ import torch
 
 from forge_core.batch import PADDING
 from forge_models.components.attentions import MLA
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.generation.generate import generate
+from forge_models.components.experts import MoE
+from forge_models.generation import generate
+from forge_models.inner_values import listening
+from forge_models.interp.attention_scores import capture_qk
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import InterpError
-from forge_models.interp.qk import capture_qk
-from forge_models.interp.tap import listening
+from forge_models.interp.taps import InterpError
+from forge_models.objectives import CrossEntropy
 from models.variants import LATENT
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [0, 0, 1, 1, 2, 2, PADDING, PADDING]], dtype=torch.int32)

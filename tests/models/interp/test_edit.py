@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from forge_models.components.attentions import MLA
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.generation.generate import generate
+from forge_models.components.experts import MoE
+from forge_models.generation import generate
+from forge_models.inner_values import listening
 from forge_models.interp.capture import capture
 from forge_models.interp.edit import add, edit, mean, patch, project_out, replace, zero
-from forge_models.interp.listing import InterpError
-from forge_models.interp.tap import listening
+from forge_models.interp.taps import InterpError
+from forge_models.objectives import CrossEntropy
 from models.variants import LATENT
 
 

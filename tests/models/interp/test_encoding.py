@@ -7,11 +7,17 @@ import torch
 from sklearn.linear_model import RidgeCV
 
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import InterpError
-from forge_models.interp.neuro.banded import banded_ridge, encode_banded, mixes
-from forge_models.interp.neuro.recording import Recording, read_recording
-from forge_models.interp.neuro.ridge import ALPHAS, encode, folds_of, ridge
-from forge_models.interp.neuro.words import binned, pieces_of, token_words, windows_of, word_features
+from forge_models.interp.neuro.encoding import ALPHAS, banded_ridge, encode, encode_banded, folds_of, mixes, ridge
+from forge_models.interp.neuro.recordings import (
+    Recording,
+    binned,
+    pieces_of,
+    read_recording,
+    token_words,
+    windows_of,
+    word_features,
+)
+from forge_models.interp.taps import InterpError
 
 
 def drawn(*shape, seed=0):

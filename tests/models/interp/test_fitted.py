@@ -6,14 +6,12 @@ from torch.nn import functional as F
 
 from forge_models.interp.capture import capture
 from forge_models.interp.edit import edit, replace
-from forge_models.interp.listing import InterpError
-from forge_models.interp.recipes import sae as autoencoders
-from forge_models.interp.recipes.lens import logit_lens
-from forge_models.interp.recipes.sae import SAE, largest, loss_recovered, quality, train_sae
-from forge_models.interp.recipes.tuned_lens import TunedLens, divergences, tuned_lens
-from forge_models.interp.store.read import ActivationStore
-from forge_models.interp.store.record import record
-from forge_models.interp.store.write import StoreWriter
+from forge_models.interp.methods import sae as autoencoders
+from forge_models.interp.methods.lens import TunedLens, divergences, logit_lens, tuned_lens
+from forge_models.interp.methods.sae import SAE, largest, loss_recovered, quality, train_sae
+from forge_models.interp.recorder import record
+from forge_models.interp.store import ActivationStore, StoreWriter
+from forge_models.interp.taps import InterpError
 
 
 def stored(folder, rows, name="blocks.0.residual"):

@@ -6,9 +6,9 @@ import torch
 from scipy.stats import spearmanr
 from sklearn.linear_model import RidgeCV
 
-from forge_models.interp.listing import InterpError
+from forge_models.interp.neuro.encoding import ALPHAS, correlations, encode, folds_of, lagged, noise_ceiling, normalized, ridge
 from forge_models.interp.neuro.rdm import rdm, rsa
-from forge_models.interp.neuro.ridge import ALPHAS, correlations, encode, folds_of, lagged, noise_ceiling, normalized, ridge
+from forge_models.interp.taps import InterpError
 
 
 def recording(rows=150, features=12, voxels=6, noise=1.0, seed=0):

@@ -7,10 +7,10 @@ import torch
 
 from forge_core.batch import PADDING
 from forge_models.components.attentions import GQA
-from forge_models.components.converters import Hf
+from forge_models.hf.converter import Hf
+from forge_models.interp.attention_scores import capture_qk
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import InterpError
-from forge_models.interp.qk import capture_qk
+from forge_models.interp.taps import InterpError
 from forge_train.inference.open import load_model
 from harness.closeness import wide
 from models.hf.zoo import CASES, random_model, saved, tokens
@@ -89,7 +89,7 @@ def test_long_rows_are_taken_in_pieces(make, tokens, monkeypatch):
     with capture_qk(model) as kept:
         model(rows)
     entropy, largest = kept.entropy(0), kept.max_logit(0)
-    monkeypatch.setattr("forge_models.interp.qk.CHUNK", 4)
+    monkeypatch.setattr("forge_models.interp.attention_scores.CHUNK", 4)
     torch.testing.assert_close(kept.entropy(0), entropy)
     torch.testing.assert_close(kept.max_logit(0), largest)
     assert kept.entropy(0).shape == (2, 4, 9)

@@ -6,17 +6,16 @@ from sklearn.linear_model import LogisticRegression
 from torch.nn import functional as F
 
 from forge_models.components.attentions import GQA
-from forge_models.components.norms import LayerNorm
-from forge_models.components.objectives import CrossEntropy
-from forge_models.generation.generate import generate
+from forge_models.components.layers import LayerNorm
+from forge_models.generation import generate
+from forge_models.interp.attention_scores import induction_scores
 from forge_models.interp.capture import capture
 from forge_models.interp.edit import add, edit, mean
-from forge_models.interp.listing import InterpError
-from forge_models.interp.recipes.geometry import dead_neurons, effective_rank
-from forge_models.interp.recipes.heads import induction_scores
-from forge_models.interp.recipes.lens import direct_logit_attribution, lens_losses, logit_lens
-from forge_models.interp.recipes.patching import activation_patching, attribution_patching, head_ablation
-from forge_models.interp.recipes.probes import linear_probe, steering_vector
+from forge_models.interp.methods.lens import direct_logit_attribution, lens_losses, logit_lens
+from forge_models.interp.methods.patching import activation_patching, attribution_patching, head_ablation
+from forge_models.interp.methods.probes import dead_neurons, effective_rank, linear_probe, steering_vector
+from forge_models.interp.taps import InterpError
+from forge_models.objectives import CrossEntropy
 
 
 def difference(logits):

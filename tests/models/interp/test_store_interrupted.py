@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_models.interp.listing import InterpError
-from forge_models.interp.store.read import ActivationStore
+from forge_models.interp.store import ActivationStore
+from forge_models.interp.taps import InterpError
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ import sys, time
 from pathlib import Path
 import torch
 from forge_models.components.decoder import Decoder
-from forge_models.interp.store.record import record
+from forge_models.interp.recorder import record
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -7,14 +7,12 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.decoder import MTP, Decoder
+from forge_models.components.experts import MoE
+from forge_models.inner_values import hears, listening, tap
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import InterpError, choose, taps
-from forge_models.interp.names import INSIDE, OUTSIDE, by_token, known
-from forge_models.interp.tap import hears, listening, tap
+from forge_models.interp.taps import INSIDE, OUTSIDE, InterpError, by_token, choose, known, taps
+from forge_models.objectives import CrossEntropy
 from models.conftest import fill
 from models.variants import LATENT, SIZES, VARIANTS
 

@@ -15,10 +15,10 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from forge_core.protocols.weights import StoredTensor, WeightsInfo
-from forge_models.components.converters import Hf
 from forge_models.components.decoder import Decoder
+from forge_models.hf.converter import Hf
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import taps
+from forge_models.interp.taps import taps
 
 pytestmark = pytest.mark.slow
 

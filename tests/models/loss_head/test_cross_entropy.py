@@ -6,11 +6,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forge_core import logits as chunking
 from forge_core.protocols.model import LossHead
-from forge_models.components.objectives import CrossEntropy
-from forge_models.loss_head import passes
-from forge_models.loss_head.cross_entropy import ChunkedCrossEntropy
+from forge_models.blocks import logit_passes
+from forge_models.blocks import logit_passes as chunking
+from forge_models.blocks.head import ChunkedCrossEntropy
+from forge_models.objectives import CrossEntropy
 from harness.closeness import assert_no_farther, below
 from harness.wide import Wide
 
@@ -299,7 +299,7 @@ def _split(head, hidden, weight, labels, z_loss, soft_cap):
 @pytest.mark.parametrize(("z_loss", "soft_cap"), [(0.0, None), (0.3, 2.0)])
 def test_fused_passes_equal_cross_entropy_in_fp64(monkeypatch, rows, z_loss, soft_cap, split):
     """What an accelerator has compiled, as it is written."""
-    monkeypatch.setattr(passes, "_compiled", lambda function: function)
+    monkeypatch.setattr(logit_passes, "_compiled", lambda function: function)
     head = ChunkedCrossEntropy(rows).compiled()
     assert head.fused and not ChunkedCrossEntropy(rows).fused
     arguments = (*problem(), z_loss, soft_cap)
@@ -309,7 +309,7 @@ def test_fused_passes_equal_cross_entropy_in_fp64(monkeypatch, rows, z_loss, sof
 
 
 def test_fused_passes_in_bf16_are_no_farther_than_those_of_operators(monkeypatch):
-    monkeypatch.setattr(passes, "_compiled", lambda function: function)
+    monkeypatch.setattr(logit_passes, "_compiled", lambda function: function)
     hidden, weight, labels = problem(rows=64, dim=16, vocab=300, dtype=torch.bfloat16)
     exact = gradients(naive, hidden.double(), weight.double(), labels, 0.1)
     plain = gradients(ChunkedCrossEntropy(16), hidden, weight, labels, 0.1)

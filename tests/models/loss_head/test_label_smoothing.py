@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forge_core import logits as chunking
 from forge_core.batch import IGNORE
-from forge_models.blocks.head import Head
-from forge_models.components.objectives import CrossEntropy
-from forge_models.loss_head import passes
-from forge_models.loss_head.cross_entropy import ChunkedCrossEntropy
+from forge_models.blocks import logit_passes
+from forge_models.blocks import logit_passes as chunking
+from forge_models.blocks.head import ChunkedCrossEntropy, Head
+from forge_models.objectives import CrossEntropy
 from harness.closeness import assert_no_farther
 
 ALL = [(0.1, 0.0, None), (0.3, 0.2, None), (0.1, 0.0, 2.0), (0.9, 0.2, 2.0)]
@@ -66,7 +65,7 @@ def of_ranks(head, bounds, hidden, weight, labels, smoothing, z_loss, soft_cap):
 @pytest.mark.parametrize("given", ALL)
 def test_it_equals_torch_in_fp64(monkeypatch, given, rows, ranks, fused) -> None:
     """Whole and over ranks of 9, 9 and 5 words; by operators, and by what an accelerator has compiled, as it is written."""
-    monkeypatch.setattr(passes, "_compiled", lambda function: function)
+    monkeypatch.setattr(logit_passes, "_compiled", lambda function: function)
     arguments = (*problem(), *given)
     head = ChunkedCrossEntropy(rows, fused=fused)
     found = of_ranks(head, ((0, 9), (9, 18), (18, 23)), *arguments) if ranks > 1 else gradients(head, *arguments)
@@ -120,7 +119,7 @@ def test_without_smoothing_nothing_is_computed_for_it(monkeypatch) -> None:
     hidden, weight, labels = problem()
     head(hidden, weight, labels, 0.1, None, 0.2)
     smoothed, shapes[:] = set(shapes), []
-    monkeypatch.setattr(passes, "_of_all", None)
+    monkeypatch.setattr(logit_passes, "_of_all", None)
     head(hidden, weight, labels, 0.1, None)
     assert (smoothed, set(shapes)) == ({5}, {3})
 

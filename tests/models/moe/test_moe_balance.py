@@ -9,11 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from forge_core.batch import IGNORE, PADDING
 from forge_core.protocols.model import Observer
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
-from forge_models.moe.layer import ExpertLayer, Totals
-from forge_models.moe.losses import Rows
+from forge_models.blocks.moe.layer import ExpertLayer, Totals
+from forge_models.blocks.moe.losses import Rows
+from forge_models.components.experts import MoE, SigmoidTopK, SoftmaxTopK
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import LAYOUT_DEPENDENT, Losses
 from models.moe.test_moe_layer import inputs, layer
 

@@ -8,11 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from forge_core.component import Component
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import GELU, SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import Hash, SigmoidTopK
+from forge_models.components.experts import Hash, MoE, SigmoidTopK
+from forge_models.components.layers import GELU, SwiGLU
 from forge_models.flops import count
+from forge_models.objectives import CrossEntropy
 
 CASES = [
     {"moe": MoE(experts=4)},

@@ -7,13 +7,12 @@ import torch
 from torch.nn import functional as F
 
 from forge_core.protocols.model import ExpertDispatcher, Observer
+from forge_models.blocks.moe.dispatch import limited
+from forge_models.blocks.moe.experts import Experts, unfit
+from forge_models.blocks.moe.layer import ExpertLayer
 from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import GELU, GeGLU, ReLU2, SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.routers import Hash, SigmoidTopK, SoftmaxTopK
-from forge_models.moe.capacity import limited
-from forge_models.moe.experts import Experts, unfit
-from forge_models.moe.layer import ExpertLayer
+from forge_models.components.experts import Hash, MoE, SigmoidTopK, SoftmaxTopK
+from forge_models.components.layers import GELU, GeGLU, ReLU2, SwiGLU
 from forge_models.shape import Losses
 from models.conftest import fill
 

@@ -8,8 +8,7 @@ from forge_core.errors import ConfigError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.checks import experts_compile, experts_fit, experts_see_other_tokens
-from forge_models.components.moe import MoE
-from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
+from forge_models.components.experts import MoE, SigmoidTopK, SoftmaxTopK
 from forge_models.shape import Losses
 from forge_parallel.tensor.transform import Tensor
 from forge_train.cli import main

@@ -6,9 +6,8 @@ import torch
 from forge_core.layout import Layout
 from forge_core.protocols.model import Observer
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK
+from forge_models.components.experts import MoE, SigmoidTopK
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.build.initial_weights import fill
 from forge_parallel.build.plan import Plan

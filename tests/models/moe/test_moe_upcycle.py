@@ -8,11 +8,10 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import GELU
-from forge_models.components.moe import MoE
-from forge_models.components.routers import Hash, SigmoidTopK, SoftmaxTopK
+from forge_models.components.experts import Hash, MoE, SigmoidTopK, SoftmaxTopK
+from forge_models.components.layers import GELU
 from forge_models.hf.streamed_forward import logits_of
-from forge_models.moe.upcycle import Upcycled
+from forge_models.upcycle import Upcycled
 from models.conftest import TINY
 
 

@@ -21,7 +21,7 @@ from forge_core.errors import ForgeError, RecipeWarning
 from forge_core.features import Feature, declared
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
+from forge_models.objectives import CrossEntropy
 from forge_parallel.components.parameters import ParameterGroup
 from forge_parallel.components.sections import Parallel, Precision
 from forge_parallel.features import DEFAULTS, features

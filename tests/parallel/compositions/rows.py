@@ -13,13 +13,10 @@ from forge_core.component import fields_of
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.norms import RMSNorm
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
+from forge_models.components.decoder import MTP, Decoder
+from forge_models.components.experts import MoE, SigmoidTopK, SoftmaxTopK
+from forge_models.components.layers import RMSNorm, SwiGLU
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.muon import Muon

@@ -9,8 +9,8 @@ import torch
 from forge_core.errors import ConfigError, PlanError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_models.components.mtp import MTP
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.decoder import MTP
+from forge_models.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.pipeline import GPipe, OneForwardOneBackward, ZeroBubbleV

@@ -12,8 +12,8 @@ from forge_core.errors import ForgeError, PlanError
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
-from forge_models.rope import Rope
+from forge_models.objectives import CrossEntropy
+from forge_models.shape import Rope
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW

@@ -18,9 +18,8 @@ from forge_core.layout import Layout
 from forge_core.protocols.model import Observer
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import Hash, SigmoidTopK
+from forge_models.components.experts import Hash, MoE, SigmoidTopK
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize

@@ -10,9 +10,8 @@ from torch._dynamo.utils import counters
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK
+from forge_models.components.experts import MoE, SigmoidTopK
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize

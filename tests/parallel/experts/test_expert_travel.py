@@ -11,11 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.layout import Layout
+from forge_models.blocks.moe.dispatch import LocalDispatch
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.routers import SigmoidTopK
-from forge_models.context import RouterContext
-from forge_models.moe.dispatch import LocalDispatch
+from forge_models.components.experts import MoE, SigmoidTopK
+from forge_models.shape import RouterContext
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize

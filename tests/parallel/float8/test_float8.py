@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
+from forge_models.objectives import CrossEntropy
 from forge_parallel.build.context import Context
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize

@@ -16,11 +16,10 @@ from torch.nn import functional as F
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import ExpertStack
+from forge_models.blocks.moe.experts import Experts
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK
-from forge_models.moe.experts import Experts
+from forge_models.components.experts import MoE, SigmoidTopK
+from forge_models.objectives import CrossEntropy
 from forge_parallel.build.context import Context
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize

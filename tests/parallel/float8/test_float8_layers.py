@@ -11,7 +11,7 @@ from forge_core.errors import ForgeError, PlanError
 from forge_core.layout import Layout
 from forge_core.specs import Specs
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
+from forge_models.components.experts import MoE
 from forge_parallel import torchao_library
 from forge_parallel.build.context import Context
 from forge_parallel.build.plan import Plan

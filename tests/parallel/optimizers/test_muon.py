@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import _muon as theirs
 
 from forge_core.layout import Layout
-from forge_models.components.objectives import CrossEntropy
+from forge_models.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.muon import Muon
 from forge_parallel.transforms.shard import Shard

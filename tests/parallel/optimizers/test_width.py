@@ -9,8 +9,7 @@ import torch
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_models.components.moe import MoE
-from forge_models.components.routers import SoftmaxTopK
+from forge_models.components.experts import MoE, SoftmaxTopK
 from forge_parallel.build.chosen import apply, settings_of
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize

@@ -7,13 +7,10 @@ import pytest
 import torch
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.routers import Hash
-from forge_models.generation.generate import generate
-from forge_models.generation.sampling import GenerationError, Sampling
-from forge_models.rope import Rope
+from forge_models.components.decoder import MTP, Decoder
+from forge_models.components.experts import Hash, MoE
+from forge_models.generation import GenerationError, Sampling, generate
+from forge_models.shape import Rope
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.context.transform import ContextParallel
 from forge_parallel.experts.transform import Expert

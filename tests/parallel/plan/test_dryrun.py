@@ -13,11 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.errors import ForgeError, LayoutError
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK
+from forge_models.components.decoder import MTP, Decoder
+from forge_models.components.experts import MoE, SigmoidTopK
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize

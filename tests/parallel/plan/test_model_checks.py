@@ -9,9 +9,8 @@ import pytest
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.rope import Rope
-from forge_models.shape import Losses
+from forge_models.components.experts import MoE
+from forge_models.shape import Losses, Rope
 from forge_parallel.context.transform import ContextParallel
 from forge_parallel.float8.transform import Float8
 from forge_parallel.model_checks import float8_can_multiply, rows_can_be_shared, tensors_can_be_cut

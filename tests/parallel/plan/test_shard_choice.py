@@ -9,8 +9,8 @@ import pytest
 
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.experts import MoE
+from forge_models.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint
 from forge_parallel.components.optimizers import AdamW

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
+from forge_models.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.precision import DTYPES
 from forge_parallel.build.realize import Blueprint, realize

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_core import logits as chunking
 from forge_core.protocols.model import LossHead
-from forge_models.loss_head.cross_entropy import ChunkedCrossEntropy
+from forge_models.blocks import logit_passes as chunking
+from forge_models.blocks.head import ChunkedCrossEntropy
 from forge_parallel.dryrun.memory_trace import Ledger
 from forge_parallel.placement.collectives import Ranks, all_gather
 from forge_parallel.placement.shares import chunk

@@ -12,9 +12,8 @@ from forge_core.layout import Layout
 from forge_core.specs import Specs
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
-from forge_models.generation.generate import generate
-from forge_models.generation.sampling import Sampling
+from forge_models.generation import Sampling, generate
+from forge_models.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW

@@ -13,12 +13,11 @@ import torch
 
 from forge_core.batch import Batch
 from forge_core.layout import Layout
+from forge_models.blocks.head import ChunkedCrossEntropy
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK
-from forge_models.loss_head.cross_entropy import ChunkedCrossEntropy
+from forge_models.components.experts import MoE, SigmoidTopK
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize

@@ -5,9 +5,9 @@ from importlib.util import find_spec
 import torch
 
 from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
-from forge_models.generation.generate import generate
+from forge_models.generation import generate
 from forge_models.initial_weights import initialize
+from forge_models.objectives import CrossEntropy
 
 assert find_spec("forge_parallel") is None
 assert find_spec("forge_data") is None

@@ -13,8 +13,7 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_data.tokenizers.bytes import ByteTokenizer
-from forge_models.generation.generate import generate
-from forge_models.generation.sampling import Sampling
+from forge_models.generation import Sampling, generate
 from forge_train.cli import main
 from forge_train.commands.weights.generate import _texts
 from forge_train.inference.continuation import Continuation

@@ -8,8 +8,7 @@ import pytest
 from forge_ckpt.saving.locate import locate
 from forge_core.registry import Registry
 from forge_data.tokenizers.bytes import ByteTokenizer
-from forge_models.generation.generate import generate
-from forge_models.generation.sampling import Sampling
+from forge_models.generation import Sampling, generate
 from forge_train.inference.forge_weights import ForgeWeights
 from forge_train.inference.open import load_model
 from forge_train.run.directory import SAMPLES

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from forge_core.layout import Layout
-from forge_models.components.objectives import CrossEntropy
 from forge_models.interp.capture import capture
 from forge_models.interp.edit import Edit, add, edit, mean, patch, project_out, replace, zero
-from forge_models.interp.listing import InterpError
+from forge_models.interp.taps import InterpError
+from forge_models.objectives import CrossEntropy
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize

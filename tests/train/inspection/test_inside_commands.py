@@ -11,12 +11,11 @@ import torch
 
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
-from forge_models.components.moe import MoE
+from forge_models.components.experts import MoE
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import InterpError
-from forge_models.interp.similarity.linear import cca, unbiased_cka
-from forge_models.interp.similarity.moments import Moments
-from forge_models.interp.store.read import ActivationStore
+from forge_models.interp.similarity import Moments, cca, unbiased_cka
+from forge_models.interp.store import ActivationStore
+from forge_models.interp.taps import InterpError
 from forge_train.cli import main
 from forge_train.inference.forge_weights import ForgeWeights
 from forge_train.inference.open import load_model, open_weights

@@ -10,10 +10,10 @@ from forge_core.batch import PADDING, Batch
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.experts import MoE
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import InterpError
+from forge_models.interp.taps import InterpError
+from forge_models.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.context.transform import ContextParallel
@@ -88,7 +88,7 @@ def gathered(
 
 
 def names_of(component: Decoder) -> list[str]:
-    from forge_models.interp.listing import taps
+    from forge_models.interp.taps import taps
 
     with torch.device("meta"):
         return list(taps(component.build()))

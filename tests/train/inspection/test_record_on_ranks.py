@@ -16,10 +16,10 @@ from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.interp.listing import InterpError
-from forge_models.interp.store.read import ActivationStore
-from forge_models.interp.store.record import record
+from forge_models.components.experts import MoE
+from forge_models.interp.recorder import record
+from forge_models.interp.store import ActivationStore
+from forge_models.interp.taps import InterpError
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize

@@ -9,7 +9,7 @@ import torch
 
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
-from forge_models.generation.generate import generate
+from forge_models.generation import generate
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge_core.registry import Registry
-from forge_models.generation.generate import generate
+from forge_models.generation import generate
 from forge_parallel.verify.gather import full
 from forge_train.cli import main
 from forge_train.inference.forge_weights import Cast

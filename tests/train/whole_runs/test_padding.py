@@ -14,7 +14,7 @@ from forge_data.components.sources import Tokens
 from forge_data.loading.loader import evaluation, open_stream
 from forge_data.section import Data
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
+from forge_models.components.experts import MoE
 from forge_parallel.context.cores import cut_rows
 from forge_parallel.context.row_order import SequenceOrder
 from forge_parallel.step.step_statistics import begin

@@ -12,11 +12,10 @@ from PIL import Image
 from forge_core.errors import ConfigError
 from forge_core.protocols.weights import WeightsInfo
 from forge_models.components.attentions import GQA
-from forge_models.components.converters import Hf
-from forge_models.components.mlps import GeGLU
-from forge_models.components.norms import LayerNorm
+from forge_models.components.layers import GeGLU, LayerNorm
 from forge_models.conformance.weights import InMemory
 from forge_models.hf.config import Unsupported
+from forge_models.hf.converter import Hf
 from forge_models.hf.streamed_forward import fixed_rows, logits_of
 from forge_vlm.components.adapters import MLP, AveragePool, Linear, Perceiver
 from forge_vlm.components.encoders import CLIP, Features, SigLIP2, ViT

@@ -10,13 +10,12 @@ import torch
 
 from forge_core.errors import ConfigError
 from forge_models.components.attentions import GQA
-from forge_models.components.converters import Hf
-from forge_models.components.mlps import GeGLU
-from forge_models.components.norms import LayerNorm, RMSNorm
+from forge_models.components.layers import GeGLU, LayerNorm, RMSNorm
 from forge_models.conformance.weights import InMemory
 from forge_models.hf.config import Unsupported
+from forge_models.hf.converter import Hf
 from forge_models.hf.streamed_forward import fixed_rows, logits_of
-from forge_models.rope import Rope
+from forge_models.shape import Rope
 from forge_vlm.components.adapters import MLP, Perceiver
 from forge_vlm.components.encoders import Features, SigLIP2
 from forge_vlm.components.fusions import CrossAttention, JointDecoder

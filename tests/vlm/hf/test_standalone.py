@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.converters import Hf
-from forge_models.components.mlps import GELU, GeGLU, ReLU2
-from forge_models.components.norms import LayerNorm, RMSNorm
-from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
+from forge_models.components.experts import SigmoidTopK, SoftmaxTopK
+from forge_models.components.layers import GELU, GeGLU, LayerNorm, ReLU2, RMSNorm
 from forge_models.conformance.weights import InMemory
 from forge_models.hf.config import Unsupported
+from forge_models.hf.converter import Hf
 from forge_models.hf.streamed_forward import fixed_rows, logits_of
-from forge_models.rope import Rope
+from forge_models.shape import Rope
 from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
 from forge_vlm.components.encoders import Features, SigLIP2, ViT
 from forge_vlm.components.fusions import MixtureOfTransformers

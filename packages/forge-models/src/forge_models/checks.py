@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from forge_core.errors import Fault
 from forge_core.layout import Layout, divisors
 from forge_core.protocols.job import Job
-from forge_models.components.moe import MoE
+from forge_models.components.experts import MoE
 
 WHOLE_ROWS = 8
 """bf16 values in 16 bytes."""

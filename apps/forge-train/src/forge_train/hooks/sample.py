@@ -67,9 +67,7 @@ class SampleHook(Periodic):
 
     def act(self, run: Run) -> None:
         """Generates from each prompt, prints and keeps the texts; a run that is asked to stop meanwhile leaves it."""
-        from forge_models.generation.generate import generate
-        from forge_models.generation.sampling import Sampling
-        from forge_models.generation.text import NewText
+        from forge_models.generation import NewText, Sampling, generate
 
         tokenizer = run.data.tokenizer
         assert tokenizer is not None, "`check` refuses a run without a tokenizer"

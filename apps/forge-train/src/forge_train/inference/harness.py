@@ -21,9 +21,7 @@ from torch import Tensor
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.data import Tokenizer
-from forge_models.generation.generate import generate
-from forge_models.generation.sampling import Sampling
-from forge_models.generation.text import NewText, before_stop
+from forge_models.generation import NewText, Sampling, before_stop, generate
 from forge_parallel import accelerator
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.placement.topology import Topology

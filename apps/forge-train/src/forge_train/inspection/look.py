@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from forge_core.batch import Batch
 from forge_core.protocols.run import Step
-from forge_models.interp.listing import taps
-from forge_models.interp.names import layer_of
-from forge_models.interp.qk import AttentionScores, rule_of
-from forge_models.interp.tap import listening, speaks
+from forge_models.inner_values import listening, speaks
+from forge_models.interp.attention_scores import AttentionScores, rule_of
+from forge_models.interp.taps import layer_of, taps
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_train.inspection.on_ranks import capture_on_ranks
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from forge_ckpt.ranks.world import Group, SingleProcessWorld
 from forge_core.protocols.checkpoint import World
 from forge_models.interp.capture import checked
-from forge_models.interp.listing import InterpError, TapInfo
+from forge_models.interp.taps import InterpError, TapInfo
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_train.inspection.pieces import Piece, assembled, packed, unpacked
 from forge_train.inspection.shares import Places, Shares

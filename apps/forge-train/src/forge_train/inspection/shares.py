@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.batch import PADDING
-from forge_models.interp.listing import InterpError, TapInfo
-from forge_models.interp.names import by_token
-from forge_models.interp.tap import listening, speaks
+from forge_models.inner_values import listening, speaks
+from forge_models.interp.taps import InterpError, TapInfo, by_token
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.context.transform import ContextParallel
 from forge_parallel.placement.shares import chunk
@@ -85,7 +84,7 @@ class Shares:
 
     @contextmanager
     def heard_by(self, hear: Callable[[str, Tensor], Tensor | None]) -> Iterator[None]:
-        """`hear` is called with each value that the parts of the model pass inside, as `forge_models.interp.tap.listening`."""
+        """`hear` is called with each value that the parts of the model pass inside, as `forge_models.inner_values.listening`."""
         with listening(hear), ExitStack() as hooks:
             for number, part in enumerate(self.model.parts):
                 handles = (

@@ -22,10 +22,10 @@ from forge_core.protocols.model import LossTerms
 from forge_core.specs import Dim, ModuleSpec, TensorSpec
 from forge_models.autograd import with_gradient_of
 from forge_models.blocks.block import Block
+from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.layers import Embedding, Linear, linear_specs
 from forge_models.blocks.rope import Rotation
-from forge_models.generation.cache import LayerCache
-from forge_models.interp.tap import tap
+from forge_models.inner_values import tap
 from forge_models.shape import DecoderShape
 
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")

@@ -1,4 +1,4 @@
-"""The decoder, dense or with experts, chosen by `[model] name = "decoder"`."""
+"""The decoder, dense or with experts, chosen by `[model] name = "decoder"`, and its table `[model.mtp]`."""
 
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -10,19 +10,37 @@ from forge_core.component import FREE, IDENTITY, Component, Place, Slot
 from forge_core.features import Feature
 from forge_core.specs import Outline
 from forge_models.components.attentions import GQA
-from forge_models.components.mlps import SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.norms import RMSNorm
+from forge_models.components.experts import MoE
+from forge_models.components.layers import RMSNorm, SwiGLU
 from forge_models.outline import elements, outline
-from forge_models.rope import Rope
-from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, MoEShape, NormPlacement
+from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, MoEShape, NormPlacement, Rope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
     from forge_models import decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTP:
+    """MTP modules: each predicts one token beyond the next, from the hidden states of the module before it (DeepSeek-V3,
+    2024, section 2.2).
+
+    They add weight / depth times the sum of their losses to the minimized loss. Evaluation and folders in the Hugging Face
+    format leave them out.
+    """
+
+    key_class: ClassVar = IDENTITY
+
+    depth: Annotated[int, Gt(0)] = 1
+    """Number of modules: module k predicts the token k + 1 places on, with a block made as that of layer layers + k - 1."""
+    weight: Annotated[float, Gt(0)] = 0.3
+    """Weight of the mean of the modules' losses; each is a sum over its labels, divided by the number of labels of the next
+    token."""
+    schedule: Annotated[Component | None, Slot("forge.schedules")] = None
+    """Factor on `weight` over the run, such as { name = "multi_step", at = [0.68], factors = [0.333] }; 1 when absent."""
+
 
 FFN_MULTIPLE = 64
 """The default feed-forward width is a multiple of this, so that it divides over ranks and tiles."""

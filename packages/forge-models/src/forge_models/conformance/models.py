@@ -74,7 +74,7 @@ def check_gradients(component: Any) -> None:
     import torch
 
     from forge_core.batch import Batch
-    from forge_models.components.objectives import CrossEntropy
+    from forge_models.objectives import CrossEntropy
 
     model, specs = _built(component)
     x = _tokens(specs, model, 1)

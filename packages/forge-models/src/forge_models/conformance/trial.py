@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.specs import TensorSpec
-from forge_models.components.norms import RMSNorm
-from forge_models.context import BlockContext
-from forge_models.rope import Rope
+from forge_models.components.layers import RMSNorm
+from forge_models.shape import BlockContext, Rope
 
 ROWS, LENGTH, DIM = 2, 12, 16
 CLOSE = 1e-10

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forge_models.components.decoder import Decoder
-from forge_models.components.routers import SigmoidTopK
+from forge_models.components.experts import SigmoidTopK
 from forge_models.hf.config import Keys
 from forge_models.shape import Losses, MoEShape
 

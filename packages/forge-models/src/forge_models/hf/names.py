@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from forge_models.components.attentions import MLA
 from forge_models.components.decoder import Decoder
+from forge_models.hf.attention import LATENT_NAMES, latent_rows
 from forge_models.hf.family import Family
-from forge_models.hf.mla import LATENT_NAMES, latent_rows
 from forge_models.hf.moe import ExpertNames
 
 if TYPE_CHECKING:

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_models.components.decoder import Decoder
-from forge_models.hf.config import WHOLE, Keys
-from forge_models.hf.ignorable import equal
-from forge_models.hf.windows import FULL, SLIDING
-from forge_models.rope import Rope
+from forge_models.hf.attention import FULL, SLIDING
+from forge_models.hf.config import WHOLE, Keys, equal
+from forge_models.shape import Rope
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),

@@ -7,10 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from forge_models.interp.listing import InterpError, TapInfo, choose, taps
-from forge_models.interp.names import as_passed, by_token
-from forge_models.interp.select import Forward, Picked, Positions, Selection, watched
-from forge_models.interp.tap import hears, listening, speaks
+from forge_models.inner_values import hears, listening, speaks
+from forge_models.interp.selection import Forward, Picked, Positions, Selection, watched
+from forge_models.interp.taps import InterpError, TapInfo, as_passed, by_token, choose, taps
 
 
 class Captured(Mapping[str, Tensor]):

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_models.interp.capture import _Running, checked, listening_to, refuse_recomputation
-from forge_models.interp.listing import InterpError, TapInfo
-from forge_models.interp.names import as_passed, by_token
-from forge_models.interp.select import Forward, Positions, Selection
+from forge_models.interp.selection import Forward, Positions, Selection
+from forge_models.interp.taps import InterpError, TapInfo, as_passed, by_token
 
 Edit = Callable[[str, Tensor, Tensor], Tensor]
 """(name, value (B, T, ...), tokens (B, T) bool that are meant) -> what takes its place; of other tokens it is not used."""

@@ -8,7 +8,7 @@ from annotated_types import Ge
 from forge_core.component import IDENTITY, Component, Slot
 from forge_core.specs import Outline
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
+from forge_models.components.experts import MoE
 from forge_models.outline import outline
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT

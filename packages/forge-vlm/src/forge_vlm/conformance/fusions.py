@@ -3,7 +3,7 @@
 from typing import Any
 
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
+from forge_models.components.experts import MoE
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.model import VLM
 

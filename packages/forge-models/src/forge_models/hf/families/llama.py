@@ -4,11 +4,9 @@ from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import SwiGLU
-from forge_models.hf.base import read_base, read_biases, read_heads, write_base, write_biases
-from forge_models.hf.config import Keys
-from forge_models.hf.family import Family
-from forge_models.hf.ignorable import ANY, Same
+from forge_models.components.layers import SwiGLU
+from forge_models.hf.config import ANY, Keys, Same
+from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
 
 
 class Llama(Family):

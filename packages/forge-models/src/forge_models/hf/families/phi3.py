@@ -4,12 +4,10 @@ from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
-from forge_models.hf.base import read_base, read_heads, write_base
-from forge_models.hf.config import Keys
-from forge_models.hf.family import Family
-from forge_models.hf.ignorable import ANY, NONE, OFF
+from forge_models.hf.attention import read_window, write_window
+from forge_models.hf.config import ANY, NONE, OFF, Keys
+from forge_models.hf.family import Family, read_base, read_heads, write_base
 from forge_models.hf.rope import PARTIAL
-from forge_models.hf.windows import read_window, write_window
 
 
 class Phi3(Family):

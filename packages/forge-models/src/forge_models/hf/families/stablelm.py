@@ -4,11 +4,9 @@ from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
-from forge_models.components.norms import LayerNorm
-from forge_models.hf.base import read_base, read_heads, write_base
-from forge_models.hf.config import Keys
-from forge_models.hf.family import Family
-from forge_models.hf.ignorable import Same
+from forge_models.components.layers import LayerNorm
+from forge_models.hf.config import Keys, Same
+from forge_models.hf.family import Family, read_base, read_heads, write_base
 from forge_models.hf.rope import PARTIAL
 
 EPS = "layer_norm_eps"

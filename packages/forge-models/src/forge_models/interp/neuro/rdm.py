@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from forge_models.interp.listing import InterpError, require_finite
-from forge_models.interp.neuro.ridge import standardized
+from forge_models.interp.neuro.encoding import standardized
+from forge_models.interp.taps import InterpError, require_finite
 
 Distance = Literal["correlation", "euclidean"]
 

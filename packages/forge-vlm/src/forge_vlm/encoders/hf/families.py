@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from forge_models.hf.ignorable import ANY, NONE, Allowed
+from forge_models.hf.config import ANY, NONE, Allowed
 
 
 class Family(NamedTuple):

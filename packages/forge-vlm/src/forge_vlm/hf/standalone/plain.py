@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from forge_models.components.attentions import GQA
-from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2, SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.norms import LayerNorm, RMSNorm
-from forge_models.components.routers import SoftmaxTopK
+from forge_models.components.experts import MoE, SoftmaxTopK
+from forge_models.components.layers import GELU, GeGLU, LayerNorm, ReLU, ReLU2, RMSNorm, SwiGLU
 from forge_models.hf.config import Unsupported
-from forge_models.rope import Rope
-from forge_models.shape import Losses
+from forge_models.shape import Losses, Rope
 from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
 from forge_vlm.components.encoders import CLIP, DINOv2, Features, Published, SigLIP, SigLIP2, ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa

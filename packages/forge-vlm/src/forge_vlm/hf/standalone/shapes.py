@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from forge_models.components.attentions import GQA
-from forge_models.components.norms import RMSNorm
-from forge_models.components.routers import SoftmaxTopK
+from forge_models.components.experts import SoftmaxTopK
+from forge_models.components.layers import RMSNorm
 from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
 from forge_vlm.components.encoders import Features
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
