@@ -15,7 +15,7 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
 from forge_models.generation import GREEDY
-from forge_models.hf.converter import Hf
+from forge_models.hf.converter import HfConverter
 from forge_models.hf.family import meaning_of
 from forge_models.hf.reader import Folder
 from forge_models.hf.streamed_forward import logits_of
@@ -256,7 +256,7 @@ def test_a_conversion_asks_for_a_shard_and_a_check_for_a_block_at_a_time(tmp_pat
             asked.append(sum(tensor.nbytes for tensor in found.values()))
             return found
 
-    Hf(max_shard_bytes=40_000).build().write(tmp_path / "target", Watched())  # type: ignore[arg-type]
+    HfConverter(max_shard_bytes=40_000).build().write(tmp_path / "target", Watched())  # type: ignore[arg-type]
     assert max(asked) <= 40_000
     assert len(list((tmp_path / "target").glob("model-*.safetensors"))) == len(asked) > 2
     asked.clear()

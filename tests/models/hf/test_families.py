@@ -8,7 +8,7 @@ import torch
 
 from forge_core.protocols.weights import Weights
 from forge_models.generation import generate
-from forge_models.hf.converter import Hf
+from forge_models.hf.converter import HfConverter
 from forge_models.hf.family import meaning_of
 from forge_models.hf.reader import Folder
 from forge_models.hf.streamed_forward import logits_of
@@ -38,7 +38,7 @@ def test_both_ways(case: str, tmp_path: Path) -> None:
         assert_no_farther(ours(tokens()), expected, exact, "the module")
     assert_no_farther(logits_of(folder, tokens()), expected, exact, "block by block")
 
-    converter = Hf(max_shard_bytes=30_000).build()
+    converter = HfConverter(max_shard_bytes=30_000).build()
     converter.write(tmp_path / "ours", folder)
     again = converter.read(tmp_path / "ours")
     assert meaning_of(again.model) == meaning_of(folder.model)

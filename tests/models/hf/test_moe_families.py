@@ -15,7 +15,7 @@ from forge_core.errors import ConfigError, ForgeError
 from forge_models.components.decoder import Decoder
 from forge_models.components.experts import Hash, MoE, SigmoidTopK
 from forge_models.hf.config import Unsupported
-from forge_models.hf.converter import Hf
+from forge_models.hf.converter import HfConverter
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, meaning_of, misfits
 from forge_models.hf.names import shapes_of
@@ -130,7 +130,7 @@ def test_experts_of_any_width_are_compared_with_transformers(tmp_path: Path) -> 
     """Its grouped products refuse widths that are no multiple of 16 bytes; a conversion ended in that error."""
     theirs = random_model("qwen3_moe", CASES["qwen3_moe"][1] | {"moe_intermediate_size": 18, "num_hidden_layers": 1})
     folder = saved(theirs, tmp_path)
-    found = Hf().build().reference(folder, tokens())
+    found = HfConverter().build().reference(folder, tokens())
     with torch.no_grad():
         assert torch.equal(found, theirs(tokens()).logits)
 

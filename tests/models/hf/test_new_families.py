@@ -8,7 +8,7 @@ import torch
 
 from forge_models.components.decoder import Decoder
 from forge_models.hf.config import Unsupported
-from forge_models.hf.converter import Hf
+from forge_models.hf.converter import HfConverter
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, meaning_of, misfits
 from forge_models.hf.reader import Folder
@@ -33,7 +33,7 @@ def test_both_ways(case: str, tmp_path: Path) -> None:
     theirs = spread(reference(values))
     folder = Folder(folder_of(theirs, values, tmp_path / "theirs"))
     assert error(folder, theirs) < TOLERANCE
-    Hf(max_shard_bytes=40_000).build().write(tmp_path / "ours", folder)
+    HfConverter(max_shard_bytes=40_000).build().write(tmp_path / "ours", folder)
     again = Folder(tmp_path / "ours")
     assert again.family.model_type == values["model_type"]
     assert meaning_of(again.model) == meaning_of(folder.model)
@@ -79,5 +79,5 @@ def test_parts_of_a_fused_matrix_have_one_dtype(tmp_path: Path) -> None:
             return {name: value.float() if "k_proj" in name else value for name, value in folder.read(names).items()}
 
     with pytest.raises(Unsupported, match=r"qkv_proj\.weight is made of tensors of torch\.float64 and torch\.float32"):
-        Hf().build().write(tmp_path / "target", Mixed())  # type: ignore[arg-type]
+        HfConverter().build().write(tmp_path / "target", Mixed())  # type: ignore[arg-type]
     assert not (tmp_path / "target").exists()

@@ -7,7 +7,7 @@ import torch
 
 from forge_core.batch import PADDING
 from forge_models.components.attentions import GQA
-from forge_models.hf.converter import Hf
+from forge_models.hf.converter import HfConverter
 from forge_models.interp.attention_scores import capture_qk
 from forge_models.interp.capture import capture
 from forge_models.interp.taps import InterpError
@@ -22,7 +22,7 @@ FAMILIES = ("llama", "gemma2", "qwen3_moe", "deepseek_v3-yarn", "olmo2")
 def pair(request, tmp_path_factory):
     """Our model and transformers' own, both in fp64, and what the latter says of its inside."""
     theirs = random_model(*CASES[request.param])
-    ours = load_model(Hf().build().read(saved(theirs, tmp_path_factory.mktemp("hf") / "folder")))
+    ours = load_model(HfConverter().build().read(saved(theirs, tmp_path_factory.mktemp("hf") / "folder")))
     config = deepcopy(theirs.config)
     config._attn_implementation = config._experts_implementation = "eager"
     ids = tokens(2, 12)

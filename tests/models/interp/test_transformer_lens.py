@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_models.components.decoder import Decoder
-from forge_models.hf.converter import Hf
+from forge_models.hf.converter import HfConverter
 from forge_models.interp.capture import capture
 from forge_models.interp.taps import taps
 
@@ -47,7 +47,7 @@ def exported(model: Any, component: Decoder, folder: Path) -> None:
         box=lambda name, offset, extent: tensors[name][tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))],
     )
     coder = Tokenizer(WordLevel({f"w{number}": number for number in range(component.vocab_size)}, unk_token="w0"))
-    Hf(family="llama").build().write(folder, weights)  # type: ignore[arg-type]
+    HfConverter(family="llama").build().write(folder, weights)  # type: ignore[arg-type]
     PreTrainedTokenizerFast(tokenizer_object=coder, eos_token="w1", bos_token="w2", pad_token="w1").save_pretrained(folder)
 
 

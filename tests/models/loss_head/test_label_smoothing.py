@@ -6,7 +6,6 @@ from torch.nn import functional as F
 
 from forge_core.batch import IGNORE
 from forge_models.blocks import logit_passes
-from forge_models.blocks import logit_passes as chunking
 from forge_models.blocks.head import ChunkedCrossEntropy, Head
 from forge_models.objectives import CrossEntropy
 from harness.closeness import assert_no_farther
@@ -78,7 +77,7 @@ def test_it_equals_torch_in_fp64(monkeypatch, given, rows, ranks, fused) -> None
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 def test_blocks_of_a_chunk_equal_torch(monkeypatch, soft_cap, ranks) -> None:
     """A chunk of 8 rows in blocks of 3, the last one shorter; over ranks they are worked out twice."""
-    monkeypatch.setattr(chunking, "BLOCK", 3 * 23)
+    monkeypatch.setattr(logit_passes, "CPU_BLOCK", 3 * 23)
     arguments = (*problem(), 0.1, 0.2, soft_cap)
     head = ChunkedCrossEntropy(8)
     found = of_ranks(head, ((0, 9), (9, 18), (18, 23)), *arguments) if ranks > 1 else gradients(head, *arguments)

@@ -1,4 +1,4 @@
-"""The one function through which blocks pass inner values, and who listens. `forge_models.interp.taps` has the names."""
+"""`tap`, through which blocks pass inner values, and who listens to it. `forge_models.interp.taps` has the names."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

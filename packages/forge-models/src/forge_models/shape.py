@@ -157,7 +157,7 @@ LAYOUT_DEPENDENT = ("micro_batch", "pooled")
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """Losses that balance experts and keep logits small, each added to the loss with its weight; see `forge_models.blocks.moe.losses`.
+    """Losses that balance experts and keep logits small, each added to the loss with its weight; see `blocks.moe.losses`.
 
     The key names the scope over which loads are counted.
     """

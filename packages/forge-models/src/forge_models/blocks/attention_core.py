@@ -1,4 +1,8 @@
-"""The attention core of one process: softmax(q k^T * scale + mask) v by the kernel that fits device, mask and soft cap."""
+"""The attention core of one process: softmax(q k^T * scale + mask) v by the kernel that fits device, mask and soft cap.
+
+`LocalAttention` chooses the kernel. Below it are torch's fused kernels in the order for each GPU, flex attention, the kernels of
+variable length, and the masks: a query sees the keys before it that are inside its window and its document.
+"""
 
 from collections.abc import Callable
 from functools import cache

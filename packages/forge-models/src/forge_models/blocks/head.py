@@ -1,4 +1,18 @@
-"""The last module of a decoder: logits for inference, the loss for training."""
+"""The last module of a decoder: logits for inference, the loss for training.
+
+Projection to the vocabulary and cross-entropy are one operation, so that the logits of a whole batch never exist. Rows are
+taken in chunks. While a chunk's logits exist its gradients are computed too, so the backward only scales them: for row n with
+logits c, log partition function L = logsumexp(c) and label y,
+
+    loss = L - c[y] + z_loss * L^2,    d loss / d c = softmax(c) * (1 + 2 * z_loss * L) - onehot(y).
+
+Label smoothing a (Szegedy et al., 2016) puts the share a of the target evenly on all V words: L - (1 - a) c[y] - a mean(c) in
+the place of L - c[y], and (1 - a) onehot(y) + a / V in that of onehot(y).
+
+Where ranks share the vocabulary, each has some of the logits of every row. They exchange three numbers a row: their maximum m,
+s = sum(exp(c - m)), and the logit of the label where they have it; for smoothing the sum of their logits and how many these are,
+too. With M the largest m, L = M + log(sum(s * exp(m - M))), and the rest is as in one process.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Layers of a block: linear layers, embedding, norms, feed-forward parts."""
+"""Layers of a block: linear layers, embedding, norms over the last dimension, feed-forward parts."""
 
 from collections.abc import Callable, Mapping
 from math import nan

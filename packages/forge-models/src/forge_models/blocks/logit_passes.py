@@ -1,8 +1,9 @@
-"""What is done to the logits of a chunk of rows: first three numbers a row, then, in their place, the derivative of the loss.
+"""The logits of a chunk of rows: their product, the passes over them, and how many rows a chunk has.
 
-For logits c of a row, its label y and its largest logit m, the numbers are m, sum(exp(c - m)) and c[y]. From them comes a factor
-f, and the derivative is f * exp(c - m) - onehot(y), times that of the soft cap. Where the target is spread over all words, sum(c)
-and the number of logits are numbers, too, and a `Target` takes the place of onehot(y).
+For logits c of a row, its label y and its largest logit m, a first pass computes m, sum(exp(c - m)) and c[y]. From them comes a
+factor f, and a second pass replaces the logits by the derivative of the loss, f * exp(c - m) - onehot(y), times that of the soft
+cap. Where the target is spread over all words, the first pass also computes sum(c) and the number of logits, and a `Target`
+takes the place of onehot(y).
 """
 
 from collections.abc import Callable
@@ -210,13 +211,13 @@ def _replaces_mkl(hidden: Tensor) -> bool:
     return fp32 and onednn and torch.backends.mkl.is_available()
 
 
-CHUNK = 2**25
+CHUNK_BYTES = 2**25
 """Bytes of logits, in the dtype of the products, that a chunk may hold for a projection of any size."""
 
-BLOCK = 2**20
+CPU_BLOCK = 2**20
 """Elements that are worked on at a time on a CPU: 4 MiB in fp32, which its cache holds through all passes over them."""
 
-ACCELERATED = 2**26
+ACCELERATOR_BLOCK = 2**26
 """The same on an accelerator: 256 MiB in fp32, so that a pass takes far longer than its launch."""
 
 
@@ -226,9 +227,9 @@ def chunk_rows(vocab: int, dim: int, itemsize: int) -> int:
     Each chunk reads the projection (vocab, dim) and adds to the sum of its gradient, so rows are what amortises that traffic:
     as many as `dim`, which makes a chunk's logits as large as the projection, and 256 at least.
     """
-    return max(512 if 512 * vocab * itemsize <= CHUNK else 256, dim)
+    return max(512 if 512 * vocab * itemsize <= CHUNK_BYTES else 256, dim)
 
 
 def block_rows(rows: int, width: int, device: str) -> int:
     """How many of `rows`, of `width` elements each, to work on at a time on a type of device: so much exists in fp32."""
-    return max(1, min(rows, (BLOCK if device == "cpu" else ACCELERATED) // width))
+    return max(1, min(rows, (CPU_BLOCK if device == "cpu" else ACCELERATOR_BLOCK) // width))

@@ -1,4 +1,9 @@
-"""`[model.moe]`: experts in the place of feed-forward parts, and the routers that choose among them."""
+"""`[model.moe]`: experts in the place of feed-forward parts, and routers: `router = { name = "sigmoid_topk", bias_rate = 1e-3 }`.
+
+With the table a model is sparse, without it dense. A router component may define `check(experts, top_k)`, which raises
+`ValueError` for sizes that do not go together. `learned` says whether gradients reach it, so that losses can balance it (True
+when absent); `total` is what the combine weights of a token add up to, None when that depends on the token (None when absent).
+"""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal

@@ -1,4 +1,8 @@
-"""Feed-forward parts and norms, chosen inside `[model]`: `mlp = "swiglu"`, `norm = { name = "rmsnorm", eps = 1e-6 }`."""
+"""Feed-forward parts and norms, chosen inside `[model]`: `mlp = { name = "geglu" }`, `norm = { name = "rmsnorm", eps = 1e-6 }`.
+
+Of a feed-forward part, `gated` says whether there are three matrices, `activation` which elementwise function; experts are made
+of the same two.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal

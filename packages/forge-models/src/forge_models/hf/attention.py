@@ -1,4 +1,9 @@
-"""Attention in a `config.json`: windows of layers, and multi-head latent attention with the order of its rotary rows."""
+"""Attention in a `config.json`: windows of layers, and multi-head latent attention.
+
+DeepSeek rotates neighboring dimensions (0, 1), (2, 3), ...; here dimension i is rotated with i + width / 2. So a checkpoint
+has the rows of rotated dimensions in another order: ours are its even ones, then its odd ones, in the queries of every head and
+in the shared key.
+"""
 
 from collections.abc import Callable, Mapping
 from itertools import chain

@@ -1,4 +1,7 @@
-"""A `config.json`: keys that are read, keys without effect on what a model computes, and the refusal of all others."""
+"""A `config.json` with an account of every key: read, ignored under a declared value, or refused by name. No key is dropped.
+
+A key may be ignored where it has no effect on what a model computes; the tables below list the values for which that holds.
+"""
 
 import json
 import sys

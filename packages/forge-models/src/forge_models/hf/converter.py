@@ -1,6 +1,6 @@
 """The converter `hf`, chosen by `--from` and `--to`: decoders of text, and the models that other distributions register."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,14 +26,25 @@ if TYPE_CHECKING:
 GROUP = "forge.hf_models"
 
 
-class HfConverter:
-    """Reads and writes folders with `config.json` and safetensors.
+@dataclass(frozen=True, kw_only=True)
+class HfConverter(Component):
+    """Hugging Face folders: config.json and safetensors; no pickle, no code of the model's author."""
 
-    What is not a decoder of text alone is that of a plugin of the group `forge.hf_models`, under its `model_type`.
-    """
+    family: str | None = None
+    """`model_type` to write, such as `llama`; by default where the weights came from, else the first that fits. What is more than
+    a decoder of text is one of the group `forge.hf_models`."""
+    tokenizer: str | None = None
+    """Folder whose tokenizer files are copied; by default those that came with the weights."""
+    max_shard_bytes: Annotated[int, Gt(0)] = 5_000_000_000
+    """Largest file of tensors; also what a conversion holds in memory."""
 
-    def __init__(self, *, family: str | None, tokenizer: str | None, max_shard_bytes: int, ignore: Sequence[str]) -> None:
-        self.family, self.tokenizer, self.max_shard_bytes, self.ignore = family, tokenizer, max_shard_bytes, ignore
+    ignore: tuple[str, ...] = ()
+    """Keys of a `config.json` that are left out when it is read: keys that are not known, or of things that are not implemented.
+    A key that decides what the model computes cannot be ignored."""
+
+    def build(self) -> "HfConverter":
+        """The converter itself."""
+        return self
 
     def read(self, path: Path) -> Any:
         """Opens a folder; see `forge_models.hf.reader.Folder`."""
@@ -136,24 +147,3 @@ def _chosen(weights: Weights, wanted: str | None) -> HfModel:
         reasons += [f"{name}:", *(f"  {reason}" for reason in found)] if found else []
     reasons += [f"--family {name} can, by code that it adds to the folder" for name in asked]
     raise Unsupported("\n  ".join([f"no {CONFIG} of the Hugging Face format can describe this model:", *reasons]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hf(Component):
-    """Hugging Face folders: config.json and safetensors; no pickle, no code of the model's author."""
-
-    family: str | None = None
-    """`model_type` to write, such as `llama`; by default where the weights came from, else the first that fits. What is more than
-    a decoder of text is one of the group `forge.hf_models`."""
-    tokenizer: str | None = None
-    """Folder whose tokenizer files are copied; by default those that came with the weights."""
-    max_shard_bytes: Annotated[int, Gt(0)] = 5_000_000_000
-    """Largest file of tensors; also what a conversion holds in memory."""
-
-    ignore: tuple[str, ...] = ()
-    """Keys of a `config.json` that are left out when it is read: keys that are not known, or of things that are not implemented.
-    A key that decides what the model computes cannot be ignored."""
-
-    def build(self) -> "HfConverter":
-
-        return HfConverter(family=self.family, tokenizer=self.tokenizer, max_shard_bytes=self.max_shard_bytes, ignore=self.ignore)

@@ -1,4 +1,4 @@
-"""A family of models, and the two ways between its `config.json` and a `Decoder`."""
+"""A family of models: the two ways between its `config.json` and a `Decoder`, and the keys that most families share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

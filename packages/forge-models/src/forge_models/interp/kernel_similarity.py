@@ -1,4 +1,8 @@
-"""CKA with any kernel, from minibatches: what no sums of one pass give exactly."""
+"""Similarity with any kernel, which sums over one pass do not give exactly.
+
+`KernelSums` estimates CKA from minibatches. The measures of few rows need their products X X' alone, which are small where rows
+are wide, so that they can be kept over a whole training run.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

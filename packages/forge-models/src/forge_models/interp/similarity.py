@@ -1,4 +1,13 @@
-"""Measures of similarity that follow exactly from sums over pairs of activations, in memory that does not grow with tokens."""
+"""CKA, CCA, SVCCA, Procrustes, and RSA of squared distances, exactly from sums over pairs of activations (`Moments`).
+
+With rows x_i (width p) and y_i (width q) of the same n tokens, a_i = |x_i|^2 and b_i = |y_i|^2, the sums are n, those of x, y,
+a, b, a^2, b^2, ab, ax, ay, bx, by, and the products X'X, Y'Y, X'Y; all in fp64. Memory does not grow with the number of tokens.
+Sums of batches, ranks and splits are added; their order changes the last bits only.
+
+Rows are counted from an origin near their mean, which no measure depends on: the stream of a model has dimensions whose mean is
+a thousand times their spread, and fourth powers of that would leave no digits. With x = x' + d the sums about another origin
+follow: a' = a + 2 d x + |d|^2, and the others by multiplying out.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

@@ -1,4 +1,9 @@
-"""The inner values of a model: their names, shapes and aliases, and how a pattern chooses among them."""
+"""The inner values of a model: their names, dimensions and aliases, and the choice among them by patterns.
+
+A name is a path: `blocks.3.attention.q`, `mtp.depths.1.residual`, `norm`. An alias is the name of the same numbers in
+TransformerLens (Nanda and Bloom, 2022), such as `blocks.3.attn.hook_rot_q`; where there is none, the table says why. `taps` lists
+what a model passes through `tap`, found by running it on the meta device.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -14,8 +14,9 @@ from forge_vlm.modality import TEXT
 
 
 class ModalityExperts(nn.Module):
-    """shared(x) + the experts of its modality for each token. `layers` are called as `forge_models.blocks.moe.layer.ExpertLayer` is,
-    with the tokens of their modality as one row, and where the layers need them the rows or sequences that they come from."""
+    """shared(x) + the experts of its modality for each token. `layers` are called as
+    `forge_models.blocks.moe.layer.ExpertLayer` is, with the tokens of their modality as one row, and where the layers need them
+    the rows or sequences that they come from."""
 
     def __init__(
         self,

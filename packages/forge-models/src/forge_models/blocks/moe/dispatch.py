@@ -1,4 +1,10 @@
-"""Brings tokens to their experts inside one process. Nothing here waits for the device."""
+"""Brings tokens to their experts inside one process. Nothing here waits for the device.
+
+Slots have two orders: by expert, in which experts take them, and by token, in which they are added up. Sums run over the slots of
+a token in their order, so they have the same bits every time; an index_add would not, on a GPU. Where most slots are dropped, as
+on a rank that has few of the experts, work is proportional to the slots that are left. `limited` drops the slots beyond an
+expert's capacity.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -26,8 +26,13 @@ SANDWICH = MappingProxyType(
 ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 """Its key and value."""
 
+LOCAL_THETA = "rope_local_base_freq"
+"""Base of the angles of local layers."""
+
 
 class Gemma2(Family):
+    """Norms on both sides, soft caps, every other layer local."""
+
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
     defaults: ClassVar = {
@@ -89,11 +94,9 @@ def _inverse_square(scale: float) -> float:
     return round(exact) if round(exact) ** -0.5 == scale else exact
 
 
-LOCAL = "rope_local_base_freq"
-"""Base of the angles of local layers."""
-
-
 class Gemma3(Family):
+    """Norms of q and k, five local layers to one global, each kind with its own rotary base."""
+
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
     defaults: ClassVar = {
@@ -113,10 +116,10 @@ class Gemma3(Family):
     parts: ClassVar = SANDWICH
 
     def read(self, keys: Keys) -> dict[str, Any]:
-        fields = read_gemma(keys, period=6, theta=1_000_000.0, local_theta=10_000.0, local_key=LOCAL)
+        fields = read_gemma(keys, period=6, theta=1_000_000.0, local_theta=10_000.0, local_key=LOCAL_THETA)
         return fields | {"attention": replace(fields["attention"], qk_norm="head")}
 
     def write(self, decoder: Decoder) -> dict[str, Any]:
         local = decoder.rope.local_theta
         written = write_base(self, decoder, activation=ACTIVATION)
-        return written | ({} if local is None else {LOCAL: local}) | write_gemma(decoder)
+        return written | ({} if local is None else {LOCAL_THETA: local}) | write_gemma(decoder)

@@ -12,6 +12,8 @@ from forge_models.hf.moe import ExpertNames, read_experts, read_losses, write_ex
 
 
 class Mistral(Family):
+    """The Llama shape with a window in every layer."""
+
     model_type = "mistral"
     architecture = "MistralForCausalLM"
     defaults: ClassVar = {
@@ -35,6 +37,8 @@ class Mistral(Family):
 
 
 class Mixtral(Family):
+    """The Mistral shape, every feed-forward part replaced by experts."""
+
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
     defaults: ClassVar = {

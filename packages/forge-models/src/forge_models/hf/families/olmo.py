@@ -1,4 +1,4 @@
-"""OLMo-2, OLMo-3 and OLMoE (OLMo et al., 2024 and 2025; Muennighoff et al., 2024)."""
+"""OLMo-2, OLMo-3 and OLMoE."""
 
 from typing import Any, ClassVar
 
@@ -12,6 +12,8 @@ from forge_models.hf.moe import ExpertNames, normalized, read_experts, read_loss
 
 
 class Olmo2(Family):
+    """Norms after each part, and of the whole q and k (OLMo et al., 2024)."""
+
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
     defaults: ClassVar = {
@@ -40,6 +42,8 @@ class Olmo2(Family):
 
 
 class Olmo3(Family):
+    """OLMo-2 with three local layers to one global, whose angles alone are scaled (OLMo et al., 2025)."""
+
     model_type = "olmo3"
     architecture = "Olmo3ForCausalLM"
     defaults: ClassVar = {**Olmo2.defaults, "sliding_window": 4096}
@@ -55,6 +59,8 @@ class Olmo3(Family):
 
 
 class Olmoe(Family):
+    """Fine-grained experts in every layer, none shared, and norms of the whole q and k (Muennighoff et al., 2024)."""
+
     model_type = "olmoe"
     architecture = "OlmoeForCausalLM"
     defaults: ClassVar = {

@@ -12,6 +12,8 @@ from forge_models.hf.moe import ExpertNames, normalized, read_experts, read_loss
 
 
 class Qwen2(Family):
+    """Qwen2 and 2.5: biases of q, k and v; a window in the upper layers when switched on."""
+
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
     defaults: ClassVar = {
@@ -50,6 +52,8 @@ def write_upper_windows(decoder: Decoder) -> dict[str, Any]:
 
 
 class Qwen3(Family):
+    """Dense: norms of each head's q and k."""
+
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
     defaults: ClassVar = {
@@ -75,6 +79,8 @@ class Qwen3(Family):
 
 
 class Qwen3Moe(Family):
+    """Fine-grained experts, none shared; a window, when switched on, in every layer."""
+
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
     defaults: ClassVar = {

@@ -1,4 +1,7 @@
-"""Encoding models: ridge regression from activations to recordings, with a penalty for each voxel."""
+"""Encoding models: ridge regression from activations to recordings, with a penalty for each voxel.
+
+Banded ridge fits several feature spaces at once, each with its share of the penalty (Nunez-Elizalde et al., 2019).
+"""
 
 import math
 from collections.abc import Mapping, Sequence
