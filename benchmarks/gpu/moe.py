@@ -116,8 +116,8 @@ def layer(configuration: LayerOf, smoke: bool) -> dict[str, Any]:
     import torch
 
     from forge_models.blocks.moe.layer import ExpertLayer
-    from forge_models.components.decoder import Decoder
-    from forge_models.components.experts import MoE
+    from forge_models.components.decoder import DecoderConfig
+    from forge_models.components.experts import MoEConfig
     from forge_models.components.layers import SwiGLU
 
     at, device, rounds = configuration, torch.device("cuda", 0), 20
@@ -126,7 +126,7 @@ def layer(configuration: LayerOf, smoke: bool) -> dict[str, Any]:
         dim, ffn, tokens, device, rounds = 32, 16, 64, torch.device("cpu"), 2
 
     def context(width: int) -> Any:
-        return Decoder(dim=dim, layers=1, heads=1, ffn_dim=width, vocab_size=2).shape.context(0)
+        return DecoderConfig(dim=dim, layers=1, heads=1, ffn_dim=width, vocab_size=2).shape.context(0)
 
     def drawn(module: Any) -> Any:
         for parameter in module.parameters():
@@ -136,7 +136,7 @@ def layer(configuration: LayerOf, smoke: bool) -> dict[str, Any]:
     with device:
         torch.manual_seed(0)
         dense = drawn(SwiGLU().build(context(at.top_k * ffn)).bfloat16())
-        experts = drawn(ExpertLayer(MoE(experts=at.experts, top_k=at.top_k).shape(ffn), SwiGLU(), context(ffn)).bfloat16())
+        experts = drawn(ExpertLayer(MoEConfig(experts=at.experts, top_k=at.top_k).shape(ffn), SwiGLU(), context(ffn)).bfloat16())
         x = torch.randn(1, tokens, dim, dtype=torch.bfloat16, requires_grad=True)
         slope = torch.randn_like(x)
     grouped = torch.compile(experts, fullgraph=True) if at.compiled else experts
@@ -173,16 +173,16 @@ def layer(configuration: LayerOf, smoke: bool) -> dict[str, Any]:
 
 def shape_of(name: str, kernel: Any, smoke: bool = False) -> Any:
     """The decoder `fine` or `coarse`."""
-    from forge_models.components.decoder import Decoder
-    from forge_models.components.experts import MoE, SigmoidTopK
+    from forge_models.components.decoder import DecoderConfig
+    from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 
     dim, layers, length, vocab, unit = (64, 3, 32, 256, 16) if smoke else (1536, 16, LENGTH, 50304, 512)
-    moe = MoE(experts=64, top_k=6, shared=2, ffn_dim=unit, first_dense=1, kernel=kernel, router=SigmoidTopK())
+    moe = MoEConfig(experts=64, top_k=6, shared=2, ffn_dim=unit, first_dense=1, kernel=kernel, router=SigmoidTopKConfig())
     if name == "coarse":
-        moe = MoE(experts=8, top_k=2, ffn_dim=8 * unit, kernel=kernel)
+        moe = MoEConfig(experts=8, top_k=2, ffn_dim=8 * unit, kernel=kernel)
     head = 128 if not smoke else 16
     kept = {"heads": dim // head, "kv_heads": dim // head, "ffn_dim": 8 * unit, "vocab_size": vocab, "max_length": length}
-    return Decoder(dim=dim, layers=layers, moe=moe, **kept)
+    return DecoderConfig(dim=dim, layers=layers, moe=moe, **kept)
 
 
 def work(shape: Any, length: int) -> dict[str, float]:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.generation import evaluating
 from forge_models.interp import recorder as recording
 from forge_models.interp.neuro.encoding import ridge
@@ -49,7 +49,7 @@ TAPPED = (
 
 def decoder(smoke: bool, **changes: Any) -> Any:
     sizes = {"dim": 64, "layers": 2} if smoke else {"dim": 256, "layers": 6}
-    model = Decoder(**{**sizes, "heads": 4, "vocab_size": 4096, "max_length": 512, **changes}).build()
+    model = DecoderConfig(**{**sizes, "heads": 4, "vocab_size": 4096, "max_length": 512, **changes}).build()
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -16,7 +16,7 @@ import torch
 
 from forge_core.batch import Batch
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
@@ -25,7 +25,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step
 
-DECODER = Decoder(dim=256, layers=6, heads=8, kv_heads=4, vocab_size=4096, max_length=256, tied_embeddings=True)
+DECODER = DecoderConfig(dim=256, layers=6, heads=8, kv_heads=4, vocab_size=4096, max_length=256, tied_embeddings=True)
 ROWS, LENGTH = 8, 256
 
 

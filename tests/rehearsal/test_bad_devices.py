@@ -9,7 +9,7 @@ import torch
 
 from forge_core.errors import LayoutError, PlanError
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.launch.environment import read_launcher
@@ -22,7 +22,7 @@ from rehearsal import device
 from rehearsal.ranks import own_device
 
 pytestmark = pytest.mark.rehearsal
-DECODER = Decoder(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=32, vocab_size=50, max_length=64)
+DECODER = DecoderConfig(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=32, vocab_size=50, max_length=64)
 
 
 def _started(changes: list[dict[str, object]]) -> str:

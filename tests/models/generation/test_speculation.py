@@ -7,8 +7,8 @@ import torch
 
 from forge_core.batch import Batch
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import MTP, Decoder
-from forge_models.components.experts import MoE
+from forge_models.components.decoder import DecoderConfig, MTPConfig
+from forge_models.components.experts import MoEConfig
 from forge_models.generation import GenerationError, generate
 from forge_models.inner_values import listening
 from forge_models.objectives import CrossEntropy
@@ -38,7 +38,7 @@ def cycle(start, length, vocab=97):
 @cache
 def learned(depth):
     """Weights, by name, of a model that has learned `cycle`."""
-    model = Decoder(**TINY, mtp=MTP(depth=depth, weight=1.0)).build()
+    model = DecoderConfig(**TINY, mtp=MTPConfig(depth=depth, weight=1.0)).build()
     fill(model, model.specs(), 0)
     model.double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -59,7 +59,7 @@ def trained(make):
     """trained(depth, noise) -> a model that has learned `cycle`; noise in its modules has them guess wrong now and then."""
 
     def trained(depth, noise=0.0):
-        model = make(dtype=torch.float64, mtp=MTP(depth=depth))
+        model = make(dtype=torch.float64, mtp=MTPConfig(depth=depth))
         model.load_state_dict(learned(depth))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -75,7 +75,7 @@ VARIANTS = {
     "plain": {},
     "windows": {"attention": GQA(window=4)},
     "latent": {"kv_heads": None, "attention": MLA(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10)},
-    "experts": {"moe": MoE(experts=4, ffn_dim=24, capacity=1.0)},
+    "experts": {"moe": MoEConfig(experts=4, ffn_dim=24, capacity=1.0)},
     "tied": {"tied_embeddings": True, "embed_multiplier": 3.0},
 }
 
@@ -83,7 +83,7 @@ VARIANTS = {
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tokens_of_a_model_that_guesses_wrong_are_the_same(make, name, depth):
-    model = make(spread=10.0, dtype=torch.float64, mtp=MTP(depth=depth), **VARIANTS[name])
+    model = make(spread=10.0, dtype=torch.float64, mtp=MTPConfig(depth=depth), **VARIANTS[name])
     tally = Tally()
     assert drafted(model, tally=tally, max_tokens=14) == generate(model, PROMPTS, max_tokens=14)
     assert tally.tokens == 3 * 14
@@ -144,7 +144,7 @@ def by_hand(model, prompt, count):
 @pytest.mark.parametrize("right", ["never", "sometimes"])
 def test_guesses_are_those_of_modules_that_see_the_whole_row(make, trained, monkeypatch, depth, right):
     """Were a module to build on a token that did not come to be, its guesses would be worse, and no text would tell."""
-    alike = {"spread": 10.0, "dtype": torch.float64, "mtp": MTP(depth=depth)}
+    alike = {"spread": 10.0, "dtype": torch.float64, "mtp": MTPConfig(depth=depth)}
     model = make(**alike) if right == "never" else trained(depth, noise=0.15)
     verified, guesses = _Rounds._verified, []
 
@@ -193,15 +193,15 @@ def test_a_row_alone_equals_the_row_in_a_batch(trained):
 
 
 def test_the_last_tokens_up_to_max_length_can_be_made(make):
-    model = make(spread=10.0, dtype=torch.float64, mtp=MTP(depth=3))
+    model = make(spread=10.0, dtype=torch.float64, mtp=MTPConfig(depth=3))
     assert drafted(model, [[1, 2, 3]], max_tokens=61) == generate(model, [[1, 2, 3]], max_tokens=61)
 
 
 def test_what_cannot_draft_is_refused(make):
     with pytest.raises(GenerationError, match="speculation needs MTP modules"):
         speculate(make(), PROMPTS, max_tokens=2)
-    dynamic = make(mtp=MTP(), rope=Rope(scaling="dynamic", factor=2.0, original_max_length=32))
+    dynamic = make(mtp=MTPConfig(), rope=Rope(scaling="dynamic", factor=2.0, original_max_length=32))
     with pytest.raises(GenerationError, match="dynamic"):
         speculate(dynamic, PROMPTS, max_tokens=2)
     with pytest.raises(GenerationError, match="prompt 0 is empty"):
-        speculate(make(mtp=MTP()), [[]], max_tokens=2)
+        speculate(make(mtp=MTPConfig()), [[]], max_tokens=2)

@@ -13,7 +13,7 @@ from forge_core.config.tree import origin_at, plain
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.generation import GREEDY
 from forge_models.hf.converter import HfConverter
 from forge_models.hf.family import meaning_of
@@ -213,7 +213,7 @@ def test_from_hf_fills_the_keys_that_nobody_gave(tmp_path: Path) -> None:
 def test_a_folder_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     weights = Folder(saved(random_model("llama", {}), tmp_path / "source"))
     layout = Layout.of({}, 1)
-    component = Decoder(dim=32, layers=3, heads=4, kv_heads=2, ffn_dim=40, vocab_size=97)
+    component = DecoderConfig(dim=32, layers=3, heads=4, kv_heads=2, ffn_dim=40, vocab_size=97)
     topology = Topology.of(layout, torch.device("cpu"))
     with pytest.raises(ForgeError) as caught:
         realize(Blueprint.of(component.build), Plan.of([], layout), topology, lambda model: fill_from(weights, model))

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forge_core.errors import ConfigError, ForgeError
-from forge_models.components.decoder import Decoder
-from forge_models.components.experts import Hash, MoE, SigmoidTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig
 from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
 from forge_models.hf.families import FAMILIES
@@ -157,27 +157,27 @@ def test_boxes_of_stacked_and_turned_tensors_equal_the_whole(originals: dict[str
         assert folder.tensors[name].shape == tuple(whole.shape)
 
 
-DENSE = Decoder(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=97, max_length=64)
+DENSE = DecoderConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=97, max_length=64)
 
 
 @pytest.mark.parametrize(
     ("moe", "message"),
     [
-        (MoE(capacity=1.0), "moe.capacity"),
-        (MoE(router=Hash()), "moe.router"),
-        (MoE(router=SigmoidTopK()), "moe.router"),
-        (MoE(shared=1), "moe.shared"),
-        (MoE(first_dense=1), "moe.layers"),
+        (MoEConfig(capacity=1.0), "moe.capacity"),
+        (MoEConfig(router=HashConfig()), "moe.router"),
+        (MoEConfig(router=SigmoidTopKConfig()), "moe.router"),
+        (MoEConfig(shared=1), "moe.shared"),
+        (MoEConfig(first_dense=1), "moe.layers"),
         (None, "moe"),
     ],
 )
-def test_what_a_family_cannot_say_is_named(moe: MoE | None, message: str) -> None:
+def test_what_a_family_cannot_say_is_named(moe: MoEConfig | None, message: str) -> None:
     assert any(message in fault for fault in misfits(FAMILIES["mixtral"], replace(DENSE, moe=moe)))
     assert misfits(FAMILIES["llama"], replace(DENSE, moe=moe)) or moe is None
 
 
 def test_what_only_training_reads_is_no_part_of_a_model() -> None:
-    one = replace(DENSE, moe=MoE(router=SigmoidTopK(bias_rate=0.5), losses=Losses(z=1.0), kernel="loop"))
-    other = replace(DENSE, moe=MoE(router=SigmoidTopK(), ffn_dim=48))
+    one = replace(DENSE, moe=MoEConfig(router=SigmoidTopKConfig(bias_rate=0.5), losses=Losses(z=1.0), kernel="loop"))
+    other = replace(DENSE, moe=MoEConfig(router=SigmoidTopKConfig(), ffn_dim=48))
     assert meaning_of(one) == meaning_of(other)
     assert issubclass(Unsupported, ForgeError)

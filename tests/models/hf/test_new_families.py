@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
 from forge_models.hf.families import FAMILIES
@@ -61,10 +61,12 @@ def test_boxes_of_fused_matrices_equal_thewhole(tmp_path: Path) -> None:
 
 def test_what_these_families_cannot_say_is_refused() -> None:
     small: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 4, "vocab_size": 97}
-    assert any("rope" in fault for fault in misfits(FAMILIES["phi3"], Decoder(**small, rope=Rope(scaling="linear", factor=2.0))))
+    assert any(
+        "rope" in fault for fault in misfits(FAMILIES["phi3"], DecoderConfig(**small, rope=Rope(scaling="linear", factor=2.0)))
+    )
     olmo3 = decoder_of(FAMILIES["olmo3"], SIZES | {"sliding_window": 6}, "here")
     assert misfits(FAMILIES["olmo3"], olmo3) == []
-    other = Decoder(**{**vars(olmo3), "rope": Rope(theta=500000.0, local_theta=10000.0)})
+    other = DecoderConfig(**{**vars(olmo3), "rope": Rope(theta=500000.0, local_theta=10000.0)})
     assert any("rope.local_theta" in fault for fault in misfits(FAMILIES["olmo3"], other))
 
 

@@ -5,7 +5,7 @@ import torch
 
 from forge_core.batch import PADDING
 from forge_models.components.attentions import MLA
-from forge_models.components.experts import MoE
+from forge_models.components.experts import MoEConfig
 from forge_models.generation import generate
 from forge_models.inner_values import listening
 from forge_models.interp.attention_scores import capture_qk
@@ -25,7 +25,7 @@ def everything(model, rows, **arguments):
 
 
 def test_values_come_by_token_with_heads_behind(make, tokens):
-    model, rows = make(moe=MoE(experts=4, ffn_dim=16, top_k=2), kv_heads=2), tokens(2, 8)
+    model, rows = make(moe=MoEConfig(experts=4, ffn_dim=16, top_k=2), kv_heads=2), tokens(2, 8)
     plain, logits = everything(model, rows), model(rows)
     with torch.no_grad(), capture(model, "*") as seen:
         assert torch.equal(model(rows), logits)

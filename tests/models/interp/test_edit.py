@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forge_models.components.attentions import MLA
-from forge_models.components.experts import MoE
+from forge_models.components.experts import MoEConfig
 from forge_models.generation import generate
 from forge_models.inner_values import listening
 from forge_models.interp.capture import capture
@@ -126,7 +126,7 @@ def test_an_edit_inside_another_one_works_on_what_that_made(make, tokens):
 
 
 def test_routers_are_edited_by_their_logits(make, tokens):
-    model, rows = make(moe=MoE(experts=4, ffn_dim=16, top_k=2)), tokens(2, 8)
+    model, rows = make(moe=MoEConfig(experts=4, ffn_dim=16, top_k=2)), tokens(2, 8)
     wanted = torch.tensor([9.0, -9.0, -9.0, 9.0])
     with edit(model, "router.logits", add(wanted, 100.0), layers=[1]), capture(model, "router.experts", layers=[1]) as seen:
         model(rows)

@@ -6,7 +6,7 @@ from sklearn.linear_model import LogisticRegression
 from torch.nn import functional as F
 
 from forge_models.components.attentions import GQA
-from forge_models.components.layers import LayerNorm
+from forge_models.components.layers import LayerNormConfig
 from forge_models.generation import generate
 from forge_models.interp.attention_scores import induction_scores
 from forge_models.interp.capture import capture
@@ -46,7 +46,7 @@ def test_losses_of_the_lens_end_with_the_loss(make, tokens):
     "fields",
     [
         {},
-        {"norm": LayerNorm(), "attention": GQA(output_bias=True), "residual_multiplier": 0.5},
+        {"norm": LayerNormConfig(), "attention": GQA(output_bias=True), "residual_multiplier": 0.5},
         {"norm_placement": "sandwich"},
     ],
 )

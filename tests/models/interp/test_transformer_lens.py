@@ -15,14 +15,14 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from forge_core.protocols.weights import StoredTensor, WeightsInfo
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.converter import HfConverter
 from forge_models.interp.capture import capture
 from forge_models.interp.taps import taps
 
 pytestmark = pytest.mark.slow
 
-SMALL = Decoder(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=97, max_length=64)
+SMALL = DecoderConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=97, max_length=64)
 
 
 def booted(folder: Path) -> Any:
@@ -36,7 +36,7 @@ def booted(folder: Path) -> Any:
         return model_bridge.TransformerBridge.boot_transformers(str(folder), hf_model=model, device="cpu", dtype=torch.float32)
 
 
-def exported(model: Any, component: Decoder, folder: Path) -> None:
+def exported(model: Any, component: DecoderConfig, folder: Path) -> None:
     tensors = {name: value.detach() for name, value in model.named_parameters()}
     stored = {name: StoredTensor(tuple(value.shape), "float32") for name, value in tensors.items()}
     weights = SimpleNamespace(

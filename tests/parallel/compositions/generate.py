@@ -20,7 +20,7 @@ from forge_core.component import fields_of
 from forge_core.errors import ForgeError, RecipeWarning
 from forge_core.features import Feature, declared
 from forge_core.registry import Registry
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.objectives import CrossEntropy
 from forge_parallel.components.parameters import ParameterGroup
 from forge_parallel.components.sections import Parallel, Precision
@@ -138,7 +138,7 @@ def declared_features() -> set[str]:
     classes = [registry.load(group, name) for group in groups for name in registry.names(group)]
     found = {
         item.name
-        for cls in (*classes, Parallel, Precision, Decoder, CrossEntropy, ParameterGroup)
+        for cls in (*classes, Parallel, Precision, DecoderConfig, CrossEntropy, ParameterGroup)
         for info in fields_of(cls)
         for item in declared(info)
         if isinstance(item, Feature)

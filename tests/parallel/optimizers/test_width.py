@@ -9,7 +9,7 @@ import torch
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_models.components.experts import MoE, SoftmaxTopK
+from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
 from forge_parallel.build.chosen import apply, settings_of
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
@@ -29,7 +29,7 @@ def width(factor: int) -> Any:
 
 
 def test_rates_and_initial_weights_have_the_closed_form() -> None:
-    moe = MoE(experts=4, top_k=2, ffn_dim=16, router=SoftmaxTopK())
+    moe = MoEConfig(experts=4, top_k=2, ffn_dim=16, router=SoftmaxTopKConfig())
     narrow = Blueprint.of(replace(width(1), moe=moe).build)
     wide = Blueprint.of(replace(width(4), ffn_dim=48, moe=replace(moe, ffn_dim=48)).build)
     found = settings_of(wide, [Group(match="*.q_proj.weight", lr=0.5)], narrow)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import MTP, Decoder
-from forge_models.components.experts import Hash, MoE
+from forge_models.components.decoder import DecoderConfig, MTPConfig
+from forge_models.components.experts import HashConfig, MoEConfig
 from forge_models.generation import GenerationError, Sampling, generate
 from forge_models.shape import Rope
 from forge_parallel.components.optimizers import AdamW
@@ -22,10 +22,15 @@ from parallel.tiny import VOCAB
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
 DRAWN = Sampling(temperature=1.5, top_k=40, repetition_penalty=1.2, seed=7)
-WINDOWS = Decoder(
+WINDOWS = DecoderConfig(
     dim=16, layers=5, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCAB, max_length=32, attention=GQA(window=4, global_every=2)
 )
-HASHED = replace(WINDOWS, attention=GQA(), moe=MoE(experts=4, top_k=2, ffn_dim=8, first_dense=1, router=Hash()), mtp=MTP(depth=1))
+HASHED = replace(
+    WINDOWS,
+    attention=GQA(),
+    moe=MoEConfig(experts=4, top_k=2, ffn_dim=8, first_dense=1, router=HashConfig()),
+    mtp=MTPConfig(depth=1),
+)
 MODELS = {"tied": decoder_case(True), "windows": replace(decoder_case(), build=WINDOWS.build)}
 MODELS["hashed"] = replace(decoder_case(), build=HASHED.build)
 

@@ -11,7 +11,7 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.specs import Specs
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.generation import Sampling, generate
 from forge_models.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
@@ -36,7 +36,7 @@ from parallel.tiny import Tiny
 CPU = torch.device("cpu")
 VOCAB = 61
 """Not divisible by any number of ranks."""
-DECODER = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=23, vocab_size=VOCAB, max_length=32)
+DECODER = DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=23, vocab_size=VOCAB, max_length=32)
 CHOSEN = {
     "gqa": {},
     "tied": {"tied_embeddings": True},
@@ -44,12 +44,12 @@ CHOSEN = {
 }
 
 
-def _decoder(variant: str) -> Decoder:
+def _decoder(variant: str) -> DecoderConfig:
     """One of the above, or one of the zoo's, which lists every registered block, with heads that two ranks can share."""
     if variant in CHOSEN:
         return replace(DECODER, **CHOSEN[variant])
     sizes = {**SIZES, "heads": 4, "layers": 2, **VARIANTS[variant]}
-    return Decoder(**{**sizes, "vocab_size": VOCAB, "kv_heads": {3: 2}.get(sizes.get("kv_heads"), sizes.get("kv_heads"))})
+    return DecoderConfig(**{**sizes, "vocab_size": VOCAB, "kv_heads": {3: 2}.get(sizes.get("kv_heads"), sizes.get("kv_heads"))})
 
 
 def _case(variant: str, **changes: Any) -> Case:

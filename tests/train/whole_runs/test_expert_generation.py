@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.generation import generate
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
@@ -80,7 +80,7 @@ def test_other_layouts_evaluate_and_write_like_one_process(world: World, tmp_pat
 def generated(agree: bool) -> list[list[int]]:
     """Of a model that is another one on each rank, as if rounding had led to another token."""
     topology = Topology.of(Layout.parse("dp2"), torch.device("cpu"))
-    shape, apart = Decoder(dim=16, layers=1, heads=2, vocab_size=31, max_length=32), Topology(Layout(), torch.device("cpu"))
+    shape, apart = DecoderConfig(dim=16, layers=1, heads=2, vocab_size=31, max_length=32), Topology(Layout(), torch.device("cpu"))
     model = realize(Blueprint.of(shape.build), Plan.of([], Layout()), apart, 1 + topology.rank)
     model.part.eval()
     if not agree:

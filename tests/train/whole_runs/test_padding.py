@@ -13,8 +13,8 @@ from forge_core.batch import IGNORE, Batch
 from forge_data.components.sources import Tokens
 from forge_data.loading.loader import evaluation, open_stream
 from forge_data.section import Data
-from forge_models.components.decoder import Decoder
-from forge_models.components.experts import MoE
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
 from forge_parallel.context.cores import cut_rows
 from forge_parallel.context.row_order import SequenceOrder
 from forge_parallel.step.step_statistics import begin
@@ -81,7 +81,7 @@ def test_trials_b6_evaluation_tells_padding_in_every_packing(corpus: Path, tmp_p
 def test_trials_b6_experts_see_no_padding_where_documents_are_ignored(corpus: Path, tmp_path: Path, packing: str) -> None:
     """Capacity is counted over the tokens of a forward, so padding would take places of real tokens."""
     sizes = {"dim": 16, "layers": 2, "heads": 2, "ffn_dim": 24, "vocab_size": 61, "max_length": LENGTH}
-    model: Any = Decoder(**sizes, moe=MoE(experts=4, top_k=2, capacity=0.75)).build()  # type: ignore[arg-type]
+    model: Any = DecoderConfig(**sizes, moe=MoEConfig(experts=4, top_k=2, capacity=0.75)).build()  # type: ignore[arg-type]
     fill(model, model.specs(), 3)
     model.double()
     with torch.no_grad():

@@ -12,7 +12,7 @@ from PIL import Image
 from forge_core.errors import ConfigError
 from forge_core.protocols.weights import WeightsInfo
 from forge_models.components.attentions import GQA
-from forge_models.components.layers import GeGLU, LayerNorm
+from forge_models.components.layers import GeGLU, LayerNormConfig
 from forge_models.conformance.weights import InMemory
 from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two hidden layers": ({"adapter": MLP(hidden=2)}, "adapter.hidden = 2"),
     "another width": ({"adapter": MLP(hidden_dim=12)}, "adapter.hidden_dim = 12"),
     "soft cap": ({"soft_cap": 3.0}, "soft_cap = 3.0"),
-    "text": ({"norm": LayerNorm(bias=False), "mlp": GeGLU(exact=True)}, "no Hugging Face family can describe this model"),
+    "text": ({"norm": LayerNormConfig(bias=False), "mlp": GeGLU(exact=True)}, "no Hugging Face family can describe this model"),
 }
 
 

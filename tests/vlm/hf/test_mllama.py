@@ -10,7 +10,7 @@ import torch
 
 from forge_core.errors import ConfigError
 from forge_models.components.attentions import GQA
-from forge_models.components.layers import GeGLU, LayerNorm, RMSNorm
+from forge_models.components.layers import GeGLU, LayerNormConfig, RMSNormConfig
 from forge_models.conformance.weights import InMemory
 from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
@@ -32,7 +32,7 @@ CROSS = MODELS["cross"]
 HELD: dict[str, VLM] = {
     "every_2": CROSS,
     "every_1": replace(CROSS, fusion=CrossAttention(every=1)),
-    "every_3": replace(CROSS, layers=8, fusion=CrossAttention(every=3), norm=RMSNorm(eps=1e-6)),
+    "every_3": replace(CROSS, layers=8, fusion=CrossAttention(every=3), norm=RMSNormConfig(eps=1e-6)),
     "llama3": replace(CROSS, rope=Rope(theta=500000.0, scaling="llama3", factor=8.0, original_max_length=16)),
     "perceiver": replace(CROSS, adapter=Perceiver(latents=3, layers=2, heads=2), image_token=7),
     "features": replace(CROSS, encoder=Features(count=5, dim=12), adapter=MLP(hidden=2)),
@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[VLM, str]] = {
     "modalities": (replace(CROSS, modalities={"sound": (20, 30)}), "modalities = sound"),
     "tied": (replace(CROSS, tied_embeddings=True), "tied_embeddings = True"),
     "soft cap": (replace(CROSS, soft_cap=3.0), "soft_cap = 3.0"),
-    "norm": (replace(CROSS, norm=LayerNorm()), "norm = LayerNorm"),
+    "norm": (replace(CROSS, norm=LayerNormConfig()), "norm = LayerNorm"),
     "mlp": (replace(CROSS, mlp=GeGLU()), "mlp = GeGLU"),
     "placement": (replace(CROSS, norm_placement="post"), "norm_placement = 'post'"),
     "bias": (replace(CROSS, attention=GQA(qkv_bias=True)), "attention = GQA(qkv_bias=True"),

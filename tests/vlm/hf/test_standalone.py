@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.experts import SigmoidTopK, SoftmaxTopK
-from forge_models.components.layers import GELU, GeGLU, LayerNorm, ReLU2, RMSNorm
+from forge_models.components.experts import SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, ReLU2, RMSNormConfig
 from forge_models.conformance.weights import InMemory
 from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
@@ -37,15 +37,15 @@ HELD: dict[str, VLM] = {
     "mot-bidirectional": replace(MOT, fusion=MixtureOfTransformers(image_attention="bidirectional_image")),
     "mot-prefix": replace(MOT, fusion=MixtureOfTransformers(image_attention="prefix")),
     "tokens": replace(MOT, **TOKENS),
-    "moma-tokens": replace(MODELS["moma-token"], **TOKENS, moe=replace(EXPERTS, router=SoftmaxTopK(normalize=False))),
+    "moma-tokens": replace(MODELS["moma-token"], **TOKENS, moe=replace(EXPERTS, router=SoftmaxTopKConfig(normalize=False))),
     "moma-layers": replace(MODELS["moma-token"], moe=replace(EXPERTS, every=2, ffn_dim=None)),
     "attention": replace(MOT, attention=GQA(qkv_bias=True, output_bias=True, qk_norm="full", scale=0.3, soft_cap=2.0)),
     "windows": replace(MOT, attention=GQA(window=5, global_every=2), rope=Rope(theta=500.0, local_theta=90.0, partial=0.5)),
     "yarn": replace(MOT, rope=Rope(scaling="yarn", factor=4.0, original_max_length=16)),
     "llama3": replace(MOT, rope=Rope(scaling="llama3", factor=4.0, original_max_length=16), head_dim=6),
-    "layernorm": replace(MOT, norm=LayerNorm(), mlp=GELU(bias=True), norm_placement="sandwich"),
-    "gemma": replace(MOT, norm=RMSNorm(offset=1), mlp=GeGLU(), embed_multiplier=4.0, soft_cap=3.0, tied_embeddings=True),
-    "residual": replace(MOT, norm=LayerNorm(bias=False), mlp=ReLU2(), residual_multiplier=0.5),
+    "layernorm": replace(MOT, norm=LayerNormConfig(), mlp=GELU(bias=True), norm_placement="sandwich"),
+    "gemma": replace(MOT, norm=RMSNormConfig(offset=1), mlp=GeGLU(), embed_multiplier=4.0, soft_cap=3.0, tied_embeddings=True),
+    "residual": replace(MOT, norm=LayerNormConfig(bias=False), mlp=ReLU2(), residual_multiplier=0.5),
     "sincos": replace(MOT, encoder=replace(ENCODER, positions="sincos", class_token=True)),
     "features": replace(MOT, encoder=Features(count=4, dim=12), adapter=Linear(bias=False)),
     "mlp": replace(MOT, adapter=MLP(hidden=2, hidden_dim=12, bias=False)),
@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[VLM, str]] = {
     "cross": (MODELS["cross"], "fusion = CrossAttention"),
     "choice": (MODELS["moma-choice"], "fusion.routing = 'expert_choice'"),
     "threshold": (MODELS["moma-threshold"], "fusion.routing = 'threshold'"),
-    "router": (replace(MODELS["moma-token"], moe=replace(EXPERTS, router=SigmoidTopK())), "moe.router = SigmoidTopK"),
+    "router": (replace(MODELS["moma-token"], moe=replace(EXPERTS, router=SigmoidTopKConfig())), "moe.router = SigmoidTopK"),
     "capacity": (replace(MODELS["moma-token"], moe=replace(EXPERTS, capacity=1.0)), "moe.capacity = 1.0"),
     "joint experts": (replace(MODELS["joint"], moe=EXPERTS), "moe: the code has experts of each modality"),
     "latent": (replace(MODELS["joint"], kv_heads=None, attention=MLA(kv_lora_rank=8)), "attention = MLA"),

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import StoredTensor, Weights
-from forge_models.components.decoder import Decoder
-from forge_models.components.experts import MoE, SigmoidTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.shape import MoEShape
 
 
 class Upcycled:
     """`Weights` of the sparse model, made from those of the dense one when they are read."""
 
-    def __init__(self, dense: Weights, moe: MoE, noise: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, dense: Weights, moe: MoEConfig, noise: float = 0.0, seed: int = 0) -> None:
         """
         Args:
             dense: weights of a decoder without experts.
@@ -35,7 +35,7 @@ class Upcycled:
         Raises:
             ForgeError: the sizes do not make whole copies, or the combine weights do not add up to one number.
         """
-        if type(dense.model) is not Decoder or dense.model.moe is not None:
+        if type(dense.model) is not DecoderConfig or dense.model.moe is not None:
             raise ForgeError(f"{dense.facts.origin} is not a dense decoder; upcycling needs one")
         ffn_dim = dense.model.shape.ffn_dim
         self._dense, self._seed, self._noise = dense, seed, noise
@@ -134,6 +134,6 @@ def _slices(moe: MoEShape, ffn_dim: int) -> int:
             raise ForgeError(f"model.moe.{key} {value} must be a multiple of {slices}, the experts that make one dense part")
     if slices > 1 and not getattr(router, "learned", True):
         raise ForgeError(f"{type(router).__name__} cannot be made to choose the {slices} experts of a dense part together")
-    if isinstance(router, SigmoidTopK) and (moe.experts // router.n_group) % slices:
+    if isinstance(router, SigmoidTopKConfig) and (moe.experts // router.n_group) % slices:
         raise ForgeError(f"a group of model.moe.router.n_group {router.n_group} must hold whole copies of {slices} experts")
     return slices

@@ -25,7 +25,7 @@ BiasSchedule = Literal["constant", "cosine", "warmup"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftmaxTopK(Component):
+class SoftmaxTopKConfig(Component):
     """The top_k largest of softmax(W x) (Shazeer et al., 2017; Switch, Fedus et al., 2021; Mixtral, Jiang et al., 2024)."""
 
     key_class: ClassVar = IDENTITY
@@ -49,7 +49,7 @@ class SoftmaxTopK(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SigmoidTopK(Component):
+class SigmoidTopKConfig(Component):
     """The top_k largest of sigmoid(W x) + bias, weighted by sigmoid(W x) (DeepSeek-V3, 2024, section 2.1.2).
 
     The bias is a buffer: after each optimizer step it rises by `bias_rate` for experts below the mean load of the
@@ -84,7 +84,7 @@ class SigmoidTopK(Component):
             raise ValueError(f"topk_group {self.topk_group} must be at most n_group {self.n_group}")
 
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[SigmoidTopK]":
+    def examples(cls, folder: "Path") -> "Iterable[SigmoidTopKConfig]":
         """With and without groups and schedules."""
         return (
             cls(),
@@ -129,7 +129,7 @@ class SigmoidTopK(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hash(Component):
+class HashConfig(Component):
     """A fixed choice by token id, each of the top_k experts with weight 1 / top_k (Roller et al., 2021). Nothing is learned."""
 
     key_class: ClassVar = IDENTITY
@@ -154,7 +154,7 @@ def _matrices(context: RouterContext) -> dict[str, Matrix]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoE:
+class MoEConfig:
     """A layer of experts: a router chooses `top_k` of them for each token, and their outputs are added with its weights."""
 
     key_class: ClassVar = IDENTITY
@@ -198,7 +198,7 @@ class MoE:
     @property
     def _router(self) -> Component:
         """`router`, or softmax top-k when this object was made in Python without one."""
-        return SoftmaxTopK() if self.router is None else self.router
+        return SoftmaxTopKConfig() if self.router is None else self.router
 
     def shape(self, ffn_dim: int) -> MoEShape:
         """With every default resolved, for a model of width `ffn_dim`."""

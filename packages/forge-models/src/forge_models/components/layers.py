@@ -138,7 +138,7 @@ class ReLU2(FeedForward):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RMSNorm(Component):
+class RMSNormConfig(Component):
     """x / sqrt(mean(x^2) + eps) * (offset + weight), with statistics in fp32 (Zhang and Sennrich, 2019)."""
 
     key_class: ClassVar = IDENTITY
@@ -149,7 +149,7 @@ class RMSNorm(Component):
     """Added to the weight; with 1 (Gemma) weights start at zero, with 0 at one."""
 
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[RMSNorm]":
+    def examples(cls, folder: "Path") -> "Iterable[RMSNormConfig]":
         """Both offsets."""
         return (cls(), cls(offset=1))
 
@@ -160,7 +160,7 @@ class RMSNorm(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerNorm(Component):
+class LayerNormConfig(Component):
     """(x - mean) / sqrt(variance + eps) * weight + bias, with statistics in fp32 (Ba et al., 2016)."""
 
     key_class: ClassVar = IDENTITY
@@ -171,7 +171,7 @@ class LayerNorm(Component):
     """A learned bias is added."""
 
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[LayerNorm]":
+    def examples(cls, folder: "Path") -> "Iterable[LayerNormConfig]":
         """With and without a bias."""
         return (cls(), cls(bias=False))
 

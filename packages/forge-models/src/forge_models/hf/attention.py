@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from forge_models.components.attentions import MLA
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import Keys
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -57,17 +57,17 @@ def read_period(keys: Keys, period: int) -> dict[str, Any]:
     return read_local_layers(keys, window, lambda layer: not period or (layer + 1) % period != 0)
 
 
-def windows_of(decoder: Decoder) -> tuple[int | None, ...]:
+def windows_of(decoder: DecoderConfig) -> tuple[int | None, ...]:
     """The window of every layer."""
     return decoder.shape.windows()[: decoder.layers]
 
 
-def write_window(decoder: Decoder) -> dict[str, Any]:
+def write_window(decoder: DecoderConfig) -> dict[str, Any]:
     """The key of `read_window`."""
     return {"sliding_window": getattr(decoder.shape.attention, "window", None)}
 
 
-def write_local_layers(decoder: Decoder) -> dict[str, Any]:
+def write_local_layers(decoder: DecoderConfig) -> dict[str, Any]:
     """The keys of `read_local_layers`."""
     return write_window(decoder) | {"layer_types": [FULL if window is None else SLIDING for window in windows_of(decoder)]}
 
@@ -99,7 +99,7 @@ def read_latent(keys: Keys) -> dict[str, Any]:
     return fields | {"norm_eps": LATENT_EPS}
 
 
-def write_latent(decoder: Decoder) -> dict[str, Any]:
+def write_latent(decoder: DecoderConfig) -> dict[str, Any]:
     """The keys that say the attention of `decoder`; empty when it is of another kind."""
     attention = decoder.shape.attention
     if not isinstance(attention, MLA):

@@ -13,7 +13,7 @@ from forge_core.machine import available_memory
 from forge_core.protocols.weights import NO_EXTRAS, HfModel, Weights
 from forge_core.registry import Registry
 from forge_core.terminal import size
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.reader import Folder, unknown_kind
@@ -54,7 +54,7 @@ class HfConverter(Component):
     def write(self, path: Path, weights: Weights) -> None:
         """Writes a folder; see `forge_models.hf.writer.write`."""
         tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
-        if type(weights.model) is Decoder:
+        if type(weights.model) is DecoderConfig:
             write(path, weights, family=self.family, tokenizer=tokenizer, max_shard_bytes=self.max_shard_bytes)
         else:
             chosen = _chosen(weights, self.family)

@@ -1,4 +1,4 @@
-"""A family of models: the two ways between its `config.json` and a `Decoder`, and the keys that most families share."""
+"""A family of models: the two ways between its `config.json` and a `DecoderConfig`, and the keys that most families share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from forge_core.errors import ConfigError
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.layers import RMSNorm, SwiGLU
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.hf.attention import windows_of
 from forge_models.hf.config import Allowed, Keys, Unsupported
 from forge_models.hf.moe import ExpertNames, meaning_of_experts
@@ -47,14 +47,14 @@ class Family(ABC):
 
     @abstractmethod
     def read(self, keys: Keys) -> dict[str, Any]:
-        """The fields of the `Decoder` that a configuration describes. Every key that is wrong is a fault of `keys`."""
+        """The fields of the `DecoderConfig` that a configuration describes. Every key that is wrong is a fault of `keys`."""
 
     @abstractmethod
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         """The keys that `read` reads, for any decoder: what it cannot say, `misfits` finds by reading them back."""
 
 
-def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Sequence[str] = ()) -> Decoder:
+def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Sequence[str] = ()) -> DecoderConfig:
     """The decoder that a configuration describes.
 
     Args:
@@ -71,17 +71,17 @@ def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Se
     fields = family.read(keys)
     keys.finish()
     try:
-        return Decoder(**fields)
+        return DecoderConfig(**fields)
     except ValueError as cause:
         raise Unsupported(f"{where}: {cause}") from cause
 
 
-def config_of(family: Family, decoder: Decoder) -> dict[str, Any]:
+def config_of(family: Family, decoder: DecoderConfig) -> dict[str, Any]:
     """The keys of `config.json` that say what `decoder` is; `misfits` tells whether they say all of it."""
     return {"architectures": [family.architecture], "model_type": family.model_type} | family.write(decoder)
 
 
-def meaning_of(decoder: Decoder) -> dict[str, Any]:
+def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
     """What decides the logits, however it was written; equal for equal models."""
     fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "soft_cap", "norm_placement")
     found: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
@@ -101,7 +101,7 @@ def meaning_of(decoder: Decoder) -> dict[str, Any]:
     return found | {"attention": attention, "mlp": decoder.shape.mlp, "norm": decoder.shape.norm}
 
 
-def misfits(family: Family, decoder: Decoder) -> list[str]:
+def misfits(family: Family, decoder: DecoderConfig) -> list[str]:
     """What a family's `config.json` cannot say about `decoder`; empty when reading it back gives the same model."""
     try:
         again = decoder_of(family, config_of(family, decoder), family.model_type)
@@ -120,17 +120,17 @@ SIZES: Mapping[str, str] = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_length",
 }
-"""Key of a configuration -> field of `Decoder`, for plain numbers that every family has."""
+"""Key of a configuration -> field of `DecoderConfig`, for plain numbers that every family has."""
 
 SILU = ("hidden_act", "silu")
 """Key and value of the usual activation."""
 
 
 def read_base(keys: Keys, eps: str = "rms_norm_eps", activation: tuple[str, str] = SILU, **rope: Any) -> dict[str, Any]:
-    """The fields of `Decoder` that every family says; `eps` and `activation` are keys that differ in few, `rope` is that of
+    """The fields of `DecoderConfig` that every family says; `eps` and `activation` are keys that differ in few, `rope` is that of
     `read_rope`."""
     sizes = {ours: keys.integer(theirs) for theirs, ours in SIZES.items()}
-    norm, std = RMSNorm(eps=keys.number(eps)), keys.number("initializer_range")
+    norm, std = RMSNormConfig(eps=keys.number(eps)), keys.number("initializer_range")
     tied = keys.boolean("tie_word_embeddings")
     keys.only(*activation)
     return sizes | {"norm": norm, "init_std": std, "tied_embeddings": tied, "mlp": SwiGLU()} | read_rope(keys, **rope)
@@ -150,7 +150,9 @@ def read_biases(keys: Keys) -> dict[str, Any]:
     return {"qkv_bias": bias, "output_bias": bias}
 
 
-def write_base(family: Family, decoder: Decoder, eps: str = "rms_norm_eps", activation: tuple[str, str] = SILU) -> dict[str, Any]:
+def write_base(
+    family: Family, decoder: DecoderConfig, eps: str = "rms_norm_eps", activation: tuple[str, str] = SILU
+) -> dict[str, Any]:
     """The keys of `read_base` and `read_heads`, and what has one value for every model."""
     shape = decoder.shape
     written: dict[str, Any] = {"attention_dropout": 0.0, "use_cache": True, "initializer_range": shape.init_std}
@@ -161,6 +163,6 @@ def write_base(family: Family, decoder: Decoder, eps: str = "rms_norm_eps", acti
     return written | dict([activation]) | write_rope(decoder)
 
 
-def write_biases(decoder: Decoder) -> dict[str, Any]:
+def write_biases(decoder: DecoderConfig) -> dict[str, Any]:
     """The key of `read_biases`."""
     return {"attention_bias": getattr(decoder.shape.attention, "output_bias", False)}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.attention import FULL, SLIDING
 from forge_models.hf.config import WHOLE, Keys, equal
 from forge_models.shape import Rope
@@ -167,7 +167,7 @@ def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_
     return fields
 
 
-def write_rope(decoder: Decoder) -> dict[str, Any]:
+def write_rope(decoder: DecoderConfig) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, which every version of transformers reads; the length, where that is another than ours."""
     rope = decoder.rope
     written: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.durable_files import publish, sync_path
 from forge_core.protocols.weights import Weights
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import CONFIG, Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, config_of, misfits
@@ -33,7 +33,7 @@ def card(weights: Weights, config: Mapping[str, Any], dtype: str, count: int, us
         usage: code that opens the folder.
     """
     model = weights.model
-    assert isinstance(model, Decoder)
+    assert isinstance(model, DecoderConfig)
     rows = {
         "Architecture": config["architectures"][0],
         "Parameters": f"{count:,}",
@@ -79,11 +79,11 @@ model = {loader}.from_pretrained("path/of/this/folder")
 """
 
 
-def _task(model: Decoder) -> str:
-    return "text-generation" if type(model) is Decoder else "image-text-to-text"
+def _task(model: DecoderConfig) -> str:
+    return "text-generation" if type(model) is DecoderConfig else "image-text-to-text"
 
 
-def _left_out(model: Decoder) -> dict[str, str]:
+def _left_out(model: DecoderConfig) -> dict[str, str]:
     """What the model has that this format does not hold."""
     if model.mtp is None:
         return {}
@@ -93,7 +93,7 @@ def _left_out(model: Decoder) -> dict[str, str]:
 ITEM = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def chosen(decoder: Decoder, wanted: str | None, preferred: str = "") -> Family:
+def chosen(decoder: DecoderConfig, wanted: str | None, preferred: str = "") -> Family:
     """The family that says all that `decoder` is: the wanted one, else the preferred one where it does, else the first.
 
     Raises:
@@ -125,7 +125,7 @@ def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path |
     Raises:
         Unsupported: no family can describe the model, or `path` is not empty.
     """
-    if type(weights.model) is not Decoder:  # one that is built on it has parts that no family describes
+    if type(weights.model) is not DecoderConfig:  # one that is built on it has parts that no family describes
         raise Unsupported(f"a {type(weights.model).__name__} cannot be written as a decoder in the Hugging Face format")
     chosen_family = chosen(weights.model, family, weights.facts.family)
     config = config_of(chosen_family, weights.model)

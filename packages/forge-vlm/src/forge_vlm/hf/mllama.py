@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from forge_core.component import Component
 from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import CONFIG, Keys, Unsupported, read_config
 from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of, misfits, read_base, read_heads, write_base
@@ -95,7 +95,7 @@ class Text(Family):
         self.every = found[-1]
         return fields | {"layers": layers}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         """See `Family`."""
         written, cross = write_base(self, decoder), cross_layers(decoder.layers, self.every)
         written["rope_scaling"] = written["rope_scaling"] or {"rope_type": "default"}  # older versions look into it

@@ -47,7 +47,7 @@ class Biased(Protocol):
 
 
 class SoftmaxTopK(nn.Module):
-    """See `forge_models.components.experts.SoftmaxTopK`."""
+    """See `forge_models.components.experts.SoftmaxTopKConfig`."""
 
     def __init__(self, context: RouterContext, *, normalize: bool = True) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class SoftmaxTopK(nn.Module):
 
 
 class SigmoidTopK(nn.Module):
-    """See `forge_models.components.experts.SigmoidTopK`. The bias is a buffer that only `balance` moves."""
+    """See `forge_models.components.experts.SigmoidTopKConfig`. The bias is a buffer that only `balance` moves."""
 
     bias: Tensor
     updates: Tensor
@@ -149,7 +149,7 @@ class SigmoidTopK(nn.Module):
 
 
 class Hash(nn.Module):
-    """See `forge_models.components.experts.Hash`. Each (token, expert) has a pseudo-random score, the largest win."""
+    """See `forge_models.components.experts.HashConfig`. Each (token, expert) has a pseudo-random score, the largest win."""
 
     def __init__(self, context: RouterContext, *, seed: int = 0) -> None:
         super().__init__()

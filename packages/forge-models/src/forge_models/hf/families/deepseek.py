@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.experts import MoE, SigmoidTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.hf.attention import read_latent, write_latent
 from forge_models.hf.config import ANY, Keys
 from forge_models.hf.family import Family, read_base, write_base
@@ -59,7 +59,7 @@ class DeepseekV3(Family):
         fields["head_dim"] = latent["qk_rope_head_dim"]  # it plays no part there, but must be a legal one
         fields["attention"] = keys.make(MLA, **latent)
         fields["moe"] = keys.make(
-            MoE,
+            MoEConfig,
             **read_experts(keys, "n_routed_experts", "num_local_experts", "num_experts"),
             ffn_dim=keys.integer("moe_intermediate_size"),
             shared=keys.integer("n_shared_experts"),
@@ -72,7 +72,7 @@ class DeepseekV3(Family):
         keys.whole(MTP_LAYERS)
         return fields
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         written = write_base(self, decoder) | write_latent(decoder)
         if (moe := decoder.shape.moe) is not None:
             written |= write_experts(moe, "n_routed_experts") | {"moe_intermediate_size": moe.ffn_dim}
@@ -81,16 +81,16 @@ class DeepseekV3(Family):
                 "first_k_dense_replace": moe.first_dense,
                 "norm_topk_prob": normalized(moe),
             }
-            if isinstance(router := moe.router, SigmoidTopK):
+            if isinstance(router := moe.router, SigmoidTopKConfig):
                 written |= {"n_group": router.n_group, "topk_group": router.groups_kept}
                 written["routed_scaling_factor"] = router.scaling
             written |= FIXED
         return written | {MTP_LAYERS: 0}
 
 
-def _router(keys: Keys) -> SigmoidTopK | None:
+def _router(keys: Keys) -> SigmoidTopKConfig | None:
     normalize = keys.boolean("norm_topk_prob")
     groups, kept, scaling = keys.integer("n_group"), keys.integer("topk_group"), keys.number("routed_scaling_factor")
     if 0 < groups < kept:
         keys.fault("topk_group", f"{kept} is more than n_group {groups}")
-    return keys.make(SigmoidTopK, normalize=normalize, scaling=scaling, n_group=groups, topk_group=kept)
+    return keys.make(SigmoidTopKConfig, normalize=normalize, scaling=scaling, n_group=groups, topk_group=kept)

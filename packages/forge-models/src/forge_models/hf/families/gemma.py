@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import GeGLU
 from forge_models.hf.attention import read_period, write_local_layers
 from forge_models.hf.config import Keys
@@ -56,7 +56,7 @@ class Gemma2(Family):
         soft_cap = keys.number("attn_logit_softcapping", optional=True) or None
         return fields | {"attention": replace(fields["attention"], soft_cap=soft_cap)}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         soft_cap = getattr(decoder.shape.attention, "soft_cap", None)
         written = write_base(self, decoder, activation=ACTIVATION)
         return written | write_gemma(decoder) | {"attn_logit_softcapping": soft_cap}
@@ -81,7 +81,7 @@ def read_gemma(keys: Keys, period: int, **rope: Any) -> dict[str, Any]:
     }
 
 
-def write_gemma(decoder: Decoder) -> dict[str, Any]:
+def write_gemma(decoder: DecoderConfig) -> dict[str, Any]:
     """The keys of `read_gemma` behind those of the angles."""
     scale = getattr(decoder.shape.attention, "scale", None)
     scalar = decoder.shape.head_dim if scale is None else _inverse_square(scale)
@@ -119,7 +119,7 @@ class Gemma3(Family):
         fields = read_gemma(keys, period=6, theta=1_000_000.0, local_theta=10_000.0, local_key=LOCAL_THETA)
         return fields | {"attention": replace(fields["attention"], qk_norm="head")}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         local = decoder.rope.local_theta
         written = write_base(self, decoder, activation=ACTIVATION)
         return written | ({} if local is None else {LOCAL_THETA: local}) | write_gemma(decoder)

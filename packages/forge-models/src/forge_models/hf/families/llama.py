@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import SwiGLU
 from forge_models.hf.config import ANY, Keys, Same
 from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
@@ -34,6 +34,6 @@ class Llama(Family):
         fields = read_base(keys) | {"mlp": SwiGLU(bias=keys.boolean("mlp_bias"))} | read_heads(keys)
         return fields | {"attention": GQA(**read_biases(keys))}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         mlp_bias = getattr(decoder.shape.mlp, "bias", False)
         return write_base(self, decoder) | write_biases(decoder) | {"mlp_bias": mlp_bias}

@@ -3,8 +3,8 @@
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.experts import MoE, SoftmaxTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
 from forge_models.hf.attention import read_window, write_window
 from forge_models.hf.config import NONE, Keys, Same
 from forge_models.hf.family import Family, read_base, read_heads, write_base
@@ -32,7 +32,7 @@ class Mistral(Family):
         fields = read_base(keys) | read_heads(keys)
         return fields | {"attention": GQA(window=read_window(keys))}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         return write_base(self, decoder) | write_window(decoder)
 
 
@@ -62,9 +62,9 @@ class Mixtral(Family):
         fields = read_base(keys, theta=1_000_000.0) | read_heads(keys)
         fields["attention"] = GQA(window=read_window(keys))
         experts = read_experts(keys, "num_local_experts", "num_experts")
-        return fields | {"moe": keys.make(MoE, **experts, router=SoftmaxTopK(), losses=read_losses(keys))}
+        return fields | {"moe": keys.make(MoEConfig, **experts, router=SoftmaxTopKConfig(), losses=read_losses(keys))}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         written = write_base(self, decoder) | write_window(decoder)
         if (moe := decoder.shape.moe) is None:
             return written

@@ -3,8 +3,8 @@
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.experts import MoE, SoftmaxTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
 from forge_models.hf.attention import read_period, write_local_layers
 from forge_models.hf.config import Keys
 from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
@@ -37,7 +37,7 @@ class Olmo2(Family):
         fields = read_base(keys) | read_heads(keys)
         return fields | {"norm_placement": "post", "attention": GQA(**read_biases(keys), qk_norm="full")}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         return write_base(self, decoder) | write_biases(decoder)
 
 
@@ -54,7 +54,7 @@ class Olmo3(Family):
         attention = GQA(**read_biases(keys), qk_norm="full", **read_period(keys, 4))
         return fields | {"norm_placement": "post", "attention": attention}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         return write_base(self, decoder) | write_biases(decoder) | write_local_layers(decoder)
 
 
@@ -84,10 +84,10 @@ class Olmoe(Family):
         fields = read_base(keys) | read_heads(keys)
         fields["attention"] = GQA(**read_biases(keys), qk_norm="full")
         experts = read_experts(keys, "num_experts", "num_local_experts")
-        router = SoftmaxTopK(normalize=keys.boolean("norm_topk_prob"))
-        return fields | {"moe": keys.make(MoE, **experts, router=router, losses=read_losses(keys))}
+        router = SoftmaxTopKConfig(normalize=keys.boolean("norm_topk_prob"))
+        return fields | {"moe": keys.make(MoEConfig, **experts, router=router, losses=read_losses(keys))}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         written = write_base(self, decoder) | write_biases(decoder)
         if (moe := decoder.shape.moe) is None:
             return written

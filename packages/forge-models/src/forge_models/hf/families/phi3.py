@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.attention import read_window, write_window
 from forge_models.hf.config import ANY, NONE, OFF, Keys
 from forge_models.hf.family import Family, read_base, read_heads, write_base
@@ -36,6 +36,6 @@ class Phi3(Family):
             keys.fault("rope_scaling", f"rope_type {scaling!r} is not implemented for this family")
         return fields | read_heads(keys) | {"attention": GQA(window=read_window(keys))}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         partial = {PARTIAL: decoder.rope.partial}
         return write_base(self, decoder) | partial | write_window(decoder)

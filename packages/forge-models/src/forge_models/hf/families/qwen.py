@@ -3,8 +3,8 @@
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.experts import MoE, SoftmaxTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
 from forge_models.hf.attention import SLIDING, read_local_layers, read_window, write_local_layers, write_window
 from forge_models.hf.config import ANY, Keys
 from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
@@ -33,7 +33,7 @@ class Qwen2(Family):
         fields = read_base(keys) | read_heads(keys)
         return fields | {"attention": GQA(qkv_bias=True, **read_upper_windows(keys))}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         return write_base(self, decoder) | write_upper_windows(decoder)
 
 
@@ -44,7 +44,7 @@ def read_upper_windows(keys: Keys) -> dict[str, Any]:
     return read_local_layers(keys, window, lambda layer: window is not None and layer >= first)
 
 
-def write_upper_windows(decoder: Decoder) -> dict[str, Any]:
+def write_upper_windows(decoder: DecoderConfig) -> dict[str, Any]:
     """The keys of `read_upper_windows`."""
     written = write_local_layers(decoder)
     local = [layer for layer, kind in enumerate(written["layer_types"]) if kind == SLIDING]
@@ -74,7 +74,7 @@ class Qwen3(Family):
         fields = read_base(keys) | read_heads(keys)
         return fields | {"attention": GQA(**read_biases(keys), qk_norm="head", **read_upper_windows(keys))}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         return write_base(self, decoder) | write_biases(decoder) | write_upper_windows(decoder)
 
 
@@ -111,17 +111,17 @@ class Qwen3Moe(Family):
         biases, window = read_biases(keys), read_window(keys)
         window = window if keys.boolean("use_sliding_window") else None
         moe = keys.make(
-            MoE,
+            MoEConfig,
             **read_experts(keys, "num_experts", "num_local_experts"),
             ffn_dim=keys.integer("moe_intermediate_size"),
             every=keys.integer("decoder_sparse_step"),
             first_dense=_first_dense(keys),
-            router=SoftmaxTopK(normalize=keys.boolean("norm_topk_prob")),
+            router=SoftmaxTopKConfig(normalize=keys.boolean("norm_topk_prob")),
             losses=read_losses(keys),
         )
         return fields | {"attention": GQA(**biases, qk_norm="head", window=window), "moe": moe}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         written = write_base(self, decoder) | write_biases(decoder) | write_window(decoder)
         written["use_sliding_window"] = written["sliding_window"] is not None
         if (moe := decoder.shape.moe) is None:
