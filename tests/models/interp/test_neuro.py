@@ -7,7 +7,7 @@ from scipy.stats import spearmanr
 from sklearn.linear_model import RidgeCV
 
 from forge_models.interp.neuro.encoding import ALPHAS, correlations, encode, folds_of, lagged, noise_ceiling, normalized, ridge
-from forge_models.interp.neuro.rdm import rdm, rsa
+from forge_models.interp.neuro.rdm import rdm, rdm_correlation
 from forge_models.interp.taps import InterpError
 
 
@@ -90,10 +90,10 @@ def test_distances_and_rank_correlations_equal_those_of_numpy_and_scipy():
     rounded = (rdm(x) * 20).round()  # with ties
     upper = np.triu_indices(14, 1)
     expected = spearmanr(rounded.numpy()[upper], rdm(y).numpy()[upper]).statistic
-    found = rsa(rounded, rdm(y), samples=200)
+    found = rdm_correlation(rounded, rdm(y), samples=200)
     assert found.correlation == pytest.approx(expected, rel=1e-12)
     assert found.low < found.correlation < found.high
-    assert rsa(rdm(x), rdm(x), samples=20) == pytest.approx((1, 1, 1))
+    assert rdm_correlation(rdm(x), rdm(x), samples=20) == pytest.approx((1, 1, 1))
 
 
 def test_what_does_not_fit_is_refused():
@@ -111,6 +111,6 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(InterpError, match="three conditions"):
         rdm(torch.ones(2, 3))
     with pytest.raises(InterpError, match="not \\(n, n\\)"):
-        rsa(rdm(x), rdm(x[:5]))
+        rdm_correlation(rdm(x), rdm(x[:5]))
     with pytest.raises(InterpError, match="all distances"):
-        rsa(torch.ones(4, 4), rdm(x[:4]))
+        rdm_correlation(torch.ones(4, 4), rdm(x[:4]))

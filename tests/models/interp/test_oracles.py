@@ -89,7 +89,7 @@ def test_long_rows_are_taken_in_pieces(make, tokens, monkeypatch):
     with capture_qk(model) as kept:
         model(rows)
     entropy, largest = kept.entropy(0), kept.max_logit(0)
-    monkeypatch.setattr("forge_models.interp.attention_scores.CHUNK", 4)
+    monkeypatch.setattr("forge_models.interp.attention_scores.QUERY_CHUNK", 4)
     torch.testing.assert_close(kept.entropy(0), entropy)
     torch.testing.assert_close(kept.max_logit(0), largest)
     assert kept.entropy(0).shape == (2, 4, 9)

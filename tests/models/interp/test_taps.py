@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import MoEConfig
-from forge_models.inner_values import hears, listening, tap
+from forge_models.inner_values import is_listening, listening, tap
 from forge_models.interp.capture import capture
 from forge_models.interp.taps import INSIDE, OUTSIDE, InterpError, by_token, choose, known, taps
 from forge_models.objectives import CrossEntropy
@@ -141,11 +141,11 @@ def test_listeners_nest_and_end(make, tokens):
             model(rows)
         assert heard[-2:] == [("outer", "blocks.1.residual"), ("inner", "blocks.1.residual")]
         heard.clear()
-        assert hears(outer)
-        assert not hears(inner)
+        assert is_listening(outer)
+        assert not is_listening(inner)
         model(rows)
         assert {who for who, _ in heard} == {"outer"}
-    assert not hears(outer)
+    assert not is_listening(outer)
     assert torch.equal(model(rows), model(rows))
 
 

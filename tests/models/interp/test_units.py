@@ -24,7 +24,7 @@ from forge_models.interp.neuro.encoding import (
     normalized,
     ridge,
 )
-from forge_models.interp.neuro.rdm import rdm, rsa
+from forge_models.interp.neuro.rdm import rdm, rdm_correlation
 from forge_models.interp.similarity import Moments
 from forge_models.interp.store import ActivationStore, StoreWriter
 from forge_models.interp.taps import InterpError
@@ -67,7 +67,7 @@ MEASURES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "correlations": lambda x, y: correlations(x[:, :4], y),
     "noise ceiling": lambda x, y: noise_ceiling(torch.stack([y, y + y.std(0) * drawn(*y.shape, seed=9)])),
     "rdm": lambda x, y: rdm(y),
-    "rsa": lambda x, y: torch.tensor(rsa(rdm(x, "euclidean"), rdm(y), samples=5)),
+    "rsa": lambda x, y: torch.tensor(rdm_correlation(rdm(x, "euclidean"), rdm(y), samples=5)),
     "linear probe": lambda x, y: torch.tensor(linear_probe(x, labels())[2:]),
     "effective rank": lambda x, y: effective_rank(y),
     "cka": lambda x, y: similarity.cka(Moments.of(x, y)),
@@ -144,7 +144,7 @@ def test_trials_e2_values_that_are_not_finite_and_labels_that_are_no_classes_are
         lambda: ridge(bad, y),
         lambda: encode(x, torch.where(y > 0, y, math.inf)),
         lambda: rdm(bad),
-        lambda: rsa(torch.where(torch.eye(60) > 0, math.nan, rdm(x)), rdm(x)),
+        lambda: rdm_correlation(torch.where(torch.eye(60) > 0, math.nan, rdm(x)), rdm(x)),
         lambda: noise_ceiling(torch.stack([bad, bad])),
         lambda: similarity.cka(Moments.of(bad, y)),
         lambda: similarity.unbiased_cka(Moments.of(x, torch.full_like(y, math.inf))),
@@ -171,7 +171,7 @@ def test_trials_e3_rows_of_equal_distance_have_no_unbiased_cka() -> None:
         assert gram_cka(gram(left), gram(right)).isnan()
     assert gram_cka_pairs([gram(simplex), gram(other)], [gram(other)]).isnan().flatten().tolist() == [True, False]
     with pytest.raises(InterpError, match="all distances"):
-        rsa(rdm(simplex, "euclidean"), rdm(other))
+        rdm_correlation(rdm(simplex, "euclidean"), rdm(other))
 
 
 def test_trials_e3_folds_that_hold_nothing_or_everything_out_are_refused() -> None:

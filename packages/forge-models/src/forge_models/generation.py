@@ -180,7 +180,7 @@ def stream(
 
     Faults are raised at the call, before the first step is asked for.
     """
-    check(model, prompts, max_tokens, prefill)
+    check_request(model, prompts, max_tokens, prefill)
     if inputs and prefill is not None:
         raise GenerationError(
             f"prefill {prefill} takes a prompt in portions, and {', '.join(sorted(inputs))} come whole; leave it out"
@@ -305,7 +305,7 @@ def ends_of(
     return ends
 
 
-def check(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, prefill: int | None) -> None:
+def check_request(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, prefill: int | None) -> None:
     """Refuses what `stream` cannot continue; see there."""
     shape = model.shape
     if not prompts:

@@ -84,12 +84,12 @@ def listening(listener: Listener, alone: bool = False) -> Iterator[None]:
         _listeners.reset(token)
 
 
-def speaks(model: object) -> bool:
+def is_from(model: object) -> bool:
     """Whether the value that a listener is given is one of `model`: others may run inside of a context."""
     place = _scope.get()
     return place is not None and place[1] is model
 
 
-def hears(listener: Listener) -> bool:
+def is_listening(listener: Listener) -> bool:
     """Whether `listener` listens in this thread: a forward of another one is none of its business."""
     return any(one is listener for one in _listeners.get())

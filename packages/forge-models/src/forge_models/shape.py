@@ -14,9 +14,9 @@ AttentionKernel = Literal["auto", "sdpa", "flex", "varlen"]
 ExpertKernel = Literal["auto", "grouped", "loop"]
 
 
-Scaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 
-READ_BY: Mapping[str, tuple[Scaling, ...]] = MappingProxyType(
+ROPE_SCALINGS_OF: Mapping[str, tuple[RopeScaling, ...]] = MappingProxyType(
     {
         "factor": ("linear", "dynamic", "llama3", "yarn"),
         "original_max_length": ("dynamic", "llama3", "yarn"),
@@ -44,7 +44,7 @@ class Rope:
     """Base of the angles of local (windowed) layers, which are then never scaled; as all other layers when absent."""
     partial: Annotated[float, Gt(0), Le(1)] = 1.0
     """Share of each head's width that turns; the rest carries no position."""
-    scaling: Scaling = "none"
+    scaling: RopeScaling = "none"
     """How frequencies are stretched."""
     factor: Annotated[float, Gt(0)] | None = None
     """Stretch; needed by every scaling."""
@@ -75,7 +75,7 @@ class Rope:
         if self.scaling == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}")
         for item in fields(self):
-            readers = READ_BY.get(item.name, (self.scaling,))
+            readers = ROPE_SCALINGS_OF.get(item.name, (self.scaling,))
             if self.scaling not in readers and getattr(self, item.name) != item.default:
                 raise ValueError(f"{item.name} has no effect with scaling {self.scaling!r}; it belongs to {', '.join(readers)}")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forge_models.blocks.cache import KVCache
 from forge_models.decoder import Decoder
-from forge_models.generation import GenerationError, check, ends_of, evaluating
+from forge_models.generation import GenerationError, check_request, ends_of, evaluating
 
 
 @dataclass
@@ -67,7 +67,7 @@ def speculate(
     Raises:
         GenerationError: the model has no MTP modules, or what `stream` raises; at the call.
     """
-    check(model, prompts, max_tokens, prefill)
+    check_request(model, prompts, max_tokens, prefill)
     if model.mtp is None:
         raise GenerationError("speculation needs MTP modules; the model has no [model.mtp]")
     if model.cache_limit is not None:

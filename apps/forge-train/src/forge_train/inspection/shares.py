@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.batch import PADDING
-from forge_models.inner_values import listening, speaks
+from forge_models.inner_values import is_from, listening
 from forge_models.interp.taps import InterpError, TapInfo, by_token
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.context.transform import ContextParallel
@@ -101,7 +101,7 @@ class Shares:
         Raises:
             InterpError: it has a shape that no rule explains.
         """
-        if name not in self.infos or self.running is None or not any(speaks(part) for part in self.model.parts):
+        if name not in self.infos or self.running is None or not any(is_from(part) for part in self.model.parts):
             return None
         running, info = self.running, self.infos[name]
         value = by_token(x, info.dims, len(running.rows))

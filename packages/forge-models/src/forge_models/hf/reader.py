@@ -78,7 +78,7 @@ def read_model(folder: Path, ignore: Sequence[str] = ()) -> DecoderConfig:
     return decoder_of(family_of(values, where), values, where, ignore)
 
 
-class Placed:
+class CheckpointTensors:
     """Tensors of a folder by global name. They are memory-mapped: what is not asked for is not read.
 
     Attributes:
@@ -188,7 +188,7 @@ class Placed:
                 raise Unsupported(f"{self.folder / file} and the index differ about {_some(listed ^ held)}")
 
 
-class Folder(Placed):
+class Folder(CheckpointTensors):
     """`Weights` of a folder with a decoder."""
 
     def __init__(self, folder: Path, ignore: Sequence[str] = ()) -> None:

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from forge_core.batch import PADDING
 from forge_core.protocols.model import PositionedTokens
 from forge_models.blocks.attention_core import LocalAttention, placed_mask
-from forge_models.inner_values import speaks
+from forge_models.inner_values import is_from
 from forge_models.interp.capture import listening_to
 from forge_models.interp.selection import Forward
 from forge_models.interp.taps import InterpError, choose, layer_of, taps
 
-CHUNK = 256
+QUERY_CHUNK = 256
 """Queries at a time for what needs no whole matrix of scores."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class ScoreRule:
     """How a layer makes weights of queries and keys.
 
     Attributes:
@@ -42,7 +42,9 @@ class AttentionScores:
     A head of keys serves heads / kv_heads heads of queries.
     """
 
-    def __init__(self, rules: dict[int, Rule], kept: dict[str, Tensor] | None = None, documents: Tensor | None = None) -> None:
+    def __init__(
+        self, rules: dict[int, ScoreRule], kept: dict[str, Tensor] | None = None, documents: Tensor | None = None
+    ) -> None:
         """
         Args:
             rules: by layer.
@@ -96,8 +98,8 @@ class AttentionScores:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Scores of some queries at a time, and (B, 1, queries) bool: which of them are not padding."""
         places = list(range(self._length(layer)) if queries is None else queries)
-        for start in range(0, len(places), CHUNK):
-            some = places[start : start + CHUNK]
+        for start in range(0, len(places), QUERY_CHUNK):
+            some = places[start : start + QUERY_CHUNK]
             scores = self.scores(layer, heads, some)
             real = scores.new_ones((), dtype=torch.bool) if self._documents is None else self._documents[:, None, some] != PADDING
             yield scores, real.expand(len(scores), 1, len(some))
@@ -153,7 +155,7 @@ def capture_qk(model: nn.Module, layers: Sequence[int] | None = None) -> Iterato
         found._documents = forward.documents
 
     def hear(name: str, x: Tensor) -> None:
-        if name in wanted and speaks(model):
+        if name in wanted and is_from(model):
             found._kept[name] = x.detach().clone()
 
     with listening_to(model, hear, note):
@@ -164,7 +166,7 @@ def _count(model: nn.Module) -> int:
     return len(getattr(model, "blocks", ()))
 
 
-def rule_of(model: nn.Module, layer: int) -> Rule:
+def rule_of(model: nn.Module, layer: int) -> ScoreRule:
     """How a layer of a model, or of a part of it, makes weights.
 
     Raises:
@@ -179,7 +181,7 @@ def rule_of(model: nn.Module, layer: int) -> Rule:
         )
     if not isinstance(getattr(attention, "scale", None), float):
         raise InterpError(f"blocks.{layer}.attention has no `scale`; its scores are not known")
-    return Rule(attention.scale, getattr(attention, "soft_cap", None), getattr(attention, "window", None))
+    return ScoreRule(attention.scale, getattr(attention, "soft_cap", None), getattr(attention, "window", None))
 
 
 def _entropy(scores: Tensor) -> Tensor:

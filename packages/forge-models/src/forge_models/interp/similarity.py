@@ -203,17 +203,17 @@ def unbiased_cka(moments: Moments) -> Tensor:
         raise InterpError(f"unbiased CKA needs 4 rows, and there are {int(moments.n)}")
     _refuse_constant(moments, *moments.covariances()[:2])
     left, right = _paired(moments), _paired(moments.swapped())
-    own = (hsic1(left), hsic1(right))
+    own = (moments_hsic1(left), moments_hsic1(right))
     for name, one, found in (("x", left, own[0]), ("y", right, own[1])):
         if not float(found) > ROUNDING * float(one.xx.square().sum() / one.n**2):
             raise InterpError(
                 f"unbiased CKA is not defined for {name}: its HSIC with itself is not positive, as for rows that all have "
                 "the same distance from each other; take biased_cka, or more rows"
             )
-    return hsic1(moments) / (own[0] * own[1]).sqrt()
+    return moments_hsic1(moments) / (own[0] * own[1]).sqrt()
 
 
-def hsic1(moments: Moments) -> Tensor:
+def moments_hsic1(moments: Moments) -> Tensor:
     """The unbiased estimate of HSIC with linear kernels."""
     m, n = moments, moments.n
     trace = m.xy.square().sum() - m.ab

@@ -22,7 +22,7 @@ from forge_core.batch import MTPTargets
 from forge_core.errors import ForgeError
 from forge_core.protocols.model import LossTerms
 from forge_models.generation import evaluating
-from forge_models.inner_values import listening, speaks
+from forge_models.inner_values import is_from, listening
 
 
 class InterpError(ForgeError):
@@ -91,7 +91,7 @@ def taps(model: nn.Module) -> dict[str, TapInfo]:
     found: dict[str, TapInfo] = {}
 
     def hear(name: str, x: Tensor) -> None:
-        if not speaks(model):  # an encoder of images, whose tokens are others
+        if not is_from(model):  # an encoder of images, whose tokens are others
             return
         entry = known(name)
         own = ("batch", "sequence", *("" for _ in x.shape[2:]))  # of a plugin's block

@@ -16,7 +16,7 @@ from forge_models.hf.config import ANY, CONFIG, Allowed, Keys, Unsupported, read
 from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of
 from forge_models.hf.names import DERIVED, Place
-from forge_models.hf.reader import Placed, facts_in, family_of
+from forge_models.hf.reader import CheckpointTensors, facts_in, family_of
 from forge_models.hf.writer import added_token, special_tokens, usage_of, write_folder, write_json
 from forge_vlm.components.adapters import MLP, Linear
 from forge_vlm.components.fusions import JointDecoder, MoMa
@@ -125,7 +125,7 @@ class Llava:
             yield VLM(**sizes, max_length=64, encoder=tower, fusion=JointDecoder())
 
 
-class LlavaFolder(Placed):
+class LlavaFolder(CheckpointTensors):
     """`Weights` of a LLaVA folder, of Forge or of others."""
 
     def __init__(self, folder: Path, ignore: Sequence[str] = ()) -> None:

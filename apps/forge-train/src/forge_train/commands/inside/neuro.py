@@ -148,7 +148,7 @@ def rsa(
     """
     from forge_core.errors import ForgeError
     from forge_models.interp.neuro.rdm import rdm
-    from forge_models.interp.neuro.rdm import rsa as compare
+    from forge_models.interp.neuro.rdm import rdm_correlation as compare
 
     if distance not in ("correlation", "euclidean"):
         raise ForgeError(f"--distance {distance}: correlation or euclidean")
