@@ -25,9 +25,9 @@ class Anything:
     """Every value."""
 
 
-ANY = (Anything(),)
-OFF = (None, False)
-NONE = (None, 0)
+ANY_VALUE = (Anything(),)
+ABSENT_OR_FALSE = (None, False)
+ABSENT_OR_ZERO = (None, 0)
 
 Allowed = tuple[Any, ...]
 """Values of a key, `Same`, or `ANY`."""
@@ -52,32 +52,32 @@ _BOOKKEEPING = (
 """Names, versions, token ids, settings of training, serving and generation. Code that `auto_map` names is never run: the
 reference has these families itself and does not run it either unless told to."""
 
-COMMON: Mapping[str, Allowed] = MappingProxyType(
+IGNORED_BY_ALL: Mapping[str, Allowed] = MappingProxyType(
     {
-        **dict.fromkeys(_BOOKKEEPING, ANY),
-        "attention_dropout": NONE,
-        "hidden_dropout": NONE,
+        **dict.fromkeys(_BOOKKEEPING, ANY_VALUE),
+        "attention_dropout": ABSENT_OR_ZERO,
+        "hidden_dropout": ABSENT_OR_ZERO,
         "quantization_config": (None,),
-        "chunk_size_feed_forward": NONE,
-        "is_encoder_decoder": OFF,
+        "chunk_size_feed_forward": ABSENT_OR_ZERO,
+        "is_encoder_decoder": ABSENT_OR_FALSE,
         "is_decoder": (None, False, True),
-        "add_cross_attention": OFF,
+        "add_cross_attention": ABSENT_OR_FALSE,
         "cross_attention_hidden_size": (None,),
-        "tie_encoder_decoder": OFF,
+        "tie_encoder_decoder": ABSENT_OR_FALSE,
         "pruned_heads": (None, {}),
         "partial_rotary_factor": (None, 1),
-        "rope_interleaved": OFF,
-        "use_bidirectional_attention": OFF,
-        "use_mrope": OFF,
-        "qk_layernorm": OFF,
-        "qk_layer_norms": OFF,
-        "use_parallel_residual": OFF,
+        "rope_interleaved": ABSENT_OR_FALSE,
+        "use_bidirectional_attention": ABSENT_OR_FALSE,
+        "use_mrope": ABSENT_OR_FALSE,
+        "qk_layernorm": ABSENT_OR_FALSE,
+        "qk_layer_norms": ABSENT_OR_FALSE,
+        "use_parallel_residual": ABSENT_OR_FALSE,
         "pretraining_tp": (None, 1),
     }
 )
 """What every family may ignore: bookkeeping, and things that are not implemented where their value says "not used"."""
 
-HINTS: Mapping[str, str] = MappingProxyType(
+REFUSAL_HINTS: Mapping[str, str] = MappingProxyType(
     {
         "quantization_config": "save the weights in bf16 without it, with the tool that quantized them "
         "(for DeepSeek-V3, inference/fp8_cast_bf16.py of its repository), then remove the key"
@@ -86,7 +86,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
 """What to do about a key that is refused."""
 
 
-def equal(one: Any, other: Any) -> bool:
+def same_value(one: Any, other: Any) -> bool:
     """Equality that tells true from 1."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
@@ -94,7 +94,7 @@ def equal(one: Any, other: Any) -> bool:
 def accepts(allowed: Allowed, value: Any, resolved: Callable[[str], Any]) -> bool:
     """Whether `value` is among the allowed ones; `resolved` gives the value that another key has or defaults to."""
     return any(
-        isinstance(entry, Anything) or equal(value, resolved(entry.key) if isinstance(entry, Same) else entry)
+        isinstance(entry, Anything) or same_value(value, resolved(entry.key) if isinstance(entry, Same) else entry)
         for entry in allowed
     )
 
@@ -137,7 +137,7 @@ class Keys:
         hint: str = LEFT_OUT,
     ) -> None:
         self.values, self.where = dict(values), where
-        self._defaults, self._ignores = defaults, {**COMMON, **(ignores or {})}
+        self._defaults, self._ignores = defaults, {**IGNORED_BY_ALL, **(ignores or {})}
         self._asked: set[str] = set()
         self._settled: dict[str, Any] = {}
         self._wanted, self._ignored = tuple(ignore), set[str]()
@@ -207,7 +207,7 @@ class Keys:
     def not_negative(self, key: str) -> float:
         """A number that may be 0."""
         value = self.get(key)
-        return 0.0 if equal(value, 0) else self.positive(key, value) or 0.0
+        return 0.0 if same_value(value, 0) else self.positive(key, value) or 0.0
 
     def boolean(self, key: str) -> bool:
         """True or false; null counts as false."""
@@ -219,7 +219,7 @@ class Keys:
     def only(self, key: str, *allowed: Any) -> Any:
         """A value that must be one of `allowed`."""
         value = self.get(key)
-        if not any(equal(value, entry) for entry in allowed):
+        if not any(same_value(value, entry) for entry in allowed):
             known = " or ".join(json.dumps(entry) for entry in allowed)
             self.fault(key, f"{json.dumps(value)} is not implemented for this family; only {known} is")
         return value
@@ -248,7 +248,7 @@ class Keys:
             if key in self._asked or self.ignored(key) or accepts(self._ignores.get(key, ()), value, self._resolved):
                 continue
             message = "is not implemented" if key in self._ignores else "is not known for this family"
-            hint = HINTS.get(key, self._hint.format(key=key))
+            hint = REFUSAL_HINTS.get(key, self._hint.format(key=key))
             self.faults.append(Fault(key, f"{_short(value)} {message}", self.where, hint))
         for key in self._wanted:
             if key in self._asked:

@@ -5,7 +5,7 @@ from typing import Any
 
 from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.attention import FULL, SLIDING
-from forge_models.hf.config import WHOLE, Keys, equal
+from forge_models.hf.config import WHOLE, Keys, same_value
 from forge_models.shape import Rope
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
@@ -138,7 +138,7 @@ def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_
         return fields
     inert = {"rope_type", "type", "rope_theta", "finetuned"}
     for name, value in table.items():
-        if name in inert or value is None or (name == PARTIAL and equal(value, 1)):
+        if name in inert or value is None or (name == PARTIAL and same_value(value, 1)):
             continue
         # transformers adds the model's length to every table; only some scalings read it
         if name not in SCALINGS[kind] and not (name == "original_max_position_embeddings" and kind in ("default", "linear")):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.component import Component
 from forge_core.protocols.weights import NO_EXTRAS, Weights
-from forge_models.hf.config import ANY, CONFIG, Allowed, Keys, Unsupported, read_config
+from forge_models.hf.config import ANY_VALUE, CONFIG, Allowed, Keys, Unsupported, read_config
 from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of
 from forge_models.hf.names import DERIVED, Place
@@ -44,7 +44,7 @@ DEFAULTS: Mapping[str, Any] = {
 """Of keys that are absent, as in transformers."""
 PROCESSOR = "processor_config.json"
 IGNORES: Mapping[str, Allowed] = {
-    **dict.fromkeys(("image_seq_length", "ignore_index", "vocab_size", "hidden_size", "initializer_range"), ANY),
+    **dict.fromkeys(("image_seq_length", "ignore_index", "vocab_size", "hidden_size", "initializer_range"), ANY_VALUE),
 }
 LLAMA: Mapping[str, Any] = {
     "vocab_size": 32000,

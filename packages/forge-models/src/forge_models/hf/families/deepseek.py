@@ -10,7 +10,7 @@ from forge_models.components.attentions import MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.hf.attention import read_latent, write_latent
-from forge_models.hf.config import ANY, Keys
+from forge_models.hf.config import ANY_VALUE, Keys
 from forge_models.hf.family import Family, read_base, write_base
 from forge_models.hf.moe import ExpertNames, normalized, read_experts, write_experts
 
@@ -49,7 +49,9 @@ class DeepseekV3(Family):
         "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 1,
     }
-    ignores: ClassVar = dict.fromkeys(("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "output_router_logits"), ANY)
+    ignores: ClassVar = dict.fromkeys(
+        ("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "output_router_logits"), ANY_VALUE
+    )
     experts: ClassVar = ExpertNames(bias="gate.e_score_correction_bias")
     mtp_layers: ClassVar = MTP_LAYERS
 

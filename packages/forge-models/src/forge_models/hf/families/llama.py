@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import SwiGLU
-from forge_models.hf.config import ANY, Keys, Same
+from forge_models.hf.config import ANY_VALUE, Keys, Same
 from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
 
 
@@ -27,7 +27,7 @@ class Llama(Family):
         "is_llama_config": (True,),
         "activation": ("swiglu",),  # Falcon3
         "norm_eps": (Same("rms_norm_eps"),),
-        "pretraining_tp": ANY,  # parts in which products were once summed
+        "pretraining_tp": ANY_VALUE,  # parts in which products were once summed
     }
 
     def read(self, keys: Keys) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
 from forge_models.hf.attention import read_window, write_window
-from forge_models.hf.config import NONE, Keys, Same
+from forge_models.hf.config import ABSENT_OR_ZERO, Keys, Same
 from forge_models.hf.family import Family, read_base, read_heads, write_base
 from forge_models.hf.moe import ExpertNames, read_experts, read_losses, write_experts, write_losses
 
@@ -55,7 +55,7 @@ class Mixtral(Family):
         "router_aux_loss_coef": 0.001,
         "num_experts_per_tok": 2,
     }
-    ignores: ClassVar = {"router_jitter_noise": NONE}
+    ignores: ClassVar = {"router_jitter_noise": ABSENT_OR_ZERO}
     experts: ClassVar = ExpertNames(part="block_sparse_moe", matrices={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
 
     def read(self, keys: Keys) -> dict[str, Any]:

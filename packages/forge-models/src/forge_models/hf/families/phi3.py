@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.attention import read_window, write_window
-from forge_models.hf.config import ANY, NONE, OFF, Keys
+from forge_models.hf.config import ABSENT_OR_FALSE, ABSENT_OR_ZERO, ANY_VALUE, Keys
 from forge_models.hf.family import Family, read_base, read_heads, write_base
 from forge_models.hf.rope import PARTIAL
 
@@ -23,10 +23,10 @@ class Phi3(Family):
         "sliding_window": None,
     }
     ignores: ClassVar = {
-        "attention_bias": OFF,
-        "embd_pdrop": NONE,
-        "resid_pdrop": NONE,
-        "original_max_position_embeddings": ANY,  # read by longrope alone
+        "attention_bias": ABSENT_OR_FALSE,
+        "embd_pdrop": ABSENT_OR_ZERO,
+        "resid_pdrop": ABSENT_OR_ZERO,
+        "original_max_position_embeddings": ANY_VALUE,  # read by longrope alone
     }
     fused: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

@@ -6,7 +6,7 @@ from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
 from forge_models.hf.attention import SLIDING, read_local_layers, read_window, write_local_layers, write_window
-from forge_models.hf.config import ANY, Keys
+from forge_models.hf.config import ANY_VALUE, Keys
 from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
 from forge_models.hf.moe import ExpertNames, normalized, read_experts, read_losses, write_experts, write_losses
 
@@ -103,7 +103,7 @@ class Qwen3Moe(Family):
         "mlp_only_layers": [],
         "norm_topk_prob": False,
     }
-    ignores: ClassVar = {"max_window_layers": ANY}  # the reference does not look at it
+    ignores: ClassVar = {"max_window_layers": ANY_VALUE}  # the reference does not look at it
     experts: ClassVar = ExpertNames()
 
     def read(self, keys: Keys) -> dict[str, Any]:
