@@ -30,7 +30,7 @@ ABSENT_OR_FALSE = (None, False)
 ABSENT_OR_ZERO = (None, 0)
 
 Allowed = tuple[Any, ...]
-"""Values of a key, `Same`, or `ANY`."""
+"""Values of a key, `Same`, or `ANY_VALUE`."""
 
 _BOOKKEEPING = (
     *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "model_type", "architectures"),
@@ -122,7 +122,7 @@ class Keys:
         values: of the file.
         defaults: of the family.
         where: name of the file, for messages.
-        ignores: keys without effect in this family, with the values that they may have; `COMMON` adds those of all families.
+        ignores: keys without effect in this family, with the values that they may have; `IGNORED_BY_ALL` is added.
         ignore: keys that the user leaves out: unknown ones, and those of things that are not implemented.
         hint: how to leave one out.
     """
