@@ -38,12 +38,7 @@ from forge_models.interp.similarity import Moments, unbiased_cka
 
 TAPPED = (
     *("forge_models.blocks.attention", "forge_models.blocks.block", "forge_models.blocks.layers", "forge_models.decoder"),
-    *(
-        "forge_models.blocks.mtp",
-        "forge_models.blocks.attention",
-        "forge_models.blocks.moe.layer",
-        "forge_models.blocks.moe.routers",
-    ),
+    *("forge_models.blocks.mtp", "forge_models.blocks.moe.layer", "forge_models.blocks.moe.routers"),
 )
 
 

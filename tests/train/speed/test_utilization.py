@@ -8,7 +8,8 @@ import torch
 
 from forge_core.batch import Batch
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import DecoderConfig, MoE
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
 from forge_models.flops import count
 from forge_parallel.float8.transform import Float8
 from forge_train.speed import utilization
@@ -71,7 +72,7 @@ def test_llama_3_8b_on_eight_h100(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_experts_count_with_their_own_width_and_the_shared_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utilization, "name", lambda _: "NVIDIA H200")
-    moe = MoE(experts=64, top_k=6, shared=2, ffn_dim=1408)
+    moe = MoEConfig(experts=64, top_k=6, shared=2, ffn_dim=1408)
     model = DecoderConfig(dim=2048, layers=2, heads=16, kv_heads=16, ffn_dim=10944, vocab_size=1000, moe=moe)
     found = Utilization.of(run(model, 4096, size=1)).numbers(1e4)["model_tflops"]
     layer = 4 * 2048 * 2048 + 8 * 3 * 2048 * 1408 + 64 * 2048  # attention, 6 + 2 experts, router
