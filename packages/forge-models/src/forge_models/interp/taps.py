@@ -161,75 +161,6 @@ def choose(found: Mapping[str, TapInfo], names: str | Sequence[str], layers: Seq
     return {name: one for name, one in within.items() if name in chosen}
 
 
-def _layers(found: Mapping[str, TapInfo], layers: Sequence[int]) -> set[int]:
-    count = 1 + max((layer for name in found if (layer := layer_of(name)) is not None), default=-1)
-    for layer in layers:
-        if not -count <= layer < count:
-            raise InterpError(f"layer {layer} does not exist: this model has {count}, from 0 to {count - 1}")
-    return {layer % count for layer in layers}
-
-
-def _in(layers: Sequence[int] | None) -> str:
-    return "" if layers is None else f" in layers {', '.join(map(str, layers))}"
-
-
-def _near(pattern: str, found: Mapping[str, TapInfo]) -> str:
-    words = [word for name, one in found.items() for word in (name, one.alias, inside(name)) if word]
-    close = get_close_matches(pattern, dict.fromkeys(words), n=4, cutoff=0.4)
-    return f"the nearest: {', '.join(close)}" if close else f"some: {', '.join(list(found)[:6])}"
-
-
-def _refuse_parts(model: nn.Module) -> None:
-    sharded = next(((name, value) for name, value in model.named_parameters() if hasattr(value, "placements")), None)
-    if sharded is not None:
-        name, value = sharded
-        raise InterpError(
-            f"parameter {name} is sharded ({getattr(value, 'placements', '')}): inner values are read from a whole model only; "
-            "gather them with forge_train.inspection.on_ranks.capture_on_ranks, or open a checkpoint on one process"
-        )
-    for part in ("shape", "embed", "norm", "head"):
-        if getattr(model, part, None) is None:
-            raise InterpError(
-                f"{type(model).__name__} has no `{part}`: it is one part of a pipeline, or not a decoder of Forge; "
-                "inner values are read from a whole decoder; forge_train.inspection.on_ranks gathers those of stages"
-            )
-
-
-def _tokens() -> dict[str, Tensor]:
-    return {"x": torch.zeros(1, 3, dtype=torch.int64)}
-
-
-def _no_loss(_head: Any, hidden: Tensor, _labels: Tensor) -> LossTerms:
-    zero = hidden.sum()
-    return LossTerms(zero, zero, {})
-
-
-@contextmanager
-def _without_experts(model: nn.Module) -> Iterator[None]:
-    """Experts that are not run: how many tokens each has is a number, and there are none."""
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "dispatch")]
-    before = [layer.dispatch for layer in layers]
-    for layer in layers:
-        layer.dispatch = _nowhere
-    try:
-        yield
-    finally:
-        for layer, dispatch in zip(layers, before, strict=True):
-            layer.dispatch = dispatch
-
-
-def _nowhere(
-    x: Tensor,
-    _experts: Tensor,
-    _weights: Tensor,
-    _run: Any,
-    _count: int,
-    _slots: int | None = None,
-    overlap_with: Callable[[], Tensor] | None = None,
-) -> Tensor:
-    return x if overlap_with is None else x + overlap_with()
-
-
 STREAM = ("batch", "sequence", "embed")
 HIDDEN = ("batch", "sequence", "ffn")
 HEADS = ("batch", "heads", "sequence", "head_dim")
@@ -368,3 +299,72 @@ def _parts(name: str) -> tuple[str, int | None, str]:
     found = _PATH.fullmatch(name)
     assert found is not None
     return found["place"] or "", None if found["layer"] is None else int(found["layer"]), found["rest"]
+
+
+def _layers(found: Mapping[str, TapInfo], layers: Sequence[int]) -> set[int]:
+    count = 1 + max((layer for name in found if (layer := layer_of(name)) is not None), default=-1)
+    for layer in layers:
+        if not -count <= layer < count:
+            raise InterpError(f"layer {layer} does not exist: this model has {count}, from 0 to {count - 1}")
+    return {layer % count for layer in layers}
+
+
+def _in(layers: Sequence[int] | None) -> str:
+    return "" if layers is None else f" in layers {', '.join(map(str, layers))}"
+
+
+def _near(pattern: str, found: Mapping[str, TapInfo]) -> str:
+    words = [word for name, one in found.items() for word in (name, one.alias, inside(name)) if word]
+    close = get_close_matches(pattern, dict.fromkeys(words), n=4, cutoff=0.4)
+    return f"the nearest: {', '.join(close)}" if close else f"some: {', '.join(list(found)[:6])}"
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    sharded = next(((name, value) for name, value in model.named_parameters() if hasattr(value, "placements")), None)
+    if sharded is not None:
+        name, value = sharded
+        raise InterpError(
+            f"parameter {name} is sharded ({getattr(value, 'placements', '')}): inner values are read from a whole model only; "
+            "gather them with forge_train.inspection.on_ranks.capture_on_ranks, or open a checkpoint on one process"
+        )
+    for part in ("shape", "embed", "norm", "head"):
+        if getattr(model, part, None) is None:
+            raise InterpError(
+                f"{type(model).__name__} has no `{part}`: it is one part of a pipeline, or not a decoder of Forge; "
+                "inner values are read from a whole decoder; forge_train.inspection.on_ranks gathers those of stages"
+            )
+
+
+def _tokens() -> dict[str, Tensor]:
+    return {"x": torch.zeros(1, 3, dtype=torch.int64)}
+
+
+def _no_loss(_head: Any, hidden: Tensor, _labels: Tensor) -> LossTerms:
+    zero = hidden.sum()
+    return LossTerms(zero, zero, {})
+
+
+@contextmanager
+def _without_experts(model: nn.Module) -> Iterator[None]:
+    """Experts that are not run: how many tokens each has is a number, and there are none."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "dispatch")]
+    before = [layer.dispatch for layer in layers]
+    for layer in layers:
+        layer.dispatch = _nowhere
+    try:
+        yield
+    finally:
+        for layer, dispatch in zip(layers, before, strict=True):
+            layer.dispatch = dispatch
+
+
+def _nowhere(
+    x: Tensor,
+    _experts: Tensor,
+    _weights: Tensor,
+    _run: Any,
+    _count: int,
+    _slots: int | None = None,
+    overlap_with: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    return x if overlap_with is None else x + overlap_with()
