@@ -183,7 +183,7 @@ def stream(
     check_request(model, prompts, max_tokens, prefill)
     if inputs and prefill is not None:
         raise GenerationError(
-            f"prefill {prefill} takes a prompt in portions, and {', '.join(sorted(inputs))} come whole; leave it out"
+            f"prefill {prefill} splits a prompt, but {', '.join(sorted(inputs))} cannot be split; leave prefill out"
         )
     ends = ends_of(prompts, eos, stop, decode)
     rows = [list(prompt) for prompt in prompts]

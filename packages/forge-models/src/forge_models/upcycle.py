@@ -133,7 +133,7 @@ def _slices(moe: MoEShape, ffn_dim: int) -> int:
         if value % slices:
             raise ForgeError(f"model.moe.{key} {value} must be a multiple of {slices}, the experts that make one dense part")
     if slices > 1 and not getattr(router, "learned", True):
-        raise ForgeError(f"{type(router).__name__} cannot be made to choose the {slices} experts of a dense part together")
+        raise ForgeError(f"{type(router).__name__} cannot choose the {slices} experts of a dense part together")
     if isinstance(router, SigmoidTopKConfig) and (moe.experts // router.n_group) % slices:
         raise ForgeError(f"a group of model.moe.router.n_group {router.n_group} must hold whole copies of {slices} experts")
     return slices

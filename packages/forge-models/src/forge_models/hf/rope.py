@@ -123,7 +123,10 @@ def _partial(keys: Keys, table: Mapping[str, Any], where: str, default: float) -
             keys.fault(place, f"expected a number above 0, 1 at most, not {value!r}")
             return 1.0
     if len(set(given.values())) > 1:
-        keys.fault(PARTIAL, f"{' and '.join(f'{place} = {value}' for place, value in given.items())}: which holds is not clear")
+        keys.fault(
+            PARTIAL,
+            f"{' and '.join(f'{place} = {value}' for place, value in given.items())}: conflicting values; keep one of them",
+        )
     return float(next(iter(given.values())))
 
 
@@ -132,7 +135,7 @@ def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_
     kind = next(iter(kinds.values()), "default")
     fields: dict[str, Any] = {"theta": _theta(keys, f"{where}.rope_theta", table.get("rope_theta"), theta)}
     if any(other != kind for other in kinds.values()):
-        keys.fault(f"{where}.type", f"{kinds['type']!r}, but rope_type is {kind!r}; which of them holds is not clear")
+        keys.fault(f"{where}.type", f"{kinds['type']!r}, but rope_type is {kind!r}; conflicting values, keep one of them")
     if not isinstance(kind, str) or kind not in SCALINGS:
         keys.fault(f"{where}.rope_type", f"{kind!r} is not implemented; known: {', '.join(SCALINGS)}")
         return fields

@@ -176,11 +176,11 @@ def rule_of(model: nn.Module, layer: int) -> ScoreRule:
     core = getattr(attention, "core", None)
     if not isinstance(core, LocalAttention):
         raise InterpError(
-            f"blocks.{layer}.attention: its core is {type(core).__name__}, not the one of one process; "
-            "scores are computed again for softmax(q k^T * scale) of whole rows only"
+            f"blocks.{layer}.attention: its core is {type(core).__name__}; scores can be recomputed for LocalAttention "
+            "only, which computes softmax(q k^T * scale) over whole rows in one process"
         )
     if not isinstance(getattr(attention, "scale", None), float):
-        raise InterpError(f"blocks.{layer}.attention has no `scale`; its scores are not known")
+        raise InterpError(f"blocks.{layer}.attention has no `scale`, so its scores cannot be recomputed")
     return ScoreRule(attention.scale, getattr(attention, "soft_cap", None), getattr(attention, "window", None))
 
 
@@ -202,7 +202,7 @@ def induction_scores(model: nn.Module, tokens: Tensor) -> Tensor:
     """
     half = tokens.shape[1] // 2
     if tokens.shape[1] != 2 * half or not torch.equal(tokens[:, :half], tokens[:, half:]) or half < 2:
-        raise InterpError("induction is measured on rows that are a sequence of tokens twice, such as torch.cat((x, x), 1)")
+        raise InterpError("each row must be a sequence of tokens twice, such as torch.cat((x, x), 1), to measure induction")
     with capture_qk(model) as kept:
         model(tokens)
     queries = torch.arange(half, 2 * half)

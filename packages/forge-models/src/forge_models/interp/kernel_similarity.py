@@ -50,7 +50,7 @@ class KernelSums:
             InterpError: too few rows, or not of the same tokens.
         """
         if len(x) != len(y) or len(x) < 4:
-            raise InterpError(f"a minibatch has 4 rows at least, and as many of y: {len(x)} and {len(y)}")
+            raise InterpError(f"a minibatch needs at least 4 rows, and as many of y as of x, not {len(x)} and {len(y)}")
         k, other = kernel(x.double()), (y_kernel or kernel)(y.double())
         return cls(hsic1(k, other), _spread(k), _spread(other), 1)
 

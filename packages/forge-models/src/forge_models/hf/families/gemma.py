@@ -112,7 +112,7 @@ class Gemma3(Family):
         "query_pre_attn_scalar": 256,
         "final_logit_softcapping": None,
     }
-    ignores: ClassVar = {"attn_logit_softcapping": (None,)}  # the reference reads it and applies no cap: which holds is not clear
+    ignores: ClassVar = {"attn_logit_softcapping": (None,)}  # the reference reads it and applies no cap, so a value is ambiguous
     parts: ClassVar = SANDWICH
 
     def read(self, keys: Keys) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def tuned_lens(
         InterpError: fewer than two inputs, or no steps.
     """
     if len(inputs) < 2 or steps < 1:
-        raise InterpError(f"a tuned lens is fitted to some inputs and tested on others: {len(inputs)} inputs, {steps} steps")
+        raise InterpError(f"a tuned lens needs at least 2 inputs and 1 step, not {len(inputs)} and {steps}")
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(inputs), generator=generator).tolist()
     count = min(max(round(held_out * len(inputs)), 1), len(inputs) - 1)

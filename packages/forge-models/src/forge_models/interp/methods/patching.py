@@ -54,7 +54,7 @@ def attribution_patching(
         score = metric(model(corrupted))
     values = list(seen.values())
     if not score.requires_grad or not all(value.requires_grad for value in values):
-        raise InterpError("no gradient comes to these values; let a parameter before them require one")
+        raise InterpError("these values get no gradient; a parameter before them must require one")
     gradients = torch.autograd.grad(score, values)
     return {
         name: ((kept[name] - value.detach()) * gradient).sum(-1)

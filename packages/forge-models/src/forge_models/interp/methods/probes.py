@@ -44,7 +44,9 @@ def linear_probe(
             has no rows or one class only.
     """
     if x.dim() != 2 or len(x) != len(labels) or (groups is not None and len(groups) != len(x)):
-        raise InterpError(f"{tuple(x.shape)} rows, {len(labels)} labels and their groups must be as many rows of one width")
+        raise InterpError(
+            f"activations {tuple(x.shape)} must be (rows, width), with one label ({len(labels)} given) and one group for each row"
+        )
     require_finite("activations", x)
     if labels.is_floating_point() or labels.dim() != 1:
         raise InterpError(f"labels are {labels.dtype} {tuple(labels.shape)}; give one integer for each row")
@@ -58,7 +60,7 @@ def linear_probe(
     outside = torch.isin(group, order[: round(held_out * len(members))])
     rows, labels = x.detach().cpu().double(), labels.cpu().long()
     if not bool(outside.any()) or len(labels[~outside].unique()) < 2:
-        raise InterpError("a probe needs rows of two classes to be fitted to, and rows that are held out; change held_out")
+        raise InterpError("a probe needs training rows of two classes and held-out rows; change held_out")
     varies = standardized(rows[~outside], 0).any(0)  # a feature that does not vary tells nothing, whatever its units
     mean, spread = rows[~outside].mean(0), torch.where(varies, rows[~outside].std(0), float("inf"))
     standard, classes = (rows - mean) / spread, int(labels.max()) + 1

@@ -117,7 +117,7 @@ def train_sae(
     """
     stop = store.rows - round(held_out * store.rows)
     if not 0 < k <= latents or steps < 1 or batch < 1:
-        raise InterpError(f"k {k} of {latents} latents, {steps} steps of {batch} rows: all at least 1, and k at most all of them")
+        raise InterpError(f"k = {k}, steps = {steps} and batch = {batch} must be at least 1, and k at most {latents} latents")
     if stop < 2 or store.rows - stop < 2:
         raise InterpError(f"{store.rows} rows with {held_out:g} held out leave one side fewer than two; capture more")
     generator = torch.Generator().manual_seed(seed)

@@ -46,7 +46,7 @@ def folds_of(rows: int, folds: int) -> list[Tensor]:
         InterpError: fewer than two folds, or than two rows in one.
     """
     if folds < 2 or rows < 2 * folds:
-        raise InterpError(f"{rows} rows cannot be cut into {folds} folds of two rows at least; take 2 to {max(rows // 2, 2)}")
+        raise InterpError(f"{rows} rows cannot make {folds} folds of at least two rows; use 2 to {max(rows // 2, 2)} folds")
     return list(torch.arange(rows).tensor_split(folds))
 
 
