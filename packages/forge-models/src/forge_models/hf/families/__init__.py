@@ -1,4 +1,4 @@
-"""The families that Forge reads and writes, one file each."""
+"""The families that Forge reads and writes: one class for each `model_type`, one file for each maker."""
 
 from types import MappingProxyType
 
