@@ -85,11 +85,11 @@ def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
 
     from forge_core.batch import Batch
     from forge_core.layout import Layout
-    from forge_models.components.decoder import Decoder
-    from forge_models.components.objectives import CrossEntropy
     from forge_parallel.model.plan import Plan
     from forge_parallel.model.realize import Blueprint, realize
     from forge_parallel.optim.optimizers import AdamW
+    from forge_models.components.decoder import DecoderConfig
+    from forge_models.objectives import CrossEntropy
     from forge_parallel.placement.topology import Topology
     from forge_parallel.step.reduce import clip_grad_norm
     from forge_parallel.step.step import Step
@@ -101,10 +101,10 @@ def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
     from forge_parallel.transforms.tensor.transform import TensorParallel
 
     torch.set_float32_matmul_precision("high")
-    shape = Decoder(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256, max_length=LENGTH)
+    shape = DecoderConfig(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256, max_length=LENGTH)
     length, tokens_a_step, warm_up, steps, device = LENGTH, TOKENS, WARM_UP, STEPS, torch.device("cuda", 0)
     if smoke:
-        shape = Decoder(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=256, max_length=32)
+        shape = DecoderConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=256, max_length=32)
         length, tokens_a_step, warm_up, steps, device = 32, 256, 1, 1, torch.device("cpu")
     transforms = (
         [FullyShard().build(), TensorParallel().build(), ContextParallel().build()] if configuration.every_transform else []

@@ -115,10 +115,10 @@ def layer(configuration: LayerOf, smoke: bool) -> dict[str, Any]:
     """Milliseconds and operations a second of each side."""
     import torch
 
-    from forge_models.components.decoder import Decoder
-    from forge_models.components.mlps import SwiGLU
-    from forge_models.components.moe import MoE
-    from forge_models.moe.layer import ExpertLayer
+    from forge_models.blocks.moe.layer import ExpertLayer
+    from forge_models.components.decoder import DecoderConfig
+    from forge_models.components.experts import MoEConfig
+    from forge_models.components.layers import SwiGLU
 
     at, device, rounds = configuration, torch.device("cuda", 0), 20
     dim, ffn, tokens = at.dim, at.ffn, at.tokens
@@ -126,7 +126,7 @@ def layer(configuration: LayerOf, smoke: bool) -> dict[str, Any]:
         dim, ffn, tokens, device, rounds = 32, 16, 64, torch.device("cpu"), 2
 
     def context(width: int) -> Any:
-        return Decoder(dim=dim, layers=1, heads=1, ffn_dim=width, vocab_size=2).shape.context(0)
+        return DecoderConfig(dim=dim, layers=1, heads=1, ffn_dim=width, vocab_size=2).shape.context(0)
 
     def drawn(module: Any) -> Any:
         for parameter in module.parameters():
@@ -136,7 +136,7 @@ def layer(configuration: LayerOf, smoke: bool) -> dict[str, Any]:
     with device:
         torch.manual_seed(0)
         dense = drawn(SwiGLU().build(context(at.top_k * ffn)).bfloat16())
-        experts = drawn(ExpertLayer(MoE(experts=at.experts, top_k=at.top_k).shape(ffn), SwiGLU(), context(ffn)).bfloat16())
+        experts = drawn(ExpertLayer(MoEConfig(experts=at.experts, top_k=at.top_k).shape(ffn), SwiGLU(), context(ffn)).bfloat16())
         x = torch.randn(1, tokens, dim, dtype=torch.bfloat16, requires_grad=True)
         slope = torch.randn_like(x)
     grouped = torch.compile(experts, fullgraph=True) if at.compiled else experts
@@ -173,17 +173,16 @@ def layer(configuration: LayerOf, smoke: bool) -> dict[str, Any]:
 
 def shape_of(name: str, kernel: Any, smoke: bool = False) -> Any:
     """The decoder `fine` or `coarse`."""
-    from forge_models.components.decoder import Decoder
-    from forge_models.components.moe import MoE
-    from forge_models.components.routers import SigmoidTopK
+    from forge_models.components.decoder import DecoderConfig
+    from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 
     dim, layers, length, vocab, unit = (64, 3, 32, 256, 16) if smoke else (1536, 16, LENGTH, 50304, 512)
-    moe = MoE(experts=64, top_k=6, shared=2, ffn_dim=unit, first_dense=1, kernel=kernel, router=SigmoidTopK())
+    moe = MoEConfig(experts=64, top_k=6, shared=2, ffn_dim=unit, first_dense=1, kernel=kernel, router=SigmoidTopKConfig())
     if name == "coarse":
-        moe = MoE(experts=8, top_k=2, ffn_dim=8 * unit, kernel=kernel)
+        moe = MoEConfig(experts=8, top_k=2, ffn_dim=8 * unit, kernel=kernel)
     head = 128 if not smoke else 16
     kept = {"heads": dim // head, "kv_heads": dim // head, "ffn_dim": 8 * unit, "vocab_size": vocab, "max_length": length}
-    return Decoder(dim=dim, layers=layers, moe=moe, **kept)
+    return DecoderConfig(dim=dim, layers=layers, moe=moe, **kept)
 
 
 def work(shape: Any, length: int) -> dict[str, float]:
@@ -205,12 +204,12 @@ def training(configuration: Training, smoke: bool) -> dict[str, Any]:
 
     from forge_core.batch import Batch
     from forge_core.layout import Layout
-    from forge_models.components.objectives import CrossEntropy
+    from forge_models.blocks.moe.layer import ExpertLayer
     from forge_models.flops import count
-    from forge_models.moe.layer import ExpertLayer
     from forge_parallel.model.plan import Plan
     from forge_parallel.model.realize import Blueprint, realize
     from forge_parallel.optim.optimizers import AdamW
+    from forge_models.objectives import CrossEntropy
     from forge_parallel.placement.topology import Topology
     from forge_parallel.step.reduce import clip_grad_norm
     from forge_parallel.step.step import Step

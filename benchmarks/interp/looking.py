@@ -30,22 +30,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_models.components.decoder import Decoder
-from forge_models.generation.generate import evaluating
-from forge_models.interp.neuro.ridge import ridge
-from forge_models.interp.similarity.linear import unbiased_cka
-from forge_models.interp.similarity.moments import Moments
-from forge_models.interp.store import record as recording
+from forge_models.components.decoder import DecoderConfig
+from forge_models.generation import evaluating
+from forge_models.interp import recorder as recording
+from forge_models.interp.neuro.encoding import ridge
+from forge_models.interp.similarity import Moments, unbiased_cka
 
 TAPPED = (
-    *("forge_models.blocks.attention", "forge_models.blocks.block", "forge_models.blocks.mlp", "forge_models.decoder"),
-    *("forge_models.blocks.mtp", "forge_models.blocks.mla", "forge_models.moe.layer", "forge_models.moe.routers"),
+    *("forge_models.blocks.attention", "forge_models.blocks.block", "forge_models.blocks.layers", "forge_models.decoder"),
+    *("forge_models.blocks.mtp", "forge_models.blocks.moe.layer", "forge_models.blocks.moe.routers"),
 )
 
 
 def decoder(smoke: bool, **changes: Any) -> Any:
     sizes = {"dim": 64, "layers": 2} if smoke else {"dim": 256, "layers": 6}
-    model = Decoder(**{**sizes, "heads": 4, "vocab_size": 4096, "max_length": 512, **changes}).build()
+    model = DecoderConfig(**{**sizes, "heads": 4, "vocab_size": 4096, "max_length": 512, **changes}).build()
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

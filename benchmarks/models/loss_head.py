@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_models.loss_head.cross_entropy import ChunkedCrossEntropy
+from forge_models.blocks.head import ChunkedCrossEntropy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

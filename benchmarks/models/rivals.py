@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge_core.batch import IGNORE, Batch
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.families.llama import Llama
 from forge_models.hf.family import config_of
 from forge_models.hf.names import places_in
@@ -18,13 +18,13 @@ from forge_models.hf.names import places_in
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
-def exported(decoder: Decoder, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def exported(decoder: DecoderConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """`weights` by the names that Hugging Face's Llama has for them."""
     places = places_in(Llama(), decoder)
     return {other: tensor for name, place in places.items() for other, tensor in place.split(weights[name]).items()}
 
 
-def transformers(decoder: Decoder, weights: dict[str, Tensor], data: Batch, compute: str) -> Callable[[], float]:
+def transformers(decoder: DecoderConfig, weights: dict[str, Tensor], data: Batch, compute: str) -> Callable[[], float]:
     """Hugging Face's Llama under accelerate, as both document it."""
     from accelerate import Accelerator
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -47,7 +47,7 @@ def transformers(decoder: Decoder, weights: dict[str, Tensor], data: Batch, comp
     return one
 
 
-def torchtitan(decoder: Decoder, weights: dict[str, Tensor], data: Batch, compute: str) -> Callable[[], float]:
+def torchtitan(decoder: DecoderConfig, weights: dict[str, Tensor], data: Batch, compute: str) -> Callable[[], float]:
     """torchtitan's Llama, its blocks and its loss compiled, in the order of its trainer's step on one device.
 
     Raises:

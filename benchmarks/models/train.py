@@ -29,12 +29,12 @@ import torch
 
 from forge_core.batch import Batch
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.optimizers import AdamW
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step
@@ -47,7 +47,7 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Shape:
-    decoder: Decoder
+    decoder: DecoderConfig
     rows: int
 
     def batch(self) -> Batch:
@@ -59,11 +59,11 @@ class Shape:
 def preset(name: str, rows: int) -> Shape:
     model: dict[str, Any] = tomllib.loads(getattr(presets, name).read_text())["model"]
     assert model.pop("name") == "decoder"
-    return Shape(Decoder(**model), rows)
+    return Shape(DecoderConfig(**model), rows)
 
 
 def small(vocab: int) -> Shape:
-    return Shape(Decoder(dim=256, layers=4, heads=4, ffn_dim=768, vocab_size=vocab, max_length=256), 8)
+    return Shape(DecoderConfig(dim=256, layers=4, heads=4, ffn_dim=768, vocab_size=vocab, max_length=256), 8)
 
 
 SHAPES: dict[str, Callable[[], Shape]] = {
@@ -71,7 +71,7 @@ SHAPES: dict[str, Callable[[], Shape]] = {
     "small-32k": lambda: small(32000),
     "20m": lambda: preset("20m", 2),
     "125m": lambda: preset("125m", 1),
-    "wide-20m": lambda: Shape(Decoder(dim=384, layers=8, heads=6, ffn_dim=1024, vocab_size=8192, max_length=512), 4),
+    "wide-20m": lambda: Shape(DecoderConfig(dim=384, layers=8, heads=6, ffn_dim=1024, vocab_size=8192, max_length=512), 4),
 }
 
 

@@ -29,9 +29,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.moe.dispatch import LocalDispatch
-from forge_models.moe.experts import Experts
+from forge_models.blocks.moe.dispatch import LocalDispatch
+from forge_models.blocks.moe.experts import Experts
+from forge_models.components.decoder import DecoderConfig
 from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.expert.cut import open_dispatcher
@@ -63,7 +63,7 @@ def visits(experts: Tensor, share: int, home: int) -> int:
 
 def drawn(options: argparse.Namespace, own: range) -> Experts:
     """The experts `own` of all, each from its own number."""
-    context = Decoder(dim=options.dim, layers=1, heads=1, ffn_dim=options.ffn, vocab_size=2).shape.context(0)
+    context = DecoderConfig(dim=options.dim, layers=1, heads=1, ffn_dim=options.ffn, vocab_size=2).shape.context(0)
     held = Experts(context, len(own), "silu", True)
     with torch.no_grad():
         for parameter in held.parameters():

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.moe.layer import ExpertLayer
-from forge_models.moe.routers import Routing
+from forge_models.blocks.moe.layer import ExpertLayer
+from forge_models.blocks.moe.routers import Routing
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
+from forge_models.components.layers import SwiGLU
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SIDES = ("grouped", "loop", "dense")
@@ -54,14 +54,14 @@ class Case:
     capacity: float | None = None
 
     def layer(self) -> ExpertLayer:
-        context = Decoder(dim=self.dim, layers=1, heads=1, ffn_dim=self.ffn, vocab_size=2).shape.context(0)
-        moe = MoE(experts=self.experts, top_k=self.top_k, kernel="grouped", capacity=self.capacity)
+        context = DecoderConfig(dim=self.dim, layers=1, heads=1, ffn_dim=self.ffn, vocab_size=2).shape.context(0)
+        moe = MoEConfig(experts=self.experts, top_k=self.top_k, kernel="grouped", capacity=self.capacity)
         layer = ExpertLayer(moe.shape(self.ffn), SwiGLU(), context)
         layer.router = Given(chosen(self.tokens, self.experts, self.top_k, self.skew))
         return drawn(layer).to(self.dtype)
 
     def dense(self) -> nn.Module:
-        context = Decoder(dim=self.dim, layers=1, heads=1, ffn_dim=self.top_k * self.ffn, vocab_size=2).shape.context(0)
+        context = DecoderConfig(dim=self.dim, layers=1, heads=1, ffn_dim=self.top_k * self.ffn, vocab_size=2).shape.context(0)
         return drawn(SwiGLU().build(context)).to(self.dtype)
 
 

@@ -18,10 +18,10 @@ import torch
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_models.components.decoder import Decoder
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
+from forge_models.components.decoder import DecoderConfig
 from forge_parallel.placement.topology import Topology
 
 GROUP = "forge.optimizers"
@@ -30,7 +30,7 @@ GROUP = "forge.optimizers"
 def model_of(smoke: bool) -> ParallelModel:
     """A decoder with a gradient for every parameter."""
     sizes = {"dim": 64, "layers": 1, "vocab_size": 64} if smoke else {"dim": 384, "layers": 6, "vocab_size": 8192}
-    decoder = Decoder(**sizes, heads=4, max_length=128)  # type: ignore[arg-type]
+    decoder = DecoderConfig(**sizes, heads=4, max_length=128)  # type: ignore[arg-type]
     layout = Layout()
     model = realize(Blueprint.of(decoder.build), Plan.of([], layout), Topology(layout, torch.device("cpu")), 0, "fp32")
     for parameter in model.part.parameters():

@@ -16,16 +16,16 @@ import torch
 
 from forge_core.batch import Batch
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.optimizers import AdamW
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step
 
-DECODER = Decoder(dim=256, layers=6, heads=8, kv_heads=4, vocab_size=4096, max_length=256, tied_embeddings=True)
+DECODER = DecoderConfig(dim=256, layers=6, heads=8, kv_heads=4, vocab_size=4096, max_length=256, tied_embeddings=True)
 ROWS, LENGTH = 8, 256
 
 

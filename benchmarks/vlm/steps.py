@@ -20,8 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
 from forge_models.conformance.trial import on_meta
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
@@ -38,7 +38,7 @@ def component_of(name: str, smoke: bool) -> VLM:
     sizes = {**size, "heads": 4, "vocab_size": 2048, "max_length": 512, "ffn_dim": 3 * size["dim"]}
     encoder = ViT(size=32, patch=8, dim=size["dim"], layers=2, heads=4)
     fusion = {"joint": JointDecoder(), "cross": CrossAttention(every=2), "mot": MixtureOfTransformers(), "moma": MoMa()}[name]
-    moe = MoE(experts=4, top_k=1) if name == "moma" else None
+    moe = MoEConfig(experts=4, top_k=1) if name == "moma" else None
     return VLM(**sizes, encoder=encoder, adapter=MLP(), fusion=fusion, moe=moe)
 
 
@@ -132,7 +132,7 @@ def main() -> None:
     for name in ("joint", "cross", "mot", "moma"):
         component = component_of(name, asked.smoke)
         keys = {item: getattr(component, item) for item in ("dim", "layers", "heads", "vocab_size", "max_length", "ffn_dim")}
-        model, text = filled(component), filled(Decoder(**keys, moe=component.moe))
+        model, text = filled(component), filled(DecoderConfig(**keys, moe=component.moe))
         tokens, given = rows(model, count, length, IMAGES)
         plain = torch.randint(1, 2000, (count, length))
         sides: dict[str, Callable[[], None]] = {

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from forge_core.specs import Specs
-from forge_models.components.decoder import Decoder
-from forge_models.decoder import Decoder as Module
+from forge_models.components.decoder import DecoderConfig
+from forge_models.decoder import Decoder
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -31,11 +31,11 @@ def fill(model: torch.nn.Module, specs: Specs, seed: int) -> None:
 
 
 @pytest.fixture
-def make() -> Callable[..., Module]:
+def make() -> Callable[..., Decoder]:
     """make(**fields) -> a decoder on the CPU, weights drawn; `spread` scales them so that mistakes show in the logits."""
 
-    def make(seed: int = 0, dtype: torch.dtype = torch.float32, spread: float = 1.0, **fields: object) -> Module:
-        config = Decoder(**(TINY | fields))  # type: ignore[arg-type]
+    def make(seed: int = 0, dtype: torch.dtype = torch.float32, spread: float = 1.0, **fields: object) -> Decoder:
+        config = DecoderConfig(**(TINY | fields))  # type: ignore[arg-type]
         model = config.build()
         fill(model, model.specs(), seed)
         with torch.no_grad():

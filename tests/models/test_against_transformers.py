@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from forge_models.components.norms import RMSNorm
-from forge_models.components.objectives import CrossEntropy
-from forge_models.rope import Rope
+from forge_models.components.layers import RMSNormConfig
+from forge_models.objectives import CrossEntropy
+from forge_models.shape import Rope
 from harness.closeness import wide
 
 NAMES = {
@@ -63,7 +63,7 @@ CASES = {
     "multi_head": {"kv_heads": None},
     "multi_query": {"kv_heads": 1},
     "tied": {"tied_embeddings": True},
-    "other_numbers": {"head_dim": 12, "rope": Rope(theta=500.0), "norm": RMSNorm(eps=1e-3), "layers": 3},
+    "other_numbers": {"head_dim": 12, "rope": Rope(theta=500.0), "norm": RMSNormConfig(eps=1e-3), "layers": 3},
 }
 
 

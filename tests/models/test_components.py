@@ -9,10 +9,9 @@ import pytest
 from forge_core.component import Slot, fields_of
 from forge_core.registry import GROUPS
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2, SwiGLU
-from forge_models.components.norms import RMSNorm
-from forge_models.rope import Rope
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.layers import GELU, GeGLU, ReLU, ReLU2, RMSNormConfig, SwiGLU
+from forge_models.shape import Rope
 
 OURS = [
     point
@@ -48,13 +47,13 @@ def test_components_import_no_torch(point):
 
 
 def test_slots_without_a_choice_are_the_defaults_of_the_recipe():
-    config = Decoder()
+    config = DecoderConfig()
     chosen = (config.shape.attention, config.shape.mlp, config.shape.norm)
-    assert chosen == (GQA(), SwiGLU(), RMSNorm())
+    assert chosen == (GQA(), SwiGLU(), RMSNormConfig())
     loaded = {(point.group, point.name): point.load() for point in OURS}
     slots = {
         field.name: next(m for m in field.type.__metadata__ if isinstance(m, Slot))
-        for field in fields_of(Decoder)
+        for field in fields_of(DecoderConfig)
         if field.name in ("attention", "mlp", "norm")
     }
     for name, part in zip(("attention", "mlp", "norm"), chosen, strict=True):
@@ -62,16 +61,16 @@ def test_slots_without_a_choice_are_the_defaults_of_the_recipe():
 
 
 def test_heads_follow_when_kv_heads_is_absent():
-    assert Decoder(dim=4096, heads=64).shape.kv_heads == 64
-    assert Decoder(dim=4096, heads=16).shape.kv_heads == 16
-    assert Decoder(dim=4096, heads=16, kv_heads=4).shape.kv_heads == 4
+    assert DecoderConfig(dim=4096, heads=64).shape.kv_heads == 64
+    assert DecoderConfig(dim=4096, heads=16).shape.kv_heads == 16
+    assert DecoderConfig(dim=4096, heads=16, kv_heads=4).shape.kv_heads == 4
 
 
 @pytest.mark.parametrize(("dim", "expected"), [(192, 512), (256, 704), (320, 896), (4096, 10944)])
 def test_feed_forward_width_is_two_thirds_of_four_dim_rounded_up(dim, expected):
     # 8/3 * 192 = 512 exactly; 682.7, 853.3 and 10922.7 go up to the next multiple of 64.
-    assert Decoder(dim=dim, heads=2).shape.ffn_dim == expected
-    assert Decoder(dim=dim, heads=2, ffn_dim=100).shape.ffn_dim == 100
+    assert DecoderConfig(dim=dim, heads=2).shape.ffn_dim == expected
+    assert DecoderConfig(dim=dim, heads=2, ffn_dim=100).shape.ffn_dim == 100
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_feed_forward_width_is_two_thirds_of_four_dim_rounded_up(dim, expected):
 )
 def test_rules_between_fields(fields, message):
     with pytest.raises(ValueError, match=message):
-        Decoder(**fields)
+        DecoderConfig(**fields)
 
 
 @pytest.mark.parametrize(
@@ -120,5 +119,5 @@ def test_which_layers_are_local():
 
 def test_an_mlp_of_two_matrices_is_four_times_as_wide():
     for mlp in (GELU(), ReLU(), ReLU2()):
-        assert Decoder(dim=192, mlp=mlp).shape.ffn_dim == 768
-    assert Decoder(dim=192, mlp=GeGLU()).shape.ffn_dim == 512
+        assert DecoderConfig(dim=192, mlp=mlp).shape.ffn_dim == 768
+    assert DecoderConfig(dim=192, mlp=GeGLU()).shape.ffn_dim == 512

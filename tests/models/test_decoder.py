@@ -10,14 +10,13 @@ from forge_core.protocols.model import AttentionCore
 from forge_models.blocks import attention_core
 from forge_models.blocks.attention_core import LocalAttention
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import ReLU2
-from forge_models.components.norms import LayerNorm, RMSNorm
-from forge_models.components.objectives import CrossEntropy
-from forge_models.generation.generate import GenerationError, stream
-from forge_models.interp.names import INSIDE
-from forge_models.interp.tap import listening, tap
-from forge_models.rope import Rope
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.layers import LayerNormConfig, ReLU2, RMSNormConfig
+from forge_models.generation import GenerationError, stream
+from forge_models.inner_values import listening, tap
+from forge_models.interp.taps import INSIDE
+from forge_models.objectives import CrossEntropy
+from forge_models.shape import Rope
 from harness.closeness import assert_no_farther, wide
 
 
@@ -134,7 +133,7 @@ PUBLISHED = {
 def test_parameter_count_equals_the_published_one(name):
     fields, expected = PUBLISHED[name]
     with torch.device("meta"):
-        model = Decoder(**fields).build()
+        model = DecoderConfig(**fields).build()
     assert sum(parameter.numel() for parameter in model.parameters()) == expected
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -142,7 +141,7 @@ def test_parameter_count_equals_the_published_one(name):
 @pytest.mark.parametrize("tied", [False, True])
 def test_specs_name_blocks_units_ties_and_groups(tied):
     sizes = {"dim": 48, "layers": 2, "heads": 6, "kv_heads": 3, "ffn_dim": 56, "vocab_size": 101}
-    model = Decoder(**sizes, tied_embeddings=tied).build()
+    model = DecoderConfig(**sizes, tied_embeddings=tied).build()
     specs = model.specs()
     assert specs.tensors["embed.weight"].group == "embedding"
     assert specs.tensors["blocks.1.attention.o_proj.weight"].group == "matrix"
@@ -154,7 +153,7 @@ def test_specs_name_blocks_units_ties_and_groups(tied):
 
 
 def test_projections_back_to_the_stream_start_smaller_with_depth():
-    specs = Decoder(layers=8, init_std=0.02).build().specs().tensors
+    specs = DecoderConfig(layers=8, init_std=0.02).build().specs().tensors
     expected = 0.02 / math.sqrt(16)
     assert specs["blocks.3.attention.o_proj.weight"].init.std == pytest.approx(expected)
     assert specs["blocks.3.mlp.down_proj.weight"].init.std == pytest.approx(expected)
@@ -173,10 +172,10 @@ def test_initial_loss_is_near_log_vocabulary_but_not_equal(make, tokens, tied, d
 
 
 def test_nothing_is_kept_outside_of_parameters_and_nothing_is_drawn_by_constructors():
-    model = Decoder(dim=32, heads=4, layers=1, vocab_size=50, attention=GQA(qk_norm="head")).build()
+    model = DecoderConfig(dim=32, heads=4, layers=1, vocab_size=50, attention=GQA(qk_norm="head")).build()
     assert not list(model.buffers())
     state = torch.get_rng_state()
-    again = Decoder(dim=32, heads=4, layers=1, vocab_size=50).build()
+    again = DecoderConfig(dim=32, heads=4, layers=1, vocab_size=50).build()
     assert torch.equal(state, torch.get_rng_state())
     # Whoever forgets to draw a weight sees NaN at once.
     assert all(parameter.isnan().all() for parameter in again.parameters())
@@ -300,7 +299,7 @@ COMPILED = {
     "default": {"layers": 1},
     "capped_scores_offset_norms": {
         "attention": GQA(soft_cap=2.0, window=4, global_every=2, qk_norm="head", qkv_bias=True),
-        "norm": RMSNorm(offset=1),
+        "norm": RMSNormConfig(offset=1),
         "norm_placement": "sandwich",
         "rope": Rope(partial=0.5, local_theta=100.0),
     },
@@ -308,7 +307,7 @@ COMPILED = {
         "layers": 1,
         "attention": MLA(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10),
         "kv_heads": None,
-        "norm": LayerNorm(),
+        "norm": LayerNormConfig(),
         "mlp": ReLU2(bias=True),
         "norm_placement": "post",
     },

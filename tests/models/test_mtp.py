@@ -11,13 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from forge_core.batch import IGNORE, PADDING, Batch, MTPTargets
 from forge_models.blocks.mtp import MTPModules
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import Hash, SigmoidTopK
+from forge_models.components.decoder import DecoderConfig, MTPConfig
+from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig
 from forge_models.flops import count
-from forge_models.interp.tap import listening
+from forge_models.inner_values import listening
+from forge_models.objectives import CrossEntropy
 
 LENGTHS = ((5, 1, 2, 8), (16,), (3, 4, 9))
 """Tokens of the documents in each row of 16; the last one of a row goes on behind it, but for the second row."""
@@ -111,7 +109,7 @@ def scored(model, batch, mtp_targets=True):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_loss_and_gradients_equal_the_formulas(make, depth, tied):
-    model = make(spread=5.0, dtype=torch.float64, tied_embeddings=tied, mtp=MTP(depth=depth, weight=0.7))
+    model = make(spread=5.0, dtype=torch.float64, tied_embeddings=tied, mtp=MTPConfig(depth=depth, weight=0.7))
     with torch.no_grad():  # no norm is like another
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -143,7 +141,7 @@ def test_rows_that_do_not_tell_their_documents_have_the_same_labels():
 
 
 def test_what_lies_beyond_a_document_or_its_end_changes_nothing(make):
-    model = make(spread=5.0, dtype=torch.float64, mtp=MTP(depth=2))
+    model = make(spread=5.0, dtype=torch.float64, mtp=MTPConfig(depth=2))
     batch, _ = packed()
     losses = []
     for offset in (0, 13):
@@ -173,7 +171,7 @@ def test_rows_shorter_than_the_depth_have_no_label():
 def test_the_value_is_that_of_the_model_without_the_modules(make):
     """In training, in evaluation, and as logits: bit by bit."""
     batch, _ = packed()
-    plain, more = make(spread=5.0), make(spread=5.0, mtp=MTP(depth=2))
+    plain, more = make(spread=5.0), make(spread=5.0, mtp=MTPConfig(depth=2))
     more.load_state_dict(plain.state_dict() | {"mtp.embed.weight": plain.embed.weight}, strict=False)
     assert torch.equal(plain(batch.tokens), more(batch.tokens))
     for mtp_targets in (False, True):
@@ -188,7 +186,7 @@ def test_the_weight_follows_its_schedule(make):
             assert steps == 10
             return lambda step: 1.0 if step < 5 else 0.5
 
-    model = make(dtype=torch.float64, mtp=MTP(weight=0.6, schedule=Halved()))
+    model = make(dtype=torch.float64, mtp=MTPConfig(weight=0.6, schedule=Halved()))
     batch, _ = packed()
 
     def gradient(step):
@@ -202,9 +200,9 @@ def test_the_weight_follows_its_schedule(make):
 
 
 EXPERTS = {
-    "softmax": MoE(experts=4, ffn_dim=24),
-    "shared_sigmoid": MoE(experts=5, top_k=2, shared=1, ffn_dim=24, first_dense=1, router=SigmoidTopK()),
-    "hash": MoE(experts=4, top_k=1, ffn_dim=24, every=2, router=Hash()),
+    "softmax": MoEConfig(experts=4, ffn_dim=24),
+    "shared_sigmoid": MoEConfig(experts=5, top_k=2, shared=1, ffn_dim=24, first_dense=1, router=SigmoidTopKConfig()),
+    "hash": MoEConfig(experts=4, top_k=1, ffn_dim=24, every=2, router=HashConfig()),
 }
 
 
@@ -212,7 +210,7 @@ EXPERTS = {
 @pytest.mark.parametrize("name", EXPERTS)
 def test_modules_have_experts_as_the_layers_would_go_on(make, name):
     """Every document alone, module by module, with blocks as black boxes."""
-    model = make(spread=5.0, dtype=torch.float64, moe=EXPERTS[name], mtp=MTP(depth=2))
+    model = make(spread=5.0, dtype=torch.float64, moe=EXPERTS[name], mtp=MTPConfig(depth=2))
     blocks = [depth.block for depth in model.mtp.depths.values()]
     assert [one.sparse for one in blocks] == [model.shape.moe.has(layer) for layer in (2, 3)]
     batch, rows = packed()
@@ -245,7 +243,7 @@ def test_modules_have_experts_as_the_layers_would_go_on(make, name):
 
 
 def test_padding_reaches_no_expert_and_no_label(make):
-    model = make(moe=EXPERTS["softmax"], mtp=MTP(depth=1))
+    model = make(moe=EXPERTS["softmax"], mtp=MTPConfig(depth=1))
     batch, _ = packed()
     documents = batch.documents.clone()
     documents[1, 8:] = PADDING
@@ -257,14 +255,16 @@ def test_padding_reaches_no_expert_and_no_label(make):
 
 
 def test_blocks_go_on_with_the_pattern_of_windows():
-    config = Decoder(dim=32, layers=3, heads=4, vocab_size=97, attention=GQA(window=4, global_every=2), mtp=MTP(depth=2))
+    config = DecoderConfig(
+        dim=32, layers=3, heads=4, vocab_size=97, attention=GQA(window=4, global_every=2), mtp=MTPConfig(depth=2)
+    )
     found = [depth.block.attention.window for depth in config.build().mtp.depths.values()]
     assert found == [None, 4]
 
 
 def test_specs_name_everything_once(make):
     for tied in (False, True):
-        model = make(tied_embeddings=tied, mtp=MTP(depth=2))
+        model = make(tied_embeddings=tied, mtp=MTPConfig(depth=2))
         specs = model.specs()
         assert specs.tensors.keys() == dict(model.named_parameters()).keys()
         assert specs.ties == {"mtp.embed.weight": "embed.weight"} | ({"head.weight": "embed.weight"} if tied else {})
@@ -281,13 +281,13 @@ def test_labels_that_nobody_asked_for_are_refused(make):
     with pytest.raises(ValueError, match=r"\[model.mtp\]"):
         make()(batch.tokens, labels=batch.labels, objective=CrossEntropy().build(), mtp_targets=mtp_targets)
     with pytest.raises(ValueError, match="objective"):
-        make(mtp=MTP())(batch.tokens, mtp_targets=mtp_targets)
+        make(mtp=MTPConfig())(batch.tokens, mtp_targets=mtp_targets)
 
 
 COUNTED = [
-    {"mtp": MTP(depth=2)},
-    {"mtp": MTP(), "tied_embeddings": True, "norm_placement": "sandwich"},
-    {"mtp": MTP(depth=2), "moe": MoE(experts=4, shared=1, ffn_dim=24, every=2, kernel="loop")},
+    {"mtp": MTPConfig(depth=2)},
+    {"mtp": MTPConfig(), "tied_embeddings": True, "norm_placement": "sandwich"},
+    {"mtp": MTPConfig(depth=2), "moe": MoEConfig(experts=4, shared=1, ffn_dim=24, every=2, kernel="loop")},
 ]
 
 

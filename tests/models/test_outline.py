@@ -7,28 +7,26 @@ import torch
 from torch import nn
 
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import GELU
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.rope import Rope
-from forge_models.shape import Losses
+from forge_models.components.decoder import DecoderConfig, MTPConfig
+from forge_models.components.experts import MoEConfig
+from forge_models.components.layers import GELU
+from forge_models.shape import Losses, Rope
 
 SIZES: dict[str, Any] = {"dim": 32, "heads": 4, "kv_heads": 2, "layers": 3, "ffn_dim": 40, "vocab_size": 64, "max_length": 32}
 LATENT = MLA(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 DYNAMIC = Rope(scaling="dynamic", factor=2.0, original_max_length=16)
 MODELS = {
-    "plain": Decoder(**SIZES),
-    "tied": Decoder(**SIZES, tied_embeddings=True, mlp=GELU(), rope=DYNAMIC),
-    "capped": Decoder(**SIZES, attention=GQA(soft_cap=5.0, qk_norm="full", qkv_bias=True)),
-    "latent": Decoder(**{**SIZES, "kv_heads": None}, attention=LATENT),
-    "latent queries": Decoder(**{**SIZES, "kv_heads": None}, attention=MLA(q_lora_rank=10)),
-    "local": Decoder(
+    "plain": DecoderConfig(**SIZES),
+    "tied": DecoderConfig(**SIZES, tied_embeddings=True, mlp=GELU(), rope=DYNAMIC),
+    "capped": DecoderConfig(**SIZES, attention=GQA(soft_cap=5.0, qk_norm="full", qkv_bias=True)),
+    "latent": DecoderConfig(**{**SIZES, "kv_heads": None}, attention=LATENT),
+    "latent queries": DecoderConfig(**{**SIZES, "kv_heads": None}, attention=MLA(q_lora_rank=10)),
+    "local": DecoderConfig(
         **SIZES, attention=GQA(window=4), rope=Rope(scaling="dynamic", factor=2.0, original_max_length=16, local_theta=5.0)
     ),
-    "experts": Decoder(**SIZES, moe=MoE(experts=4, shared=2, first_dense=1, ffn_dim=24, losses=Losses(sequence=0.1))),
-    "only experts": Decoder(**SIZES, moe=MoE(experts=4), mtp=MTP(depth=2)),
-    "every other": Decoder(**{**SIZES, "layers": 5}, moe=MoE(experts=4, every=2, first_dense=2), mtp=MTP()),
+    "experts": DecoderConfig(**SIZES, moe=MoEConfig(experts=4, shared=2, first_dense=1, ffn_dim=24, losses=Losses(sequence=0.1))),
+    "only experts": DecoderConfig(**SIZES, moe=MoEConfig(experts=4), mtp=MTPConfig(depth=2)),
+    "every other": DecoderConfig(**{**SIZES, "layers": 5}, moe=MoEConfig(experts=4, every=2, first_dense=2), mtp=MTPConfig()),
 }
 
 
@@ -77,8 +75,8 @@ def test_e7_an_outline_agrees_with_the_built_model(name: str) -> None:
 )
 def test_m1_a_size_that_no_machine_holds_names_its_key(key: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"^{key} {value} gives \S+ parameters"):
-        Decoder(**{key: value})
+        DecoderConfig(**{key: value})
 
 
 def test_m1_a_thousand_times_the_largest_models_is_taken() -> None:
-    assert Decoder(layers=1000, dim=65536, heads=512, ffn_dim=262144).outline().elements > 5e13
+    assert DecoderConfig(layers=1000, dim=65536, heads=512, ffn_dim=262144).outline().elements > 5e13

@@ -4,12 +4,9 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.mlps import GELU, GeGLU, SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.norms import LayerNorm, RMSNorm
-from forge_models.components.routers import SigmoidTopK
-from forge_models.rope import Rope
-from forge_models.shape import Losses
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
+from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, RMSNormConfig, SwiGLU
+from forge_models.shape import Losses, Rope
 
 SIZES = {"dim": 48, "layers": 3, "heads": 6, "head_dim": 10, "ffn_dim": 56, "vocab_size": 101, "max_length": 64}
 """All different, so that a dimension under a wrong name shows."""
@@ -29,7 +26,7 @@ def registered() -> dict[str, dict[str, Any]]:
                 found[point.name] = {slot: point.load()(**SMALL.get((slot, point.name), {}))}
     for point in entry_points(group="forge.routers"):
         if point.dist is not None and point.dist.name == "forge-models":
-            found[f"experts_{point.name}"] = {"moe": MoE(experts=4, ffn_dim=24, first_dense=1, router=point.load()())}
+            found[f"experts_{point.name}"] = {"moe": MoEConfig(experts=4, ffn_dim=24, first_dense=1, router=point.load()())}
     return found
 
 
@@ -49,27 +46,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "kv_heads": 3,
     },
     "query_latent": {"attention": MLA(q_lora_rank=16, **LATENT), "rope": Rope(scaling="yarn", factor=4.0, original_max_length=8)},
-    "post_norms": {"norm_placement": "post", "norm": LayerNorm()},
+    "post_norms": {"norm_placement": "post", "norm": LayerNormConfig()},
     "sandwich": {
         "norm_placement": "sandwich",
-        "norm": RMSNorm(offset=1),
+        "norm": RMSNormConfig(offset=1),
         "mlp": GeGLU(exact=True, bias=True),
         "embed_multiplier": 6.9,
         "residual_multiplier": 0.5,
     },
-    "norm_without_bias": {"norm": LayerNorm(bias=False), "mlp": GELU(bias=True), "attention": GQA(qk_norm="head")},
+    "norm_without_bias": {"norm": LayerNormConfig(bias=False), "mlp": GELU(bias=True), "attention": GQA(qk_norm="head")},
     "partial_rotation": {
         "rope": Rope(partial=0.4, scaling="llama3", factor=4.0, original_max_length=8),
         "attention": GQA(output_bias=True),
     },
     "experts_in_groups": {
-        "moe": MoE(
+        "moe": MoEConfig(
             experts=8,
             top_k=3,
             shared=2,
             ffn_dim=24,
             every=2,
-            router=SigmoidTopK(n_group=4, topk_group=2, scaling=2.5, bias_schedule="warmup", bias_steps=3),
+            router=SigmoidTopKConfig(n_group=4, topk_group=2, scaling=2.5, bias_schedule="warmup", bias_steps=3),
             losses=Losses(sequence=0.1, global_batch=0.1, z=0.1),
         ),
         "mlp": GELU(),

@@ -7,13 +7,13 @@ from typing import Any, get_args
 import torch
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.pipeline import schedules as orders
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.compile import Compile
@@ -37,7 +37,7 @@ SCHEDULES = {
 
 def decoder_case(tied: bool = True, layers: int = 5, **changes: Any) -> Case:
     """Grouped key-value heads, and an objective with metrics."""
-    decoder = Decoder(
+    decoder = DecoderConfig(
         dim=16, layers=layers, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCAB, max_length=32, tied_embeddings=tied
     )
     objective = CrossEntropy(z_loss=1e-2).build()

@@ -16,9 +16,9 @@ from forge_core.layout import Layout
 from forge_core.protocols.checkpoint import Piece
 from forge_core.protocols.model import Optimizer, PositionedTokens
 from forge_core.specs import Init, TensorSpec
-from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
-from forge_models.moe.experts import Experts
+from forge_models.blocks.moe.experts import Experts
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel import accelerator
 from forge_parallel.model.initial_weights import fill
 from forge_parallel.model.parallel_model import ParallelModel
@@ -123,7 +123,7 @@ def test_float8_products_of_the_device_are_the_emulated_ones(recipe: Literal["te
     """Kernels may sum with fewer digits than fp32 has; an operand that then differs in its last bit may be cast to a neighbor. So
     the two may be as far apart as float8 is from bf16, and no farther."""
     pytest.importorskip("torchao")
-    decoder = Decoder(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=61, max_length=32)
+    decoder = DecoderConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=61, max_length=32)
     case = Case(
         decoder.build, CrossEntropy().build(), AdamW().build, 61, rows=4, micro_batch=2, steps=1, compute="bf16", state="fp32"
     )
@@ -156,7 +156,7 @@ def test_float8_products_of_experts_are_the_emulated_ones(counts: list[int]) -> 
     weights = [torch.randn(4, *shape, generator=generator) * 0.1 for shape in ((192, 128), (192, 128), (128, 192))]
     for multiply in (float8.emulated, float8.native):
         with torch.device("cuda"):
-            stack: Any = Experts(Decoder(dim=128, layers=1, heads=2, ffn_dim=192).shape.context(0), 4, "silu", True)
+            stack: Any = Experts(DecoderConfig(dim=128, layers=1, heads=2, ffn_dim=192).shape.context(0), 4, "silu", True)
         stack.to(torch.bfloat16)
         stack.__class__, stack.multiply = float8.float8_experts_class(Experts), multiply
         with torch.no_grad():

@@ -9,8 +9,8 @@ import torch
 
 from forge_core.errors import LayoutError, PlanError
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
 from forge_parallel import accelerator
+from forge_models.components.decoder import DecoderConfig
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
 from forge_parallel.model.plan import Plan
@@ -22,7 +22,7 @@ from rehearsal import device
 from rehearsal.ranks import own_device
 
 pytestmark = pytest.mark.rehearsal
-DECODER = Decoder(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=32, vocab_size=50, max_length=64)
+DECODER = DecoderConfig(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=32, vocab_size=50, max_length=64)
 
 
 def _started(changes: list[dict[str, object]]) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forge_models.components.objectives import CrossEntropy
+from forge_models.objectives import CrossEntropy
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_run
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamW

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forge_models.components.decoder import Decoder
-from forge_models.moe.experts import Experts
+from forge_models.blocks.moe.experts import Experts
+from forge_models.components.decoder import DecoderConfig
 from harness.pool import World
 
 pytestmark = pytest.mark.rehearsal
-DECODER = Decoder(dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=24, vocab_size=8, max_length=8)
+DECODER = DecoderConfig(dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=24, vocab_size=8, max_length=8)
 COUNTS = ([100, 0, 17, 139], [0, 0, 0, 0], [1, 255, 0, 0], [3, 5, 7, 0])
 UNASSIGNED = 5
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.compile import Compile
@@ -19,7 +19,7 @@ from harness.pool import World
 from rehearsal.ranks import own_device
 
 pytestmark = pytest.mark.rehearsal
-DECODER = Decoder(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=32, vocab_size=50, max_length=64, soft_cap=5.0)
+DECODER = DecoderConfig(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=32, vocab_size=50, max_length=64, soft_cap=5.0)
 
 
 def _loss(layout: str, compiled: bool) -> tuple[bool, float, float]:

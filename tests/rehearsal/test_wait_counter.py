@@ -115,6 +115,6 @@ def _sites() -> list[tuple[str, str, str]]:
 def test_a_wait_belongs_to_the_innermost_line_of_forge(devices: World) -> None:
     (found,) = devices.run(_sites, 1, group=False)
     assert found == [
-        ("forge_models/blocks/fused_attention.py", "boundaries", "nonzero"),
+        ("forge_models/blocks/attention_core.py", "boundaries", "nonzero"),
         ("torch", "", "device to host"),
     ]

@@ -15,7 +15,7 @@ import pytest
 PACKAGES = Path(__file__).parents[2] / "packages"
 ROOMS = {
     "forge_ckpt": ("transfer",),
-    "forge_models": ("blocks", "loss_head", "moe"),
+    "forge_models": ("blocks",),
     "forge_parallel": ("step", "experts", "tensor", "context", "float8", "optim", "transforms", "pipeline"),
 }
 READS = frozenset({"item", "tolist", "cpu", "nonzero", "synchronize"})
@@ -23,24 +23,24 @@ COPIES = frozenset({"torch.tensor", "torch.as_tensor"})
 
 ALLOWED = {
     "forge_ckpt/format/tensor_bytes.py queued: synchronize": (1, "of the event of one chunk, when its buffer is needed"),
-    "forge_models/blocks/fused_attention.py boundaries: nonzero": (1, "the kernel of variable lengths needs their number"),
-    "forge_models/moe/experts.py _few_busy: nonzero": (1, "only on a CPU"),
-    "forge_models/moe/experts.py _products: tolist": (1, "the kernel `loop`, where no grouped product takes precision or width"),
-    "forge_parallel/transforms/expert/dispatchers.py Everyone: tolist": (1, "ranks may have different numbers of tokens"),
-    "forge_parallel/transforms/expert/dispatchers.py on_host: tolist": (
+    "forge_models/blocks/attention_core.py boundaries: nonzero": (1, "the kernel of variable lengths needs their number"),
+    "forge_models/blocks/moe/experts.py _few_busy: nonzero": (1, "only on a CPU"),
+    "forge_models/blocks/moe/experts.py _products: tolist": (
         1,
-        "rows that travel are counted on the host by the collective",
+        "the kernel `loop`, where no grouped product takes precision or width",
     ),
-    "forge_parallel/optim/elementwise.py Elementwise.__init__: torch.tensor": (1, "once, with the optimizer; no step makes one"),
+    "forge_parallel/transforms/expert/dispatchers.py AllGatherDispatcher: tolist": (1, "ranks may have different numbers of tokens"),
+    "forge_parallel/transforms/expert/dispatchers.py on_host: tolist": (1, "rows that travel are counted on the host by the collective"),
+    "forge_parallel/optim/elementwise.py ElementwiseOptimizer.__init__: torch.tensor": (1, "once, with the optimizer; no step makes one"),
     "forge_parallel/optim/elementwise.py _parts: torch.tensor": (2, "once, with the optimizer; no step makes one"),
     "forge_parallel/optim/adamw8bit.py Blocks.numbers: torch.tensor": (1, "once, with the optimizer; no step makes one"),
     "forge_parallel/step/pipeline.py Runner._told: torch.tensor": (1, "in the first step only"),
     "forge_parallel/step/pipeline.py Runner._told: tolist": (1, "in the first step only"),
-    "forge_parallel/step/timing.py Reading.numbers: synchronize": (
+    "forge_parallel/step/timing.py DeferredRead.numbers: synchronize": (
         1,
         "the verdict of a step, read a step later",
     ),
-    "forge_parallel/step/timing.py Reading.numbers: tolist": (1, "of memory of the host, once the numbers are there"),
+    "forge_parallel/step/timing.py DeferredRead.numbers: tolist": (1, "of memory of the host, once the numbers are there"),
     "forge_parallel/step/step.py Step.evaluate: tolist": (1, "the result of a whole evaluation"),
 }
 """How often, and why."""

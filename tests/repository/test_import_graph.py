@@ -13,7 +13,7 @@ ONE_WAY = ("forge_core", "forge_ckpt", "forge_data")
 """Packages whose folders import each other in one direction too."""
 READ_RECIPES = {
     *("forge_data.checks", "forge_data.commands.recipe", "forge_models.checks", "forge_train.recipe.checks"),
-    *("forge_parallel.verify.proofs", "forge_parallel.foreign.module", "forge_models.moe.upcycle"),
+    *("forge_parallel.verify.proofs", "forge_parallel.foreign.module", "forge_models.upcycle"),
     *("forge_data.conformance.sources", "forge_models.conformance.trial", "forge_models.conformance.weights"),
     "forge_vlm.conformance.fusions",
 }

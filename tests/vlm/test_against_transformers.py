@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.norms import RMSNorm
+from forge_models.blocks.moe.layer import ExpertLayer
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
+from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.conformance.trial import on_meta
-from forge_models.moe.layer import ExpertLayer
 from forge_vlm.components.adapters import MLP, Linear
 from forge_vlm.components.encoders import Features, SigLIP
 from forge_vlm.components.fusions import CrossAttention, JointDecoder
@@ -91,7 +90,7 @@ def test_the_joint_decoder_has_the_logits_of_llava(tmp_path: Path) -> None:
     )
     theirs = randomized(transformers.LlavaForConditionalGeneration(config))
     theirs.model.vision_tower.load_state_dict(transformers.SiglipVisionModel.from_pretrained(tmp_path).double().state_dict())
-    component = VLM(**SIZES, **{**PARTS, "norm": RMSNorm(eps=1e-5)}, encoder=encoder, adapter=MLP(), fusion=JointDecoder())
+    component = VLM(**SIZES, **{**PARTS, "norm": RMSNormConfig(eps=1e-5)}, encoder=encoder, adapter=MLP(), fusion=JointDecoder())
     state = theirs.state_dict()
     names = {**text_names({layer: str(layer) for layer in range(3)}, "model.language_model."), "head.weight": "lm_head.weight"}
     given = {mine: state[name] for mine, name in names.items()}
@@ -122,7 +121,7 @@ def test_cross_blocks_have_the_logits_of_mllama() -> None:
     theirs = randomized(transformers.models.mllama.modeling_mllama.MllamaForCausalLM(config)).float()  # it mixes precisions
     component = VLM(
         **{**SIZES, "layers": 4},
-        **{**PARTS, "norm": RMSNorm(eps=1e-5)},
+        **{**PARTS, "norm": RMSNormConfig(eps=1e-5)},
         encoder=Features(count=5, dim=16),
         adapter=Linear(bias=False),
         fusion=CrossAttention(every=2),
@@ -164,7 +163,7 @@ def test_experts_by_modality_are_those_of_ernie() -> None:
     theirs = randomized(modeling.Ernie4_5_VLMoeMoeBlock(config))
     for router in (theirs.text_moe.gate, theirs.vision_moe.gate):
         torch.nn.init.zeros_(router.moe_statics.e_score_correction_bias)
-    shape = Decoder(**SIZES, **PARTS, moe=MoE(experts=4, top_k=2, shared=2, ffn_dim=8, kernel="loop")).shape
+    shape = DecoderConfig(**SIZES, **PARTS, moe=MoEConfig(experts=4, top_k=2, shared=2, ffn_dim=8, kernel="loop")).shape
     assert shape.moe is not None
     mine = ModalityExperts(("text", "image"), shape.moe, SwiGLU(), shape.context(0), ExpertLayer).double().eval()
     with torch.no_grad():

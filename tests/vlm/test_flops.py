@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from forge_core.batch import Batch
 from forge_core.component import Component
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.flops import count, counts_of
 from forge_train.speed import utilization
 from forge_train.speed.utilization import Utilization
@@ -104,7 +104,7 @@ def test_rows_without_images_count_as_text() -> None:
 def test_a_published_tower_by_hand() -> None:
     """Of ViT-L/14 at 336: 576 patches, 24 blocks of width 1024; a projection of two layers to 4096, as LLaVA-1.5 has it."""
     tower = ViT(size=336, patch=14, dim=1024, layers=24, heads=16)
-    text = Decoder(dim=4096, layers=1, heads=32, ffn_dim=11008, vocab_size=32064, max_length=4096)
+    text = DecoderConfig(dim=4096, layers=1, heads=32, ffn_dim=11008, vocab_size=32064, max_length=4096)
     keys = {name: getattr(text, name) for name in ("dim", "layers", "heads", "ffn_dim", "vocab_size", "max_length")}
     counts = replace(JOINT, **{**keys, "kv_heads": None}, encoder=tower, adapter=MLP()).counts()
     block = 576 * 12 * 1024**2 + 2 * 576**2 * 1024

@@ -10,9 +10,8 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_core.registry import Registry
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.routers import SigmoidTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.conformance.weights import InMemory
 from forge_train.inference.open import open_weights
 from forge_train.run.loop import fit
@@ -30,9 +29,13 @@ MODELS = {
     "joint": VLM(**KEYS, **VISION, vocab_size=40, fusion=JointDecoder()),
     "cross": VLM(**KEYS, **VISION, vocab_size=40, fusion=CrossAttention(every=2)),
     "mot": VLM(**KEYS, **VISION, vocab_size=40, fusion=MixtureOfTransformers()),
-    "moma": VLM(**KEYS, **VISION, vocab_size=40, fusion=MoMa(), moe=MoE(experts=4, kernel="loop")),
+    "moma": VLM(**KEYS, **VISION, vocab_size=40, fusion=MoMa(), moe=MoEConfig(experts=4, kernel="loop")),
     "moma scaled": VLM(
-        **KEYS, **VISION, vocab_size=40, fusion=MoMa(), moe=MoE(experts=4, kernel="loop", router=SigmoidTopK(scaling=2.5))
+        **KEYS,
+        **VISION,
+        vocab_size=40,
+        fusion=MoMa(),
+        moe=MoEConfig(experts=4, kernel="loop", router=SigmoidTopKConfig(scaling=2.5)),
     ),
 }
 
@@ -41,7 +44,7 @@ class Text:
     """Weights of a text model in memory."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.model = Decoder(**KEYS, vocab_size=vocab_size)
+        self.model = DecoderConfig(**KEYS, vocab_size=vocab_size)
         self.module = self.model.build().double()
         draw = torch.Generator().manual_seed(0)
         for tensor in self.module.parameters():
@@ -84,7 +87,7 @@ def test_text_has_the_logits_of_the_text_model(name: str) -> None:
 
 def test_trials_h_shared_experts_have_no_counterpart_and_change_the_logits() -> None:
     """As the page on images says; every other tensor of the blocks is as it would be without them."""
-    moe = MoE(experts=4, kernel="loop", shared=1)
+    moe = MoEConfig(experts=4, kernel="loop", shared=1)
     text = Text(40)
     module, drawn = started(replace(MODELS["moma"], moe=moe), text)
     shared = {name for name, _ in module.named_parameters() if ".shared." in name}
@@ -125,8 +128,8 @@ def test_trials_c6_what_starts_from_a_joint_decoder_reads_images_as_that_does(na
 
 
 def test_experts_of_a_modality_begin_as_those_of_the_text_model() -> None:
-    moe = MoE(experts=4, kernel="loop")
-    text = InMemory(Decoder(**KEYS, vocab_size=40, moe=moe))
+    moe = MoEConfig(experts=4, kernel="loop")
+    text = InMemory(DecoderConfig(**KEYS, vocab_size=40, moe=moe))
     weights = from_text(text, MODELS["moma"], MODELS["moma"].modality_ids.names)
     for part in ("experts.up_proj", "router.weight"):
         name = f"blocks.1.mlp.layers.image.{part}"

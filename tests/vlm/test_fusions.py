@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from forge_models.blocks.block import Block
-from forge_models.components.moe import MoE
+from forge_models.components.experts import MoEConfig
 from forge_vlm.components.adapters import MLP, AttentionPool, Perceiver
 from forge_vlm.components.fusions import CrossAttention, MixtureOfTransformers, MoMa
 from vlm.tiny import CAUSAL, EXPERTS, IMAGE, JOINT, MODELS, TEXT, batch, build, image, row
@@ -150,7 +150,7 @@ def test_copies_that_are_equal_are_one_model() -> None:
         copied(joint, mot)
         found = mot(**inputs)
         assert torch.allclose(found, wanted, rtol=0, atol=1e-10) is (kind == "causal")
-    one = MoE(experts=1, top_k=1, ffn_dim=24, kernel="loop")
+    one = MoEConfig(experts=1, top_k=1, ffn_dim=24, kernel="loop")
     moma = build(replace(JOINT, fusion=MoMa(), moe=one), seed=1)  # softmax over one expert is 1
     copied(joint, moma)
     given = dict(joint.named_parameters())
@@ -313,7 +313,7 @@ def test_every_block_of_a_text_model_stays_what_it_was() -> None:
 @pytest.mark.parametrize("name", ["mot", "mot-experts", "moma-token", "cross"])
 def test_inner_values_of_each_modality_have_a_name(name: str) -> None:
     """Nothing is passed twice under one name: a reader could not tell which is which."""
-    from forge_models.interp.tap import listening
+    from forge_models.inner_values import listening
 
     component = MODELS[name]
     model = build(component)
@@ -325,4 +325,4 @@ def test_inner_values_of_each_modality_have_a_name(name: str) -> None:
 
 
 def test_moma_without_experts_has_the_default_ones() -> None:
-    assert replace(JOINT, fusion=MoMa()).moe == MoE()
+    assert replace(JOINT, fusion=MoMa()).moe == MoEConfig()

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from forge_models.generation.generate import generate
-from forge_models.generation.sampling import GenerationError
+from forge_models import generation
+from forge_models.generation import GenerationError
 from vlm.tiny import IMAGE, MODELS, batch, build, row
 
 
@@ -38,11 +38,11 @@ def test_a_cache_changes_no_token(name: str) -> None:
     prefix = torch.arange(width) < torch.tensor([[len(ids)] for ids, _ in samples])
     extras = {"images": inputs["images"], "image_rows": inputs["image_rows"], "prefix": prefix}
     prompts = [ids for ids, _ in samples]
-    assert generate(model, prompts, max_tokens=8, inputs=extras) == wanted
+    assert generation(model, prompts, max_tokens=8, inputs=extras) == wanted
     text = [ids for ids, images in samples if not images]
-    assert generate(model, text, max_tokens=8, inputs={"prefix": prefix[1:2, : len(text[0])]}) == [wanted[1]]
+    assert generation(model, text, max_tokens=8, inputs={"prefix": prefix[1:2, : len(text[0])]}) == [wanted[1]]
     with pytest.raises(GenerationError, match="come whole"):
-        generate(model, prompts, max_tokens=8, inputs=extras, prefill=4)
+        generation(model, prompts, max_tokens=8, inputs=extras, prefill=4)
 
 
 def test_a_placeholder_is_never_written() -> None:

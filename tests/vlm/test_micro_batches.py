@@ -12,9 +12,9 @@ import torch
 from forge_core.component import fields_of
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.decoder import MTPConfig
+from forge_models.components.experts import MoEConfig
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import LAYOUT_DEPENDENT, Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim import optimizers
@@ -42,8 +42,8 @@ def model_of(fusion: Any, **parts: Any) -> Any:
     return replace(TEXT, **layers, **parts) if fusion is None else replace(JOINT, **layers, fusion=fusion, **parts)
 
 
-def experts(router: Any, losses: Losses) -> MoE:
-    return MoE(experts=4, top_k=2, ffn_dim=16, kernel="loop", every=2, router=router, losses=losses)
+def experts(router: Any, losses: Losses) -> MoEConfig:
+    return MoEConfig(experts=4, top_k=2, ffn_dim=16, kernel="loop", every=2, router=router, losses=losses)
 
 
 def same_in_micro_batches(model: Any, sizes: tuple[int, ...] = (2, 1)) -> list[bool]:
@@ -89,4 +89,4 @@ def test_losses_that_depend_on_the_micro_batch_are_those_that_say_so(fusion: Any
 
 
 def test_the_loss_of_further_tokens_does_not_depend_on_the_micro_batch() -> None:
-    assert same_in_micro_batches(model_of(None, mtp=MTP(depth=1))) == [True, True]
+    assert same_in_micro_batches(model_of(None, mtp=MTPConfig(depth=1))) == [True, True]

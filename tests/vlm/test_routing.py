@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import SwiGLU
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.layers import SwiGLU
 from forge_models.conformance.trial import filled, on_meta, specs_of
 from forge_vlm.fusion.choice import ExpertChoice, highest
 from forge_vlm.fusion.threshold import BINS, Threshold, quantile
@@ -14,7 +14,7 @@ from forge_vlm.groups import ByModality, Groups
 from forge_vlm.modality import Modalities
 from vlm.tiny import EXPERTS, PARTS, SIZES
 
-SHAPE = Decoder(**SIZES, **PARTS, moe=EXPERTS).shape
+SHAPE = DecoderConfig(**SIZES, **PARTS, moe=EXPERTS).shape
 
 
 def layer(kind: Any, **options: Any) -> Any:

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.norms import RMSNorm
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
+from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.conformance.trial import filled, on_meta
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
@@ -19,12 +18,12 @@ from forge_vlm.components.model import VLM
 from forge_vlm.model import VisionLanguageModel
 
 SIZES: dict[str, Any] = {"dim": 16, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "vocab_size": 40, "max_length": 64}
-PARTS: dict[str, Any] = {"attention": GQA(), "mlp": SwiGLU(), "norm": RMSNorm()}
-TEXT = Decoder(**SIZES, **PARTS)
+PARTS: dict[str, Any] = {"attention": GQA(), "mlp": SwiGLU(), "norm": RMSNormConfig()}
+TEXT = DecoderConfig(**SIZES, **PARTS)
 ENCODER = ViT(size=8, patch=4, channels=1, dim=8, layers=1, heads=2)
 IMAGE = 39
 """The placeholder; an image is 4 vectors."""
-EXPERTS = MoE(experts=4, top_k=2, ffn_dim=16, kernel="loop")
+EXPERTS = MoEConfig(experts=4, top_k=2, ffn_dim=16, kernel="loop")
 JOINT = VLM(**SIZES, **PARTS, encoder=ENCODER, adapter=MLP(), fusion=JointDecoder())
 
 MODELS: dict[str, VLM] = {

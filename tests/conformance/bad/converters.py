@@ -7,7 +7,7 @@ import torch
 from conformance.part import Part
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import StoredTensor
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.conformance.weights import InMemory
 
 
@@ -69,7 +69,7 @@ class Plain(Whole):
     """Forgets what the model computes apart from its tensors."""
 
     def content(self, weights):
-        model = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=32, max_length=64, soft_cap=1.0)
+        model = DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=32, max_length=64, soft_cap=1.0)
         return pickle.dumps((model, weights.facts, weights.read(list(weights.tensors))))
 
 

@@ -6,7 +6,7 @@ import torch
 
 from conformance.part import Part
 from forge_core.protocols.weights import NO_EXTRAS
-from forge_models.components.norms import RMSNorm
+from forge_models.components.layers import RMSNormConfig
 from forge_models.hf.streamed_forward import logits_of
 from forge_vlm.hf.standalone.folder import Standalone
 
@@ -31,7 +31,7 @@ class Loses(Standalone):
 class Shifts(Standalone):
     def read(self, path, ignore=()):
         found = super().read(path, ignore)
-        found.model = replace(found.model, norm=RMSNorm(eps=0.1))
+        found.model = replace(found.model, norm=RMSNormConfig(eps=0.1))
         return found
 
 

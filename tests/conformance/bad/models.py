@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from conformance.part import Part
-from forge_models.components.decoder import Decoder as Component
+from forge_models.components.decoder import DecoderConfig as Component
 from forge_models.decoder import Decoder
 
 GOOD = Component(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=40, max_length=64)

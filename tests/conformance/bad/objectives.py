@@ -8,7 +8,7 @@ from forge_models.objectives import CrossEntropy
 def spoiled(spoil, z_loss: float = 0.0) -> Part:
     def make():
         def objective(head, hidden, labels):
-            return spoil(CrossEntropy(z_loss)(head, hidden, labels), labels, hidden)
+            return spoil(CrossEntropy(z_loss=z_loss)(head, hidden, labels), labels, hidden)
 
         return objective
 

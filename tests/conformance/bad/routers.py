@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from conformance.part import Part
-from forge_models.context import RouterContext
-from forge_models.moe.routers import Hash, SigmoidTopK, SoftmaxTopK
+from forge_models.blocks.moe.routers import Hash, SigmoidTopK, SoftmaxTopK
+from forge_models.shape import RouterContext
 
 
 class Wrong(SoftmaxTopK):

@@ -5,9 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
-from forge_models.generation.generate import generate
+from forge_models import generation
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.transforms.shard import FullyShard
@@ -35,7 +35,7 @@ def build(make):
 
 @every
 def test_specs_are_complete_and_fit(name):
-    config = Decoder(**SIZES | VARIANTS[name])
+    config = DecoderConfig(**SIZES | VARIANTS[name])
     state = torch.get_rng_state()
     model = config.build()
     assert torch.equal(state, torch.get_rng_state()), "a constructor draws"
@@ -105,7 +105,7 @@ def test_cached_equals_uncached(build, tokens, name):
 @every
 def test_greedy_tokens_equal_those_without_a_cache(build, name):
     model, prompts = build(name), [[5, 6, 7, 8, 9, 10, 11], [1, 2]]
-    found = generate(model, prompts, max_tokens=9, prefill=3)
+    found = generation(model, prompts, max_tokens=9, prefill=3)
     for prompt, row in zip(prompts, found, strict=True):
         ids = list(prompt)
         for token in row:
@@ -154,7 +154,7 @@ def _measure(case, layout):
 
 @every
 def test_sharded_equals_one_process(world, name):
-    config = Decoder(**SIZES | {"layers": 2} | VARIANTS[name])
+    config = DecoderConfig(**SIZES | {"layers": 2} | VARIANTS[name])
     objective = CrossEntropy().build()
     case = Case(config.build, objective, AdamW(lr=1e-2).build, 101, rows=4, micro_batch=2, silent=2, steps=1, state="fp64")
     whole = _measure(case, "1")
@@ -214,7 +214,7 @@ def test_parts_from_a_plain_file_are_chosen_by_name(tmp_path, tokens):
     trust_file(tmp_path / "mine.py")
     attention = registry.load("forge.attentions", f"{tmp_path}/mine.py:MeanOfThePast")(strength=0.5)
     mlp = registry.load("forge.mlps", f"{tmp_path}/mine.py:Double")()
-    model = Decoder(dim=8, layers=1, heads=2, vocab_size=11, attention=attention, mlp=mlp).build()
+    model = DecoderConfig(dim=8, layers=1, heads=2, vocab_size=11, attention=attention, mlp=mlp).build()
     fill(model, model.specs(), 0)
     assert model.specs().tensors.keys() == {
         "embed.weight",

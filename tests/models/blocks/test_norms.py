@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forge_models.components.norms import LayerNorm, RMSNorm
+from forge_models.components.layers import LayerNormConfig, RMSNormConfig
 
 
 def drawn(norm, middle):
@@ -16,11 +16,13 @@ def drawn(norm, middle):
     return module.bfloat16(), x.bfloat16()
 
 
-@pytest.mark.parametrize("norm", [LayerNorm(), LayerNorm(bias=False), RMSNorm(), RMSNorm(offset=1)], ids=str)
+@pytest.mark.parametrize(
+    "norm", [LayerNormConfig(), LayerNormConfig(bias=False), RMSNormConfig(), RMSNormConfig(offset=1)], ids=str
+)
 def test_bf16_is_fp64_rounded_once(norm):
     module, x = drawn(norm, 0.0 if getattr(norm, "offset", 0) else 1.0)
     wide, weight = x.double(), module.weight.double()
-    if isinstance(norm, LayerNorm):
+    if isinstance(norm, LayerNormConfig):
         centered = wide - wide.mean(-1, keepdim=True)
         exact = centered / (centered.square().mean(-1, keepdim=True) + norm.eps).sqrt() * weight
         exact = exact + module.bias.double() if norm.bias else exact
@@ -34,7 +36,7 @@ def test_bf16_is_fp64_rounded_once(norm):
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_gradients_of_the_rms_norm(offset):
-    module = RMSNorm(offset=offset).build(7).double()
+    module = RMSNormConfig(offset=offset).build(7).double()
     torch.nn.init.normal_(module.weight)
     x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, w: torch.func.functional_call(module, {"weight": w}, x), (x, module.weight))

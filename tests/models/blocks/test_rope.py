@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forge_models.blocks.rope import Rotary, attention_factor, frequencies_of, rotate
-from forge_models.rope import Rope
+from forge_models.shape import Rope
 
 # Ours, and the same in a configuration of transformers.
 SCALINGS = {

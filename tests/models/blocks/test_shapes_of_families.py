@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2, SwiGLU
-from forge_models.components.norms import LayerNorm, RMSNorm
-from forge_models.rope import Rope
+from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, ReLU, ReLU2, RMSNormConfig, SwiGLU
+from forge_models.shape import Rope
 from harness.closeness import wide
 
 COMMON = {
@@ -45,7 +44,7 @@ FAMILIES = {
             "head_dim": 12,
             "attention": GQA(window=5, global_every=2, soft_cap=3.0, scale=20**-0.5),
             "mlp": GeGLU(),
-            "norm": RMSNorm(eps=1e-6, offset=1),
+            "norm": RMSNormConfig(eps=1e-6, offset=1),
             "norm_placement": "sandwich",
             "embed_multiplier": sqrt(32),
             "soft_cap": 30.0,
@@ -73,7 +72,7 @@ FAMILIES = {
             "attention": GQA(window=5, global_layers=(2,), scale=20**-0.5, qk_norm="head"),
             "mlp": GeGLU(),
             "rope": Rope(theta=1e6, local_theta=100.0, scaling="linear", factor=8.0),
-            "norm": RMSNorm(eps=1e-6, offset=1),
+            "norm": RMSNormConfig(eps=1e-6, offset=1),
             "norm_placement": "sandwich",
             "embed_multiplier": sqrt(32),
             "tied_embeddings": True,
@@ -115,7 +114,7 @@ FAMILIES = {
     ),
     "StableLm": (
         {"partial_rotary_factor": 0.5, "qk_layernorm": False, "layer_norm_eps": 1e-5, "hidden_act": "silu"},
-        {"rope": Rope(partial=0.5), "norm": LayerNorm()},
+        {"rope": Rope(partial=0.5), "norm": LayerNormConfig()},
         {},
     ),
 }
@@ -154,7 +153,7 @@ def their_model(family, fields):
 def test_logits_and_gradients_equal_those_of_the_family(make, tokens, family):
     their_fields, ours, parts = FAMILIES[family]
     twin = their_model(family, {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | their_fields | _tied(ours))
-    model = make(dtype=torch.float64, **{"layers": 4, "norm": RMSNorm(eps=1e-6)} | ours)
+    model = make(dtype=torch.float64, **{"layers": 4, "norm": RMSNormConfig(eps=1e-6)} | ours)
     generator = torch.Generator().manual_seed(3)
     middle = 1.0 - getattr(model.shape.norm, "offset", 0)
     theirs = dict(twin.named_parameters())

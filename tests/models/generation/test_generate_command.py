@@ -12,8 +12,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from forge_models.generation.generate import generate
-from forge_models.generation.sampling import GREEDY, Sampling
+from forge_models import generation
+from forge_models.generation import GREEDY, Sampling
 from forge_models.hf.reader import Folder
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.open import load_model
@@ -42,7 +42,7 @@ def test_generate_speaks_with_a_runs_own_tokenizer(
     from forge_data.tokenizers.bytes import ByteTokenizer
 
     coder = ByteTokenizer()
-    ids = generate(training.model.part, [coder.encode("ab").tolist()], max_tokens=12, eos=coder.eos)[0]
+    ids = generation(training.model.part, [coder.encode("ab").tolist()], max_tokens=12, eos=coder.eos)[0]
     for place in ("run", "run/checkpoints", "run/checkpoints/step-00000002"):
         arguments = ("--prompt", "ab", "--temperature", "0", "--max-tokens", "12", "--json")
         assert run("generate", tmp_path / place, *arguments) == 0
@@ -79,7 +79,7 @@ def test_every_option_of_generate_counts(tmp_path: Path, capsys: pytest.CaptureF
 
     def text(**other: Any) -> str:
         sampling = replace(SETTINGS, **other)
-        return backend.decode(generate(model, prompt, sampling, max_tokens=15, eos=2)[0])  # type: ignore[arg-type]
+        return backend.decode(generation(model, prompt, sampling, max_tokens=15, eos=2)[0])  # type: ignore[arg-type]
 
     def spoken(*options: str) -> str:
         assert run("generate", folder, "--prompt", "1A1", "--max-tokens", "15", "--json", *OPTIONS, *options) == 0
@@ -110,7 +110,7 @@ def test_generate_shows_each_token_before_it_makes_the_next(tmp_path: Path, monk
             lengths.append(len(screen.getvalue()))
             yield [token]
 
-    monkeypatch.setattr("forge_models.generation.generate.stream", steps)
+    monkeypatch.setattr("forge_models.generation.stream", steps)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(screen)))  # type: ignore[type-var]
     assert run("generate", folder, "--prompt", "1A") == 0
     assert lengths == [2, 3, 4]
@@ -167,7 +167,7 @@ def test_text_is_shown_only_when_it_is_decided(monkeypatch: pytest.MonkeyPatch) 
         return iter([[byte] for byte in text.encode()])
 
     def shown(text: str, *stops: str) -> list[str]:
-        monkeypatch.setattr("forge_models.generation.generate.stream", lambda *_, **__: steps(text))
+        monkeypatch.setattr("forge_models.generation.stream", lambda *_, **__: steps(text))
         return list(Continuation(torch.nn.Module(), ByteTokenizer(), GREEDY, max_tokens=9, stops=stops)("x"))
 
     assert [piece for piece in shown("aé€b") if piece] == ["a", "é", "€", "b"]

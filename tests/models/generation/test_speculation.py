@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from forge_core.batch import Batch
+from forge_models import generation
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.objectives import CrossEntropy
-from forge_models.generation.generate import GenerationError, generate
-from forge_models.generation.speculation import Tally, _Rounds, speculate
-from forge_models.interp.tap import listening
-from forge_models.rope import Rope
+from forge_models.components.decoder import DecoderConfig, MTPConfig
+from forge_models.components.experts import MoEConfig
+from forge_models.generation import GenerationError
+from forge_models.inner_values import listening
+from forge_models.objectives import CrossEntropy
+from forge_models.shape import Rope
+from forge_models.speculation import Tally, _Rounds, speculate
 from models.conftest import TINY, fill
 
 PROMPTS = [[5, 17, 3, 60, 8, 9, 41], [90], [2, 2, 31, 7]]
@@ -39,7 +39,7 @@ def cycle(start, length, vocab=97):
 @cache
 def learned(depth):
     """Weights, by name, of a model that has learned `cycle`."""
-    model = Decoder(**TINY, mtp=MTP(depth=depth, weight=1.0)).build()
+    model = DecoderConfig(**TINY, mtp=MTPConfig(depth=depth, weight=1.0)).build()
     fill(model, model.specs(), 0)
     model.double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -60,7 +60,7 @@ def trained(make):
     """trained(depth, noise) -> a model that has learned `cycle`; noise in its modules has them guess wrong now and then."""
 
     def trained(depth, noise=0.0):
-        model = make(dtype=torch.float64, mtp=MTP(depth=depth))
+        model = make(dtype=torch.float64, mtp=MTPConfig(depth=depth))
         model.load_state_dict(learned(depth))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -76,7 +76,7 @@ VARIANTS = {
     "plain": {},
     "windows": {"attention": GQA(window=4)},
     "latent": {"kv_heads": None, "attention": MLA(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10)},
-    "experts": {"moe": MoE(experts=4, ffn_dim=24, capacity=1.0)},
+    "experts": {"moe": MoEConfig(experts=4, ffn_dim=24, capacity=1.0)},
     "tied": {"tied_embeddings": True, "embed_multiplier": 3.0},
 }
 
@@ -84,9 +84,9 @@ VARIANTS = {
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tokens_of_a_model_that_guesses_wrong_are_the_same(make, name, depth):
-    model = make(spread=10.0, dtype=torch.float64, mtp=MTP(depth=depth), **VARIANTS[name])
+    model = make(spread=10.0, dtype=torch.float64, mtp=MTPConfig(depth=depth), **VARIANTS[name])
     tally = Tally()
-    assert drafted(model, tally=tally, max_tokens=14) == generate(model, PROMPTS, max_tokens=14)
+    assert drafted(model, tally=tally, max_tokens=14) == generation(model, PROMPTS, max_tokens=14)
     assert tally.tokens == 3 * 14
     assert tally.drafted == depth * tally.rounds
     assert tally.rounds + tally.accepted >= 3 * 13  # a round makes one token and those that it accepts, some of them too many
@@ -98,7 +98,7 @@ def test_a_model_that_guesses_right_needs_fewer_forwards(trained, depth):
     prompts = [cycle(4, 6), cycle(50, 1), cycle(77, 3)]
     calls = []
     model.norm.register_forward_hook(lambda *_: calls.append(1))
-    expected = generate(model, prompts, max_tokens=24)
+    expected = generation(model, prompts, max_tokens=24)
     plain = len(calls)
     calls.clear()
     assert drafted(model, prompts, tally, max_tokens=24) == expected
@@ -110,7 +110,7 @@ def test_a_model_that_guesses_right_needs_fewer_forwards(trained, depth):
 
 def test_modules_that_guess_right_now_and_then_change_no_token(trained):
     model, tally = trained(2, noise=0.15), Tally()
-    assert drafted(model, tally=tally, max_tokens=40) == generate(model, PROMPTS, max_tokens=40)
+    assert drafted(model, tally=tally, max_tokens=40) == generation(model, PROMPTS, max_tokens=40)
     assert 0.1 < tally.accepted / tally.drafted < 0.9
 
 
@@ -145,7 +145,7 @@ def by_hand(model, prompt, count):
 @pytest.mark.parametrize("right", ["never", "sometimes"])
 def test_guesses_are_those_of_modules_that_see_the_whole_row(make, trained, monkeypatch, depth, right):
     """Were a module to build on a token that did not come to be, its guesses would be worse, and no text would tell."""
-    alike = {"spread": 10.0, "dtype": torch.float64, "mtp": MTP(depth=depth)}
+    alike = {"spread": 10.0, "dtype": torch.float64, "mtp": MTPConfig(depth=depth)}
     model = make(**alike) if right == "never" else trained(depth, noise=0.15)
     verified, guesses = _Rounds._verified, []
 
@@ -173,16 +173,16 @@ def test_prompts_may_be_taken_in_portions(trained):
 
 def test_rows_stop_at_their_own_end(trained):
     model = trained(2, noise=0.15)
-    free = generate(model, PROMPTS, max_tokens=20)
+    free = generation(model, PROMPTS, max_tokens=20)
     for eos in (free[0][3], free[1][0], free[2][7]):
-        assert drafted(model, max_tokens=20, eos=eos) == generate(model, PROMPTS, max_tokens=20, eos=eos)
+        assert drafted(model, max_tokens=20, eos=eos) == generation(model, PROMPTS, max_tokens=20, eos=eos)
 
     def decode(row):
         return " ".join(str(token) for token in row)
 
     stop = decode(free[0][2:4])
     options = {"max_tokens": 20, "stop": stop, "decode": decode}
-    assert drafted(model, **options) == generate(model, PROMPTS, **options)
+    assert drafted(model, **options) == generation(model, PROMPTS, **options)
 
 
 def test_a_row_alone_equals_the_row_in_a_batch(trained):
@@ -194,15 +194,15 @@ def test_a_row_alone_equals_the_row_in_a_batch(trained):
 
 
 def test_the_last_tokens_up_to_max_length_can_be_made(make):
-    model = make(spread=10.0, dtype=torch.float64, mtp=MTP(depth=3))
-    assert drafted(model, [[1, 2, 3]], max_tokens=61) == generate(model, [[1, 2, 3]], max_tokens=61)
+    model = make(spread=10.0, dtype=torch.float64, mtp=MTPConfig(depth=3))
+    assert drafted(model, [[1, 2, 3]], max_tokens=61) == generation(model, [[1, 2, 3]], max_tokens=61)
 
 
 def test_what_cannot_draft_is_refused(make):
     with pytest.raises(GenerationError, match="speculation needs MTP modules"):
         speculate(make(), PROMPTS, max_tokens=2)
-    dynamic = make(mtp=MTP(), rope=Rope(scaling="dynamic", factor=2.0, original_max_length=32))
+    dynamic = make(mtp=MTPConfig(), rope=Rope(scaling="dynamic", factor=2.0, original_max_length=32))
     with pytest.raises(GenerationError, match="dynamic"):
         speculate(dynamic, PROMPTS, max_tokens=2)
     with pytest.raises(GenerationError, match="prompt 0 is empty"):
-        speculate(make(mtp=MTP()), [[]], max_tokens=2)
+        speculate(make(mtp=MTPConfig()), [[]], max_tokens=2)

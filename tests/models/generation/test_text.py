@@ -10,7 +10,7 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from forge_models.generation.text import NewText, Pieces, broken_id
+from forge_models.generation import NewText, Pieces, broken_id
 
 TEXT = ["The cat sat on the mat.\n\nShe went to the park.", "for x in y:\n    return x", "größe, 猫 и 🙂\n🙂 été"] * 20
 

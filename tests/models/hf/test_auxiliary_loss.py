@@ -11,15 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 from forge_core.errors import ConfigError
 from forge_core.layout import Layout
+from forge_models.blocks.moe.layer import ExpertLayer, Totals
+from forge_models.blocks.moe.losses import pooled
 from forge_models.checks import experts_see_other_tokens
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import config_of, decoder_of, misfits
 from forge_models.hf.reader import Folder
-from forge_models.moe.layer import ExpertLayer, Totals
-from forge_models.moe.losses import pooled
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamW
@@ -111,7 +111,7 @@ def test_w12_the_coefficient_counts_where_transformers_uses_it() -> None:
 
 
 def test_w12_pooled_is_refused_where_a_rank_has_not_all_layers_and_rows() -> None:
-    model = Decoder(dim=32, layers=2, heads=4, vocab_size=97, moe=MoE(losses=Losses(pooled=0.1)))
+    model = DecoderConfig(dim=32, layers=2, heads=4, vocab_size=97, moe=MoEConfig(losses=Losses(pooled=0.1)))
     job = SimpleNamespace(model=model, transforms={})
     assert list(experts_see_other_tokens(job, Layout.parse("dp4"))) == []
     for layout in ("pp2", "cp2", "dp2ep2"):
@@ -126,8 +126,8 @@ def test_w12_pooled_is_refused_where_a_rank_has_not_all_layers_and_rows() -> Non
 
 
 def measured(layout: str) -> Measurement:
-    moe = MoE(experts=4, ffn_dim=8, first_dense=1, losses=Losses(pooled=0.5))
-    decoder = Decoder(dim=16, layers=3, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32, moe=moe)
+    moe = MoEConfig(experts=4, ffn_dim=8, first_dense=1, losses=Losses(pooled=0.5))
+    decoder = DecoderConfig(dim=16, layers=3, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32, moe=moe)
     case = Case(decoder.build, CrossEntropy().build(), AdamW(lr=1e-2).build, 61, rows=4, micro_batch=1, steps=2)
     return measure(case, Plan.of([FullyShard(), Recompute()], Layout.parse(layout)), torch.device("cpu"))
 

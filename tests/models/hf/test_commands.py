@@ -13,9 +13,9 @@ from forge_core.config.tree import origin_at, plain
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_models.components.converters import Hf
-from forge_models.components.decoder import Decoder
-from forge_models.generation.sampling import GREEDY
+from forge_models.components.decoder import DecoderConfig
+from forge_models.generation import GREEDY
+from forge_models.hf.converter import HfConverter
 from forge_models.hf.family import meaning_of
 from forge_models.hf.reader import Folder
 from forge_models.hf.streamed_forward import logits_of
@@ -213,7 +213,7 @@ def test_from_hf_fills_the_keys_that_nobody_gave(tmp_path: Path) -> None:
 def test_a_folder_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     weights = Folder(saved(random_model("llama", {}), tmp_path / "source"))
     layout = Layout.of({}, 1)
-    component = Decoder(dim=32, layers=3, heads=4, kv_heads=2, ffn_dim=40, vocab_size=97)
+    component = DecoderConfig(dim=32, layers=3, heads=4, kv_heads=2, ffn_dim=40, vocab_size=97)
     topology = Topology.of(layout, torch.device("cpu"))
     with pytest.raises(ForgeError) as caught:
         realize(Blueprint.of(component.build), Plan.of([], layout), topology, lambda model: fill_from(weights, model))
@@ -256,7 +256,7 @@ def test_a_conversion_asks_for_a_shard_and_a_check_for_a_block_at_a_time(tmp_pat
             asked.append(sum(tensor.nbytes for tensor in found.values()))
             return found
 
-    Hf(max_shard_bytes=40_000).build().write(tmp_path / "target", Watched())  # type: ignore[arg-type]
+    HfConverter(max_shard_bytes=40_000).build().write(tmp_path / "target", Watched())  # type: ignore[arg-type]
     assert max(asked) <= 40_000
     assert len(list((tmp_path / "target").glob("model-*.safetensors"))) == len(asked) > 2
     asked.clear()

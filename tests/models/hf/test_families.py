@@ -1,19 +1,31 @@
 """Every family against transformers: logits both ways, round trips, greedy text."""
 
 import json
+import shutil
+from dataclasses import replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from forge_core.errors import ConfigError, ForgeError
 from forge_core.protocols.weights import Weights
-from forge_models.components.converters import Hf
-from forge_models.generation.generate import generate
-from forge_models.hf.family import meaning_of
+from forge_models import generation
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig
+from forge_models.hf.config import Unsupported
+from forge_models.hf.converter import HfConverter
+from forge_models.hf.families import FAMILIES
+from forge_models.hf.family import decoder_of, meaning_of, misfits
+from forge_models.hf.names import shapes_of
 from forge_models.hf.reader import Folder
 from forge_models.hf.streamed_forward import logits_of
+from forge_models.shape import Losses
 from harness.closeness import assert_no_farther, wide
-from models.hf.zoo import CASES, exact_logits, random_model, saved, tokens
+from models.hf.zoo import CASES, SIZES, exact_logits, random_model, saved, tokens
 
 
 def module_of(weights: Weights) -> torch.nn.Module:
@@ -38,7 +50,7 @@ def test_both_ways(case: str, tmp_path: Path) -> None:
         assert_no_farther(ours(tokens()), expected, exact, "the module")
     assert_no_farther(logits_of(folder, tokens()), expected, exact, "block by block")
 
-    converter = Hf(max_shard_bytes=30_000).build()
+    converter = HfConverter(max_shard_bytes=30_000).build()
     converter.write(tmp_path / "ours", folder)
     again = converter.read(tmp_path / "ours")
     assert meaning_of(again.model) == meaning_of(folder.model)
@@ -57,4 +69,164 @@ def test_both_ways(case: str, tmp_path: Path) -> None:
         return  # greedy text below stays within its original length
     prompt = tokens(1, 9)
     text = reference.generate(prompt, max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert generate(ours, prompt.tolist(), max_tokens=32)[0] == text[0, 9:].tolist()
+    assert generation(ours, prompt.tolist(), max_tokens=32)[0] == text[0, 9:].tolist()
+
+
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    # Keys of mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen3-30B-A3B and deepseek-ai/DeepSeek-V3, as they were published.
+    "mixtral": (
+        46_702_792_704,
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+        | {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1000000.0}
+        | {"vocab_size": 32000, "max_position_embeddings": 32768, "sliding_window": None, "rms_norm_eps": 1e-05}
+        | {"output_router_logits": False, "router_aux_loss_coef": 0.02, "hidden_act": "silu", "attention_dropout": 0.0},
+    ),
+    "qwen3_moe": (
+        30_532_122_624,
+        {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32}
+        | {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+        | {"moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [], "max_window_layers": 48}
+        | {"use_sliding_window": False, "sliding_window": None, "rope_theta": 1000000.0, "rope_scaling": None}
+        | {"vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "attention_bias": False}
+        | {"router_aux_loss_coef": 0.001, "tie_word_embeddings": False},
+    ),
+    "deepseek_v3": (
+        671_026_404_352,
+        {"hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128}
+        | {"num_key_value_heads": 128, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128}
+        | {"qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "n_group": 8}
+        | {"topk_group": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
+        | {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
+        | {"routed_scaling_factor": 2.5, "ep_size": 1, "num_nextn_predict_layers": 1, "vocab_size": 129280}
+        | {"max_position_embeddings": 163840, "rms_norm_eps": 1e-06, "rope_theta": 10000, "attention_bias": False}
+        | {
+            "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+            | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published_configurations_give_the_published_sizes(kind: str) -> None:
+    parameters, keys = PUBLISHED[kind]
+    decoder = decoder_of(FAMILIES[kind], {"model_type": kind, **keys}, "here")
+    assert sum(prod(shape) for shape in shapes_of(decoder).values()) == parameters
+    assert misfits(FAMILIES[kind], decoder) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("mixtral", "router_jitter_noise", 0.1),
+        ("mixtral", "shared_expert_intermediate_size", 16),
+        ("mixtral", "num_experts", 7),
+        ("qwen3_moe", "mlp_only_layers", [1]),
+        ("qwen3_moe", "num_experts_per_tok", 0),
+        ("deepseek_v3", "scoring_func", "softmax"),
+        ("deepseek_v3", "topk_method", "greedy"),
+        ("deepseek_v3", "moe_layer_freq", 2),
+        ("deepseek_v3", "rope_interleave", False),
+        ("deepseek_v3", "attention_bias", True),
+        ("deepseek_v3", "num_key_value_heads", 2),
+        ("deepseek_v3", "topk_group", 9),
+        ("deepseek_v3", "first_k_dense_replace", -1),
+        ("deepseek_v3", "head_dim", 128),
+    ],
+)
+def test_a_key_that_is_not_implemented_is_refused_by_name(kind: str, key: str, value: Any) -> None:
+    _, keys = CASES[kind]
+    with pytest.raises(ConfigError) as refusal:
+        decoder_of(FAMILIES[kind], SIZES | keys | {key: value}, "here")
+    assert [fault.key for fault in refusal.value.faults] == [key]
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders as transformers writes them, two layers each."""
+    root, fewer = tmp_path_factory.mktemp("experts"), {"num_hidden_layers": 2}
+    return {kind: saved(random_model(kind, CASES[kind][1] | fewer), root / kind) for kind in ("mixtral", "deepseek_v3")}
+
+
+def changed(original: Path, target: Path, change: Any) -> Path:
+    shutil.copytree(original, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(EXPERT), f"{EXPERT}: missing"),
+        (lambda t: t.update({EXPERT: torch.zeros(3, 4)}), rf"{EXPERT}: shape \(3, 4\)"),
+        (lambda t: t.update({EXPERT: t[EXPERT].bfloat16()}), "different dtypes"),
+        (lambda t: t.update({EXPERT.replace("experts.2", "experts.4"): t[EXPERT].clone()}), r"experts\.4"),
+    ],
+)
+def test_experts_must_be_exactly_those_of_the_model(
+    originals: dict[str, Path], tmp_path: Path, change: Any, message: str
+) -> None:
+    with pytest.raises(Unsupported, match=message):
+        Folder(changed(originals["mixtral"], tmp_path / "model", change))
+
+
+def test_experts_of_any_width_are_compared_with_transformers(tmp_path: Path) -> None:
+    """Its grouped products refuse widths that are no multiple of 16 bytes; a conversion ended in that error."""
+    theirs = random_model("qwen3_moe", CASES["qwen3_moe"][1] | {"moe_intermediate_size": 18, "num_hidden_layers": 1})
+    folder = saved(theirs, tmp_path)
+    found = HfConverter().build().reference(folder, tokens())
+    with torch.no_grad():
+        assert torch.equal(found, theirs(tokens()).logits)
+
+
+def test_layers_of_multi_token_prediction_are_left_out(originals: dict[str, Path], tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.2.eh_proj.weight"] = torch.zeros(3)
+
+    plain, more = Folder(originals["deepseek_v3"]), Folder(changed(originals["deepseek_v3"], tmp_path / "model", change))
+    assert plain.tensors == more.tensors
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(Unsupported, match=r"model\.layers\.2\.eh_proj"):
+        Folder(tmp_path / "model")
+
+
+def test_boxes_of_stacked_and_turned_tensors_equal_the_whole(originals: dict[str, Path]) -> None:
+    folder = Folder(originals["deepseek_v3"])
+    names = ("blocks.1.mlp.experts.down_proj", "blocks.1.attention.q_b_proj.weight", "blocks.1.mlp.router.bias")
+    for name, offset, extent in zip(names, ((2, 3, 4), (5, 1), (3,)), ((3, 9, 7), (20, 6), (4,)), strict=True):
+        whole = folder.read([name])[name]
+        box = tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
+        assert torch.equal(folder.box(name, offset, extent), whole[box])
+        assert folder.tensors[name].shape == tuple(whole.shape)
+
+
+DENSE = DecoderConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=97, max_length=64)
+
+
+@pytest.mark.parametrize(
+    ("moe", "message"),
+    [
+        (MoEConfig(capacity=1.0), "moe.capacity"),
+        (MoEConfig(router=HashConfig()), "moe.router"),
+        (MoEConfig(router=SigmoidTopKConfig()), "moe.router"),
+        (MoEConfig(shared=1), "moe.shared"),
+        (MoEConfig(first_dense=1), "moe.layers"),
+        (None, "moe"),
+    ],
+)
+def test_what_a_family_cannot_say_is_named(moe: MoEConfig | None, message: str) -> None:
+    assert any(message in fault for fault in misfits(FAMILIES["mixtral"], replace(DENSE, moe=moe)))
+    assert misfits(FAMILIES["llama"], replace(DENSE, moe=moe)) or moe is None
+
+
+def test_what_only_training_reads_is_no_part_of_a_model() -> None:
+    one = replace(DENSE, moe=MoEConfig(router=SigmoidTopKConfig(bias_rate=0.5), losses=Losses(z=1.0), kernel="loop"))
+    other = replace(DENSE, moe=MoEConfig(router=SigmoidTopKConfig(), ffn_dim=48))
+    assert meaning_of(one) == meaning_of(other)
+    assert issubclass(Unsupported, ForgeError)

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from forge_core.errors import ConfigError, ForgeError
-from forge_models.hf.config import Keys
+from forge_models.hf.config import IGNORED_BY_ALL, Anything, Keys, Same
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of, meaning_of
-from forge_models.hf.ignorable import COMMON, Anything, Same
 from models.hf.zoo import CASES, SIZES
 
 SMALL = {"deepseek_v3": {"num_key_value_heads": 4}, "stablelm": {"hidden_size": 64}}
@@ -46,7 +45,7 @@ def refused(family: Family, values: dict[str, Any], key: str) -> None:
 def test_p1_a_key_is_ignored_under_its_declared_values_only(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     values = small(family)
     meaning, read = meaning_of(decoder_of(family, values, "here")), read_by(family, values, monkeypatch)
-    ignorable = {key: allowed for key, allowed in {**COMMON, **family.ignores}.items() if key not in read}
+    ignorable = {key: allowed for key, allowed in {**IGNORED_BY_ALL, **family.ignores}.items() if key not in read}
     assert len(ignorable) > 50
     for key, allowed in ignorable.items():
         for entry in allowed:

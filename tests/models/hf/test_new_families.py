@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from forge_models.components.converters import Hf
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import Unsupported
+from forge_models.hf.converter import HfConverter
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, meaning_of, misfits
 from forge_models.hf.reader import Folder
-from forge_models.rope import Rope
+from forge_models.shape import Rope
 from models.hf.published import folder_of, reference, spread
 from models.hf.test_published import TOLERANCE, error
 from models.hf.zoo import SIZES
@@ -33,7 +33,7 @@ def test_both_ways(case: str, tmp_path: Path) -> None:
     theirs = spread(reference(values))
     folder = Folder(folder_of(theirs, values, tmp_path / "theirs"))
     assert error(folder, theirs) < TOLERANCE
-    Hf(max_shard_bytes=40_000).build().write(tmp_path / "ours", folder)
+    HfConverter(max_shard_bytes=40_000).build().write(tmp_path / "ours", folder)
     again = Folder(tmp_path / "ours")
     assert again.family.model_type == values["model_type"]
     assert meaning_of(again.model) == meaning_of(folder.model)
@@ -61,10 +61,12 @@ def test_boxes_of_fused_matrices_equal_thewhole(tmp_path: Path) -> None:
 
 def test_what_these_families_cannot_say_is_refused() -> None:
     small: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 4, "vocab_size": 97}
-    assert any("rope" in fault for fault in misfits(FAMILIES["phi3"], Decoder(**small, rope=Rope(scaling="linear", factor=2.0))))
+    assert any(
+        "rope" in fault for fault in misfits(FAMILIES["phi3"], DecoderConfig(**small, rope=Rope(scaling="linear", factor=2.0)))
+    )
     olmo3 = decoder_of(FAMILIES["olmo3"], SIZES | {"sliding_window": 6}, "here")
     assert misfits(FAMILIES["olmo3"], olmo3) == []
-    other = Decoder(**{**vars(olmo3), "rope": Rope(theta=500000.0, local_theta=10000.0)})
+    other = DecoderConfig(**{**vars(olmo3), "rope": Rope(theta=500000.0, local_theta=10000.0)})
     assert any("rope.local_theta" in fault for fault in misfits(FAMILIES["olmo3"], other))
 
 
@@ -79,5 +81,5 @@ def test_parts_of_a_fused_matrix_have_one_dtype(tmp_path: Path) -> None:
             return {name: value.float() if "k_proj" in name else value for name, value in folder.read(names).items()}
 
     with pytest.raises(Unsupported, match=r"qkv_proj\.weight is made of tensors of torch\.float64 and torch\.float32"):
-        Hf().build().write(tmp_path / "target", Mixed())  # type: ignore[arg-type]
+        HfConverter().build().write(tmp_path / "target", Mixed())  # type: ignore[arg-type]
     assert not (tmp_path / "target").exists()

@@ -12,7 +12,7 @@ import torch
 
 from forge_core.component import Component
 from forge_core.errors import ForgeError
-from forge_models.components.norms import RMSNorm
+from forge_models.components.layers import RMSNormConfig
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, meaning_of, misfits
 from forge_models.hf.names import places_in
@@ -96,11 +96,11 @@ def test_p3_a_model_is_written_where_its_latents_have_the_eps_of_the_format() ->
     decoder = decoder_of(family, tiny(READ["moonshotai/Moonlight-16B-A3B"]["config"]), "here")
     attention: Any = decoder.attention
     assert attention.norm_eps == 1e-6
-    assert decoder.norm == RMSNorm(eps=1e-5)
+    assert decoder.norm == RMSNormConfig(eps=1e-5)
     assert misfits(family, decoder) == []
     plain = replace(decoder, attention=replace(attention, norm_eps=None))
     assert any("norm_eps=1e-05" in fault for fault in misfits(family, plain))
-    assert misfits(family, replace(plain, norm=RMSNorm(eps=1e-6))) == []
+    assert misfits(family, replace(plain, norm=RMSNormConfig(eps=1e-6))) == []
     with pytest.raises(ValueError, match="has no eps"):
         replace(decoder, norm=WithoutEps())
 

@@ -14,17 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from forge_core.errors import ConfigError, ForgeError
 from forge_models.components.attentions import MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import ReLU2
-from forge_models.components.norms import LayerNorm
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.layers import LayerNormConfig, ReLU2
+from forge_models.hf.attention import windows_of
 from forge_models.hf.config import Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, meaning_of, misfits
 from forge_models.hf.names import shapes_of
 from forge_models.hf.reader import Folder, read_model
-from forge_models.hf.windows import windows_of
 from forge_models.hf.writer import chosen
-from forge_models.rope import Rope
+from forge_models.shape import Rope
 from models.hf.zoo import SIZES, random_model, saved
 
 PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
@@ -273,8 +272,8 @@ def test_old_and_new_spellings_of_rope_mean_the_same(folder: Path) -> None:
 
 def test_what_no_family_can_say_is_refused_by_field() -> None:
     small = {"dim": 32, "layers": 2, "heads": 4, "vocab_size": 97}
-    assert chosen(Decoder(**small), None).model_type == "llama"
-    assert chosen(Decoder(**small), None, "qwen3").model_type == "llama", "qwen3 has norms that this model has not"
+    assert chosen(DecoderConfig(**small), None).model_type == "llama"
+    assert chosen(DecoderConfig(**small), None, "qwen3").model_type == "llama", "qwen3 has norms that this model has not"
     for changed, word in (
         ({"mlp": ReLU2()}, "mlp"),
         ({"residual_multiplier": 0.5}, "residual_multiplier"),
@@ -283,7 +282,7 @@ def test_what_no_family_can_say_is_refused_by_field() -> None:
         ({"soft_cap": 30.0}, "soft_cap"),
     ):
         with pytest.raises(Unsupported, match=f"llama: .*{word}"):
-            chosen(Decoder(**small, **changed), None)
+            chosen(DecoderConfig(**small, **changed), None)
 
 
 STABLELM = {
@@ -335,11 +334,11 @@ def test_what_a_stablelm_may_say_beyond_ours_is_refused(keys: dict[str, Any], me
 
 def test_a_partial_rotation_belongs_to_two_families() -> None:
     small = {"dim": 32, "layers": 2, "heads": 4, "vocab_size": 97}
-    assert chosen(Decoder(**small, norm=LayerNorm(), rope=Rope(partial=0.5)), None).model_type == "stablelm"
-    assert chosen(Decoder(**small, rope=Rope(partial=0.5)), None).model_type == "phi3"
-    for changed in ({"norm": LayerNorm(bias=False)}, {"norm": LayerNorm(), "head_dim": 12}):
+    assert chosen(DecoderConfig(**small, norm=LayerNormConfig(), rope=Rope(partial=0.5)), None).model_type == "stablelm"
+    assert chosen(DecoderConfig(**small, rope=Rope(partial=0.5)), None).model_type == "phi3"
+    for changed in ({"norm": LayerNormConfig(bias=False)}, {"norm": LayerNormConfig(), "head_dim": 12}):
         with pytest.raises(Unsupported, match="stablelm"):
-            chosen(Decoder(**small, **changed), None, "stablelm")
+            chosen(DecoderConfig(**small, **changed), None, "stablelm")
 
 
 def test_reading_the_model_alone_needs_config_json_only(folder: Path) -> None:

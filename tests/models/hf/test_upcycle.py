@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_models.components.converters import Hf
+from forge_models.hf.converter import HfConverter
 from forge_train.cli import main
 from harness.closeness import assert_no_farther
 from models.hf.zoo import exact_logits, random_model, saved, tokens
@@ -33,7 +33,7 @@ def test_a_dense_folder_becomes_one_with_experts(tmp_path: Path, capsys: pytest.
     assert "4 of 4 layers with 4 experts, 2 for each token" in capsys.readouterr().out
     with torch.no_grad():
         expected = dense(tokens()).logits
-    found = Hf().build().reference(tmp_path / "sparse", tokens())
+    found = HfConverter().build().reference(tmp_path / "sparse", tokens())
     assert isinstance(found, torch.Tensor)
     assert_no_farther(found, expected, exact_logits(dense, tokens()))
 

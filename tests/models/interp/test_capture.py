@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from forge_core.batch import PADDING
+from forge_models import generation
 from forge_models.components.attentions import MLA
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.generation.generate import generate
+from forge_models.components.experts import MoEConfig
+from forge_models.inner_values import listening
+from forge_models.interp.attention_scores import capture_qk
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import InterpError
-from forge_models.interp.qk import capture_qk
-from forge_models.interp.tap import listening
+from forge_models.interp.taps import InterpError
+from forge_models.objectives import CrossEntropy
 from models.variants import LATENT
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [0, 0, 1, 1, 2, 2, PADDING, PADDING]], dtype=torch.int32)
@@ -25,7 +25,7 @@ def everything(model, rows, **arguments):
 
 
 def test_values_come_by_token_with_heads_behind(make, tokens):
-    model, rows = make(moe=MoE(experts=4, ffn_dim=16, top_k=2), kv_heads=2), tokens(2, 8)
+    model, rows = make(moe=MoEConfig(experts=4, ffn_dim=16, top_k=2), kv_heads=2), tokens(2, 8)
     plain, logits = everything(model, rows), model(rows)
     with torch.no_grad(), capture(model, "*") as seen:
         assert torch.equal(model(rows), logits)
@@ -199,9 +199,9 @@ def test_another_model_and_another_thread_are_not_heard(make, tokens):
 def test_generation_is_read_token_by_token(make, latent):
     model = make(**({"kv_heads": None, "attention": MLA(**LATENT)} if latent else {}))
     prompts = [[5, 17, 3, 60], [9, 2]]
-    plain = generate(model, prompts, max_tokens=3)
+    plain = generation(model, prompts, max_tokens=3)
     with capture(model, ["blocks.1.residual", "norm"]) as seen, capture(model, "blocks.1.residual", positions=[4, 5]) as later:
-        assert generate(model, prompts, max_tokens=3) == plain
+        assert generation(model, prompts, max_tokens=3) == plain
     assert [tuple(one.shape[:-1]) for one in seen.each("blocks.1.residual")] == [(6,), (2, 1), (2, 1)]  # padding is not read
     assert seen.tokens[0].tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1]]
     assert [one.shape[1] for one in seen.each("norm")] == [1, 1, 1]
@@ -214,15 +214,15 @@ def test_generation_is_read_token_by_token(make, latent):
     # Places are those of each row's text: the second row is two tokens behind.
     assert [len(one) for one in later.each("blocks.1.residual")] == [0, 1, 1]
     with capture(model, "norm", positions="last") as last:
-        generate(model, prompts, max_tokens=1)
+        generation(model, prompts, max_tokens=1)
     shorter = everything(model, torch.tensor([prompts[1]]))
     torch.testing.assert_close(last["norm"][1], shorter["norm"][0, -1:], rtol=1e-5, atol=1e-5)
     if latent:
         refused = pytest.raises(InterpError, match=r"holds all 5 tokens of a cache.*attention.latent")
         with refused, capture(model, "attention.k", layers=[0]):
-            generate(model, prompts, max_tokens=3)
+            generation(model, prompts, max_tokens=3)
     with pytest.raises(InterpError, match="count from 0"), capture(model, "norm", positions=[-2]):
-        generate(model, prompts, max_tokens=1)
+        generation(model, prompts, max_tokens=1)
 
 
 def test_trials_e4_padding_of_prompts_and_rows_that_have_stopped_are_not_read(make):
@@ -232,20 +232,20 @@ def test_trials_e4_padding_of_prompts_and_rows_that_have_stopped_are_not_read(ma
     for prefill in (None, 2):
         for positions in ("mean", "all"):
             with capture(model, name, positions=positions) as together:
-                generate(model, prompts, max_tokens=1, prefill=prefill)
+                generation(model, prompts, max_tokens=1, prefill=prefill)
             if positions == "mean" and prefill is None:
                 for row, prompt in enumerate(prompts):
                     with capture(model, name, positions="mean") as alone:
-                        generate(model, [prompt], max_tokens=1)
+                        generation(model, [prompt], max_tokens=1)
                     torch.testing.assert_close(together[name][row], alone[name][0], rtol=1e-4, atol=1e-6)
             if positions == "all":
                 read = sorted((row, at + 2 * part * (prefill is not None)) for part, one in enumerate(together.tokens)
                               for row, at in one.tolist())  # fmt: skip
                 assert read == [(row, at) for row, prompt in enumerate(prompts) for at in range(len(prompt))]
-    plain = generate(model, prompts, max_tokens=4)
+    plain = generation(model, prompts, max_tokens=4)
     end = plain[1][1]  # the second row stops after two tokens, or earlier
     with capture(model, name) as seen:
-        stopped = generate(model, prompts, max_tokens=4, eos=end)
+        stopped = generation(model, prompts, max_tokens=4, eos=end)
     # The last new token of a row is not read, nor is what the model computes for a row that has stopped.
     assert sum(map(len, seen.tokens)) == sum(map(len, prompts)) + sum(len(row) - 1 for row in stopped)
 

@@ -7,10 +7,10 @@ import torch
 
 from forge_core.batch import PADDING
 from forge_models.components.attentions import GQA
-from forge_models.components.converters import Hf
+from forge_models.hf.converter import HfConverter
+from forge_models.interp.attention_scores import capture_qk
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import InterpError
-from forge_models.interp.qk import capture_qk
+from forge_models.interp.taps import InterpError
 from forge_train.inference.open import load_model
 from harness.closeness import wide
 from models.hf.zoo import CASES, random_model, saved, tokens
@@ -22,7 +22,7 @@ FAMILIES = ("llama", "gemma2", "qwen3_moe", "deepseek_v3-yarn", "olmo2")
 def pair(request, tmp_path_factory):
     """Our model and transformers' own, both in fp64, and what the latter says of its inside."""
     theirs = random_model(*CASES[request.param])
-    ours = load_model(Hf().build().read(saved(theirs, tmp_path_factory.mktemp("hf") / "folder")))
+    ours = load_model(HfConverter().build().read(saved(theirs, tmp_path_factory.mktemp("hf") / "folder")))
     config = deepcopy(theirs.config)
     config._attn_implementation = config._experts_implementation = "eager"
     ids = tokens(2, 12)
@@ -89,7 +89,7 @@ def test_long_rows_are_taken_in_pieces(make, tokens, monkeypatch):
     with capture_qk(model) as kept:
         model(rows)
     entropy, largest = kept.entropy(0), kept.max_logit(0)
-    monkeypatch.setattr("forge_models.interp.qk.CHUNK", 4)
+    monkeypatch.setattr("forge_models.interp.attention_scores.QUERY_CHUNK", 4)
     torch.testing.assert_close(kept.entropy(0), entropy)
     torch.testing.assert_close(kept.max_logit(0), largest)
     assert kept.entropy(0).shape == (2, 4, 9)
@@ -124,7 +124,7 @@ def test_what_has_no_scores_is_refused(make, tokens):
         model(rows, cache=model.new_cache(1, 9))
     model.blocks["0"].attention.core = Ring()
     with (
-        pytest.raises(InterpError, match=r"blocks.0.attention: its core is Ring, not the one of one process"),
+        pytest.raises(InterpError, match=r"blocks.0.attention: its core is Ring; scores can be recomputed for LocalAttention"),
         capture_qk(model),
     ):
         pass

@@ -11,14 +11,12 @@ import torch
 import xarray
 from pyarrow import parquet
 
+from forge_models.interp import export as conversion
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import InterpError
-from forge_models.interp.store import convert as conversion
-from forge_models.interp.store.convert import as_xarray, convert
-from forge_models.interp.store.manifest import MANIFEST
-from forge_models.interp.store.read import ActivationStore
-from forge_models.interp.store.record import fingerprint, record
-from forge_models.interp.store.shards import ShardWriter
+from forge_models.interp.export import as_xarray, convert
+from forge_models.interp.recorder import fingerprint, record
+from forge_models.interp.store import MANIFEST, ActivationStore, ShardWriter
+from forge_models.interp.taps import InterpError
 
 NAMES = ("blocks.1.residual", "blocks.0.attention.k")
 ROW = 32 * 4 + 2 * 8 * 4 + 3 * 8

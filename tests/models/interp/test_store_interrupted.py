@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_models.interp.listing import InterpError
-from forge_models.interp.store.read import ActivationStore
+from forge_models.interp.store import ActivationStore
+from forge_models.interp.taps import InterpError
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ import sys, time
 from pathlib import Path
 import torch
 from forge_models.components.decoder import Decoder
-from forge_models.interp.store.record import record
+from forge_models.interp.recorder import record
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -48,7 +48,7 @@ def ended(folder: Path, pause: float = 0) -> str:
     return said if process.returncode else ""
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files_below(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
@@ -56,7 +56,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("whole") / "store"
     assert ended(folder) == ""
-    return files(folder)
+    return files_below(folder)
 
 
 def test_a_capture_that_is_killed_in_the_middle_twice_goes_on_to_the_same_files(whole: dict[str, bytes], tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_capture_that_is_killed_in_the_middle_twice_goes_on_to_the_same_files(
             ActivationStore(folder)
         assert 0 < ActivationStore(folder, partial=True).rows < 60 * 16
     assert ended(folder) == ""
-    assert files(folder) == whole
+    assert files_below(folder) == whole
 
 
 @pytest.fixture
@@ -103,4 +103,4 @@ def test_a_disk_that_is_full_stops_a_capture_which_goes_on_with_more_room(whole:
     ActivationStore(folder, partial=True).verify()
     subprocess.run(["mount", "-o", "remount,size=2m", str(small_disk)], check=True)
     assert ended(folder) == ""
-    assert files(folder) == whole
+    assert files_below(folder) == whole

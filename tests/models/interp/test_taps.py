@@ -7,20 +7,18 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.decoder import DecoderConfig, MTPConfig
+from forge_models.components.experts import MoEConfig
+from forge_models.inner_values import is_listening, listening, tap
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import InterpError, choose, taps
-from forge_models.interp.names import INSIDE, OUTSIDE, by_token, known
-from forge_models.interp.tap import hears, listening, tap
+from forge_models.interp.taps import INSIDE, OUTSIDE, InterpError, by_token, choose, known, taps
+from forge_models.objectives import CrossEntropy
 from models.conftest import fill
 from models.variants import LATENT, SIZES, VARIANTS
 
 
 def built(fields):
-    model = Decoder(**(SIZES | fields)).build()
+    model = DecoderConfig(**(SIZES | fields)).build()
     fill(model, model.specs(), 0)
     return model
 
@@ -45,7 +43,7 @@ def test_what_a_model_passes_is_listed_with_its_shape_and_has_an_alias_or_a_reas
 
 def test_every_name_of_the_table_is_passed_by_some_model():
     seen = set()
-    for fields in [*VARIANTS.values(), {"mtp": MTP(depth=2)}, {"moe": MoE(experts=4, ffn_dim=16, shared=1)}]:
+    for fields in [*VARIANTS.values(), {"mtp": MTPConfig(depth=2)}, {"moe": MoEConfig(experts=4, ffn_dim=16, shared=1)}]:
         seen |= set(taps(built(fields)))
     assert {name for name in OUTSIDE if name not in seen} == set()
     missing = [name for name in INSIDE if not any(path.endswith(f".{name}") for path in seen)]
@@ -53,7 +51,7 @@ def test_every_name_of_the_table_is_passed_by_some_model():
 
 
 def test_modules_for_multi_token_prediction_are_listed_and_heard(make, tokens):
-    model = make(mtp=MTP(depth=2), moe=MoE(experts=4, ffn_dim=16))
+    model = make(mtp=MTPConfig(depth=2), moe=MoEConfig(experts=4, ffn_dim=16))
     listed = taps(model)
     inside = {name.removeprefix("mtp.depths.2.") for name in listed if name.startswith("mtp.depths.2.")}
     assert inside >= {"residual", "attention.q", "router.logits", "residual_after", "norm"}
@@ -93,7 +91,7 @@ def test_the_list_says_what_a_token_costs(make):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("experts", [False, True])
 def test_graphs_and_bits_are_those_without_taps(make, tokens, experts):
-    fields = {"moe": MoE(experts=4, ffn_dim=16, shared=1, kernel="loop")} if experts else {"attention": GQA(qk_norm="full")}
+    fields = {"moe": MoEConfig(experts=4, ffn_dim=16, shared=1, kernel="loop")} if experts else {"attention": GQA(qk_norm="full")}
     model, rows = make(**fields), tokens(2, 9)
     arguments = {"labels": rows, "objective": CrossEntropy().build()}
     plain = model(rows, **arguments).sum
@@ -143,11 +141,11 @@ def test_listeners_nest_and_end(make, tokens):
             model(rows)
         assert heard[-2:] == [("outer", "blocks.1.residual"), ("inner", "blocks.1.residual")]
         heard.clear()
-        assert hears(outer)
-        assert not hears(inner)
+        assert is_listening(outer)
+        assert not is_listening(inner)
         model(rows)
         assert {who for who, _ in heard} == {"outer"}
-    assert not hears(outer)
+    assert not is_listening(outer)
     assert torch.equal(model(rows), model(rows))
 
 

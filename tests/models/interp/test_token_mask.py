@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from forge_models.interp.store.record import record
+from forge_models.interp.tap import listening
 from torch import Tensor
 
 from forge_core.batch import IGNORE, PADDING
+from forge_models.interp.attention_scores import capture_qk
 from forge_models.interp.capture import capture
 from forge_models.interp.edit import edit, mean, zero
-from forge_models.interp.listing import InterpError
-from forge_models.interp.qk import capture_qk
-from forge_models.interp.recipes.lens import lens_losses
-from forge_models.interp.similarity.linear import unbiased_cka
-from forge_models.interp.similarity.moments import Moments
-from forge_models.interp.store.read import ActivationStore
-from forge_models.interp.store.record import record
-from forge_models.interp.tap import listening
+from forge_models.interp.methods.lens import lens_losses
+from forge_models.interp.similarity import Moments, unbiased_cka
+from forge_models.interp.store import ActivationStore
+from forge_models.interp.taps import InterpError
 
 LENGTHS = (5, 8, 2)
 MASK = torch.arange(8) < torch.tensor(LENGTHS)[:, None]

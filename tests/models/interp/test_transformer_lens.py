@@ -15,14 +15,14 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from forge_core.protocols.weights import StoredTensor, WeightsInfo
-from forge_models.components.converters import Hf
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
+from forge_models.hf.converter import HfConverter
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import taps
+from forge_models.interp.taps import taps
 
 pytestmark = pytest.mark.slow
 
-SMALL = Decoder(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=97, max_length=64)
+SMALL = DecoderConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=97, max_length=64)
 
 
 def booted(folder: Path) -> Any:
@@ -36,7 +36,7 @@ def booted(folder: Path) -> Any:
         return model_bridge.TransformerBridge.boot_transformers(str(folder), hf_model=model, device="cpu", dtype=torch.float32)
 
 
-def exported(model: Any, component: Decoder, folder: Path) -> None:
+def exported(model: Any, component: DecoderConfig, folder: Path) -> None:
     tensors = {name: value.detach() for name, value in model.named_parameters()}
     stored = {name: StoredTensor(tuple(value.shape), "float32") for name, value in tensors.items()}
     weights = SimpleNamespace(
@@ -47,7 +47,7 @@ def exported(model: Any, component: Decoder, folder: Path) -> None:
         box=lambda name, offset, extent: tensors[name][tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))],
     )
     coder = Tokenizer(WordLevel({f"w{number}": number for number in range(component.vocab_size)}, unk_token="w0"))
-    Hf(family="llama").build().write(folder, weights)  # type: ignore[arg-type]
+    HfConverter(family="llama").build().write(folder, weights)  # type: ignore[arg-type]
     PreTrainedTokenizerFast(tokenizer_object=coder, eos_token="w1", bos_token="w2", pad_token="w1").save_pretrained(folder)
 
 

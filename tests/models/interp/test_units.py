@@ -9,19 +9,25 @@ import pytest
 import torch
 from scipy.stats import pearsonr
 
-from forge_models.interp.listing import InterpError
-from forge_models.interp.neuro.banded import banded_ridge, encode_banded, mixes
-from forge_models.interp.neuro.rdm import rdm, rsa
-from forge_models.interp.neuro.ridge import correlations, decade, encode, noise_ceiling, normalized, ridge
-from forge_models.interp.recipes.geometry import dead_neurons, effective_rank
-from forge_models.interp.recipes.probes import linear_probe, steering_vector
-from forge_models.interp.recipes.sae import train_sae
-from forge_models.interp.similarity import linear
-from forge_models.interp.similarity.gram import gram, gram_cka, gram_cka_pairs, gram_rank
-from forge_models.interp.similarity.kernel import KernelSums
-from forge_models.interp.similarity.moments import Moments
-from forge_models.interp.store.read import ActivationStore
-from forge_models.interp.store.write import StoreWriter
+from forge_models.interp import similarity
+from forge_models.interp.kernel_similarity import KernelSums, gram, gram_cka, gram_cka_pairs, gram_rank
+from forge_models.interp.methods.probes import dead_neurons, effective_rank, linear_probe, steering_vector
+from forge_models.interp.methods.sae import train_sae
+from forge_models.interp.neuro.encoding import (
+    banded_ridge,
+    correlations,
+    decade,
+    encode,
+    encode_banded,
+    mixes,
+    noise_ceiling,
+    normalized,
+    ridge,
+)
+from forge_models.interp.neuro.rdm import rdm, rdm_correlation
+from forge_models.interp.similarity import Moments
+from forge_models.interp.store import ActivationStore, StoreWriter
+from forge_models.interp.taps import InterpError
 
 UNITS = (1e-13, 1e9)
 """Femtotesla in tesla, and nanovolts for volts."""
@@ -61,15 +67,15 @@ MEASURES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "correlations": lambda x, y: correlations(x[:, :4], y),
     "noise ceiling": lambda x, y: noise_ceiling(torch.stack([y, y + y.std(0) * drawn(*y.shape, seed=9)])),
     "rdm": lambda x, y: rdm(y),
-    "rsa": lambda x, y: torch.tensor(rsa(rdm(x, "euclidean"), rdm(y), samples=5)),
+    "rsa": lambda x, y: torch.tensor(rdm_correlation(rdm(x, "euclidean"), rdm(y), samples=5)),
     "linear probe": lambda x, y: torch.tensor(linear_probe(x, labels())[2:]),
     "effective rank": lambda x, y: effective_rank(y),
-    "cka": lambda x, y: linear.cka(Moments.of(x, y)),
-    "unbiased cka": lambda x, y: linear.unbiased_cka(Moments.of(x, y)),
-    "cca": lambda x, y: linear.cca(Moments.of(x, y[:, [0, 2]])),
-    "svcca": lambda x, y: linear.svcca(Moments.of(x, y)),
-    "procrustes": lambda x, y: linear.procrustes(Moments.of(x, y), scaled=True),
-    "rsa of moments": lambda x, y: linear.rsa(Moments.of(x, y)),
+    "cka": lambda x, y: similarity.cka(Moments.of(x, y)),
+    "unbiased cka": lambda x, y: similarity.unbiased_cka(Moments.of(x, y)),
+    "cca": lambda x, y: similarity.cca(Moments.of(x, y[:, [0, 2]])),
+    "svcca": lambda x, y: similarity.svcca(Moments.of(x, y)),
+    "procrustes": lambda x, y: similarity.procrustes(Moments.of(x, y), scaled=True),
+    "rsa of moments": lambda x, y: similarity.rsa(Moments.of(x, y)),
     "gram cka": lambda x, y: gram_cka(gram(x), gram(y)),
     "gram rank": lambda x, y: gram_rank(gram(y)),
     "kernel cka": lambda x, y: KernelSums.of(x, y, lambda rows: rows @ rows.T).cka(),
@@ -138,10 +144,10 @@ def test_trials_e2_values_that_are_not_finite_and_labels_that_are_no_classes_are
         lambda: ridge(bad, y),
         lambda: encode(x, torch.where(y > 0, y, math.inf)),
         lambda: rdm(bad),
-        lambda: rsa(torch.where(torch.eye(60) > 0, math.nan, rdm(x)), rdm(x)),
+        lambda: rdm_correlation(torch.where(torch.eye(60) > 0, math.nan, rdm(x)), rdm(x)),
         lambda: noise_ceiling(torch.stack([bad, bad])),
-        lambda: linear.cka(Moments.of(bad, y)),
-        lambda: linear.unbiased_cka(Moments.of(x, torch.full_like(y, math.inf))),
+        lambda: similarity.cka(Moments.of(bad, y)),
+        lambda: similarity.unbiased_cka(Moments.of(x, torch.full_like(y, math.inf))),
         lambda: train_sae(store(bad, tmp_path / "bad"), "x", latents=8, k=2, steps=2),
     ):
         with pytest.raises(InterpError, match=r"NaN or infinite|not finite"):
@@ -161,11 +167,11 @@ def test_trials_e3_rows_of_equal_distance_have_no_unbiased_cka() -> None:
     simplex, other = torch.eye(6, dtype=torch.float64) * 0.3, drawn(6, 3)
     for left, right in ((simplex, other), (other, simplex)):
         with pytest.raises(InterpError, match="same distance from each other"):
-            linear.unbiased_cka(Moments.of(left, right))
+            similarity.unbiased_cka(Moments.of(left, right))
         assert gram_cka(gram(left), gram(right)).isnan()
     assert gram_cka_pairs([gram(simplex), gram(other)], [gram(other)]).isnan().flatten().tolist() == [True, False]
     with pytest.raises(InterpError, match="all distances"):
-        rsa(rdm(simplex, "euclidean"), rdm(other))
+        rdm_correlation(rdm(simplex, "euclidean"), rdm(other))
 
 
 def test_trials_e3_folds_that_hold_nothing_or_everything_out_are_refused() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forge_core.protocols.model import ExpertDispatcher
-from forge_models.moe.dispatch import LocalDispatch
+from forge_models.blocks.moe.dispatch import LocalDispatch
 
 
 def problem(dropped):

@@ -9,11 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from forge_core.batch import IGNORE, PADDING
 from forge_core.protocols.model import Observer
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
-from forge_models.moe.layer import ExpertLayer, Totals
-from forge_models.moe.losses import Rows
+from forge_models.blocks.moe.layer import ExpertLayer, Totals
+from forge_models.blocks.moe.losses import Rows
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import LAYOUT_DEPENDENT, Losses
 from models.moe.test_moe_layer import inputs, layer
 
@@ -66,10 +65,10 @@ def published(part, x, losses, before=None):
 
 
 @pytest.mark.parametrize("name", ["sequence", "micro_batch", "global_batch", "z"])
-@pytest.mark.parametrize("router", [SoftmaxTopK(), SigmoidTopK()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("router", [SoftmaxTopKConfig(), SigmoidTopKConfig()], ids=lambda r: type(r).__name__)
 def test_a_loss_and_its_gradient_are_those_of_its_paper(name, router):
     losses = Losses(**{name: 0.37})
-    part = layer(MoE(experts=6, top_k=2, router=router, losses=losses))
+    part = layer(MoEConfig(experts=6, top_k=2, router=router, losses=losses))
     x, _ = inputs(3, 7)
     before = None
     if name == "global_batch":
@@ -88,7 +87,7 @@ def test_a_loss_and_its_gradient_are_those_of_its_paper(name, router):
 
 def test_rows_of_other_lengths_are_balanced_one_by_one():
     """Tokens taken out of a batch, as those of a modality are: each row's loss is that of the row alone, padding is in none."""
-    part = layer(MoE(experts=6, top_k=2, losses=Losses(sequence=0.37)))
+    part = layer(MoEConfig(experts=6, top_k=2, losses=Losses(sequence=0.37)))
     lengths, (x, _) = [4, 0, 7, 1], inputs(1, 12)
     mask = (torch.arange(12) % 5 > 0).unsqueeze(0)
     rows = Rows(torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)), 4)
@@ -108,7 +107,7 @@ def test_rows_of_other_lengths_are_balanced_one_by_one():
 def test_an_even_load_has_loss_one_a_token_and_all_on_one_as_many_as_experts():
     """The two ends that papers state, for every scope of balance."""
     losses = Losses(micro_batch=1.0)
-    part = layer(MoE(experts=4, top_k=1, router=SoftmaxTopK(), losses=losses))
+    part = layer(MoEConfig(experts=4, top_k=1, router=SoftmaxTopKConfig(), losses=losses))
     x = 50 * torch.eye(16, dtype=torch.float64)[:4].repeat(3, 1).unsqueeze(0).requires_grad_()
     with torch.no_grad():
         part.router.weight.zero_()
@@ -127,7 +126,7 @@ def test_the_layout_changes_the_loss_that_says_so_and_no_other(make):
     for name in ("sequence", "micro_batch", "global_batch", "pooled", "z"):
         gradients = []
         for size in (4, 1):
-            model = make(dtype=torch.float64, moe=MoE(experts=4, losses=Losses(**{name: 0.5})), **SMALL)
+            model = make(dtype=torch.float64, moe=MoEConfig(experts=4, losses=Losses(**{name: 0.5})), **SMALL)
             for module in observers(model):
                 module.before_step(torch.tensor(1 / rows.numel()))
                 if name == "global_batch":
@@ -145,7 +144,7 @@ def test_a_loss_stays_in_its_layer_and_out_of_the_terms(make, tokens):
     """What the objective returns is the same with and without; only gradients differ, and those of the router do."""
     rows, found = tokens(2, 9), {}
     for weight in (0.0, 5.0):
-        model = make(moe=MoE(experts=4, losses=Losses(micro_batch=weight)), **SMALL)
+        model = make(moe=MoEConfig(experts=4, losses=Losses(micro_batch=weight)), **SMALL)
         found[weight] = train(model, rows).sum.detach(), model.blocks["0"].mlp.router.weight.grad
     assert torch.equal(found[0.0][0], found[5.0][0])
     assert not torch.allclose(found[0.0][1], found[5.0][1])
@@ -154,9 +153,9 @@ def test_a_loss_stays_in_its_layer_and_out_of_the_terms(make, tokens):
 def test_without_a_step_the_losses_are_sums_like_the_terms(make, tokens):
     """A foreign loop that calls terms.sum.backward() gets the gradient of sum + losses, one weight for both."""
     rows = tokens(2, 9)
-    alone = make(dtype=torch.float64, moe=MoE(experts=4, losses=Losses(z=0.1)), **SMALL)
+    alone = make(dtype=torch.float64, moe=MoEConfig(experts=4, losses=Losses(z=0.1)), **SMALL)
     alone(rows, labels=rows, objective=CrossEntropy().build()).sum.backward()
-    stepped = make(dtype=torch.float64, moe=MoE(experts=4, losses=Losses(z=0.1)), **SMALL)
+    stepped = make(dtype=torch.float64, moe=MoEConfig(experts=4, losses=Losses(z=0.1)), **SMALL)
     for module in observers(stepped):
         module.before_step(torch.tensor(1 / 18, dtype=torch.float64))
     (stepped(rows, labels=rows, objective=CrossEntropy().build()).sum / 18).backward()
@@ -167,7 +166,9 @@ def test_without_a_step_the_losses_are_sums_like_the_terms(make, tokens):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_changes_no_statistic_and_no_gradient(make, tokens, reentrant):
     rows, found = tokens(2, 9), []
-    moe = MoE(experts=4, shared=1, capacity=0.9, router=SigmoidTopK(), losses=Losses(sequence=0.1, micro_batch=0.1, z=0.1))
+    moe = MoEConfig(
+        experts=4, shared=1, capacity=0.9, router=SigmoidTopKConfig(), losses=Losses(sequence=0.1, micro_batch=0.1, z=0.1)
+    )
     for again in (False, True):
         model = make(dtype=torch.float64, moe=moe, **SMALL)
         if again:
@@ -188,7 +189,7 @@ def _recomputed(forward, reentrant, *args, **kwargs):
 
 
 def test_statistics_count_each_token_once_without_padding_but_with_prompts(make, tokens):
-    model = make(moe=MoE(experts=4, top_k=2), **SMALL)
+    model = make(moe=MoEConfig(experts=4, top_k=2), **SMALL)
     rows = tokens(2, 9)
     documents = torch.zeros(2, 9, dtype=torch.int32)
     documents[0, 5:] = PADDING
@@ -209,7 +210,7 @@ def test_statistics_count_each_token_once_without_padding_but_with_prompts(make,
 
 
 def test_dropped_slots_are_counted():
-    part = layer(MoE(experts=4, top_k=2, capacity=0.5))
+    part = layer(MoEConfig(experts=4, top_k=2, capacity=0.5))
     totals = Totals.of(part(inputs(4, 8)[0])[1])
     most = 8  # 0.5 * 64 / 4
     assert torch.equal(totals.dropped, (totals.load - most).clamp(min=0))
@@ -217,20 +218,20 @@ def test_dropped_slots_are_counted():
 
 
 def test_entropy_is_ln_of_the_experts_when_nothing_is_preferred():
-    part = layer(MoE(experts=8, router=SoftmaxTopK()))
+    part = layer(MoEConfig(experts=8, router=SoftmaxTopKConfig()))
     torch.nn.init.zeros_(part.router.weight)
     assert float(Totals.of(part(inputs()[0])[1]).entropy) == pytest.approx(21 * math.log(8), rel=1e-12)
 
 
 def test_a_layer_that_saw_nothing_has_statistics_too():
-    part = layer(MoE(experts=4, router=SigmoidTopK()))
+    part = layer(MoEConfig(experts=4, router=SigmoidTopKConfig()))
     before = part.router.bias.clone()
     part.after_step(part.statistics(), NO)
     assert torch.equal(part.router.bias, before)  # no load is an even load
 
 
 def test_the_bias_moves_by_its_rate_against_the_load():
-    part = layer(MoE(experts=4, router=SigmoidTopK(bias_rate=0.25)))
+    part = layer(MoEConfig(experts=4, router=SigmoidTopKConfig(bias_rate=0.25)))
     part.router.bias.zero_()
     totals = torch.zeros(11, dtype=torch.float64)
     totals[:4] = torch.tensor([9, 1, 5, 5])
@@ -249,7 +250,7 @@ def test_the_bias_moves_by_its_rate_against_the_load():
 )
 def test_the_rate_follows_its_schedule_and_a_resume_goes_on_in_it(schedule, expected):
     def fresh():
-        part = layer(MoE(experts=2, top_k=1, router=SigmoidTopK(bias_rate=0.1, bias_schedule=schedule, bias_steps=4)))
+        part = layer(MoEConfig(experts=2, top_k=1, router=SigmoidTopKConfig(bias_rate=0.1, bias_schedule=schedule, bias_steps=4)))
         part.router.bias.zero_()
         return part
 
@@ -267,7 +268,7 @@ def test_the_rate_follows_its_schedule_and_a_resume_goes_on_in_it(schedule, expe
 
 
 def test_a_skipped_step_leaves_the_loads_for_the_global_loss_alone():
-    part = layer(MoE(experts=2, top_k=1, losses=Losses(global_batch=1.0)))
+    part = layer(MoEConfig(experts=2, top_k=1, losses=Losses(global_batch=1.0)))
     totals = torch.tensor([1.0, 3, 0, 0, 4, 0, 0]).double()
     part.load.zero_()
     part.after_step(totals, NO)
@@ -290,9 +291,9 @@ def spread(part, generator):
 
 @pytest.mark.parametrize("by", ["bias", "sequence", "micro_batch", "global_batch"])
 def test_the_load_evens_out_on_a_skewed_problem(by):
-    router = SigmoidTopK(bias_rate=0.005 if by == "bias" else 0.0)
+    router = SigmoidTopKConfig(bias_rate=0.005 if by == "bias" else 0.0)
     losses = Losses() if by == "bias" else Losses(**{by: 1.0})
-    part = layer(MoE(experts=8, top_k=2, router=router, losses=losses))
+    part = layer(MoEConfig(experts=8, top_k=2, router=router, losses=losses))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         part.router.bias.zero_()

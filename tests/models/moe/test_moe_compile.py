@@ -7,10 +7,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamW
@@ -18,7 +17,7 @@ from forge_parallel.transforms.compile import Compile
 from forge_parallel.verify.parity import Case, compare, measure
 
 CPU = torch.device("cpu")
-EXPERTS = MoE(experts=4, shared=1, ffn_dim=24, router=SigmoidTopK(), losses=Losses(sequence=0.1, z=0.01))
+EXPERTS = MoEConfig(experts=4, shared=1, ffn_dim=24, router=SigmoidTopKConfig(), losses=Losses(sequence=0.1, z=0.01))
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_size": 61, "max_length": 16}
 
 
@@ -33,7 +32,7 @@ def compiler():
 
 @pytest.mark.slow
 def test_compilation_changes_nothing(compiler):
-    build, objective = Decoder(**SIZES, moe=EXPERTS).build, CrossEntropy().build()
+    build, objective = DecoderConfig(**SIZES, moe=EXPERTS).build, CrossEntropy().build()
     sizes = {"rows": 4, "micro_batch": 4, "steps": 2, "grad_clip": 1e9}
     case = Case(build, objective, AdamW().build, 61, **sizes, compute="bf16", state="fp32")
     plain, compiled = measure(case, Plan.of([], Layout()), CPU), measure(case, Plan.of([Compile().build()], Layout()), CPU)

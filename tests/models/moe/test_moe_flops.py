@@ -7,17 +7,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from forge_core.component import Component
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import GELU, SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import Hash, SigmoidTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig
+from forge_models.components.layers import GELU, SwiGLU
 from forge_models.flops import count
+from forge_models.objectives import CrossEntropy
 
 CASES = [
-    {"moe": MoE(experts=4)},
-    {"moe": MoE(experts=5, top_k=3, shared=2, ffn_dim=20, first_dense=1, router=SigmoidTopK())},
-    {"moe": MoE(experts=6, top_k=1, ffn_dim=20, every=2, router=Hash()), "mlp": GELU()},
+    {"moe": MoEConfig(experts=4)},
+    {"moe": MoEConfig(experts=5, top_k=3, shared=2, ffn_dim=20, first_dense=1, router=SigmoidTopKConfig())},
+    {"moe": MoEConfig(experts=6, top_k=1, ffn_dim=20, every=2, router=HashConfig()), "mlp": GELU()},
 ]
 
 
@@ -40,7 +39,7 @@ def test_equal_torchs_counter_and_the_model(make, tokens, fields):
 
 def test_capacity_makes_less_work(make, tokens):
     def flops(capacity):
-        model = make(moe=MoE(experts=4, capacity=capacity, kernel="loop"))
+        model = make(moe=MoEConfig(experts=4, capacity=capacity, kernel="loop"))
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(tokens(4, 16))
         return counter.get_total_flops(), count(model.shape)
@@ -52,7 +51,9 @@ def test_capacity_makes_less_work(make, tokens):
 
 
 def test_mixtral_8x7b_by_hand():
-    mixtral = Decoder(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=32000, moe=MoE(experts=8, top_k=2))
+    mixtral = DecoderConfig(
+        dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=32000, moe=MoEConfig(experts=8, top_k=2)
+    )
     counts = count(mixtral.shape)
     assert counts.parameters == 46_702_792_704  # its model card: 46.7 B, 12.9 B for a token
     expert = 3 * 4096 * 14336
@@ -62,8 +63,8 @@ def test_mixtral_8x7b_by_hand():
 
 
 def test_qwen3_30b_by_hand():
-    moe = MoE(experts=128, top_k=8, ffn_dim=768)
-    qwen = Decoder(
+    moe = MoEConfig(experts=128, top_k=8, ffn_dim=768)
+    qwen = DecoderConfig(
         dim=2048,
         layers=48,
         heads=32,
@@ -79,10 +80,14 @@ def test_qwen3_30b_by_hand():
 
 
 def test_deepseek_v3_by_hand():
-    moe = MoE(experts=256, top_k=8, shared=1, first_dense=3, ffn_dim=2048, router=SigmoidTopK(n_group=8, topk_group=4))
+    moe = MoEConfig(
+        experts=256, top_k=8, shared=1, first_dense=3, ffn_dim=2048, router=SigmoidTopKConfig(n_group=8, topk_group=4)
+    )
     mla = MLA(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     counts = count(
-        Decoder(dim=7168, layers=61, heads=128, ffn_dim=18432, vocab_size=129280, attention=mla, mlp=SwiGLU(), moe=moe).shape
+        DecoderConfig(
+            dim=7168, layers=61, heads=128, ffn_dim=18432, vocab_size=129280, attention=mla, mlp=SwiGLU(), moe=moe
+        ).shape
     )
     # Its paper: 671 B, of which 37 B for a token (section 2), without the layer that predicts a second token.
     assert counts.parameters == pytest.approx(671e9, rel=1e-3)
@@ -96,7 +101,7 @@ def test_deepseek_v3_by_hand():
 def test_routers_that_do_not_declare_their_products_are_refused():
     class Other(Component):
         def build(self, context):
-            return Hash().build(context)
+            return HashConfig().build(context)
 
     with pytest.raises(ValueError, match=r"Other does not declare its FLOPs; define matrices\(context\)"):
-        count(Decoder(moe=MoE(router=Other())).shape)
+        count(DecoderConfig(moe=MoEConfig(router=Other())).shape)

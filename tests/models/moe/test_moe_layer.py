@@ -7,13 +7,12 @@ import torch
 from torch.nn import functional as F
 
 from forge_core.protocols.model import ExpertDispatcher, Observer
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import GELU, GeGLU, ReLU2, SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.routers import Hash, SigmoidTopK, SoftmaxTopK
-from forge_models.moe.capacity import limited
-from forge_models.moe.experts import Experts, unfit
-from forge_models.moe.layer import ExpertLayer
+from forge_models.blocks.moe.dispatch import limited
+from forge_models.blocks.moe.experts import Experts, unfit
+from forge_models.blocks.moe.layer import ExpertLayer
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_models.components.layers import GELU, GeGLU, ReLU2, SwiGLU
 from forge_models.shape import Losses
 from models.conftest import fill
 
@@ -23,13 +22,13 @@ ROUTERS = {
     for point in entry_points(group="forge.routers")
     if point.dist is not None and point.dist.name == "forge-models"
 }
-GROUPS = {"softmax_raw": SoftmaxTopK(normalize=False), "groups": SigmoidTopK(n_group=4, topk_group=2, scaling=2.5)}
+GROUPS = {"softmax_raw": SoftmaxTopKConfig(normalize=False), "groups": SigmoidTopKConfig(n_group=4, topk_group=2, scaling=2.5)}
 EVERY = {name: component() for name, component in ROUTERS.items()} | GROUPS
 
 
 def layer(moe, mlp=None, dtype=torch.float64, seed=0):
     """The layer of a one-block decoder, weights large enough that choices differ and activations bend; a bias that matters."""
-    model = Decoder(**SIZES, mlp=mlp or SwiGLU(), moe=moe).build()
+    model = DecoderConfig(**SIZES, mlp=mlp or SwiGLU(), moe=moe).build()
     fill(model, model.specs(), seed)
     part = model.blocks["0"].mlp
     assert isinstance(part, ExpertLayer)
@@ -80,7 +79,7 @@ def by_hand(part, x, tokens, mlp, dropped=()):
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("mlp", [SwiGLU(), GeGLU(), ReLU2()], ids=lambda mlp: type(mlp).__name__)
 def test_equals_a_loop_over_tokens_with_gradients(name, mlp):
-    part = layer(MoE(experts=8, top_k=3, shared=2, ffn_dim=8, router=EVERY[name]), mlp)
+    part = layer(MoEConfig(experts=8, top_k=3, shared=2, ffn_dim=8, router=EVERY[name]), mlp)
     x, tokens = inputs()
     ours, counted = part(x, None, tokens)
     theirs = by_hand(part, x, tokens, mlp)
@@ -96,7 +95,7 @@ def test_equals_a_loop_over_tokens_with_gradients(name, mlp):
 
 def test_two_shared_experts_are_two():
     """Their weights side by side are two separate feed-forward parts added up."""
-    part = layer(MoE(experts=4, top_k=1, shared=2, ffn_dim=8))
+    part = layer(MoEConfig(experts=4, top_k=1, shared=2, ffn_dim=8))
     x, _ = inputs()
     first, second = (feed_forward_of(part.shared, slice(8 * index, 8 * index + 8), x) for index in (0, 1))
     torch.testing.assert_close(part.shared(x), first + second, rtol=1e-12, atol=1e-12)
@@ -114,7 +113,7 @@ def feed_forward_of(shared, rows, x):
 def test_the_grouped_product_equals_the_loop(dtype, mlp, capacity):
     found = {}
     for kernel in ("grouped", "loop"):
-        part = layer(MoE(experts=8, top_k=2, kernel=kernel, capacity=capacity, router=SoftmaxTopK()), mlp, dtype)
+        part = layer(MoEConfig(experts=8, top_k=2, kernel=kernel, capacity=capacity, router=SoftmaxTopKConfig()), mlp, dtype)
         x, tokens = inputs(dtype=dtype)
         y, _ = part(x, None, tokens)
         y.sum().backward()  # a gradient of stride 0, at which the product's own backward crashes
@@ -127,7 +126,7 @@ def test_the_grouped_product_equals_the_loop(dtype, mlp, capacity):
 @pytest.mark.parametrize("kernel", ["grouped", "loop"])
 @pytest.mark.parametrize("counts", [[0, 0, 9, 0], [0, 0, 0, 0], [9, 0, 0, 0], [1, 0, 5, 3]], ids=str)
 def test_fault_42_experts_without_tokens_and_one_with_all_have_defined_gradients(kernel, counts):
-    context = Decoder(**SIZES).shape.context(0)
+    context = DecoderConfig(**SIZES).shape.context(0)
     experts = Experts(context, 4, "silu", True, kernel)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, 0, 0.2)
@@ -146,7 +145,7 @@ def test_the_grouped_product_equals_the_loop_when_few_experts_have_tokens(busy):
     counts, found = torch.tensor([busy.get(expert, 0) for expert in range(16)]), {}
     for kernel in ("grouped", "loop"):
         torch.manual_seed(0)
-        experts = Experts(Decoder(**SIZES).shape.context(0), 16, "silu", True, kernel)
+        experts = Experts(DecoderConfig(**SIZES).shape.context(0), 16, "silu", True, kernel)
         for parameter in experts.parameters():
             torch.nn.init.normal_(parameter, 0, 0.2)
         rows = torch.randn(sum(busy.values()) + 2, 16, requires_grad=True)  # two are nobody's
@@ -160,7 +159,7 @@ def test_the_grouped_product_equals_the_loop_when_few_experts_have_tokens(busy):
 @pytest.mark.parametrize("kernel", ["grouped", "loop"])
 def test_rows_of_nobody_change_nothing_and_get_no_gradient(kernel):
     """NaN in the rows of dropped slots reaches neither outputs nor gradients."""
-    part = layer(MoE(experts=4, top_k=2, kernel=kernel, capacity=0.5), dtype=torch.float32)
+    part = layer(MoEConfig(experts=4, top_k=2, kernel=kernel, capacity=0.5), dtype=torch.float32)
     x, _ = inputs(dtype=torch.float32)
     with torch.no_grad():
         kept = limited(*part.router(x.flatten(0, 1), None)[:2], 0.5, 4)
@@ -180,14 +179,14 @@ def test_a_kernel_that_does_not_fit_is_refused_and_auto_takes_the_loop():
     assert "fp64" in unfit(torch.float64, 16) or "float64" in unfit(torch.float64, 16)
     assert "rows of 10 values" in unfit(torch.float32, 16, 10)
     with pytest.raises(ValueError, match=r"model\.moe\.kernel 'grouped'.*use 'auto' or 'loop'"):
-        layer(MoE(experts=4, kernel="grouped"))(inputs()[0])
-    odd = layer(MoE(experts=4, ffn_dim=10), dtype=torch.float32)
+        layer(MoEConfig(experts=4, kernel="grouped"))(inputs()[0])
+    odd = layer(MoEConfig(experts=4, ffn_dim=10), dtype=torch.float32)
     odd(inputs(dtype=torch.float32)[0])[0].sum().backward()
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_choices_are_different_experts_and_weights_are_those_of_the_formula(name):
-    part = layer(MoE(experts=8, top_k=3, router=EVERY[name]))
+    part = layer(MoEConfig(experts=8, top_k=3, router=EVERY[name]))
     x, tokens = inputs(5, 11)
     routing = part.router(x.flatten(0, 1), tokens.flatten())
     assert routing.experts.shape == routing.weights.shape == (55, 3)
@@ -200,7 +199,7 @@ def test_choices_are_different_experts_and_weights_are_those_of_the_formula(name
 
 
 def test_softmax_takes_the_largest_probabilities():
-    part = layer(MoE(experts=8, top_k=2, router=SoftmaxTopK(normalize=False)))
+    part = layer(MoEConfig(experts=8, top_k=2, router=SoftmaxTopKConfig(normalize=False)))
     flat = inputs()[0].flatten(0, 1)
     p = (flat @ part.router.weight.T).softmax(1).detach()
     routing = part.router(flat, None)
@@ -211,7 +210,7 @@ def test_softmax_takes_the_largest_probabilities():
 
 
 def test_the_bias_chooses_and_never_weighs():
-    part = layer(MoE(experts=8, top_k=2, router=SigmoidTopK()))
+    part = layer(MoEConfig(experts=8, top_k=2, router=SigmoidTopKConfig()))
     flat = inputs()[0].flatten(0, 1)
     scores = (flat @ part.router.weight.T).sigmoid()
     with torch.no_grad():
@@ -229,7 +228,7 @@ def test_the_bias_chooses_and_never_weighs():
 
 def test_groups_limit_the_choice():
     """Against a search over all tokens by hand: groups of two, the two best by the sum of their scores."""
-    part = layer(MoE(experts=8, top_k=3, router=SigmoidTopK(n_group=4, topk_group=2)))
+    part = layer(MoEConfig(experts=8, top_k=3, router=SigmoidTopKConfig(n_group=4, topk_group=2)))
     flat = inputs()[0].flatten(0, 1)
     biased = ((flat @ part.router.weight.T).sigmoid() + part.router.bias).detach()
     for row, experts in zip(biased.tolist(), part.router(flat, None).experts.tolist(), strict=True):
@@ -239,13 +238,13 @@ def test_groups_limit_the_choice():
 
 
 def test_the_hash_depends_on_token_layer_and_seed_only_and_spreads():
-    part, x = layer(MoE(experts=8, top_k=2, router=Hash())), torch.randn(10000, 16)
+    part, x = layer(MoEConfig(experts=8, top_k=2, router=HashConfig())), torch.randn(10000, 16)
     tokens = torch.arange(10000)
     first = part.router(x, tokens).experts
     assert torch.equal(first, part.router(torch.randn(10000, 16), tokens).experts)
     counts = torch.bincount(first.flatten(), minlength=8)
     assert float((counts - 2500).abs().max()) < 5 * (10000 * 2 * (1 / 8) * (7 / 8)) ** 0.5
-    reseeded = layer(MoE(experts=8, top_k=2, router=Hash(seed=1))).router(x, tokens).experts
+    reseeded = layer(MoEConfig(experts=8, top_k=2, router=HashConfig(seed=1))).router(x, tokens).experts
     # Two independent choices of 2 out of 8 agree entirely once in 56 ordered pairs.
     assert abs(float((first == reseeded).all(1).float().mean()) - 1 / 56) < 0.01
     with pytest.raises(ValueError, match="needs token ids"):
@@ -254,7 +253,7 @@ def test_the_hash_depends_on_token_layer_and_seed_only_and_spreads():
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_training_and_evaluation_give_equal_outputs(name):
-    part = layer(MoE(experts=8, top_k=2, shared=1, capacity=0.7, router=EVERY[name]))
+    part = layer(MoEConfig(experts=8, top_k=2, shared=1, capacity=0.7, router=EVERY[name]))
     x, tokens = inputs()
     trained, counted = part(x, None, tokens)
     part.eval()
@@ -269,7 +268,7 @@ def test_training_and_evaluation_give_equal_outputs(name):
 def test_padding_never_changes_a_real_token(name, capacity):
     """Rows with padding equal the same tokens without it: outputs, gradients, statistics, losses."""
     losses = Losses(sequence=0.3, micro_batch=0.2, z=0.1) if EVERY[name].learned else Losses()
-    moe = MoE(experts=4, top_k=2, shared=1, capacity=capacity, router=EVERY[name], losses=losses)
+    moe = MoEConfig(experts=4, top_k=2, shared=1, capacity=capacity, router=EVERY[name], losses=losses)
     part = layer(moe)
     x, tokens = inputs(2, 9)
     real = torch.ones(2, 9, dtype=torch.bool)
@@ -308,7 +307,7 @@ def test_capacity_counts_over_all_slots_keeps_the_largest_weights_and_saves_work
     assert torch.equal(kept[kept >= 0], experts[kept >= 0])
 
     seen = []
-    part = layer(MoE(experts=4, top_k=2, capacity=0.5))
+    part = layer(MoEConfig(experts=4, top_k=2, capacity=0.5))
     inner = part.experts.forward
     part.experts.forward = lambda rows, counts: seen.append(counts) or inner(rows, counts)  # type: ignore[method-assign]
     part(inputs(4, 8)[0])
@@ -317,15 +316,15 @@ def test_capacity_counts_over_all_slots_keeps_the_largest_weights_and_saves_work
 
 
 def test_generation_with_a_cache_drops_nothing():
-    part = layer(MoE(experts=4, top_k=2, capacity=0.1)).eval()
-    free = layer(MoE(experts=4, top_k=2)).eval()
+    part = layer(MoEConfig(experts=4, top_k=2, capacity=0.1)).eval()
+    free = layer(MoEConfig(experts=4, top_k=2)).eval()
     x, tokens = inputs()
     assert torch.equal(part(x, None, tokens, cached=True)[0], free(x, None, tokens)[0])
     assert not torch.equal(part(x, None, tokens)[0], free(x, None, tokens)[0])
 
 
 def test_the_bias_keeps_its_precision_when_a_model_becomes_bf16():
-    part = layer(MoE(experts=4, router=SigmoidTopK()), dtype=torch.float32)
+    part = layer(MoEConfig(experts=4, router=SigmoidTopKConfig()), dtype=torch.float32)
     before = part.router.bias.clone()
     part.bfloat16()
     assert part.experts.up_proj.dtype == torch.bfloat16
@@ -334,7 +333,7 @@ def test_the_bias_keeps_its_precision_when_a_model_becomes_bf16():
 
 
 def test_protocols():
-    part = layer(MoE())
+    part = layer(MoEConfig())
     assert isinstance(part, Observer) and isinstance(part.dispatch, ExpertDispatcher)
 
 
@@ -342,33 +341,33 @@ def test_protocols():
     ("fields", "message"),
     [
         ({"experts": 4, "top_k": 5}, "top_k 5 is more than experts 4"),
-        ({"router": SigmoidTopK(n_group=3)}, "router: n_group 3 must divide experts 8"),
-        ({"top_k": 3, "router": SigmoidTopK(n_group=4, topk_group=1)}, "router: topk_group 1 leaves 2 of 8 experts"),
-        ({"router": Hash(), "losses": Losses(z=1e-3)}, "router Hash is not learned"),
+        ({"router": SigmoidTopKConfig(n_group=3)}, "router: n_group 3 must divide experts 8"),
+        ({"top_k": 3, "router": SigmoidTopKConfig(n_group=4, topk_group=1)}, "router: topk_group 1 leaves 2 of 8 experts"),
+        ({"router": HashConfig(), "losses": Losses(z=1e-3)}, "router HashConfig is not learned"),
     ],
 )
 def test_sizes_that_do_not_go_together_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        MoE(**fields)
+        MoEConfig(**fields)
 
 
 @pytest.mark.parametrize(
     ("moe", "fields", "message"),
     [
-        (MoE(first_dense=1), {}, "no layer experts"),
-        (MoE(every=2), {}, "no layer experts"),
-        (MoE(), {"mlp": SwiGLU(bias=True)}, "do not support biases"),
-        (MoE(), {"mlp": SoftmaxTopK()}, "does not declare"),
+        (MoEConfig(first_dense=1), {}, "no layer experts"),
+        (MoEConfig(every=2), {}, "no layer experts"),
+        (MoEConfig(), {"mlp": SwiGLU(bias=True)}, "do not support biases"),
+        (MoEConfig(), {"mlp": SoftmaxTopKConfig()}, "does not declare"),
     ],
 )
 def test_a_decoder_that_cannot_have_experts_is_refused(moe, fields, message):
     with pytest.raises(ValueError, match=message):
-        Decoder(**SIZES | fields, moe=moe)
+        DecoderConfig(**SIZES | fields, moe=moe)
 
 
 def test_frequency_and_first_dense():
     def sparse(**fields):
-        model = Decoder(**SIZES | {"layers": 6}, moe=MoE(**fields)).build()
+        model = DecoderConfig(**SIZES | {"layers": 6}, moe=MoEConfig(**fields)).build()
         return [int(name) for name, block in model.blocks.items() if isinstance(block.mlp, ExpertLayer)]
 
     assert sparse() == [0, 1, 2, 3, 4, 5]

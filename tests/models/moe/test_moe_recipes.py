@@ -8,8 +8,7 @@ from forge_core.errors import ConfigError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.checks import experts_compile, experts_fit, experts_see_other_tokens
-from forge_models.components.moe import MoE
-from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.shape import Losses
 from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_train.cli import main
@@ -27,11 +26,11 @@ def test_one_table_switches(tmp_path, registry):
     recipe = tmp_path / "sparse.toml"
     recipe.write_text('base = "debug"\n[model.moe]\nexperts = 4\nrouter = { name = "sigmoid_topk", bias_rate = 0.5 }\n')
     sparse = load(recipe, world=1, registry=registry).job.model
-    assert sparse.moe == MoE(experts=4, router=SigmoidTopK(bias_rate=0.5))
+    assert sparse.moe == MoEConfig(experts=4, router=SigmoidTopKConfig(bias_rate=0.5))
     recipe.write_text('base = "debug-moe"\n[model]\nmoe = "none"\n')
     assert load(recipe, world=1, registry=registry).job.model.moe is None
     recipe.write_text('base = "debug"\n[model.moe]\n')
-    assert load(recipe, world=1, registry=registry).job.model.moe == MoE(router=SoftmaxTopK())
+    assert load(recipe, world=1, registry=registry).job.model.moe == MoEConfig(router=SoftmaxTopKConfig())
 
 
 def test_the_resolved_recipe_loads_again(tmp_path, registry):

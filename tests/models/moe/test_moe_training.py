@@ -5,10 +5,9 @@ import torch
 
 from forge_core.layout import Layout
 from forge_core.protocols.model import Observer
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.initial_weights import fill
 from forge_parallel.model.plan import Plan
@@ -22,15 +21,15 @@ from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, compare, measure, share, synthetic
 
 CPU = torch.device("cpu")
-ROUTER = SigmoidTopK(bias_rate=0.01, bias_schedule="warmup", bias_steps=10)
-EXPERTS = MoE(
+ROUTER = SigmoidTopKConfig(bias_rate=0.01, bias_schedule="warmup", bias_steps=10)
+EXPERTS = MoEConfig(
     experts=4, shared=1, ffn_dim=24, first_dense=1, router=ROUTER, losses=Losses(sequence=0.1, global_batch=0.1, z=0.01)
 )
 SIZES = {"dim": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_size": 61, "max_length": 16}
 
 
 def decoder(**fields):
-    return Decoder(**SIZES | {"moe": EXPERTS} | fields)
+    return DecoderConfig(**SIZES | {"moe": EXPERTS} | fields)
 
 
 def case(**fields):
@@ -45,7 +44,7 @@ def made(layout="1", compute="fp64", state="fp64", **fields):
 
 
 def test_each_expert_is_drawn_under_its_own_name_with_the_scale_of_its_projection():
-    part = made(moe=MoE(experts=64, ffn_dim=32)).part
+    part = made(moe=MoEConfig(experts=64, ffn_dim=32)).part
     experts = part.blocks["1"].mlp.experts
     specs = part.specs().tensors
     for name, std in (("gate_proj", 0.02), ("up_proj", 0.02), ("down_proj", 0.02 / 6**0.5)):
@@ -55,7 +54,7 @@ def test_each_expert_is_drawn_under_its_own_name_with_the_scale_of_its_projectio
         single = type(spec)(spec.dims[1:], spec.init, spec.group)
         fill(Box(tuple(alone.shape), (0, 0), alone), single, f"blocks.1.mlp.experts.{name}[17]", 0)
         assert torch.equal(whole[17], alone)
-    fewer = made(moe=MoE(experts=8, ffn_dim=32)).part.blocks["1"].mlp.experts
+    fewer = made(moe=MoEConfig(experts=8, ffn_dim=32)).part.blocks["1"].mlp.experts
     assert torch.equal(fewer.up_proj[5], experts.up_proj[5])  # whatever the number of its neighbors
 
 

@@ -7,12 +7,11 @@ import torch
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import StoredTensor, WeightsInfo
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import GELU
-from forge_models.components.moe import MoE
-from forge_models.components.routers import Hash, SigmoidTopK, SoftmaxTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_models.components.layers import GELU
 from forge_models.hf.streamed_forward import logits_of
-from forge_models.moe.upcycle import Upcycled
+from forge_models.upcycle import Upcycled
 from models.conftest import TINY
 
 
@@ -20,7 +19,7 @@ class Held:
     """`Weights` of a module in memory."""
 
     def __init__(self, module, dtype="float32", **fields):
-        self.model, self.facts = Decoder(**(TINY | fields)), WeightsInfo(step=7, origin="here", family="llama")
+        self.model, self.facts = DecoderConfig(**(TINY | fields)), WeightsInfo(step=7, origin="here", family="llama")
         self._held = {name: p.detach().to(getattr(torch, dtype)) for name, p in module.named_parameters()}
         self.tensors = {name: StoredTensor(tuple(p.shape), dtype) for name, p in self._held.items()}
 
@@ -32,13 +31,13 @@ class Held:
 
 
 PRESERVING = {
-    "copies": MoE(experts=4, top_k=2),
-    "one of four": MoE(experts=4, top_k=1),
-    "shared too": MoE(experts=4, top_k=2, shared=3, ffn_dim=48, first_dense=1),
-    "sigmoid, scaled": MoE(experts=8, top_k=2, router=SigmoidTopK(scaling=2.5, n_group=4, topk_group=2)),
-    "fine-grained": MoE(experts=12, top_k=6, ffn_dim=16),
-    "fine-grained, sigmoid": MoE(experts=8, top_k=4, ffn_dim=24, every=2, router=SigmoidTopK(scaling=0.7)),
-    "by hash": MoE(experts=4, top_k=2, router=Hash()),
+    "copies": MoEConfig(experts=4, top_k=2),
+    "one of four": MoEConfig(experts=4, top_k=1),
+    "shared too": MoEConfig(experts=4, top_k=2, shared=3, ffn_dim=48, first_dense=1),
+    "sigmoid, scaled": MoEConfig(experts=8, top_k=2, router=SigmoidTopKConfig(scaling=2.5, n_group=4, topk_group=2)),
+    "fine-grained": MoEConfig(experts=12, top_k=6, ffn_dim=16),
+    "fine-grained, sigmoid": MoEConfig(experts=8, top_k=4, ffn_dim=24, every=2, router=SigmoidTopKConfig(scaling=0.7)),
+    "by hash": MoEConfig(experts=4, top_k=2, router=HashConfig()),
 }
 
 
@@ -61,7 +60,7 @@ def test_the_function_is_preserved(make, tokens, name, fields):
 
 def test_noise_makes_experts_differ_by_what_was_asked(make):
     dense = Held(make())
-    plain, noisy = Upcycled(dense, MoE(experts=4)), Upcycled(dense, MoE(experts=4), noise=0.1)
+    plain, noisy = Upcycled(dense, MoEConfig(experts=4)), Upcycled(dense, MoEConfig(experts=4), noise=0.1)
     for matrix in ("gate_proj", "up_proj", "down_proj"):
         name = f"blocks.1.mlp.experts.{matrix}"
         before, after = plain.read([name])[name], noisy.read([name])[name]
@@ -74,7 +73,7 @@ def test_noise_makes_experts_differ_by_what_was_asked(make):
 
 
 def test_the_dtype_stays(make):
-    sparse = Upcycled(Held(make(), "bfloat16"), MoE(experts=4, shared=1), noise=0.01)
+    sparse = Upcycled(Held(make(), "bfloat16"), MoEConfig(experts=4, shared=1), noise=0.01)
     read = sparse.read(list(sparse.tensors))
     assert all(str(tensor.dtype) == f"torch.{sparse.tensors[name].dtype}" for name, tensor in read.items())
     assert {entry.dtype for entry in sparse.tensors.values()} == {"bfloat16"}
@@ -84,13 +83,13 @@ def test_the_dtype_stays(make):
 @pytest.mark.parametrize(
     ("moe", "message"),
     [
-        (MoE(router=SoftmaxTopK(normalize=False)), r"router\.normalize"),
-        (MoE(ffn_dim=20), "must divide the dense model's ffn_dim 48"),
-        (MoE(experts=9, top_k=2, ffn_dim=16), "top_k 2 must be a multiple of 3"),
-        (MoE(experts=8, top_k=3, ffn_dim=16), "experts 8 must be a multiple of 3"),
-        (MoE(experts=8, top_k=2, ffn_dim=24, router=Hash()), "cannot be made to choose"),
-        (MoE(experts=8, top_k=2, ffn_dim=24, router=SigmoidTopK(n_group=8)), "whole copies of 2"),
-        (MoE(first_dense=2), "no layer experts"),
+        (MoEConfig(router=SoftmaxTopKConfig(normalize=False)), r"router\.normalize"),
+        (MoEConfig(ffn_dim=20), "must divide the dense model's ffn_dim 48"),
+        (MoEConfig(experts=9, top_k=2, ffn_dim=16), "top_k 2 must be a multiple of 3"),
+        (MoEConfig(experts=8, top_k=3, ffn_dim=16), "experts 8 must be a multiple of 3"),
+        (MoEConfig(experts=8, top_k=2, ffn_dim=24, router=HashConfig()), "cannot choose the"),
+        (MoEConfig(experts=8, top_k=2, ffn_dim=24, router=SigmoidTopKConfig(n_group=8)), "whole copies of 2"),
+        (MoEConfig(first_dense=2), "no layer experts"),
     ],
 )
 def test_what_cannot_be_preserved_is_refused(make, moe, message):
@@ -100,5 +99,5 @@ def test_what_cannot_be_preserved_is_refused(make, moe, message):
 
 def test_only_dense_models_are_taken(make):
     with pytest.raises(ForgeError, match="is not a dense decoder"):
-        Upcycled(Held(make(moe=MoE()), moe=MoE()), MoE())
-    assert Decoder().moe is None
+        Upcycled(Held(make(moe=MoEConfig()), moe=MoEConfig()), MoEConfig())
+    assert DecoderConfig().moe is None

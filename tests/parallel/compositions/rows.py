@@ -13,13 +13,10 @@ from forge_core.component import fields_of
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.norms import RMSNorm
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
+from forge_models.components.decoder import DecoderConfig, MTPConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_models.components.layers import RMSNormConfig, SwiGLU
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim import optimizers
@@ -45,18 +42,18 @@ CPU = torch.device("cpu")
 VOCAB = 61
 LENGTH = 16
 SIZES = {"heads": 4, "kv_heads": 2, "layers": 4, "vocab_size": VOCAB, "max_length": 32}
-PARTS = {"attention": GQA(), "mlp": SwiGLU(), "norm": RMSNorm()}
-DECODER = Decoder(dim=16, ffn_dim=24, **SIZES, **PARTS)
-WIDE = Decoder(dim=64, ffn_dim=64, **SIZES, **PARTS)
+PARTS = {"attention": GQA(), "mlp": SwiGLU(), "norm": RMSNormConfig()}
+DECODER = DecoderConfig(dim=16, ffn_dim=24, **SIZES, **PARTS)
+WIDE = DecoderConfig(dim=64, ffn_dim=64, **SIZES, **PARTS)
 """Float8 takes dimensions in sixteens, on every rank. Where a compiler rounds, more numbers make a steadier sum."""
 
-EXPERTS = MoE(
+EXPERTS = MoEConfig(
     experts=8,
     top_k=2,
     shared=1,
     ffn_dim=16,
     first_dense=1,
-    router=SigmoidTopK(bias_rate=0.01),
+    router=SigmoidTopKConfig(bias_rate=0.01),
     losses=Losses(global_batch=0.1, z=0.01),
 )
 
@@ -95,18 +92,18 @@ def names(job: Any, layout: Layout) -> set[str]:
     return {use.name for use in features(job, layout)}
 
 
-def decoder_of(row: frozenset[str]) -> Decoder:
+def decoder_of(row: frozenset[str]) -> DecoderConfig:
     """Grouped-query attention, tiny; as many blocks as its stages need."""
     depth = 1 if row & {"pp_interleaved_zero_bubble", "pp_zbv", "pp_dualpipev"} else 2
-    mtp = MTP(depth=depth) if "mtp" in row else None
+    mtp = MTPConfig(depth=depth) if "mtp" in row else None
     experts = None if "experts" not in row else EXPERTS if row.isdisjoint(LOW) else ALL_CHOSEN
     wide = "float8" in row or row >= {"compile", "experts"}
     layers = 6 if "more_stages" in row else 4
     if experts is not None and row & {"fusion_moma_choice", "fusion_moma_threshold"}:
-        experts = replace(experts, losses=Losses(), router=SoftmaxTopK())
+        experts = replace(experts, losses=Losses(), router=SoftmaxTopKConfig())
     model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers)
     for feature in row & FUSIONS.keys():
-        keys = {info.name: getattr(model, info.name) for info in fields_of(Decoder)}
+        keys = {info.name: getattr(model, info.name) for info in fields_of(DecoderConfig)}
         model = VLM(**keys, encoder=ENCODER, adapter=Linear(), fusion=FUSIONS[feature])
     return model
 

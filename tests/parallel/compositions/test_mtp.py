@@ -9,8 +9,8 @@ import torch
 from forge_core.errors import ConfigError, PlanError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_models.components.mtp import MTP
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.decoder import MTPConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamW
@@ -23,7 +23,7 @@ from parallel.compositions.rows import DECODER, names
 
 def cut(schedule: Any, ranks: int = 2, depth: int = 2, split: str = "balanced", **fields: Any) -> StageSplit:
     with torch.device("meta"):
-        module = replace(DECODER, mtp=MTP(depth=depth), **fields).build()
+        module = replace(DECODER, mtp=MTPConfig(depth=depth), **fields).build()
     return StageSplit.of(module, module.specs(), Pipeline(schedule.build(), split), ranks, ranks - 1)
 
 
@@ -60,7 +60,7 @@ def test_depth_two_is_refused_with_split_backwards() -> None:
 def test_a_dry_run_knows_every_use_of_the_head() -> None:
     """What heads keep are gradients: of each one's input (rows x length x width), and of the weight (vocabulary x width)."""
     workload = Workload(
-        replace(DECODER, mtp=MTP(depth=2)).build,
+        replace(DECODER, mtp=MTPConfig(depth=2)).build,
         CrossEntropy().build(),
         AdamW().build,
         rows=2,

@@ -11,9 +11,9 @@ from forge_core.batch import IGNORE, Batch
 from forge_core.errors import ForgeError, PlanError
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
-from forge_models.rope import Rope
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
+from forge_models.shape import Rope
 from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.model.parallel_model import gathered
 from forge_parallel.model.plan import Plan
@@ -40,12 +40,12 @@ VOCAB = 61
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def decoder(**changes: Any) -> Decoder:
+def decoder(**changes: Any) -> DecoderConfig:
     sizes: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "max_length": 32}
-    return Decoder(**sizes | {"vocab_size": VOCAB} | changes)
+    return DecoderConfig(**sizes | {"vocab_size": VOCAB} | changes)
 
 
-def case(component: Decoder, **changes: Any) -> Case:
+def case(component: DecoderConfig, **changes: Any) -> Case:
     return Case(component.build, CrossEntropy().build(), AdamW(lr=1e-2).build, VOCAB, **changes)
 
 

@@ -17,10 +17,9 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import Observer
 from forge_core.registry import Registry
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import Hash, SigmoidTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.parallel_model import gathered
 from forge_parallel.model.plan import Plan
@@ -40,16 +39,16 @@ from forge_parallel.verify.state import Drift, drifted
 from harness.pool import World
 
 VOCAB, ROWS, STEPS = 61, 8, 3
-BALANCED = MoE(
+BALANCED = MoEConfig(
     experts=8,
     top_k=3,
     shared=1,
     ffn_dim=8,
     first_dense=1,
-    router=SigmoidTopK(bias_rate=0.01),
+    router=SigmoidTopKConfig(bias_rate=0.01),
     losses=Losses(global_batch=0.1, z=0.01),
 )
-BY_TOKEN = replace(BALANCED, router=Hash(), losses=Losses())
+BY_TOKEN = replace(BALANCED, router=HashConfig(), losses=Losses())
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
 
 
@@ -62,8 +61,8 @@ class Lived(NamedTuple):
     drift: Drift | None
 
 
-def case_of(moe: MoE) -> Case:
-    decoder = Decoder(dim=16, ffn_dim=24, heads=4, kv_heads=2, layers=4, vocab_size=VOCAB, max_length=32, moe=moe)
+def case_of(moe: MoEConfig) -> Case:
+    decoder = DecoderConfig(dim=16, ffn_dim=24, heads=4, kv_heads=2, layers=4, vocab_size=VOCAB, max_length=32, moe=moe)
     return Case(decoder.build, CrossEntropy(z_loss=1e-2).build(), AdamW(lr=1e-2).build, VOCAB, rows=ROWS, steps=STEPS)
 
 
@@ -83,7 +82,7 @@ def padded(batch: Batch, token: int) -> Batch:
 
 
 def lived(
-    layout: str, kind: Kind = "all_to_all", schedule: str = "1f1b", again: bool = False, moe: MoE = BALANCED, pad: int = 0
+    layout: str, kind: Kind = "all_to_all", schedule: str = "1f1b", again: bool = False, moe: MoEConfig = BALANCED, pad: int = 0
 ) -> tuple[Any, ...]:
     """One rank's `Lived`, as a plain tuple."""
     case, at, cpu = case_of(moe), Layout.parse(layout), torch.device("cpu")

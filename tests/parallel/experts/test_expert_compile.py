@@ -9,10 +9,9 @@ from torch._dynamo.utils import counters
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
@@ -26,7 +25,9 @@ from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
 
-EXPERTS = MoE(experts=4, shared=1, ffn_dim=24, router=SigmoidTopK(bias_rate=0.1), losses=Losses(global_batch=0.1, z=0.01))
+EXPERTS = MoEConfig(
+    experts=4, shared=1, ffn_dim=24, router=SigmoidTopKConfig(bias_rate=0.1), losses=Losses(global_batch=0.1, z=0.01)
+)
 
 
 def _graphs(layout: str, layers: Sequence[int], recompute: bool) -> list[int]:
@@ -35,7 +36,7 @@ def _graphs(layout: str, layers: Sequence[int], recompute: bool) -> list[int]:
     for count in layers:
         torch._dynamo.reset()
         counters.clear()
-        decoder = Decoder(dim=32, layers=count, heads=4, kv_heads=2, ffn_dim=48, vocab_size=61, max_length=16, moe=EXPERTS)
+        decoder = DecoderConfig(dim=32, layers=count, heads=4, kv_heads=2, ffn_dim=48, vocab_size=61, max_length=16, moe=EXPERTS)
         at = Layout.parse(layout)
         topology = Topology.of(at, torch.device("cpu"))
         transforms = [
@@ -66,7 +67,7 @@ def test_no_graph_is_made_after_warm_up(world: World, recompute: bool) -> None:
 
 
 def _refused() -> str:
-    decoder = Decoder(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=48, vocab_size=61, max_length=16, moe=EXPERTS)
+    decoder = DecoderConfig(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=48, vocab_size=61, max_length=16, moe=EXPERTS)
     at = Layout.parse("dp2ep2")
     transforms = [Compile().build(), FullyShard().build(), ExpertParallel().build(), Recompute().build()]
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forge_core.layout import Layout
 from forge_core.protocols.model import ExpertDispatcher
-from forge_models.moe.dispatch import LocalDispatch
+from forge_models.blocks.moe.dispatch import LocalDispatch
 from forge_parallel.placement.collectives import Ranks
 from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.expert.cut import open_dispatcher

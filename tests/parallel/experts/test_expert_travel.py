@@ -11,14 +11,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.routers import SigmoidTopK
-from forge_models.context import RouterContext
-from forge_models.moe.dispatch import LocalDispatch
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
+from forge_models.blocks.moe.dispatch import LocalDispatch
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
+from forge_models.shape import RouterContext
 from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.expert.cut import open_dispatcher
 from forge_parallel.transforms.expert.transform import ExpertParallel, Kind
@@ -38,8 +37,8 @@ class Interval:
         return max(0.0, min(self.end, other.end) - max(self.start, other.start))
 
 
-def model_of(moe: MoE, layout: Layout, expert: ExpertParallel) -> ParallelModel:
-    decoder = Decoder(dim=WIDTH, ffn_dim=64, heads=4, layers=1, vocab_size=VOCAB, max_length=LENGTH, moe=moe)
+def model_of(moe: MoEConfig, layout: Layout, expert: ExpertParallel) -> ParallelModel:
+    decoder = DecoderConfig(dim=WIDTH, ffn_dim=64, heads=4, layers=1, vocab_size=VOCAB, max_length=LENGTH, moe=moe)
     return realize(Blueprint.of(decoder.build), Plan.of([FullyShard(), expert], layout), Topology.of(layout, CPU), 0)
 
 
@@ -50,7 +49,7 @@ def tokens() -> Tensor:
 
 def traced(overlap: bool) -> tuple[float, Tensor]:
     """Microseconds in which this rank multiplied matrices while tokens travelled, and the logits."""
-    model = model_of(MoE(experts=4, shared=8, ffn_dim=256), Layout(dp_shard=2, ep=2), ExpertParallel(overlap=overlap))
+    model = model_of(MoEConfig(experts=4, shared=8, ffn_dim=256), Layout(dp_shard=2, ep=2), ExpertParallel(overlap=overlap))
     with model.inference():
         model.part(tokens())
         with profile(activities=[ProfilerActivity.CPU]) as trace:
@@ -108,7 +107,9 @@ def test_a_token_crosses_the_border_of_nodes_once(world: World) -> None:
     x = torch.randn(400, WIDTH, generator=torch.Generator().manual_seed(0))
     chosen = []
     for limit in (2, 1):
-        module = SigmoidTopK(**router, topk_group=limit).build(RouterContext(dim=WIDTH, experts=8, top_k=4, layer=0, init_std=1))
+        module = SigmoidTopKConfig(**router, topk_group=limit).build(
+            RouterContext(dim=WIDTH, experts=8, top_k=4, layer=0, init_std=1)
+        )
         torch.nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(1))
         module.bias.zero_()
         chosen.append(module(x, None).experts)

@@ -12,10 +12,9 @@ import torch
 from torch.profiler import profile, record_function
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.decoder import DecoderConfig, MTPConfig
+from forge_models.components.experts import MoEConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.model.parallel_model import full
 from forge_parallel.model.plan import Plan
@@ -32,7 +31,7 @@ from harness.pool import World
 from harness.siblings import fast
 
 VOCAB, LAYERS = 61, 3
-MODEL = Decoder(
+MODEL = DecoderConfig(
     dim=16,
     ffn_dim=24,
     heads=4,
@@ -40,7 +39,7 @@ MODEL = Decoder(
     layers=LAYERS,
     vocab_size=VOCAB,
     max_length=32,
-    moe=MoE(experts=4, ffn_dim=8, top_k=2),
+    moe=MoEConfig(experts=4, ffn_dim=8, top_k=2),
 )
 CASE = Case(MODEL.build, CrossEntropy().build(), AdamW(lr=1e-2).build, VOCAB, rows=4)
 
@@ -51,7 +50,7 @@ def _as_fsdp_does() -> Iterator[None]:
         yield
 
 
-def _made(layout: str, ahead: bool, again: bool, model: Decoder = MODEL) -> tuple[Any, Step]:
+def _made(layout: str, ahead: bool, again: bool, model: DecoderConfig = MODEL) -> tuple[Any, Step]:
     at = Layout.parse(layout)
     transforms = [FullyShard(), ExpertParallel(), *([Recompute(policy="full")] if again else [])]
     with nullcontext() if ahead else _as_fsdp_does():
@@ -110,7 +109,7 @@ def test_the_next_block_is_gathered_before_this_one_exchanges_tokens(world: Worl
 
 def _weights(layout: str, ahead: bool, again: bool, mtp: bool) -> dict[str, torch.Tensor]:
     """After three steps, with an evaluation between them."""
-    model, step = _made(layout, ahead, again, replace(MODEL, mtp=MTP(depth=1)) if mtp else MODEL)
+    model, step = _made(layout, ahead, again, replace(MODEL, mtp=MTPConfig(depth=1)) if mtp else MODEL)
     optimizer = AdamW(lr=1e-2).build(model)
     losses = []
     for number in range(3):
@@ -141,7 +140,7 @@ def test_numbers_are_the_same_to_the_last_bit(world: World, again: bool, mtp: bo
 
 def _evaluated() -> list[str]:
     """What an evaluation gathers of a model with a module of multi-token prediction, which has a block with experts."""
-    model, step = _made("dp2ep2", True, False, replace(MODEL, mtp=MTP(depth=1)))
+    model, step = _made("dp2ep2", True, False, replace(MODEL, mtp=MTPConfig(depth=1)))
     batches = share(synthetic(CASE, 0), model.topology.data_rank, model.topology.data_size, 1)
     with profile() as profiled:
         step.evaluate(batches[:1])

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.model.parallel_model import Context
 from forge_parallel.model.plan import Plan
@@ -43,7 +43,7 @@ from parallel.one_process import alone
 
 CPU = torch.device("cpu")
 VOCAB = 61
-DECODER = Decoder(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=VOCAB, max_length=32, tied_embeddings=True)
+DECODER = DecoderConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=VOCAB, max_length=32, tied_embeddings=True)
 """Every matrix, cut in two, has dimensions that 16 divides; the output head has not."""
 CASE = Case(
     DECODER.build,

@@ -16,11 +16,10 @@ from torch.nn import functional as F
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import ExpertStack
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK
-from forge_models.moe.experts import Experts
+from forge_models.blocks.moe.experts import Experts
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.model.parallel_model import Context
 from forge_parallel.model.plan import Plan
@@ -41,8 +40,8 @@ from harness.siblings import fast
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 2, "ffn_dim": 48, "vocab_size": 61, "max_length": 32}
-EXPERTS = MoE(experts=4, top_k=2, shared=1, ffn_dim=32, first_dense=1, router=SigmoidTopK(bias_rate=0.01))
-DECODER = Decoder(**SIZES, moe=EXPERTS)
+EXPERTS = MoEConfig(experts=4, top_k=2, shared=1, ffn_dim=32, first_dense=1, router=SigmoidTopKConfig(bias_rate=0.01))
+DECODER = DecoderConfig(**SIZES, moe=EXPERTS)
 CASE = Case(
     DECODER.build, CrossEntropy().build(), AdamW(lr=1e-2).build, 61, rows=8, micro_batch=2, steps=1, compute="fp32", state="fp32"
 )
@@ -350,7 +349,7 @@ def test_shapes_are_checked_before_the_run_and_named() -> None:
 
 def test_what_cannot_be_converted_is_refused() -> None:
     with pytest.raises(PlanError, match="experts = true converts stacked experts, but the model has none; remove it"):
-        _converted(Float8(experts=True), Decoder(**SIZES).build)
+        _converted(Float8(experts=True), DecoderConfig(**SIZES).build)
     with pytest.raises(PlanError, match="but include and exclude leave none of them"):
         _converted(Float8(experts=True, exclude=["*.experts"]))
     with pytest.raises(PlanError, match=r"does not support precision\.compute = 'fp64'"):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from forge_core.errors import ForgeError, PlanError
 from forge_core.layout import Layout
 from forge_core.specs import Specs
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
 from forge_parallel import torchao_library
 from forge_parallel.model.parallel_model import Context
 from forge_parallel.model.plan import Plan
@@ -24,13 +24,13 @@ from forge_parallel.transforms.tensor.transform import TensorParallel as TensorP
 from models.variants import VARIANTS
 
 CPU = torch.device("cpu")
-DECODER = Decoder(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=61, max_length=32, tied_embeddings=True)
+DECODER = DecoderConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=61, max_length=32, tied_embeddings=True)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_linear_layer_of_the_zoo_is_converted_and_no_head_expert_or_router(variant: str) -> None:
     sizes = {"dim": 48, "heads": 6, "head_dim": 10, "ffn_dim": 56, "vocab_size": 101, "max_length": 64} | VARIANTS[variant]
-    blueprint = Blueprint.of(Decoder(**{**sizes, "layers": 2}).build)
+    blueprint = Blueprint.of(DecoderConfig(**{**sizes, "layers": 2}).build)
     paths = transform.candidates(blueprint.specs)
     modules = dict(blueprint.module.named_modules())
     assert {path for path in paths if isinstance(modules[path], nn.Linear)} == {
@@ -40,7 +40,7 @@ def test_every_linear_layer_of_the_zoo_is_converted_and_no_head_expert_or_router
 
 
 def test_routers_are_no_linear_layers() -> None:
-    decoder = replace(DECODER, moe=MoE(experts=4, ffn_dim=32, shared=1))
+    decoder = replace(DECODER, moe=MoEConfig(experts=4, ffn_dim=32, shared=1))
     blueprint, at = Blueprint.of(decoder.build), Layout()
     context = Context(blueprint.specs, Topology(at, CPU), torch.float32, torch.float32)
     part = Float8().build().apply(blueprint.module, context)
@@ -50,7 +50,7 @@ def test_routers_are_no_linear_layers() -> None:
         Float8(include=["*.router"]).build().apply(Blueprint.of(decoder.build).module, context)
 
 
-def _apply(float8: Float8, decoder: Decoder = DECODER, layout: str = "1", compute: str = "bf16") -> None:
+def _apply(float8: Float8, decoder: DecoderConfig = DECODER, layout: str = "1", compute: str = "bf16") -> None:
     at = Layout.parse(layout)
     realize(Blueprint.of(decoder.build), Plan.of([float8.build(), TensorParallel()], at), Topology(at, CPU), 0, compute, "fp64")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_models.components.objectives import CrossEntropy
+from forge_models.objectives import CrossEntropy
 from forge_parallel.conformance.optimizers import SHAPES, Held
 from forge_parallel.optim.optimizers import PROVEN
 from forge_parallel.verify.parity import Case, compare

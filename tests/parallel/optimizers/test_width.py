@@ -9,14 +9,13 @@ import torch
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_models.components.moe import MoE
-from forge_models.components.routers import SoftmaxTopK
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup as Group
 from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.optim.stages import apply, settings_of
+from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.verify.parity import Case, share, synthetic
@@ -30,7 +29,7 @@ def width(factor: int) -> Any:
 
 
 def test_rates_and_initial_weights_have_the_closed_form() -> None:
-    moe = MoE(experts=4, top_k=2, ffn_dim=16, router=SoftmaxTopK())
+    moe = MoEConfig(experts=4, top_k=2, ffn_dim=16, router=SoftmaxTopKConfig())
     narrow = Blueprint.of(replace(width(1), moe=moe).build)
     wide = Blueprint.of(replace(width(4), ffn_dim=48, moe=replace(moe, ffn_dim=48)).build)
     found = settings_of(wide, [Group(match="*.q_proj.weight", lr=0.5)], narrow)

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from forge_models import generation
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.routers import Hash
-from forge_models.generation.generate import generate
-from forge_models.generation.sampling import GenerationError, Sampling
-from forge_models.rope import Rope
+from forge_models.components.decoder import DecoderConfig, MTPConfig
+from forge_models.components.experts import HashConfig, MoEConfig
+from forge_models.generation import GenerationError, Sampling
+from forge_models.shape import Rope
 from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.expert.transform import ExpertParallel
@@ -25,10 +23,15 @@ from parallel.tiny import VOCAB
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
 DRAWN = Sampling(temperature=1.5, top_k=40, repetition_penalty=1.2, seed=7)
-WINDOWS = Decoder(
+WINDOWS = DecoderConfig(
     dim=16, layers=5, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCAB, max_length=32, attention=GQA(window=4, global_every=2)
 )
-HASHED = replace(WINDOWS, attention=GQA(), moe=MoE(experts=4, top_k=2, ffn_dim=8, first_dense=1, router=Hash()), mtp=MTP(depth=1))
+HASHED = replace(
+    WINDOWS,
+    attention=GQA(),
+    moe=MoEConfig(experts=4, top_k=2, ffn_dim=8, first_dense=1, router=HashConfig()),
+    mtp=MTPConfig(depth=1),
+)
 MODELS = {"tied": decoder_case(True), "windows": replace(decoder_case(), build=WINDOWS.build)}
 MODELS["hashed"] = replace(decoder_case(), build=HASHED.build)
 
@@ -41,8 +44,8 @@ def made(model: str, layout: str, schedule: str) -> tuple[list[list[int]], list[
     with laid_out.inference(whole_sequences=True):
         whole: Any = laid_out.whole()
         whole.register_forward_hook(lambda _module, _inputs, output: seen.append(output.double().clone()))
-        drawn = generate(whole, PROMPTS, DRAWN, max_tokens=6, agree=laid_out.topology.from_first)
-        greedy = generate(whole, PROMPTS, max_tokens=6, prefill=3, agree=laid_out.topology.from_first)
+        drawn = generation(whole, PROMPTS, DRAWN, max_tokens=6, agree=laid_out.topology.from_first)
+        greedy = generation(whole, PROMPTS, max_tokens=6, prefill=3, agree=laid_out.topology.from_first)
     return drawn, greedy, seen
 
 
@@ -93,7 +96,7 @@ LIMITED = replace(WINDOWS, layers=2, rope=ROPE)
 def refused(layout: str) -> str:
     model = realized(replace(decoder_case(), build=LIMITED.build), layout, "1f1b")
     with model.inference(whole_sequences=True), pytest.raises(GenerationError) as refusal:
-        generate(model.whole(), PROMPTS, max_tokens=6)  # type: ignore[arg-type]
+        generation(model.whole(), PROMPTS, max_tokens=6)  # type: ignore[arg-type]
     return str(refusal.value)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.dryrun.fake_world import ACCELERATORS
 from forge_parallel.model.plan import Plan
@@ -18,17 +18,19 @@ from forge_parallel.transforms.shard import FullyShard
 
 H100 = ACCELERATORS["h100"]
 LENGTH, HEADS, HEAD_DIM = 512, 4, 16
-MODEL = Decoder(dim=64, layers=2, heads=HEADS, kv_heads=HEADS, ffn_dim=64, vocab_size=61, max_length=1024)
+MODEL = DecoderConfig(dim=64, layers=2, heads=HEADS, kv_heads=HEADS, ffn_dim=64, vocab_size=61, max_length=1024)
 SEEDS = MODEL.layers * 2 * 8
 """The kernel's seed and offset of dropout, of each block."""
 
 
-def workload(model: Decoder, compute: str = "bf16", length: int = LENGTH) -> Workload:
+def workload(model: DecoderConfig, compute: str = "bf16", length: int = LENGTH) -> Workload:
     objective = CrossEntropy().build()
     return Workload(model.build, objective, AdamW().build, rows=1, length=length, compute=compute)
 
 
-def kept(model: Decoder, length: int, *transforms: object, gpu: bool = True, layout: str = "1", compute: str = "bf16") -> int:
+def kept(
+    model: DecoderConfig, length: int, *transforms: object, gpu: bool = True, layout: str = "1", compute: str = "bf16"
+) -> int:
     plan = Plan.of(transforms, Layout.parse(layout))  # type: ignore[arg-type]
     return dry_run(workload(model, compute, length), plan, accelerator=H100 if gpu else None).activations
 
@@ -39,7 +41,7 @@ LATENT = replace(MODEL, kv_heads=None, attention=MLA(kv_lora_rank=32, qk_nope_he
 
 
 @pytest.mark.parametrize("model", [WINDOWED, CAPPED, LATENT], ids=["window", "soft cap", "latent"])
-def test_attention_of_a_gpu_keeps_no_square(model: Decoder) -> None:
+def test_attention_of_a_gpu_keeps_no_square(model: DecoderConfig) -> None:
     """Twice as long rows keep twice as much, but for numbers of dropout: nothing grows with T x T. On a CPU something does."""
     short, long = (kept(model, length) for length in (LENGTH, 2 * LENGTH))
     assert 2 * short - long == SEEDS

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_run
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamW
@@ -17,7 +17,7 @@ from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
 
 LAYERS, ROWS, LENGTH, DIM, HEADS, KV_HEADS, WIDTH, MICRO_BATCHES = 2, 2, 32, 32, 8, 4, 4, 2
-DECODER = Decoder(dim=DIM, layers=LAYERS, heads=HEADS, kv_heads=KV_HEADS, ffn_dim=64, vocab_size=64, max_length=LENGTH)
+DECODER = DecoderConfig(dim=DIM, layers=LAYERS, heads=HEADS, kv_heads=KV_HEADS, ffn_dim=64, vocab_size=64, max_length=LENGTH)
 WORKLOAD = Workload(
     DECODER.build, CrossEntropy().build(), AdamW().build, rows=ROWS, length=LENGTH, micro_batches=MICRO_BATCHES, documents=True
 )
@@ -34,7 +34,7 @@ def _wires(estimate: Estimate) -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize(("layout", "micro_batches"), [pytest.param("dp4", 3, marks=pytest.mark.slow), ("hsdp2x8", 1)])
 def test_sharding_exchanges_what_it_must_and_no_more(layout: str, micro_batches: int, reshard: bool) -> None:
     """Every dimension of this decoder divides, so nothing is padded and counted bytes are the closed form's."""
-    even = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=32, vocab_size=64, max_length=32)
+    even = DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=32, vocab_size=64, max_length=32)
     workload = replace(WORKLOAD, build=even.build, micro_batches=micro_batches)
     estimate = dry_run(workload, Plan.of([FullyShard(reshard=reshard)], Layout.parse(layout)))
     counted = _wires(estimate)

@@ -13,11 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.errors import ForgeError, LayoutError
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK
+from forge_models.components.decoder import DecoderConfig, MTPConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.dryrun.estimate import Workload, dry_run, dry_runs
 from forge_parallel.dryrun.fake_world import chance, fake_world
@@ -43,11 +41,11 @@ from parallel.tiny import DIM, LAYERS, VOCAB, TiedTiny, Tiny, cross_entropy
 
 CPU = torch.device("cpu")
 TINY = Workload(Tiny, cross_entropy, AdamW().build, rows=2, length=16, compute="fp32")
-DECODER = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCAB, max_length=32)
+DECODER = DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCAB, max_length=32)
 EXPERTS = replace(
     DECODER,
     # Every token goes to every rank, whatever a router says: with 3 of 4 experts it has some on each of two ranks.
-    moe=MoE(experts=4, top_k=3, shared=1, router=SigmoidTopK(bias_rate=0.1), losses=Losses(global_batch=0.1, z=0.1)),
+    moe=MoEConfig(experts=4, top_k=3, shared=1, router=SigmoidTopKConfig(bias_rate=0.1), losses=Losses(global_batch=0.1, z=0.1)),
 )
 MODELS: dict[str, Workload] = {
     "tiny": replace(TINY, documents=True),
@@ -56,13 +54,15 @@ MODELS: dict[str, Workload] = {
     "tied decoder": replace(TINY, build=replace(DECODER, tied_embeddings=True).build, objective=CrossEntropy().build()),
     "mtp": replace(
         TINY,
-        build=replace(DECODER, tied_embeddings=True, mtp=MTP(depth=2)).build,
+        build=replace(DECODER, tied_embeddings=True, mtp=MTPConfig(depth=2)).build,
         objective=CrossEntropy().build(),
         documents=True,
     ),
     "deep": replace(TINY, build=replace(DECODER, layers=4).build, objective=CrossEntropy().build()),
     "experts": replace(TINY, build=EXPERTS.build, objective=CrossEntropy().build(), compute="bf16", documents=True),
-    "all experts": replace(TINY, build=replace(EXPERTS, moe=MoE(experts=4, top_k=4)).build, objective=CrossEntropy().build()),
+    "all experts": replace(
+        TINY, build=replace(EXPERTS, moe=MoEConfig(experts=4, top_k=4)).build, objective=CrossEntropy().build()
+    ),
     "experts in a loop": replace(TINY, build=replace(EXPERTS, ffn_dim=28).build, objective=CrossEntropy().build()),
     "bf16 state": replace(TINY, build=DECODER.build, objective=CrossEntropy().build(), compute="bf16", state="bf16"),
 }
@@ -206,7 +206,7 @@ def test_chances_are_those_of_all_choices() -> None:
 @pytest.mark.parametrize(("kind", "node"), [("all_to_all", None), ("hierarchical", 4)])
 def test_tokens_travel_once_to_each_rank_and_node(kind: Any, node: int | None) -> None:
     """Forward and backward, a row and its sum each, in bf16; with the weights, in fp32, travel the numbers of the experts."""
-    moe = MoE(experts=16, top_k=4, first_dense=1, ffn_dim=8)
+    moe = MoEConfig(experts=16, top_k=4, first_dense=1, ffn_dim=8)
     workload = replace(MODELS["experts"], build=replace(DECODER, moe=moe).build, rows=4, length=32)
     flows = {
         flow.axis: flow
@@ -273,7 +273,7 @@ def test_activations_are_those_that_a_real_forward_keeps(transforms: list[Any]) 
 @pytest.mark.parametrize("transforms", [[], [Recompute(policy="full")]], ids=["all", "recompute"])
 def test_the_peak_is_that_of_the_allocator(transforms: list[Any]) -> None:
     """Torch's profiler sees every call of the allocator, so also what kernels take for themselves."""
-    shape = Decoder(dim=64, layers=3, heads=4, ffn_dim=160, vocab_size=512, max_length=64)
+    shape = DecoderConfig(dim=64, layers=3, heads=4, ffn_dim=160, vocab_size=512, max_length=64)
     workload = Workload(shape.build, CrossEntropy().build(), AdamW().build, rows=4, length=64, compute="fp32")
     model = realize(Blueprint.of(workload.build), Plan.of(transforms, Layout()), Topology.of(Layout(), CPU), 0)
     optimizer, step, batch = workload.optimizer(model), Step(model, workload.objective), workload.batch()
@@ -350,7 +350,7 @@ def _inside() -> str:
 @pytest.mark.slow
 def test_no_memory_is_taken_for_the_model() -> None:
     """This model has 192 GiB; the process would not survive it."""
-    huge = Decoder(dim=32768, layers=2, heads=64, ffn_dim=131072, vocab_size=262144, max_length=16)
+    huge = DecoderConfig(dim=32768, layers=2, heads=64, ffn_dim=131072, vocab_size=262144, max_length=16)
     workload = replace(MODELS["decoder"], build=huge.build, rows=1, documents=False)
     estimate = dry_run(workload, Plan.of([FullyShard()], Layout.parse("dp4")))
     assert estimate.parameters > 40 * 2**30

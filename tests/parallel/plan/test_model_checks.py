@@ -8,16 +8,15 @@ import pytest
 
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.rope import Rope
-from forge_models.shape import Losses
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
+from forge_models.shape import Losses, Rope
 from forge_parallel.model_checks import float8_can_multiply, rows_can_be_shared, tensors_can_be_cut
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.tensor.transform import TensorParallel
 
-DECODER = Decoder(dim=32, heads=4, kv_heads=2, layers=2, ffn_dim=32, vocab_size=64)
+DECODER = DecoderConfig(dim=32, heads=4, kv_heads=2, layers=2, ffn_dim=32, vocab_size=64)
 DYNAMIC = Rope(scaling="dynamic", factor=2.0, original_max_length=16)
 
 
@@ -36,9 +35,9 @@ def keys(model: Any, layout: str, **transforms: Any) -> list[str]:
         ({"heads": 6, "kv_heads": 2, "head_dim": 8}, "tp3", {}, ["model.kv_heads"]),
         ({"ffn_dim": 3, "vocab_size": 5}, "tp4", {}, ["model.vocab_size", "model.ffn_dim"]),
         ({"heads": 2, "ffn_dim": 3}, "tp4", {}, ["model.heads", "model.ffn_dim"]),
-        ({"moe": MoE(experts=4, losses=Losses(sequence=0.1))}, "tp2", {}, ["model.moe.losses.sequence"]),
+        ({"moe": MoEConfig(experts=4, losses=Losses(sequence=0.1))}, "tp2", {}, ["model.moe.losses.sequence"]),
         (
-            {"moe": MoE(experts=4, losses=Losses(sequence=0.1))},
+            {"moe": MoEConfig(experts=4, losses=Losses(sequence=0.1))},
             "tp2",
             {"tensor": TensorParallel(sequence_parallel=False)},
             [],
@@ -57,9 +56,9 @@ def keys(model: Any, layout: str, **transforms: Any) -> list[str]:
         ({}, "1", {"float8": Float8(include=["*.nothing"])}, ["transforms.float8"]),
         ({}, "1", {"float8": Float8(exclude=["*"])}, ["transforms.float8"]),
         ({}, "1", {"float8": Float8(experts=True)}, ["transforms.float8.experts"]),
-        ({"moe": MoE(experts=4), "head_dim": 16}, "dp2tp2etp2", {"float8": Float8(experts=True)}, []),
+        ({"moe": MoEConfig(experts=4), "head_dim": 16}, "dp2tp2etp2", {"float8": Float8(experts=True)}, []),
         (
-            {"moe": MoE(experts=4, ffn_dim=16), "head_dim": 16},
+            {"moe": MoEConfig(experts=4, ffn_dim=16), "head_dim": 16},
             "dp2tp2etp2",
             {"float8": Float8(experts=True)},
             ["transforms.float8.experts"],

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.dryrun.fake_world import ACCELERATORS
 from forge_parallel.model.plan import Plan
@@ -131,7 +131,7 @@ def test_forwards_that_wait_for_their_backwards() -> None:
     assert most_open([]) == 0
 
 
-SHAPE = Decoder(dim=256, layers=6, heads=8, kv_heads=4, ffn_dim=1024, vocab_size=2048, max_length=512)
+SHAPE = DecoderConfig(dim=256, layers=6, heads=8, kv_heads=4, ffn_dim=1024, vocab_size=2048, max_length=512)
 
 
 def test_bytes_of_a_dense_model_in_closed_form() -> None:
@@ -173,7 +173,7 @@ def test_formats_and_shards_on_the_host() -> None:
     assert needs(described, Layout(), Load(8, 2, offload=True)).lasting == 0
 
 
-MOE = replace(SHAPE, moe=MoE(experts=8, top_k=2, ffn_dim=512))
+MOE = replace(SHAPE, moe=MoEConfig(experts=8, top_k=2, ffn_dim=512))
 
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -193,7 +193,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_estimate_is_near_a_dry_run(
-    shape: Decoder, layout: str, reduce: Any, reshard: bool | None, transforms: tuple[Any, ...]
+    shape: DecoderConfig, layout: str, reduce: Any, reshard: bool | None, transforms: tuple[Any, ...]
 ) -> None:
     """Too low by no more than what is held back of a device. What is not counted, such as the work of the loss head, is
     much of a model as small as this one."""

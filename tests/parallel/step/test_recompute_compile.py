@@ -12,12 +12,12 @@ from torch._dynamo.utils import counters
 
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import DTYPES
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.optimizers import AdamW
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.torch_private import TorchDispatchMode
@@ -34,8 +34,8 @@ CPU = torch.device("cpu")
 VOCAB, ROWS, LENGTH, DIM, FFN, HEADS, KV_HEADS = 61, 4, 16, 32, 48, 4, 2
 
 
-def decoder(layers: int = 2) -> Decoder:
-    return Decoder(dim=DIM, layers=layers, heads=HEADS, kv_heads=KV_HEADS, ffn_dim=FFN, vocab_size=VOCAB, max_length=LENGTH)
+def decoder(layers: int = 2) -> DecoderConfig:
+    return DecoderConfig(dim=DIM, layers=layers, heads=HEADS, kv_heads=KV_HEADS, ffn_dim=FFN, vocab_size=VOCAB, max_length=LENGTH)
 
 
 def case(layers: int = 2, **changes: Any) -> Case:
@@ -169,7 +169,7 @@ def test_compilation_changes_nothing(compiler: None) -> None:
 @pytest.mark.slow
 def test_compilation_changes_nothing_in_wide_blocks(compiler: None) -> None:
     """In fp32, at the width of the 125M preset, where sums are long enough to round: the whole gradient, also against fp64."""
-    wide = Decoder(dim=768, layers=1, heads=12, ffn_dim=2048, vocab_size=VOCAB, max_length=256)
+    wide = DecoderConfig(dim=768, layers=1, heads=12, ffn_dim=2048, vocab_size=VOCAB, max_length=256)
     setting = Case(wide.build, CrossEntropy().build(), AdamW().build, VOCAB, rows=8, micro_batch=8, length=256, steps=1)
 
     def gradient(compute: str, *transforms: Any) -> torch.Tensor:

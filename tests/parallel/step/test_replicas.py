@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.optimizers import AdamW
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import clip_grad_norm
@@ -25,12 +24,12 @@ from forge_parallel.verify.parity import Case, share, synthetic
 from forge_parallel.verify.state import Drift, digest, drifted
 from harness.pool import World
 
-DECODER = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32)
+DECODER = DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32)
 
-SPARSE = replace(DECODER, moe=MoE(experts=4, ffn_dim=8, first_dense=1, router=SigmoidTopK(bias_rate=0.01)))
+SPARSE = replace(DECODER, moe=MoEConfig(experts=4, ffn_dim=8, first_dense=1, router=SigmoidTopKConfig(bias_rate=0.01)))
 
 
-def _trained(layout: str, rank: int, name: str, decoder: Decoder = DECODER) -> tuple[Drift | None, Drift | None]:
+def _trained(layout: str, rank: int, name: str, decoder: DecoderConfig = DECODER) -> tuple[Drift | None, Drift | None]:
     """What is found after two steps in bf16, and after one element of one rank's `name` lost its last bit."""
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))

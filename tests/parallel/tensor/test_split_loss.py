@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_core import logits as chunking
 from forge_core.protocols.model import LossHead
-from forge_models.loss_head.cross_entropy import ChunkedCrossEntropy
 from forge_parallel.dryrun.memory import Ledger
+from forge_models.blocks import logit_passes as chunking
+from forge_models.blocks.head import ChunkedCrossEntropy
 from forge_parallel.placement.collectives import Ranks, all_gather
 from forge_parallel.placement.shares import chunk
 from harness.pool import World
@@ -39,13 +39,13 @@ def _found(soft_cap: float | None, dtype: torch.dtype, block: int | None, bytes_
     """Total, nll, z, the sum over ranks of the hidden states' gradient, and the weight's."""
     hidden, weight, labels = _problem(ROWS, VOCAB, dtype)
     head, share = _head(VOCAB, weight)
-    before = chunking.CHUNK, chunking.BLOCK
-    chunking.CHUNK, chunking.BLOCK = bytes_of_a_chunk, chunking.BLOCK if block is None else block
+    before = chunking.CHUNK_BYTES, chunking.CPU_BLOCK
+    chunking.CHUNK_BYTES, chunking.CPU_BLOCK = bytes_of_a_chunk, chunking.CPU_BLOCK if block is None else block
     try:
         total, nll, z = head(hidden.requires_grad_(), share.requires_grad_(), labels, Z_LOSS, soft_cap)
         (2 * total).backward()
     finally:
-        chunking.CHUNK, chunking.BLOCK = before
+        chunking.CHUNK_BYTES, chunking.CPU_BLOCK = before
     assert hidden.grad is not None
     assert share.grad is not None
     dist.all_reduce(hidden.grad)
@@ -87,7 +87,7 @@ def _held(rows: int, vocab: int, soft_cap: float | None, block: int) -> tuple[in
     """Bytes above those of its arguments that a forward holds at most, and those of this rank's logits of all rows."""
     hidden, weight, labels = _problem(rows, vocab, torch.bfloat16)
     head, share = _head(vocab, weight)
-    before, chunking.BLOCK = chunking.BLOCK, block
+    before, chunking.CPU_BLOCK = chunking.CPU_BLOCK, block
     ledger = Ledger()
     try:
         ledger.name("arguments", (hidden, share, labels))
@@ -96,7 +96,7 @@ def _held(rows: int, vocab: int, soft_cap: float | None, block: int) -> tuple[in
             head(hidden.requires_grad_(), share.requires_grad_(), labels, 0.0, soft_cap)
         return ledger.rise(start, ledger.here()), rows * len(share) * 2
     finally:
-        chunking.BLOCK = before
+        chunking.CPU_BLOCK = before
 
 
 @pytest.mark.parametrize("soft_cap", [None, 2.0])

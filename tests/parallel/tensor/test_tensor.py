@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.specs import Specs
+from forge_models import generation
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
-from forge_models.generation.generate import generate
-from forge_models.generation.sampling import Sampling
+from forge_models.components.decoder import DecoderConfig
+from forge_models.generation import Sampling
+from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import gathered
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
@@ -37,7 +37,7 @@ from parallel.tiny import Tiny
 CPU = torch.device("cpu")
 VOCAB = 61
 """Not divisible by any number of ranks."""
-DECODER = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=23, vocab_size=VOCAB, max_length=32)
+DECODER = DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=23, vocab_size=VOCAB, max_length=32)
 CHOSEN = {
     "gqa": {},
     "tied": {"tied_embeddings": True},
@@ -45,12 +45,12 @@ CHOSEN = {
 }
 
 
-def _decoder(variant: str) -> Decoder:
+def _decoder(variant: str) -> DecoderConfig:
     """One of the above, or one of the zoo's, which lists every registered block, with heads that two ranks can share."""
     if variant in CHOSEN:
         return replace(DECODER, **CHOSEN[variant])
     sizes = {**SIZES, "heads": 4, "layers": 2, **VARIANTS[variant]}
-    return Decoder(**{**sizes, "vocab_size": VOCAB, "kv_heads": {3: 2}.get(sizes.get("kv_heads"), sizes.get("kv_heads"))})
+    return DecoderConfig(**{**sizes, "vocab_size": VOCAB, "kv_heads": {3: 2}.get(sizes.get("kv_heads"), sizes.get("kv_heads"))})
 
 
 def _case(variant: str, **changes: Any) -> Case:
@@ -228,7 +228,7 @@ def _generated(layout: str, variant: str) -> tuple[list[list[int]], float]:
         Blueprint.of(case.build), Plan.of([FullyShard(), TensorParallel()], at), Topology.of(at, CPU), 3, "fp64", "fp64"
     )
     with model.inference(whole_sequences=True):
-        tokens = generate(model.part, [[5, 7, 11], [1], [2, 3, 4, 5, 6]], Sampling(), max_tokens=6)  # type: ignore[arg-type]
+        tokens = generation(model.part, [[5, 7, 11], [1], [2, 3, 4, 5, 6]], Sampling(), max_tokens=6)  # type: ignore[arg-type]
     result = Step(model, case.objective)([synthetic(case, 0)])
     return [[int(token) for token in row] for row in tokens], result.numbers()["loss"]
 

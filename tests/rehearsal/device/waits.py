@@ -13,7 +13,7 @@ class Site:
     """A line that waits, the innermost one of Forge's packages; of torch where none of them is on the stack.
 
     Attributes:
-        file: below the folder of sources, such as `forge_models/moe/layer.py`.
+        file: below the folder of sources, such as `forge_models/blocks/moe/layer.py`.
         function: qualified name.
         line: number, counted from 1.
         kind: what it does, such as `item` or `host to device`.

@@ -13,12 +13,11 @@ import torch
 
 from forge_core.batch import Batch
 from forge_core.layout import Layout
+from forge_models.blocks.head import ChunkedCrossEntropy
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK
-from forge_models.loss_head.cross_entropy import ChunkedCrossEntropy
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
+from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
@@ -36,8 +35,8 @@ ROWS, LENGTH = 2, 256
 SIZES: dict[str, Any] = {
     "dim": 512, "heads": 4, "kv_heads": 2, "ffn_dim": 1408, "vocab_size": 512, "max_length": LENGTH, "layers": 1,
 }  # fmt: skip
-EXPERTS = MoE(
-    experts=8, top_k=2, shared=1, ffn_dim=256, router=SigmoidTopK(bias_rate=1e-2), losses=Losses(global_batch=1e-2, z=1e-4)
+EXPERTS = MoEConfig(
+    experts=8, top_k=2, shared=1, ffn_dim=256, router=SigmoidTopKConfig(bias_rate=1e-2), losses=Losses(global_batch=1e-2, z=1e-4)
 )
 ONE = Layout()
 EVERYWHERE = (80, 100)
@@ -60,14 +59,14 @@ def _batch(longest: int | None) -> Batch:
     return Batch(tokens, tokens.roll(-1, 1), documents=documents).with_document_starts()
 
 
-def _model(decoder: Decoder, *transforms: Any, state: str = "fp32", layout: Layout = ONE) -> Any:
+def _model(decoder: DecoderConfig, *transforms: Any, state: str = "fp32", layout: Layout = ONE) -> Any:
     topology = Topology.of(layout, torch.device("cuda", 0))
     plan = Plan.of([transform.build() for transform in transforms], layout)
     with recorded():  # the compiler is tried, and that is not launched either
         return realize(Blueprint.of(decoder.build), plan, topology, 0, "bf16", state)
 
 
-def _step(decoder: Decoder, *transforms: Any, packed: bool = False) -> Record:
+def _step(decoder: DecoderConfig, *transforms: Any, packed: bool = False) -> Record:
     model = _model(decoder, Compile(), *transforms)
     return _trained(model, packed)
 
@@ -83,7 +82,7 @@ def _trained(model: Any, packed: bool = False) -> Record:
 
 def _experts_of_ranks() -> Record:
     """As where experts are shared over ranks: what dispatches tokens is not compiled. Here it keeps all of them."""
-    model = _model(Decoder(**SIZES, moe=EXPERTS))
+    model = _model(DecoderConfig(**SIZES, moe=EXPERTS))
     layout = SimpleNamespace(layout=Layout(dp_shard=2, ep=2))
     for part in model.parts:
         context: Any = SimpleNamespace(specs=model.specs, topology=layout)
@@ -100,7 +99,7 @@ def _tensor_parallel() -> Record:
     distributed.init_process_group("fake", store=fake_store(), rank=0, world_size=2)
     unset = config.patch(_micro_pipeline_tp=False)
     with unset, memory._test_mode(), mock.patch.object(memory, "enable_symm_mem_for_group", lambda name: None):
-        return _trained(_model(Decoder(**SIZES), TensorParallel(asynchronous=True), Compile(), layout=Layout(tp=2)))
+        return _trained(_model(DecoderConfig(**SIZES), TensorParallel(asynchronous=True), Compile(), layout=Layout(tp=2)))
 
 
 def _loss_head() -> Record:
@@ -115,7 +114,7 @@ def _loss_head() -> Record:
 
 
 def _update(component: Any, state: str, further: tuple[int, ...] = ()) -> Record:
-    model = _model(Decoder(**SIZES), state=state)
+    model = _model(DecoderConfig(**SIZES), state=state)
     with recorded():  # the compiler is tried
         optimizer = component.build(model)
     for _, tensor, _ in model.trainable():
@@ -166,12 +165,12 @@ def _heads() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 CASES: dict[str, Callable[[], Record]] = {
-    "dense": lambda: _step(Decoder(**SIZES)),
-    "experts": lambda: _step(Decoder(**SIZES, moe=EXPERTS)),
+    "dense": lambda: _step(DecoderConfig(**SIZES)),
+    "experts": lambda: _step(DecoderConfig(**SIZES, moe=EXPERTS)),
     "experts of ranks": _experts_of_ranks,
-    "documents": lambda: _step(Decoder(**SIZES), packed=True),
-    "flex documents": lambda: _step(Decoder(**SIZES, attention=GQA(core="flex")), packed=True),
-    "float8": lambda: _step(Decoder(**SIZES), Float8()),
+    "documents": lambda: _step(DecoderConfig(**SIZES), packed=True),
+    "flex documents": lambda: _step(DecoderConfig(**SIZES, attention=GQA(core="flex")), packed=True),
+    "float8": lambda: _step(DecoderConfig(**SIZES), Float8()),
     "tensor parallel": _tensor_parallel,
     "loss head": _loss_head,
     "AdamW bf16": lambda: _update(AdamW(), "bf16", EVERYWHERE),

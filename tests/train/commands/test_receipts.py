@@ -30,7 +30,7 @@ class Squared(Component):
     gated = False
 
     def build(self, context):
-        from forge_models.components.mlps import ReLU2
+        from forge_models.components.layers import ReLU2
 
         return ReLU2().build(context)
 '''

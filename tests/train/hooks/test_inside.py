@@ -12,12 +12,11 @@ from forge_core.batch import IGNORE
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
+from forge_models.interp.attention_scores import capture_qk
 from forge_models.interp.capture import capture
-from forge_models.interp.qk import capture_qk
-from forge_models.interp.recipes.geometry import effective_rank
-from forge_models.interp.similarity.gram import gram, gram_cka, gram_rank
-from forge_models.interp.similarity.linear import unbiased_cka
-from forge_models.interp.similarity.moments import Moments
+from forge_models.interp.kernel_similarity import gram, gram_cka, gram_rank
+from forge_models.interp.methods.probes import effective_rank
+from forge_models.interp.similarity import Moments, unbiased_cka
 from forge_train.hooks.inside import agreement
 from forge_train.inference.open import load_model, open_weights
 from forge_train.recipe.load import load

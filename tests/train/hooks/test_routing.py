@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.launch.watch import Watch
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
@@ -35,7 +34,7 @@ SIZES = {"dim": 16, "layers": 2, "heads": 2, "ffn_dim": 24, "vocab_size": 53, "m
 
 
 def made(tmp_path, router):
-    config = Decoder(**SIZES, moe=MoE(experts=4, first_dense=1, router=router))
+    config = DecoderConfig(**SIZES, moe=MoEConfig(experts=4, first_dense=1, router=router))
     layout = Layout()
     topology = Topology.of(layout, torch.device("cpu"))
     model = realize(Blueprint.of(config.build), Plan.of([], layout), topology, 0)
@@ -54,7 +53,7 @@ def made(tmp_path, router):
     return run, logged
 
 
-@pytest.mark.parametrize("router", [SoftmaxTopK(), SigmoidTopK(bias_rate=0.5)])
+@pytest.mark.parametrize("router", [SoftmaxTopKConfig(), SigmoidTopKConfig(bias_rate=0.5)])
 def test_numbers_are_those_of_the_step_and_the_report_shows_them(tmp_path, router):
     run, logged = made(tmp_path, router)
     hook = Routing(every=10).build()
@@ -67,7 +66,7 @@ def test_numbers_are_those_of_the_step_and_the_report_shows_them(tmp_path, route
     run.state.step = 20
     hook.after_step(run, None)
     expected = {"load_max": 2.0, "load_min": 0.25, "entropy": 0.5, "dropped": 2 / 16, "loss": 0.25}
-    if isinstance(router, SigmoidTopK):
+    if isinstance(router, SigmoidTopKConfig):
         expected |= {"bias_max": 0.5, "bias_min": -0.5}
     assert logged == [{f"routing/blocks.1/{name}": value for name, value in expected.items()}]
     kept = json.loads((tmp_path / ROUTING).read_text())
@@ -79,7 +78,9 @@ def test_numbers_are_those_of_the_step_and_the_report_shows_them(tmp_path, route
 
 def _looked_at(layout: str, directory: Path) -> list[dict[str, float]]:
     """What a rank logs after two steps on its share of the same rows."""
-    config = Decoder(**SIZES | {"layers": 4}, moe=MoE(experts=4, first_dense=1, router=SigmoidTopK(bias_rate=0.5)))
+    config = DecoderConfig(
+        **SIZES | {"layers": 4}, moe=MoEConfig(experts=4, first_dense=1, router=SigmoidTopKConfig(bias_rate=0.5))
+    )
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
     pipeline = Pipeline(OneForwardOneBackward().build()) if at.pp > 1 else None
@@ -130,8 +131,8 @@ def test_shades_are_half_the_load():
 
 
 def test_a_dense_model_has_nothing_to_show_and_trains_on(tmp_path):
-    run, logged = made(tmp_path, SoftmaxTopK())
-    run.job = SimpleNamespace(model=Decoder(**SIZES))
+    run, logged = made(tmp_path, SoftmaxTopKConfig())
+    run.job = SimpleNamespace(model=DecoderConfig(**SIZES))
     hook = Routing(every=1).build()
     hook.start(run)
     hook.after_step(run, None)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from forge_core.registry import Registry
-from forge_models.interp.recipes.sae import SAE, quality
-from forge_models.interp.recipes.tuned_lens import TunedLens
-from forge_models.interp.store.read import ActivationStore
+from forge_models.interp.methods.lens import TunedLens
+from forge_models.interp.methods.sae import SAE, quality
+from forge_models.interp.store import ActivationStore
 from forge_train.inference.open import load_model, open_weights
 from train.inspection.commands import TEXT, refused, said
 

@@ -11,12 +11,11 @@ import torch
 
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
-from forge_models.components.moe import MoE
+from forge_models.components.experts import MoEConfig
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import InterpError
-from forge_models.interp.similarity.linear import cca, unbiased_cka
-from forge_models.interp.similarity.moments import Moments
-from forge_models.interp.store.read import ActivationStore
+from forge_models.interp.similarity import Moments, cca, unbiased_cka
+from forge_models.interp.store import ActivationStore
+from forge_models.interp.taps import InterpError
 from forge_train.cli import main
 from forge_train.inference.forge_weights import ForgeWeights
 from forge_train.inference.open import load_model, open_weights
@@ -193,7 +192,7 @@ def test_a_model_is_shortened_only_where_that_changes_nothing(trained) -> None:
     opened = open_weights(trained / "run", Registry())
     for names, layers in (("blocks.0.residual", 1), ("blocks.*.residual", 2), ("norm", 2), (["norm", "blocks.0.residual"], 2)):
         assert shortened(opened, names).model.layers == layers
-    sparse = Shortened(replace(opened.model, moe=MoE(experts=4, first_dense=1)), opened)
+    sparse = Shortened(replace(opened.model, moe=MoEConfig(experts=4, first_dense=1)), opened)
     assert shortened(sparse, "blocks.0.residual").model.layers == 2  # one block alone would have no experts
     with pytest.raises(InterpError, match="matches no inner value"):
         shortened(opened, "blocks.7.residual")

@@ -9,13 +9,13 @@ import torch
 from forge_core.batch import PADDING, Batch
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.components.objectives import CrossEntropy
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
 from forge_models.interp.capture import capture
-from forge_models.interp.listing import InterpError
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
+from forge_models.interp.taps import InterpError
+from forge_models.objectives import CrossEntropy
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.context.transform import ContextParallel
@@ -29,13 +29,13 @@ from harness.siblings import fast
 from parallel.pipelines import piped
 
 CPU = torch.device("cpu")
-DENSE = Decoder(dim=16, layers=3, heads=4, kv_heads=2, ffn_dim=26, vocab_size=37, max_length=32)
+DENSE = DecoderConfig(dim=16, layers=3, heads=4, kv_heads=2, ffn_dim=26, vocab_size=37, max_length=32)
 MODELS = {
     "dense": DENSE,
     "dense4": replace(DENSE, layers=4),
     "one_kv": replace(DENSE, kv_heads=1, attention=GQA(window=5)),
     "latent": replace(DENSE, kv_heads=4, attention=MLA(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)),
-    "experts": replace(DENSE, moe=MoE(experts=4, top_k=2, ffn_dim=8, shared=1)),
+    "experts": replace(DENSE, moe=MoEConfig(experts=4, top_k=2, ffn_dim=8, shared=1)),
 }
 SELECTIONS: dict[str, dict[str, Any]] = {
     "all": {"names": "*"},
@@ -91,8 +91,8 @@ def gathered(
     return {name: seen[name] for name in seen}, seen.tokens, loss, plain
 
 
-def names_of(component: Decoder) -> list[str]:
-    from forge_models.interp.listing import taps
+def names_of(component: DecoderConfig) -> list[str]:
+    from forge_models.interp.taps import taps
 
     with torch.device("meta"):
         return list(taps(component.build()))

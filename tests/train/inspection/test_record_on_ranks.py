@@ -15,11 +15,11 @@ import torch
 from forge_ckpt.world import SingleProcessWorld
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
-from forge_models.interp.listing import InterpError
-from forge_models.interp.store.read import ActivationStore
-from forge_models.interp.store.record import record
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
+from forge_models.interp.recorder import record
+from forge_models.interp.store import ActivationStore
+from forge_models.interp.taps import InterpError
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
@@ -36,8 +36,8 @@ from harness.pool import World
 from harness.siblings import fast
 from parallel.pipelines import piped
 
-DENSE = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=26, vocab_size=37, max_length=16)
-MODELS = {"dense": DENSE, "experts": replace(DENSE, moe=MoE(experts=4, top_k=2, ffn_dim=8))}
+DENSE = DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=26, vocab_size=37, max_length=16)
+MODELS = {"dense": DENSE, "experts": replace(DENSE, moe=MoEConfig(experts=4, top_k=2, ffn_dim=8))}
 NAMES = ("blocks.*.residual_after", "blocks.1.attention.heads", "blocks.0.attention.k")
 SELECTIONS: dict[str, dict[str, Any]] = {
     "all": {"names": [*NAMES, "blocks.0.mlp.added", "norm"]},

@@ -8,7 +8,8 @@ import torch
 
 from forge_core.batch import Batch
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder, MoE
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
 from forge_models.flops import count
 from forge_parallel.transforms.float8.transform import Float8
 from forge_train.speed import utilization
@@ -56,7 +57,7 @@ def run(model: Any, length: int, size: int = 8, compute: str = "bf16", **transfo
 
 def test_llama_3_8b_on_eight_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utilization, "name", lambda _: "NVIDIA H100 80GB HBM3")
-    model = Decoder(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256)
+    model = DecoderConfig(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256)
     found = Utilization.of(run(model, 8192))
     matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
     flops = 6 * matrices + 12 * 32 * 4096 * 8192
@@ -71,8 +72,8 @@ def test_llama_3_8b_on_eight_h100(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_experts_count_with_their_own_width_and_the_shared_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utilization, "name", lambda _: "NVIDIA H200")
-    moe = MoE(experts=64, top_k=6, shared=2, ffn_dim=1408)
-    model = Decoder(dim=2048, layers=2, heads=16, kv_heads=16, ffn_dim=10944, vocab_size=1000, moe=moe)
+    moe = MoEConfig(experts=64, top_k=6, shared=2, ffn_dim=1408)
+    model = DecoderConfig(dim=2048, layers=2, heads=16, kv_heads=16, ffn_dim=10944, vocab_size=1000, moe=moe)
     found = Utilization.of(run(model, 4096, size=1)).numbers(1e4)["model_tflops"]
     layer = 4 * 2048 * 2048 + 8 * 3 * 2048 * 1408 + 64 * 2048  # attention, 6 + 2 experts, router
     assert found == pytest.approx(1e4 * (6 * (2 * layer + 1000 * 2048) + 12 * 2 * 2048 * 4096) / 1e12, rel=1e-12)
@@ -80,7 +81,7 @@ def test_experts_count_with_their_own_width_and_the_shared_ones(monkeypatch: pyt
 
 def test_an_unknown_device_and_an_unknown_model_give_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utilization, "name", lambda _: "Some Other GPU")
-    found = Utilization.of(run(Decoder(), 64))
+    found = Utilization.of(run(DecoderConfig(), 64))
     assert list(found.numbers(100.0)) == ["model_tflops"] and "peak of Some Other GPU is unknown" in found.line()
     other = Utilization.of(run(object(), 64))
     assert other.numbers(100.0) == {} and "does not declare" in other.line()
@@ -88,7 +89,7 @@ def test_an_unknown_device_and_an_unknown_model_give_no_share(monkeypatch: pytes
 
 def test_float8_is_measured_against_the_peak_of_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utilization, "name", lambda _: "NVIDIA H200")
-    found = Utilization.of(run(Decoder(), 64, float8=Float8()))
+    found = Utilization.of(run(DecoderConfig(), 64, float8=Float8()))
     assert (found.precision, found.peak) == ("fp8", 1979e12)
 
 
@@ -111,9 +112,9 @@ def test_keys_are_those_of_a_mask_written_out(window: int | None) -> None:
 
 
 def test_layers_with_windows_meet_their_own_number_of_keys() -> None:
-    counts = count(Decoder(dim=32, layers=3, heads=4, attention=GQA(window=4, global_every=3)).shape)
+    counts = count(DecoderConfig(dim=32, layers=3, heads=4, attention=GQA(window=4, global_every=3)).shape)
     met = {4: 2.5, None: 7.0}
     assert counts.training_with(lambda window: met[window]) - 6 * counts.matrix == 12 * 32 * (2 * 2.5 + 7.0)
     latent = MLA(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10)
-    counts = count(Decoder(dim=32, layers=1, heads=4, attention=latent).shape)
+    counts = count(DecoderConfig(dim=32, layers=1, heads=4, attention=latent).shape)
     assert counts.training_with(lambda _: 5.0) - 6 * counts.matrix == 6 * 4 * (6 + 4 + 10) * 5.0

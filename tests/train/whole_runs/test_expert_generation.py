@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
-from forge_models.generation.generate import generate
+from forge_models import generation
+from forge_models.components.decoder import DecoderConfig
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
@@ -80,12 +80,12 @@ def test_other_layouts_evaluate_and_write_like_one_process(world: World, tmp_pat
 def generated(agree: bool) -> list[list[int]]:
     """Of a model that is another one on each rank, as if rounding had led to another token."""
     topology = Topology.of(Layout.parse("dp2"), torch.device("cpu"))
-    shape, apart = Decoder(dim=16, layers=1, heads=2, vocab_size=31, max_length=32), Topology(Layout(), torch.device("cpu"))
+    shape, apart = DecoderConfig(dim=16, layers=1, heads=2, vocab_size=31, max_length=32), Topology(Layout(), torch.device("cpu"))
     model = realize(Blueprint.of(shape.build), Plan.of([], Layout()), apart, 1 + topology.rank)
     model.part.eval()
     if not agree:
-        return generate(model.part, [[3, 1], [4]], max_tokens=6)
-    return generate(model.part, [[3, 1], [4]], max_tokens=6, eos=range(16), agree=topology.from_first)
+        return generation(model.part, [[3, 1], [4]], max_tokens=6)
+    return generation(model.part, [[3, 1], [4]], max_tokens=6, eos=range(16), agree=topology.from_first)
 
 
 def test_ranks_take_the_tokens_of_the_first(world: World) -> None:

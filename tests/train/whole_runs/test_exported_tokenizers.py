@@ -14,7 +14,7 @@ from forge_ckpt.checkpoint.locate import locate
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_data.tokenizers.dump import restore
-from forge_models.generation.sampling import GREEDY
+from forge_models.generation import GREEDY
 from forge_train.inference.chat import chat_for
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.forge_weights import with_rules_of_then

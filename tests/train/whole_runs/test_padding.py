@@ -14,11 +14,11 @@ from forge_data.components import Tokens
 from forge_data.loading.evaluation import evaluation
 from forge_data.loading.stream import open_stream
 from forge_data.section import Data
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
 from forge_parallel.step.reduce import begin
 from forge_parallel.transforms.context.cores import cut_rows
 from forge_parallel.transforms.context.row_order import SequenceOrder
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
 from forge_train.run.loop import fit
 from forge_train.scaling.runs import gather
 from forge_train.speed.utilization import keys_met
@@ -83,7 +83,7 @@ def test_trials_b6_evaluation_tells_padding_in_every_packing(corpus: Path, tmp_p
 def test_trials_b6_experts_see_no_padding_where_documents_are_ignored(corpus: Path, tmp_path: Path, packing: str) -> None:
     """Capacity is counted over the tokens of a forward, so padding would take places of real tokens."""
     sizes = {"dim": 16, "layers": 2, "heads": 2, "ffn_dim": 24, "vocab_size": 61, "max_length": LENGTH}
-    model: Any = Decoder(**sizes, moe=MoE(experts=4, top_k=2, capacity=0.75)).build()  # type: ignore[arg-type]
+    model: Any = DecoderConfig(**sizes, moe=MoEConfig(experts=4, top_k=2, capacity=0.75)).build()  # type: ignore[arg-type]
     fill(model, model.specs(), 3)
     model.double()
     with torch.no_grad():

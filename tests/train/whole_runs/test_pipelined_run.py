@@ -9,9 +9,9 @@ import torch
 
 from forge_core.errors import ConfigError
 from forge_core.layout import Layout
-from forge_models.components.decoder import Decoder
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
+from forge_models.components.decoder import DecoderConfig
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import ZeroBubbleV
 from forge_parallel.placement.topology import Topology
@@ -113,7 +113,7 @@ def test_the_parity_command_measures_pipelines(recipe: Path, capsys: pytest.Capt
 def _started(expected: dict[str, torch.Tensor]) -> dict[str, bool]:
     """Starts a tied model of four stages from given weights; whether this rank's tensors are those."""
     layout = Layout.parse("pp2")
-    decoder = Decoder(dim=16, layers=4, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32, tied_embeddings=True)
+    decoder = DecoderConfig(dim=16, layers=4, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32, tied_embeddings=True)
     weights: Any = SimpleNamespace(
         tensors={name: SimpleNamespace(shape=tuple(tensor.shape)) for name, tensor in expected.items()},
         box=lambda name, offset, extent: expected[name],
@@ -130,7 +130,7 @@ def _started(expected: dict[str, torch.Tensor]) -> dict[str, bool]:
 
 def test_given_weights_fill_the_stages(world: World) -> None:
     """Each rank takes its own tensors and finds fault with none of the others; the tied head has the embedding's values."""
-    decoder = Decoder(dim=16, layers=4, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32, tied_embeddings=True)
+    decoder = DecoderConfig(dim=16, layers=4, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32, tied_embeddings=True)
     model = realize(Blueprint.of(decoder.build), Plan.of([], Layout()), Topology.of(Layout(), torch.device("cpu")), 5)
     expected = {name: tensor.detach().clone() for name, tensor in model.tensors()}
     first, second = world.run(_started, 2, expected)

@@ -15,7 +15,7 @@ from forge_core.protocols.data import SourceContext, Tokenizer
 from forge_core.protocols.weights import WeightsInfo
 from forge_core.registry import Registry
 from forge_data.components import Bpe, Bytes, SentencePiece, Tiktoken
-from forge_models.generation.sampling import Sampling
+from forge_models.generation import Sampling
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.open import load_model, open_weights
 from forge_train.inference.tokenizer import tokenizer_for, write_tokenizer

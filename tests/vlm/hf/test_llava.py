@@ -12,11 +12,10 @@ from PIL import Image
 from forge_core.errors import ConfigError
 from forge_core.protocols.weights import WeightsInfo
 from forge_models.components.attentions import GQA
-from forge_models.components.converters import Hf
-from forge_models.components.mlps import GeGLU
-from forge_models.components.norms import LayerNorm
+from forge_models.components.layers import GeGLU, LayerNormConfig
 from forge_models.conformance.weights import InMemory
 from forge_models.hf.config import Unsupported
+from forge_models.hf.converter import HfConverter
 from forge_models.hf.streamed_forward import fixed_rows, logits_of
 from forge_vlm.components.adapters import MLP, AveragePool, Linear, Perceiver
 from forge_vlm.components.encoders import CLIP, Features, SigLIP2, ViT
@@ -65,7 +64,7 @@ def theirs(folder: Path) -> Any:
 @pytest.mark.parametrize("case", LLAVA)
 def test_what_is_written_opens_in_transformers_with_our_logits(case: str, tmp_path: Path) -> None:
     weights = InMemory(model(tmp_path / "tower", *LLAVA[case]))
-    converter = Hf(max_shard_bytes=20_000).build()
+    converter = HfConverter(max_shard_bytes=20_000).build()
     converter.write(tmp_path / "out", weights)
     tokens, extras = fixed_rows(weights.model)
     ours = logits_of(weights, tokens, extras=extras)
@@ -123,7 +122,7 @@ READ = {
 def test_what_transformers_wrote_is_read_with_its_logits(case: str, tmp_path: Path) -> None:
     """Towers of it have blocks behind the feature, a head or a norm, which are left out and named."""
     reference = random_llava(TOWERS[case.partition("_")[0]][1](), **READ[case])
-    folder = Hf().build().read(saved(reference, tmp_path / "theirs"))
+    folder = HfConverter().build().read(saved(reference, tmp_path / "theirs"))
     tokens, extras = fixed_rows(folder.model)
     rows = extras["image_rows"]
     with torch.no_grad():
@@ -131,7 +130,7 @@ def test_what_transformers_wrote_is_read_with_its_logits(case: str, tmp_path: Pa
     found = logits_of(folder, tokens, extras=extras)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
     assert "tensors of the vision tower were left out" in folder.facts.notes[0]
-    Hf().build().write(tmp_path / "ours", folder)
+    HfConverter().build().write(tmp_path / "ours", folder)
     with torch.no_grad():
         back = theirs(tmp_path / "ours")(tokens, pixel_values=extras["images"][rows[rows >= 0]]).logits
     torch.testing.assert_close(back, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
@@ -159,9 +158,9 @@ def test_trials_c6_every_text_family_in_a_folder_is_read_exactly_or_refused(case
     """What a family does to its logits behind the head, LLaVA does not: Gemma-2's cap is refused by name, with what to write."""
     if case == "gemma2":
         with pytest.raises(ConfigError, match=r"text_config\.final_logit_softcapping: 5\.0: .* Write null"):
-            Hf().build().read(saved(of_family(case), tmp_path / "capped"))
+            HfConverter().build().read(saved(of_family(case), tmp_path / "capped"))
     reference = of_family(case, **({"final_logit_softcapping": None} if case == "gemma2" else {}))
-    folder = Hf().build().read(saved(reference, tmp_path / "theirs"))
+    folder = HfConverter().build().read(saved(reference, tmp_path / "theirs"))
     tokens, extras = fixed_rows(folder.model)
     with torch.no_grad():
         wanted = reference(tokens, pixel_values=extras["images"][extras["image_rows"][extras["image_rows"] >= 0]]).logits
@@ -174,7 +173,7 @@ def test_folders_of_every_version_of_transformers_are_read(spelling: str, tmp_pa
     from safetensors.torch import load_file, save_file
 
     folder = saved(random_llava(TOWERS["clip"][1]()), tmp_path / "theirs")
-    wanted = Hf().build().read(folder)
+    wanted = HfConverter().build().read(folder)
     named = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if spelling == "older":
@@ -186,7 +185,7 @@ def test_folders_of_every_version_of_transformers_are_read(spelling: str, tmp_pa
     for name in ("config.json", "preprocessor_config.json"):
         (tmp_path / "other" / name).write_text((folder / name).read_text())
     save_file(named, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
-    found = Hf().build().read(tmp_path / "other")
+    found = HfConverter().build().read(tmp_path / "other")
     before, after = wanted.read(list(wanted.tensors)), found.read(list(found.tensors))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -239,7 +238,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two hidden layers": ({"adapter": MLP(hidden=2)}, "adapter.hidden = 2"),
     "another width": ({"adapter": MLP(hidden_dim=12)}, "adapter.hidden_dim = 12"),
     "soft cap": ({"soft_cap": 3.0}, "soft_cap = 3.0"),
-    "text": ({"norm": LayerNorm(bias=False), "mlp": GeGLU(exact=True)}, "no Hugging Face family can describe this model"),
+    "text": ({"norm": LayerNormConfig(bias=False), "mlp": GeGLU(exact=True)}, "no Hugging Face family can describe this model"),
 }
 
 
@@ -248,7 +247,7 @@ def test_what_llava_cannot_hold_is_refused_by_name(what: str, tmp_path: Path) ->
     changed, name = REFUSED[what]
     weights = InMemory(model(tmp_path / "tower", "clip", {}, changed))
     with pytest.raises(Unsupported) as caught:
-        Hf(family="llava").build().write(tmp_path / "out", weights)
+        HfConverter(family="llava").build().write(tmp_path / "out", weights)
     assert f"\n    {name}" in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -258,7 +257,7 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
     weights = InMemory(model(tmp_path / "tower", "siglip", {}, changed))
     weights.facts = WeightsInfo(recipe={"data": {"sources": [{"tiling": {"name": "anyres"}}, {"tiling": {"name": "square"}}]}})
     with pytest.raises(Unsupported) as caught:
-        Hf(family="llava").build().write(tmp_path / "out", weights)
+        HfConverter(family="llava").build().write(tmp_path / "out", weights)
     for name in (
         "image_attention = 'prefix'",
         "adapter = AveragePool",
@@ -273,7 +272,7 @@ def test_patches_with_a_mask_are_refused(tmp_path: Path) -> None:
     component = model(tmp_path / "tower", "siglip2", {"feature_layers": (-1,)}, {})
     assert isinstance(component.encoder, SigLIP2)
     with pytest.raises(Unsupported, match="siglip2_vision_model: its images are patches"):
-        Hf(family="llava").build().write(tmp_path / "out", InMemory(component))
+        HfConverter(family="llava").build().write(tmp_path / "out", InMemory(component))
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -297,13 +296,13 @@ def test_a_folder_that_says_something_else_is_refused_by_name(what: str, tmp_pat
     values = json.loads((folder / "config.json").read_text()) | changed
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises((ConfigError, Unsupported), match=name):
-        Hf().build().read(folder)
+        HfConverter().build().read(folder)
 
 
 def test_a_patch_is_not_dropped_as_if_it_were_the_class_token(tmp_path: Path) -> None:
     folder = saved(random_llava(TOWERS["siglip"][1]()), tmp_path / "theirs")  # transformers' default is to drop one
     with pytest.raises(ConfigError, match="would drop the first patch"):
-        Hf().build().read(folder)
+        HfConverter().build().read(folder)
 
 
 @pytest.mark.parametrize("statistics", [{}, {"size": {"shortest_edge": 20}, "crop_size": 16, "do_center_crop": True}])
@@ -311,7 +310,7 @@ def test_the_processor_makes_the_pixels_of_ours(statistics: dict[str, Any], tmp_
     kind, make = TOWERS["clip"]
     stored(tmp_path / "tower", make(), **statistics)
     component = VLM(**SIZES, **PARTS, encoder=kind(path=str(tmp_path / "tower")), adapter=MLP(), fusion=JointDecoder())
-    Hf().build().write(tmp_path / "out", InMemory(component))
+    HfConverter().build().write(tmp_path / "out", InMemory(component))
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     draw = torch.Generator().manual_seed(1)
@@ -343,7 +342,7 @@ def test_transformers_opens_a_processor_that_fits_the_model(case: str, tmp_path:
     weights = InMemory(model(tmp_path / "tower", *LLAVA[case]))
     vlm = weights.model
     assert isinstance(vlm, VLM) and vlm.placeholder == 39
-    Hf(tokenizer=str(tokenizer(tmp_path / "words", "<picture>"))).build().write(tmp_path / "out", weights)
+    HfConverter(tokenizer=str(tokenizer(tmp_path / "words", "<picture>"))).build().write(tmp_path / "out", weights)
     processor = transformers.AutoProcessor.from_pretrained(tmp_path / "out", backend="pil")
     assert type(processor).__name__ == "LlavaProcessor"
     draw = torch.Generator().manual_seed(1)
@@ -365,19 +364,19 @@ def test_a_processor_is_only_written_where_the_tokenizer_has_the_placeholder(ima
     weights = InMemory(model(tmp_path / "tower", *LLAVA["image_token"]))  # 7 is a word
     words = str(tokenizer(tmp_path / "words", image))
     for name, given in (("without", None), ("with", words)):
-        Hf(tokenizer=given).build().write(tmp_path / name, weights)
+        HfConverter(tokenizer=given).build().write(tmp_path / name, weights)
         assert not (tmp_path / name / "processor_config.json").exists()
 
 
 def test_images_are_those_of_their_numbers_in_any_order(tmp_path: Path) -> None:
     """A row may name any of the images, and an image may be of no row."""
     weights = InMemory(model(tmp_path / "tower", *LLAVA["clip"]))
-    Hf().build().write(tmp_path / "out", weights)
+    HfConverter().build().write(tmp_path / "out", weights)
     tokens, extras = fixed_rows(weights.model)
     images = torch.cat((extras["images"], extras["images"][:1] + 1))
     rows = torch.tensor([[4, 2], [1, 3], [-1, -1]])
     ours = logits_of(weights, tokens, extras={"images": images, "image_rows": rows})
-    found = Hf().build().reference(tmp_path / "out", tokens, {"images": images, "image_rows": rows})
+    found = HfConverter().build().reference(tmp_path / "out", tokens, {"images": images, "image_rows": rows})
     torch.testing.assert_close(found, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
 
 
@@ -389,17 +388,17 @@ def test_a_tensor_under_both_of_its_names_is_refused(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["language_model.lm_head.weight"] + 1
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Unsupported, match="holds tensors twice"):
-        Hf().build().read(folder)
+        HfConverter().build().read(folder)
 
 
 def test_special_tokens_reach_the_text_part(tmp_path: Path) -> None:
     """Without them it would have those of transformers' default: 1 and 2 of Llama."""
     weights = InMemory(model(tmp_path / "tower", *LLAVA["clip"]))
     weights.facts = WeightsInfo(special_tokens={"bos_token_id": 5, "eos_token_id": 6})
-    Hf().build().write(tmp_path / "out", weights)
+    HfConverter().build().write(tmp_path / "out", weights)
     text = transformers.LlavaConfig.from_pretrained(tmp_path / "out").text_config
     assert (text.bos_token_id, text.eos_token_id, text.pad_token_id) == (5, 6, None)
-    again = Hf().build().read(tmp_path / "out").facts.special_tokens
+    again = HfConverter().build().read(tmp_path / "out").facts.special_tokens
     assert again == {"bos_token_id": 5, "eos_token_id": 6, "pad_token_id": None}
 
 
@@ -409,4 +408,4 @@ def test_trials_h_the_list_of_implemented_types_has_those_of_every_package(tmp_p
         with pytest.raises(
             Unsupported, match=r"model_type .* is not implemented; implemented are llama, .*llava, mllama_text_model"
         ):
-            Hf().build().read(tmp_path)
+            HfConverter().build().read(tmp_path)

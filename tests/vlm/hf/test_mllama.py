@@ -10,13 +10,12 @@ import torch
 
 from forge_core.errors import ConfigError
 from forge_models.components.attentions import GQA
-from forge_models.components.converters import Hf
-from forge_models.components.mlps import GeGLU
-from forge_models.components.norms import LayerNorm, RMSNorm
+from forge_models.components.layers import GeGLU, LayerNormConfig, RMSNormConfig
 from forge_models.conformance.weights import InMemory
 from forge_models.hf.config import Unsupported
+from forge_models.hf.converter import HfConverter
 from forge_models.hf.streamed_forward import fixed_rows, logits_of
-from forge_models.rope import Rope
+from forge_models.shape import Rope
 from forge_vlm.components.adapters import MLP, Perceiver
 from forge_vlm.components.encoders import Features, SigLIP2
 from forge_vlm.components.fusions import CrossAttention, JointDecoder
@@ -33,7 +32,7 @@ CROSS = MODELS["cross"]
 HELD: dict[str, VLM] = {
     "every_2": CROSS,
     "every_1": replace(CROSS, fusion=CrossAttention(every=1)),
-    "every_3": replace(CROSS, layers=8, fusion=CrossAttention(every=3), norm=RMSNorm(eps=1e-6)),
+    "every_3": replace(CROSS, layers=8, fusion=CrossAttention(every=3), norm=RMSNormConfig(eps=1e-6)),
     "llama3": replace(CROSS, rope=Rope(theta=500000.0, scaling="llama3", factor=8.0, original_max_length=16)),
     "perceiver": replace(CROSS, adapter=Perceiver(latents=3, layers=2, heads=2), image_token=7),
     "features": replace(CROSS, encoder=Features(count=5, dim=12), adapter=MLP(hidden=2)),
@@ -42,7 +41,7 @@ HELD: dict[str, VLM] = {
 
 def written(component: VLM, folder: Path) -> InMemory:
     weights = InMemory(component)
-    Hf(max_shard_bytes=20_000).build().write(folder, weights)
+    HfConverter(max_shard_bytes=20_000).build().write(folder, weights)
     return weights
 
 
@@ -53,14 +52,14 @@ def test_transformers_has_our_logits(name: str, tmp_path: Path) -> None:
     ours = logits_of(weights, tokens, extras=extras)
     _, info = transformers.MllamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
-    found = Hf().build().reference(tmp_path / "out", tokens, extras)
+    found = HfConverter().build().reference(tmp_path / "out", tokens, extras)
     assert isinstance(found, torch.Tensor)
     torch.testing.assert_close(found, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
     assert (extras["image_rows"] >= 0).sum(1).tolist() == [2, 2, 0]
     blind = logits_of(weights, tokens, extras={**extras, "images": extras["images"] + 1})
     assert (blind - ours).abs().max() > 1e-3
 
-    again = Hf().build().read(tmp_path / "out")
+    again = HfConverter().build().read(tmp_path / "out")
     for part in ("shape", "chosen_fusion", "vision", "chosen_adapter", "placeholder"):
         assert getattr(again.model, part) == getattr(HELD[name], part)
     read, wanted = again.read(list(again.tensors)), weights.read(list(weights.tensors))
@@ -87,11 +86,11 @@ def test_a_published_tower_travels_along(tmp_path: Path) -> None:
     component = replace(CROSS, encoder=kind(path=str(tmp_path / "tower"), feature_layers=(-2,)))
     weights = written(component, tmp_path / "out")
     tokens, extras = fixed_rows(component)
-    again = Hf().build().read(tmp_path / "out")
+    again = HfConverter().build().read(tmp_path / "out")
     assert again.model.encoder.path == str(tmp_path / "out" / "vision")
     ours = logits_of(again, tokens, extras=extras)
     assert torch.equal(ours, logits_of(weights, tokens, extras=extras))
-    found = Hf().build().reference(tmp_path / "out", tokens, extras)
+    found = HfConverter().build().reference(tmp_path / "out", tokens, extras)
     torch.testing.assert_close(found, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
 
 
@@ -106,7 +105,7 @@ REFUSED: dict[str, tuple[VLM, str]] = {
     "modalities": (replace(CROSS, modalities={"sound": (20, 30)}), "modalities = sound"),
     "tied": (replace(CROSS, tied_embeddings=True), "tied_embeddings = True"),
     "soft cap": (replace(CROSS, soft_cap=3.0), "soft_cap = 3.0"),
-    "norm": (replace(CROSS, norm=LayerNorm()), "norm = LayerNorm"),
+    "norm": (replace(CROSS, norm=LayerNormConfig()), "norm = LayerNorm"),
     "mlp": (replace(CROSS, mlp=GeGLU()), "mlp = GeGLU"),
     "placement": (replace(CROSS, norm_placement="post"), "norm_placement = 'post'"),
     "bias": (replace(CROSS, attention=GQA(qkv_bias=True)), "attention = GQA(qkv_bias=True"),
@@ -119,7 +118,7 @@ REFUSED: dict[str, tuple[VLM, str]] = {
 def test_what_the_layout_cannot_hold_is_refused_by_name(what: str, tmp_path: Path) -> None:
     component, name = REFUSED[what]
     with pytest.raises(Unsupported) as caught:
-        Hf(family="mllama_text_model").build().write(tmp_path / "out", InMemory(component))
+        HfConverter(family="mllama_text_model").build().write(tmp_path / "out", InMemory(component))
     assert f"\n    {name}" in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -128,7 +127,7 @@ def test_patches_of_any_proportions_are_refused(tmp_path: Path) -> None:
     stored(tmp_path / "tower", TOWERS["siglip2"][1]())
     component = replace(CROSS, encoder=SigLIP2(path=str(tmp_path / "tower"), patches=8))
     with pytest.raises(Unsupported, match=r"encoder\.patches = 8"):
-        Hf(family="mllama_text_model").build().write(tmp_path / "out", InMemory(component))
+        HfConverter(family="mllama_text_model").build().write(tmp_path / "out", InMemory(component))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_a_folder_that_says_something_else_is_refused(changed: dict[str, Any], w
     place = tmp_path / "out" / "config.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | changed))
     with pytest.raises((ConfigError, Unsupported), match=why):
-        Hf().build().read(tmp_path / "out")
+        HfConverter().build().read(tmp_path / "out")
 
 
 def test_every_file_is_flushed_before_the_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.converters import Hf
-from forge_models.components.mlps import GELU, GeGLU, ReLU2
-from forge_models.components.norms import LayerNorm, RMSNorm
-from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
+from forge_models.components.experts import SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, ReLU2, RMSNormConfig
 from forge_models.conformance.weights import InMemory
 from forge_models.hf.config import Unsupported
+from forge_models.hf.converter import HfConverter
 from forge_models.hf.streamed_forward import fixed_rows, logits_of
-from forge_models.rope import Rope
+from forge_models.shape import Rope
 from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
 from forge_vlm.components.encoders import Features, SigLIP2, ViT
 from forge_vlm.components.fusions import MixtureOfTransformers
@@ -38,15 +37,15 @@ HELD: dict[str, VLM] = {
     "mot-bidirectional": replace(MOT, fusion=MixtureOfTransformers(image_attention="bidirectional_image")),
     "mot-prefix": replace(MOT, fusion=MixtureOfTransformers(image_attention="prefix")),
     "tokens": replace(MOT, **TOKENS),
-    "moma-tokens": replace(MODELS["moma-token"], **TOKENS, moe=replace(EXPERTS, router=SoftmaxTopK(normalize=False))),
+    "moma-tokens": replace(MODELS["moma-token"], **TOKENS, moe=replace(EXPERTS, router=SoftmaxTopKConfig(normalize=False))),
     "moma-layers": replace(MODELS["moma-token"], moe=replace(EXPERTS, every=2, ffn_dim=None)),
     "attention": replace(MOT, attention=GQA(qkv_bias=True, output_bias=True, qk_norm="full", scale=0.3, soft_cap=2.0)),
     "windows": replace(MOT, attention=GQA(window=5, global_every=2), rope=Rope(theta=500.0, local_theta=90.0, partial=0.5)),
     "yarn": replace(MOT, rope=Rope(scaling="yarn", factor=4.0, original_max_length=16)),
     "llama3": replace(MOT, rope=Rope(scaling="llama3", factor=4.0, original_max_length=16), head_dim=6),
-    "layernorm": replace(MOT, norm=LayerNorm(), mlp=GELU(bias=True), norm_placement="sandwich"),
-    "gemma": replace(MOT, norm=RMSNorm(offset=1), mlp=GeGLU(), embed_multiplier=4.0, soft_cap=3.0, tied_embeddings=True),
-    "residual": replace(MOT, norm=LayerNorm(bias=False), mlp=ReLU2(), residual_multiplier=0.5),
+    "layernorm": replace(MOT, norm=LayerNormConfig(), mlp=GELU(bias=True), norm_placement="sandwich"),
+    "gemma": replace(MOT, norm=RMSNormConfig(offset=1), mlp=GeGLU(), embed_multiplier=4.0, soft_cap=3.0, tied_embeddings=True),
+    "residual": replace(MOT, norm=LayerNormConfig(bias=False), mlp=ReLU2(), residual_multiplier=0.5),
     "sincos": replace(MOT, encoder=replace(ENCODER, positions="sincos", class_token=True)),
     "features": replace(MOT, encoder=Features(count=4, dim=12), adapter=Linear(bias=False)),
     "mlp": replace(MOT, adapter=MLP(hidden=2, hidden_dim=12, bias=False)),
@@ -59,20 +58,20 @@ HELD: dict[str, VLM] = {
 
 def written(component: VLM, folder: Path) -> InMemory:
     weights = InMemory(component)
-    Hf(family="forge_standalone", max_shard_bytes=20_000).build().write(folder, weights)
+    HfConverter(family="forge_standalone", max_shard_bytes=20_000).build().write(folder, weights)
     return weights
 
 
 def compare(weights: Any, folder: Path) -> None:
     tokens, extras = fixed_rows(weights.model)
-    found = Hf().build().reference(folder, tokens, extras)
+    found = HfConverter().build().reference(folder, tokens, extras)
     assert isinstance(found, torch.Tensor)
     ours = logits_of(weights, tokens, extras=extras)
     torch.testing.assert_close(found, ours, rtol=0, atol=3e-5 * float(ours.abs().max()))
     with torch.no_grad():
         exact = logits_of(weights, tokens, torch.float64, extras)
         torch.testing.assert_close(code_of(folder).load(folder, torch.float64)(tokens, **extras), exact, rtol=0, atol=1e-8)
-    again = Hf().build().read(folder)
+    again = HfConverter().build().read(folder)
     read, wanted = again.read(list(again.tensors)), weights.read(list(weights.tensors))
     assert read.keys() == wanted.keys()
     assert all(torch.equal(read[name], wanted[name]) for name in wanted)
@@ -83,7 +82,7 @@ def compare(weights: Any, folder: Path) -> None:
 def test_the_code_of_the_folder_has_our_logits(name: str, tmp_path: Path) -> None:
     weights = written(HELD[name], tmp_path / "out")
     compare(weights, tmp_path / "out")
-    assert Hf().build().read(tmp_path / "out").model == HELD[name]
+    assert HfConverter().build().read(tmp_path / "out").model == HELD[name]
 
 
 @pytest.mark.parametrize("tower", ["clip", "siglip", "siglip2", "dinov2_gated"])
@@ -220,7 +219,7 @@ def test_tokens_that_were_never_chosen_before_still_are_not(tmp_path: Path) -> N
     (words / "tokenizer.json").write_text("{}")
     (words / "generation_config.json").write_text('{"suppress_tokens": [50, 3], "temperature": 0.5}')
     weights = InMemory(MOT)
-    Hf(family="forge_standalone", tokenizer=str(words)).build().write(tmp_path / "out", weights)
+    HfConverter(family="forge_standalone", tokenizer=str(words)).build().write(tmp_path / "out", weights)
     settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert settings == {"suppress_tokens": sorted({3, 50, MOT.placeholder}), "temperature": 0.5}
 
@@ -229,8 +228,8 @@ def test_code_of_others_is_not_run(tmp_path: Path) -> None:
     weights = written(MOT, tmp_path / "out")
     with (tmp_path / "out" / "modeling_forge.py").open("a") as file:
         file.write(f"\nPath({str(tmp_path / 'ran')!r}).touch()\n")
-    Hf().build().read(tmp_path / "out")
-    said = Hf().build().reference(tmp_path / "out", *fixed_rows(weights.model))
+    HfConverter().build().read(tmp_path / "out")
+    said = HfConverter().build().reference(tmp_path / "out", *fixed_rows(weights.model))
     assert isinstance(said, str)
     assert "never run" in said
     assert not (tmp_path / "ran").exists()
@@ -241,14 +240,14 @@ def test_placeholders_have_to_fit_their_images(tmp_path: Path) -> None:
     tokens, extras = fixed_rows(weights.model)
     tokens[1, 3] = 5
     with pytest.raises(ValueError, match="each image needs 4 placeholders"):
-        Hf().build().reference(tmp_path / "out", tokens, extras)
+        HfConverter().build().reference(tmp_path / "out", tokens, extras)
 
 
 REFUSED: dict[str, tuple[VLM, str]] = {
     "cross": (MODELS["cross"], "fusion = CrossAttention"),
     "choice": (MODELS["moma-choice"], "fusion.routing = 'expert_choice'"),
     "threshold": (MODELS["moma-threshold"], "fusion.routing = 'threshold'"),
-    "router": (replace(MODELS["moma-token"], moe=replace(EXPERTS, router=SigmoidTopK())), "moe.router = SigmoidTopK"),
+    "router": (replace(MODELS["moma-token"], moe=replace(EXPERTS, router=SigmoidTopKConfig())), "moe.router = SigmoidTopK"),
     "capacity": (replace(MODELS["moma-token"], moe=replace(EXPERTS, capacity=1.0)), "moe.capacity = 1.0"),
     "joint experts": (replace(MODELS["joint"], moe=EXPERTS), "moe: the code has experts of each modality"),
     "latent": (replace(MODELS["joint"], kv_heads=None, attention=MLA(kv_lora_rank=8)), "attention = MLA"),
@@ -274,18 +273,18 @@ def test_patches_of_any_proportions_are_refused(tmp_path: Path) -> None:
 
 def test_it_is_written_only_where_it_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(Unsupported) as caught:
-        Hf().build().write(tmp_path / "out", InMemory(MOT))
+        HfConverter().build().write(tmp_path / "out", InMemory(MOT))
     assert "fusion = MixtureOfTransformers: LLaVA is a JointDecoder" in str(caught.value)
     assert "--family forge_standalone can" in str(caught.value)
     with pytest.raises(Unsupported, match="only ernie4_5_vl_moe has experts by modality"):
-        Hf().build().write(tmp_path / "out", InMemory(MODELS["moma-token"]))
+        HfConverter().build().write(tmp_path / "out", InMemory(MODELS["moma-token"]))
     with pytest.raises(Unsupported, match="'llama' is for decoders of text alone; for a VLM there are: forge_standalone, llava"):
-        Hf(family="llama").build().write(tmp_path / "out", InMemory(MOT))
+        HfConverter(family="llama").build().write(tmp_path / "out", InMemory(MOT))
 
 
 def test_what_came_from_such_a_folder_may_go_to_one_unasked(tmp_path: Path) -> None:
     written(MOT, tmp_path / "out")
-    Hf().build().write(tmp_path / "again", Hf().build().read(tmp_path / "out"))
+    HfConverter().build().write(tmp_path / "again", HfConverter().build().read(tmp_path / "out"))
     assert (tmp_path / "again" / "model.safetensors.index.json").exists() or (tmp_path / "again" / "model.safetensors").exists()
     assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "forge_standalone"
 
@@ -304,4 +303,4 @@ def test_a_folder_that_says_something_else_is_refused(changed: dict[str, Any], w
     place = tmp_path / "out" / "config.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | changed))
     with pytest.raises(Unsupported, match=why):
-        Hf().build().read(tmp_path / "out")
+        HfConverter().build().read(tmp_path / "out")

@@ -5,25 +5,25 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from forge_models import generation as generate
     from forge_models.decoder import Decoder as Decoder
-    from forge_models.generation.generate import generate as generate
-    from forge_models.generation.sampling import Sampling as Sampling
+    from forge_models.generation import Sampling as Sampling
     from forge_models.initial_weights import initialize as initialize
+    from forge_models.inner_values import listening as listening
+    from forge_models.inner_values import tap as tap
     from forge_models.interp.capture import capture as capture
     from forge_models.interp.edit import edit as edit
-    from forge_models.interp.tap import listening as listening
-    from forge_models.interp.tap import tap as tap
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "Decoder": "decoder",
-        "Sampling": "generation.sampling",
+        "Sampling": "generation",
         "capture": "interp.capture",
         "edit": "interp.edit",
-        "generate": "generation.generate",
+        "generate": "generation",
         "initialize": "initial_weights",
-        "listening": "interp.tap",
-        "tap": "interp.tap",
+        "listening": "inner_values",
+        "tap": "inner_values",
     },
 )

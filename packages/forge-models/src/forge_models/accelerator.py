@@ -37,8 +37,8 @@ def has_flex(device: torch.device, wanted: bool = False) -> bool:
     """Whether flex attention is compiled for the device. Warns once of an accelerator without, where it is `wanted`."""
     if wanted and not _is_nvidia(device) and device.type not in HOSTS:
         _tell(
-            f"attention: this accelerator ({_kind(device)}) has no flex attention that is proven; documents, windows and soft "
-            "caps take a mask of length x length, as on a CPU; data.documents = 'ignore' needs none"
+            f"attention: this accelerator ({_kind(device)}) has no tested flex attention; documents, windows and soft "
+            "caps use a mask of length x length, as on a CPU; data.documents = 'ignore' needs no mask"
         )
     return _is_nvidia(device)
 
@@ -56,7 +56,7 @@ def groups_fault(device: torch.device, dtype: torch.dtype, groups: int) -> str:
     if device.type in HOSTS:
         return ""
     if not _is_nvidia(device):
-        return f"grouped_mm is proven on GPUs of NVIDIA only, and this is {_kind(device)}"
+        return f"grouped_mm is tested on NVIDIA GPUs only, not on {_kind(device)}"
     found = torch.cuda.get_device_capability(device)
     if found[0] not in GROUPS:
         return f"grouped_mm has a kernel for compute capability 9 and 10, not {found[0]}.{found[1]}"

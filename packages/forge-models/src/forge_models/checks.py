@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from forge_core.errors import Fault
 from forge_core.layout import Layout, divisors
 from forge_core.protocols.job import Job
-from forge_models.components.moe import MoE
+from forge_models.components.experts import MoEConfig
 
 WHOLE_ROWS = 8
 """bf16 values in 16 bytes."""
@@ -16,7 +16,7 @@ def experts_fit(job: Job, layout: Layout) -> Iterator[Fault]:
     if layout.ep * layout.etp == 1:
         return
     moe = getattr(job.model, "moe", None)
-    if not isinstance(moe, MoE):
+    if not isinstance(moe, MoEConfig):
         key = "ep" if layout.ep > 1 else "etp"
         yield Fault(
             f"parallel.{key}", "expert parallelism needs a model with experts", hint=f"set parallel.{key} = 1, or add [model.moe]"
@@ -38,7 +38,7 @@ def experts_fit(job: Job, layout: Layout) -> Iterator[Fault]:
 def experts_see_other_tokens(job: Job, layout: Layout) -> Iterator[Fault]:
     """Ranks that share a row give experts different parts of it."""
     moe = getattr(job.model, "moe", None)
-    if not isinstance(moe, MoE):
+    if not isinstance(moe, MoEConfig):
         return
     tensor = job.transforms.get("tensor")
     if layout.tp > 1 and tensor is not None and not tensor.sequence_parallel:
@@ -60,7 +60,7 @@ def experts_see_other_tokens(job: Job, layout: Layout) -> Iterator[Fault]:
 def experts_compile(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
     """What a compiler takes of the products of experts: one product for all, in bf16, with rows of whole 16 bytes."""
     moe = getattr(job.model, "moe", None)
-    if not isinstance(moe, MoE) or "compile" not in job.transforms:
+    if not isinstance(moe, MoEConfig) or "compile" not in job.transforms:
         return
     if moe.kernel == "loop":
         yield Fault("model.moe.kernel", "'loop' reads loads on the host and cannot be compiled", hint="set it to 'auto'")

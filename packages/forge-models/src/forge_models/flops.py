@@ -23,9 +23,8 @@ from math import prod
 from typing import Any
 
 from forge_core.batch import Batch
-from forge_models.context import RouterContext
 from forge_models.outline import matrices
-from forge_models.shape import DecoderShape
+from forge_models.shape import DecoderShape, RouterContext
 
 CONVENTION = "6 P + 6 L H (Dk + Dv) T' per token, embedding look-up excluded, head included"
 """To be printed with every figure; with Dk = Dv = D the second term is the familiar 12 L H D T'."""

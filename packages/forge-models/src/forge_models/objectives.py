@@ -1,50 +1,67 @@
-"""Objectives: the loss that a step minimizes, computed inside the last part of a model."""
+"""The loss to minimize, chosen by `[objective]`. The head of a model calls it, in the last stage of a pipeline."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import torch
-from torch.autograd.function import once_differentiable
+from annotated_types import Ge, Lt
 
 from forge_core.batch import IGNORE
-from forge_core.protocols.model import Head, LossTerms
+from forge_core.component import IDENTITY, Component
+from forge_core.features import Feature
+from forge_core.protocols.model import LossTerms
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from forge_core.protocols.model import Head
 
 
-@dataclass(frozen=True)
-class CrossEntropy:
-    """Sum over valid tokens of the negative log-likelihood, plus `z_loss` times the squared log partition function.
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropy(Component):
+    """Negative log-likelihood of the next token, summed over valid positions."""
 
-    With `label_smoothing` a, what is minimized is (1 - a) nll + a times the mean nll of all words as the label, plus the z term.
-    Only the gradient is of that: the value of the sum, and what each row adds to it, stays with the labels alone, so that a loss,
-    its perplexity and its curve can be compared with those of a run without smoothing. The modules of multi-token prediction are
-    trained and reported in the same way.
+    key_class: ClassVar = IDENTITY
 
-    Metrics: `nll`, with a z-loss `z`, and with smoothing `smoothed`, what is minimized; each a sum over valid tokens.
-    """
+    z_loss: Annotated[float, Ge(0)] = 0.0
+    """Weight of the squared log partition function, which keeps logits from drifting (Chowdhery et al., 2022)."""
 
-    z_loss: float = 0.0
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Ge(0), Lt(1), Feature("label_smoothing", unless=0.0, plane="model")] = 0.0
+    """Share of the target that all words have evenly (Szegedy et al., 2016). Reported losses stay those of the labels."""
 
-    def __call__(self, head: Head, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerms:
-        """`hidden` (B, T, embed) after the final norm, `labels` (B, T) int64, already shifted."""
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[CrossEntropy]":
+        """With and without further terms."""
+        return (cls(), cls(z_loss=0.1), cls(z_loss=0.1, label_smoothing=0.2))
+
+    def build(self) -> "CrossEntropy":
+        """The objective itself."""
+        return self
+
+    def __call__(self, head: "Head", hidden: "Tensor", labels: "Tensor") -> LossTerms:
+        """Sum over valid tokens of nll + z_loss z, with z the squared log partition function.
+
+        With `label_smoothing` a, the minimized loss is (1 - a) nll + a (mean nll of all words as the label) + z_loss z. Only
+        the gradient is that of the smoothed loss: the value of the sum and of each row remains that of the labels, so that a
+        loss, its perplexity and its curve can be compared with those of a run without smoothing. Modules of multi-token
+        prediction are trained and reported in the same way.
+
+        Metrics, each a sum over valid tokens: `nll`; `z`, with a z-loss; `smoothed`, the minimized loss, with smoothing.
+
+        Args:
+            head: of the model.
+            hidden: (B, T, embed) after the final norm.
+            labels: (B, T) int64, already shifted.
+        """
+        from forge_models.autograd import with_gradient_of
+
         smoothed = {"smoothing": self.label_smoothing} if self.label_smoothing else {}
         total, nll, z = head.loss(hidden, labels, self.z_loss, **smoothed)
         metrics = {"nll": nll.sum(), "z": z.sum()} if self.z_loss else {"nll": nll.sum()}
         each = nll + self.z_loss * z if self.z_loss else nll
         if smoothed:
             metrics["smoothed"] = total.detach()
-            total = _Valued.apply(total, each.sum())
+            total = with_gradient_of(each.sum().detach(), total)
         return LossTerms(total, (labels != IGNORE).sum(), metrics, each.sum(1))
-
-
-class _Valued(torch.autograd.Function):
-    """The second argument, with the gradient of the first."""
-
-    @staticmethod
-    def forward(_: Any, total: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 (only its gradient counts)
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(_: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grads[0], None

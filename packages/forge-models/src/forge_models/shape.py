@@ -1,17 +1,153 @@
-"""What a decoder is once every default is resolved: the component makes it, modules, outline, FLOPs and HF writers read it.
+"""What a decoder is once every default is resolved. Plain data without torch, read by modules, FLOP counts and converters."""
 
-Plain data one floor below all of them: importing it needs no torch.
-"""
-
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import sqrt
+from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Le
 
 from forge_core.component import IDENTITY, Component
-from forge_models.context import BlockContext
-from forge_models.kernels import ExpertKernel
-from forge_models.rope import Rope
+
+AttentionKernel = Literal["auto", "sdpa", "flex", "varlen"]
+ExpertKernel = Literal["auto", "grouped", "loop"]
+
+
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
+
+ROPE_SCALINGS_OF: Mapping[str, tuple[RopeScaling, ...]] = MappingProxyType(
+    {
+        "factor": ("linear", "dynamic", "llama3", "yarn"),
+        "original_max_length": ("dynamic", "llama3", "yarn"),
+        **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
+        **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"), ("yarn",)),
+    }
+)
+"""Fields that only some scalings read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Angles position / theta^(2i / width) (Su et al., 2021), and how they are stretched for longer sequences.
+
+    `linear` divides all frequencies by `factor` (Chen et al., 2023); `dynamic` raises theta once a sequence is longer
+    than `original_max_length`; `llama3` divides the low frequencies only (Llama 3.1); `yarn` ramps between the two
+    (Peng et al., 2023).
+    """
+
+    key_class: ClassVar = IDENTITY
+
+    theta: Annotated[float, Gt(0)] = 10000.0
+    """Base of the angles."""
+    local_theta: Annotated[float, Gt(0)] | None = None
+    """Base of the angles of local (windowed) layers, which are then never scaled; as all other layers when absent."""
+    partial: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Share of each head's width that turns; the rest carries no position."""
+    scaling: RopeScaling = "none"
+    """How frequencies are stretched."""
+    factor: Annotated[float, Gt(0)] | None = None
+    """Stretch; needed by every scaling."""
+    original_max_length: Annotated[int, Gt(0)] | None = None
+    """Tokens of a sequence before stretching; needed by `dynamic`, `llama3` and `yarn`."""
+    low_freq_factor: Annotated[float, Gt(0)] = 1.0
+    """`llama3`: waves longer than original_max_length / this are divided by `factor`."""
+    high_freq_factor: Annotated[float, Gt(0)] = 4.0
+    """`llama3`: waves shorter than original_max_length / this stay."""
+    beta_fast: Annotated[float, Gt(0)] = 32.0
+    """`yarn`: dimensions with more turns than this over original_max_length stay."""
+    beta_slow: Annotated[float, Gt(0)] = 1.0
+    """`yarn`: dimensions with fewer turns than this are divided by `factor`."""
+    truncate: bool = True
+    """`yarn`: the ramp begins and ends at whole dimensions."""
+    attention_factor: Annotated[float, Gt(0)] | None = None
+    """`yarn`: multiplies cosines and sines; 0.1 ln(factor) + 1 when absent."""
+    mscale: float | None = None
+    """`yarn`: with `mscale_all_dim`, the attention factor is the ratio of 0.1 m ln(factor) + 1 for both (DeepSeek)."""
+    mscale_all_dim: float | None = None
+    """`yarn`: see `mscale`; MLA also multiplies its scale by the square of 0.1 m ln(factor) + 1."""
+
+    def __post_init__(self) -> None:
+        if self.scaling != "none" and self.factor is None:
+            raise ValueError(f"scaling {self.scaling!r} needs a factor")
+        if self.scaling in ("dynamic", "llama3", "yarn") and self.original_max_length is None:
+            raise ValueError(f"scaling {self.scaling!r} needs original_max_length, the tokens of a sequence before stretching")
+        if self.scaling == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}")
+        for item in fields(self):
+            readers = ROPE_SCALINGS_OF.get(item.name, (self.scaling,))
+            if self.scaling not in readers and getattr(self, item.name) != item.default:
+                raise ValueError(f"{item.name} has no effect with scaling {self.scaling!r}; it belongs to {', '.join(readers)}")
+
+    def of_layer(self, local: bool) -> "Rope":
+        """The positions of a local or a global layer."""
+        if not local or self.local_theta is None:
+            return self
+        return Rope(theta=self.local_theta, partial=self.partial)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockContext:
+    """Sizes and choices of a decoder, all resolved, as `build(context)` of an attention or MLP component sees them.
+
+    Attributes:
+        dim: width of the residual stream.
+        layers: number of blocks in the whole model.
+        layer: index of the block that is being built.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
+        head_dim: width of one head.
+        ffn_dim: hidden width of the feed-forward part.
+        max_length: longest sequence in tokens.
+        rope: rotary positions.
+        init_std: standard deviation of hidden matrices.
+        norm: component that builds a norm of a given width.
+    """
+
+    dim: int
+    layers: int
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    max_length: int
+    rope: Rope
+    init_std: float
+    norm: Component
+
+    @property
+    def output_std(self) -> float:
+        """Standard deviation of projections that write to the residual stream: init_std / sqrt(2 * layers).
+
+        Each block adds two terms, so the stream's variance stays the same for every depth (Radford et al., 2019).
+        """
+        return self.init_std / sqrt(2 * self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterContext:
+    """What `build(context)` of a router component is told.
+
+    Attributes:
+        dim: width of a token.
+        experts: number of experts to choose from.
+        top_k: how many are chosen.
+        layer: index of the block.
+        init_std: standard deviation of hidden matrices.
+    """
+
+    dim: int
+    experts: int
+    top_k: int
+    layer: int
+    init_std: float
+
+    @classmethod
+    def of(cls, context: BlockContext, experts: int, top_k: int) -> "RouterContext":
+        """Of a block whose experts are these."""
+        return cls(dim=context.dim, experts=experts, top_k=top_k, layer=context.layer, init_std=context.init_std)
+
 
 NormPlacement = Literal["pre", "post", "sandwich"]
 
@@ -21,7 +157,7 @@ LAYOUT_DEPENDENT = ("micro_batch", "pooled")
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """Losses that balance experts and keep logits small, each added to the loss with its weight; see `forge_models.moe.losses`.
+    """Losses that balance experts and keep logits small, each added to the loss with its weight; see `blocks.moe.losses`.
 
     The key names the scope over which loads are counted.
     """

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from forge_models.interp.tap import inside
-from forge_models.moe.losses import Rows
+from forge_models.blocks.moe.losses import Rows
+from forge_models.inner_values import inside
 from forge_vlm.idle import no_tokens_of, with_zero_gradient
 from forge_vlm.modality import TEXT
 

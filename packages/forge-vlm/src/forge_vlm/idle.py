@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_models.moe.losses import attach
+from forge_models.autograd import attach
 
 
 def with_zero_gradient(x: Tensor, *made: Tensor) -> Tensor:

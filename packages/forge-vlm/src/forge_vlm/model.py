@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from forge_core.batch import IGNORE, Batch
 from forge_core.protocols.model import LossTerms
 from forge_core.specs import Specs
+from forge_models.blocks.cache import KVCache
 from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.decoder import Decoder
-from forge_models.generation.cache import KVCache
-from forge_models.interp.tap import scope, show
+from forge_models.inner_values import scope, show
 from forge_models.torch_private import assert_async
 from forge_vlm.context import WHOLE_STREAM, FusionContext
 from forge_vlm.encoders.flexible import present
@@ -150,7 +150,7 @@ class VisionLanguageModel(Decoder):
         return (adapter(features), here) if self.context.each else (adapter(features, here), None)
 
     def example_inputs(self) -> dict[str, Tensor]:
-        """Arguments of a small forward that passes all inner values: see `forge_models.interp.listing.taps`."""
+        """Arguments of a small forward that passes all inner values: see `forge_models.interp.taps.taps`."""
         tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
         if self.context.image_token is None:
             return {"x": tokens}

@@ -17,7 +17,7 @@ from forge_core.batch import Batch
 from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Run
-from forge_models.interp.similarity.gram import gram, gram_cka, gram_cka_pairs, gram_rank
+from forge_models.interp.kernel_similarity import gram, gram_cka, gram_cka_pairs, gram_rank
 from forge_train.hooks.periodic import Periodic
 from forge_train.inspection.look import Look, look
 from forge_train.run.directory import INSIDE, SIMILARITY
@@ -50,7 +50,7 @@ class InsideHook(Periodic):
 
     def check(self, run: Run) -> None:
         """Refuses a model whose inner values have no names."""
-        from forge_models.interp.listing import InterpError, taps
+        from forge_models.interp.taps import InterpError, taps
 
         try:
             taps(_whole(run))

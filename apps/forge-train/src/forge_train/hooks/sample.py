@@ -67,9 +67,8 @@ class SampleHook(Periodic):
 
     def act(self, run: Run) -> None:
         """Generates from each prompt, prints and keeps the texts; a run that is asked to stop meanwhile leaves it."""
-        from forge_models.generation.generate import generate
-        from forge_models.generation.sampling import Sampling
-        from forge_models.generation.text import NewText
+        from forge_models import generation
+        from forge_models.generation import NewText, Sampling
 
         tokenizer = run.data.tokenizer
         assert tokenizer is not None, "`check` refuses a run without a tokenizer"
@@ -92,7 +91,7 @@ class SampleHook(Periodic):
         try:
             other = nullcontext() if self.weights == "model" else run.weights(self.weights)
             with other, run.model.inference(whole_sequences=True):
-                generated = generate(
+                generated = generation(
                     run.model.whole(), prompts, sampling, max_tokens=self.max_tokens, eos=tokenizer.eos, agree=agree
                 )
         except _Left:

@@ -8,8 +8,8 @@ import torch
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.data import Tokenizer
-from forge_models.generation.sampling import Sampling
-from forge_models.generation.speculation import Tally
+from forge_models.generation import Sampling
+from forge_models.speculation import Tally
 
 if TYPE_CHECKING:
     from forge_vlm.data.chat import Chat, Turn
@@ -57,7 +57,7 @@ class Continuation:
 
     def __call__(self, text: str, before: "Sequence[Turn]" = ()) -> Iterator[str]:
         """The continuation of `text` in pieces, which joined are what `together` returns; `before` are turns of the chat."""
-        from forge_models.generation.text import NewText, Pieces
+        from forge_models.generation import NewText, Pieces
 
         (prompt, words, inputs), new = self._shown(text, before), list[int]()
         pieces = Pieces(NewText(self.tokenizer.decode, words), self.stops, self._broken)
@@ -76,12 +76,12 @@ class Continuation:
 
     def together(self, texts: Sequence[str]) -> list[str]:
         """The continuations of several texts, which the model reads in one batch."""
-        from forge_models.generation.generate import generate
-        from forge_models.generation.text import NewText, before_stop
+        from forge_models import generation
+        from forge_models.generation import NewText, before_stop
 
         model: Any = self.model
         prompts = [self._prompt(text) for text in texts]
-        rows = generate(
+        rows = generation(
             model,
             prompts,
             self.sampling,
@@ -116,8 +116,8 @@ class Continuation:
 
     def _new(self, prompt: list[int], inputs: Mapping[str, torch.Tensor] | None = None) -> Iterator[int]:
         """The tokens behind a prompt."""
-        from forge_models.generation.generate import stream
-        from forge_models.generation.speculation import speculate
+        from forge_models.generation import stream
+        from forge_models.speculation import speculate
 
         model: Any = self.model
         limits: dict[str, Any] = {"max_tokens": self.max_tokens, "eos": self.ends, "prefill": self.prefill}
@@ -135,6 +135,6 @@ class Continuation:
 
     @cached_property
     def _broken(self) -> int | None:
-        from forge_models.generation.text import broken_id
+        from forge_models.generation import broken_id
 
         return broken_id(self.tokenizer.decode, self.tokenizer.vocab_size)

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from forge_core.batch import Batch
 from forge_core.protocols.run import Step
-from forge_models.interp.listing import taps
-from forge_models.interp.names import layer_of
-from forge_models.interp.qk import AttentionScores, rule_of
-from forge_models.interp.tap import listening, speaks
 from forge_parallel.model.parallel_model import ParallelModel
+from forge_models.inner_values import is_from, listening
+from forge_models.interp.attention_scores import AttentionScores, rule_of
+from forge_models.interp.taps import layer_of, taps
 from forge_train.inspection.on_ranks import capture_on_ranks
 
 STREAM = "residual_after"
@@ -84,7 +83,7 @@ class _Local:
     def hear(self, name: str, x: Tensor) -> None:
         """One inner value of this rank."""
         layer = layer_of(name)
-        part: Any = next((part for part in self.model.parts if speaks(part)), None)
+        part: Any = next((part for part in self.model.parts if is_from(part)), None)
         if layer is None or part is None:
             return
         if "lens" in self.statistics and name.endswith(f".{STREAM}"):

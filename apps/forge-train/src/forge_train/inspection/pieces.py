@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forge_models.interp.listing import InterpError
+from forge_models.interp.taps import InterpError
 
 
 class Piece(NamedTuple):

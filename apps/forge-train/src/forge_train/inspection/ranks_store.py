@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from forge_core.protocols.checkpoint import World
-from forge_models.interp.listing import InterpError
-from forge_models.interp.store.manifest import MANIFEST, Manifest
-from forge_models.interp.store.shards import ShardWriter
+from forge_models.interp.store import MANIFEST, Manifest, ShardWriter
+from forge_models.interp.taps import InterpError
 
 
 class RanksStore:

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
-from forge_models.interp.listing import choose
-from forge_models.interp.neuro.recording import Recording
-from forge_models.interp.neuro.ridge import folds_of, lagged
-from forge_models.interp.neuro.words import Pool, binned, pieces_of, token_words, word_features
-from forge_models.interp.store.read import ActivationStore, is_store
+from forge_models.interp.neuro.encoding import folds_of, lagged
+from forge_models.interp.neuro.recordings import Pool, Recording, binned, pieces_of, token_words, word_features
+from forge_models.interp.store import ActivationStore, is_store
+from forge_models.interp.taps import choose
 
 Features = dict[str, Tensor]
 """By inner value (rows, width)."""
@@ -81,7 +80,7 @@ def _of_model(
     note: Callable[[str], None],
 ) -> Features:
     from forge_models.interp.capture import capture
-    from forge_models.interp.listing import taps
+    from forge_models.interp.taps import taps
     from forge_train.inference.open import load_model, open_weights
     from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.batch import PADDING
-from forge_models.interp.listing import InterpError, TapInfo
-from forge_models.interp.names import by_token
-from forge_models.interp.tap import listening, speaks
 from forge_parallel.model.parallel_model import ParallelModel
+from forge_models.inner_values import is_from, listening
+from forge_models.interp.taps import InterpError, TapInfo, by_token
 from forge_parallel.placement.shares import chunk
 from forge_parallel.transforms.context.transform import ContextParallel
 
@@ -85,7 +84,7 @@ class Shares:
 
     @contextmanager
     def heard_by(self, hear: Callable[[str, Tensor], Tensor | None]) -> Iterator[None]:
-        """`hear` is called with each value that the parts of the model pass inside, as `forge_models.interp.tap.listening`."""
+        """`hear` is called with each value that the parts of the model pass inside, as `forge_models.inner_values.listening`."""
         with listening(hear), ExitStack() as hooks:
             for number, part in enumerate(self.model.parts):
                 handles = (
@@ -102,7 +101,7 @@ class Shares:
         Raises:
             InterpError: it has a shape that no rule explains.
         """
-        if name not in self.infos or self.running is None or not any(speaks(part) for part in self.model.parts):
+        if name not in self.infos or self.running is None or not any(is_from(part) for part in self.model.parts):
             return None
         running, info = self.running, self.infos[name]
         value = by_token(x, info.dims, len(running.rows))

@@ -8,8 +8,7 @@ import torch
 
 from forge_core.component import Component
 from forge_core.protocols.weights import StoredTensor, Weights, WeightsInfo
-from forge_models.interp.listing import InterpError, choose, taps
-from forge_models.interp.names import layer_of
+from forge_models.interp.taps import InterpError, choose, layer_of, taps
 
 
 class Shortened:

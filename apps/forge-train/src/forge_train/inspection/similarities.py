@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from forge_core.errors import ForgeError
-from forge_models.interp.similarity.linear import MEASURES
-from forge_models.interp.similarity.moments import Moments
-from forge_models.interp.store.read import ActivationStore
+from forge_models.interp.similarity import MEASURES, Moments
+from forge_models.interp.store import ActivationStore
 
 ROWS = 4096
 """Rows in memory at a time."""

@@ -1,1 +1,1 @@
-"""The parts of a decoder: attention, rotary embedding, norm, feed-forward, head and its loss."""
+"""The parts of a decoder: attention and its cache, rotary embedding, norm, feed-forward, experts, head and its loss."""

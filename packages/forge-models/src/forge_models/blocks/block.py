@@ -5,10 +5,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from forge_core.specs import ModuleSpec
+from forge_models.blocks.cache import LayerCache
+from forge_models.blocks.moe.layer import ExpertLayer
 from forge_models.blocks.rope import Rotation
-from forge_models.generation.cache import LayerCache
-from forge_models.interp.tap import tap
-from forge_models.moe.layer import ExpertLayer
+from forge_models.inner_values import tap
 from forge_models.shape import DecoderShape
 
 

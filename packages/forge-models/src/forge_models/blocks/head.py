@@ -1,12 +1,34 @@
-"""The last module of a decoder: logits for inference, the loss for training."""
+"""The last module of a decoder: logits for inference, the loss for training.
 
+Projection to the vocabulary and cross-entropy are one operation, so that the logits of a whole batch never exist. Rows are
+taken in chunks. While a chunk's logits exist its gradients are computed too, so the backward only scales them: for row n with
+logits c, log partition function L = logsumexp(c) and label y,
+
+    loss = L - c[y] + z_loss * L^2,    d loss / d c = softmax(c) * (1 + 2 * z_loss * L) - onehot(y).
+
+Label smoothing a (Szegedy et al., 2016) puts the share a of the target evenly on all V words: L - (1 - a) c[y] - a mean(c) in
+the place of L - c[y], and (1 - a) onehot(y) + a / V in that of onehot(y).
+
+Where ranks share the vocabulary, each has some of the logits of every row. They exchange three numbers a row: their maximum m,
+s = sum(exp(c - m)), and the logit of the label where they have it; for smoothing the sum of their logits and how many these are,
+too. With M the largest m, L = M + log(sum(s * exp(m - M))), and the rest is as in one process.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from forge_core.batch import IGNORE
 from forge_core.protocols.model import LossHead, LossTerms, Objective
 from forge_core.specs import Init, ModuleSpec, TensorSpec
 from forge_models.blocks.layers import unfilled
-from forge_models.loss_head.cross_entropy import ChunkedCrossEntropy
+from forge_models.blocks.logit_passes import Chunk, Fused, InParts, Passes, Target, block_rows, chunk_rows, project
+from forge_models.torch_private import graph_is_kept
 
 
 class Head(nn.Module):
@@ -49,3 +71,204 @@ class Head(nn.Module):
     def module_specs(self) -> dict[str, ModuleSpec]:
         """Layout of the hidden states that enter and the logits that leave."""
         return {"": ModuleSpec((("batch", "sequence", "embed"),), (("batch", "sequence", "vocab"),))}
+
+
+Gather = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ChunkedCrossEntropy:
+    """A `forge_core.protocols.model.LossHead`.
+
+    Attributes:
+        rows: of a chunk; chosen from the vocabulary when None.
+        first: number of the projection's first row that is here.
+        gather: Collective: (k, n) -> (ranks, k, n), what each rank gave; None where the projection is whole.
+        fused: whether what is done to logits is compiled.
+    """
+
+    rows: int | None = None
+    first: int = 0
+    gather: Gather | None = None
+    fused: bool = False
+
+    def split(self, first: int, gather: Gather) -> "ChunkedCrossEntropy":
+        """The loss head of a rank that holds some rows of the projection, from `first` on."""
+        return replace(self, first=first, gather=gather)
+
+    def compiled(self) -> "ChunkedCrossEntropy":
+        """The same, with three passes over the logits of a chunk instead of an operator for each thing that is done to them."""
+        return replace(self, fused=True)
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None, smoothing: float = 0.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(total with graph, nll (N,), z (N,)) in fp32 (fp64 for fp64 inputs); 0 without a label.
+
+        Args:
+            hidden: (N, embed).
+            weight: (vocab, embed), or this rank's share of it.
+            labels: (N,) int64 over the whole vocabulary; `IGNORE` = no loss.
+            z_loss: weight of the squared log partition function.
+            soft_cap: logits become soft_cap * tanh(logits / soft_cap) when given.
+            smoothing: share of the target that all words have evenly. It is in the total; nll is that of the label.
+        """
+        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+            return _CrossEntropy.apply(hidden, weight, labels, z_loss, soft_cap, smoothing, self)
+        losses, _, _ = _chunked(hidden, weight, labels, z_loss, soft_cap, smoothing, self, (False, False))
+        return losses
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        z_loss: float,
+        soft_cap: float | None,
+        smoothing: float,
+        head: ChunkedCrossEntropy,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        (total, nll, z), hidden_grad, weight_grad = _chunked(hidden, weight, labels, z_loss, soft_cap, smoothing, head, needs)
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(nll, z)
+        return total, nll, z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden_grad, weight_grad = ctx.saved_tensors
+        scale = grads[0]
+        return (
+            None if hidden_grad is None else hidden_grad * scale,
+            None if weight_grad is None else _scaled(weight_grad, scale, ctx.weight_dtype),
+            *(None,) * 5,
+        )
+
+
+def _scaled(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`total` * `scale` in `dtype`, worked out in that of `scale`; in place of `total` where this backward is its graph's last.
+
+    Nothing else of the whole size is made: the gradient of the projection is the largest of a model.
+    """
+    last = not graph_is_kept()
+    found = total if last and total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+    if total.dtype == scale.dtype == dtype:
+        return torch.mul(total, scale, out=found)
+    size = block_rows(len(total), total.shape[1], total.device.type)
+    for part, out in zip(total.split(size), found.split(size), strict=True):
+        out.copy_(part.to(scale.dtype) * scale)
+    return found
+
+
+def _chunked(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    z_loss: float,
+    soft_cap: float | None,
+    smoothing: float,
+    head: ChunkedCrossEntropy,
+    needs: tuple[bool, bool],
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
+    """(total, nll, z), and the gradients of the total with respect to `hidden` and `weight` where `needs` says so."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    count, vocab = hidden.shape[0], weight.shape[0]
+    nll = torch.empty(count, dtype=wide, device=hidden.device)
+    z = torch.empty_like(nll)
+    uniform = torch.empty_like(nll) if smoothing else None
+    hidden_grad = torch.empty_like(hidden) if needs[0] else None
+    weight_sum = _WeightGradient(weight, wide) if needs[1] else None
+    # Buffers are reused: fresh ones of this size cost a page fault per 4 KiB on a CPU.
+    rows = max(1, min(head.rows or chunk_rows(vocab, hidden.shape[1], hidden.element_size()), count))
+    buffer = torch.empty(rows, vocab, dtype=hidden.dtype, device=hidden.device)
+    size = rows if head.fused else block_rows(rows, vocab, hidden.device.type)
+    # A block is worked out in place, unless that is too narrow, or its logits are needed again after an exchange.
+    again = head.gather is not None and size < rows
+    apart = not head.fused and (again or hidden.dtype != wide)
+    scratch = torch.empty(size, vocab, dtype=wide, device=hidden.device) if apart else None
+    for start in range(0, count, rows):
+        x = hidden[start : start + rows]
+        products = project(x, weight, buffer[: x.shape[0]])
+        step = size if head.gather is None else rows  # ranks exchange the numbers of a chunk at once
+        for at in range(0, len(x), step):
+            part = products[at : at + step]
+            here = slice(start + at, start + at + len(part))
+            mine = labels[here] != IGNORE
+            index = labels[here] - head.first
+            if head.gather is not None:
+                mine = mine & (index >= 0) & (index < len(weight))
+            index = index.where(mine, 0).unsqueeze(1)
+            chunk = Chunk(part, index, mine, soft_cap, spread=smoothing > 0)
+            passes = Fused(chunk) if head.fused else InParts(chunk, size, scratch)
+            found = _losses(passes, labels[here], head, z_loss, smoothing, any(needs))
+            nll[here], z[here] = found[:2]
+            if uniform is not None:
+                uniform[here] = found[2]
+        if hidden_grad is not None:
+            torch.mm(products, weight, out=hidden_grad[start : start + rows])
+        if weight_sum is not None:
+            weight_sum.add(products, x)
+    target = nll if uniform is None else (1 - smoothing) * nll + smoothing * uniform
+    total = (target + z_loss * z).sum()
+    return (total, nll, z), hidden_grad, None if weight_sum is None else weight_sum.total
+
+
+def _losses(
+    passes: Passes, labels: Tensor, head: ChunkedCrossEntropy, z_loss: float, smoothing: float, gradient: bool
+) -> tuple[Tensor, ...]:
+    """nll and z of each row, and with smoothing the mean over all words of what would be their nll. With `gradient`, the logits
+    of `passes` become the derivative of the total by them."""
+    numbers = passes.numbers()
+    top, partition, chosen, *of_all = numbers.unbind(0)
+    highest = top
+    if head.gather is not None:
+        tops, sums, picked, *each = head.gather(numbers).unbind(1)
+        highest = tops.amax(0)
+        partition, chosen = (sums * (tops - highest).exp()).sum(0), picked.sum(0)
+        of_all = [numbers.sum(0) for numbers in each]
+    log_partition, counted = highest + partition.log(), (labels != IGNORE).to(partition.dtype)
+    losses = (log_partition - chosen) * counted, log_partition.square() * counted
+    target = None
+    if smoothing:
+        logit_sum, words = of_all
+        losses += ((log_partition - logit_sum / words) * counted,)
+        target = Target((1 - smoothing) * counted, smoothing * counted / words)
+    if gradient:
+        # softmax * (1 + 2 z_loss L) - onehot, in place of exp(logits - top)
+        factor = counted * (1 + 2 * z_loss * log_partition) / partition
+        passes.differentiate(factor if head.gather is None else factor * (top - highest).exp(), target)
+    return losses
+
+
+class _WeightGradient:
+    """Sum over chunks of gradient.T @ x, kept in `wide` for products of every dtype; with one chunk it is the product."""
+
+    def __init__(self, weight: Tensor, wide: torch.dtype) -> None:
+        self._wide = wide
+        self._product = torch.empty_like(weight)
+        self._total: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """(vocab, embed)."""
+        return self._product.zero_() if self._total is None else self._total
+
+    def add(self, gradient: Tensor, x: Tensor) -> None:
+        if self._total is None:
+            self._total = torch.mm(gradient.T, x, out=self._product)
+            return
+        if x.dtype == self._wide:
+            torch.addmm(self._total, gradient.T, x, out=self._total)
+            return
+        if self._total is self._product:
+            self._total = self._product.to(self._wide)
+        torch.mm(gradient.T, x, out=self._product)
+        # A CPU adds tensors of two dtypes by way of a whole copy in the wider one; so a part at a time.
+        size = block_rows(len(self._total), x.shape[1], x.device.type)
+        for total, part in zip(self._total.split(size), self._product.split(size), strict=True):
+            total += part

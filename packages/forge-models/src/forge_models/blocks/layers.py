@@ -1,6 +1,8 @@
-"""Matrices and tables whose values come from the model's specs, not from their constructors."""
+"""Layers of a block: linear layers, embedding, norms over the last dimension, feed-forward parts."""
 
+from collections.abc import Callable, Mapping
 from math import nan
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -8,7 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from forge_core.specs import Dim, Init, TensorSpec
+from forge_core.specs import Dim, Init, ModuleSpec, TensorSpec
+from forge_models.inner_values import tap
+from forge_models.shape import BlockContext
 
 
 def unfilled(*shape: int) -> nn.Parameter:
@@ -70,3 +74,142 @@ class _Rows(torch.autograd.Function):
         place = tokens.new_empty(ctx.rows).index_copy_(0, tokens, torch.arange(len(tokens)))[tokens]
         sums = torch.zeros_like(grad, dtype=torch.float32).index_add_(0, place, grad.float()).to(grad.dtype)
         return grad.new_zeros(ctx.rows, grad.shape[1]).index_copy_(0, tokens, sums[place]), None
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * (offset + weight), computed in fp32 and rounded once."""
+
+    def __init__(self, dim: int, eps: float, offset: int = 0) -> None:
+        super().__init__()
+        self.weight = unfilled(dim)
+        self.eps = eps
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim) in the dtype of `x`."""
+        # 1 + weight is formed in fp32: in bf16 it would lose most digits of a weight near zero.
+        weight = _wide(self.weight) + self.offset if self.offset else self.weight
+        if torch.compiler.is_compiling():  # a compiler fuses the plain formula and derives its backward
+            wide = _wide(x)
+            return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * weight).to(x.dtype)
+        return _RMSNorm.apply(x, weight, self.eps)
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """The weight starts where offset + weight = 1."""
+        return {"weight": TensorSpec((None,), Init("zeros" if self.offset else "ones"), "vector")}
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, computed in fp32 and rounded once."""
+
+    def __init__(self, dim: int, eps: float, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = unfilled(dim)
+        self.bias = unfilled(dim) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim) in the dtype of `x`."""
+        bias = None if self.bias is None else _wide(self.bias)
+        return F.layer_norm(_wide(x), self.weight.shape, _wide(self.weight), bias, self.eps).to(x.dtype)
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """The weight starts at one, the bias at zero."""
+        specs = {"weight": TensorSpec((None,), Init("ones"), "vector")}
+        return specs if self.bias is None else specs | {"bias": TensorSpec((None,), Init("zeros"), "vector")}
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Written out because autograd's composition keeps and touches about twice as many (..., dim) tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _wide(x)
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square().div(x.shape[-1]).add(eps).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        grad = grads[0].to(scale.dtype)
+        # y = n w with n = x s: dx = s (g w - n mean(g w n)), dw = sum(g n)
+        unit = x * scale
+        product = grad * unit
+        weight_grad = product.flatten(0, -2).sum(0)
+        mean = (product @ weight.to(scale.dtype)).unsqueeze(-1) / x.shape[-1]
+        x_grad = (grad * weight).addcmul_(unit, mean, value=-1).mul_(scale)
+        return x_grad.to(x.dtype), weight_grad.to(weight.dtype), None
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "relu": F.relu,
+        "relu2": lambda x: F.relu(x).square(),
+    }
+)
+"""Elementwise functions by name; `gelu` is the error function's form."""
+
+STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
+HIDDEN: tuple[Dim, ...] = ("batch", "sequence", "ffn")
+
+
+class MLP(nn.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, context: BlockContext, *, activation: str, bias: bool = False) -> None:
+        super().__init__()
+        self.context = context
+        self.activation = activation
+        self.tapped = "mlp."  # what names of inner values begin with; experts that are shared have another
+        self.up_proj = Linear(context.dim, context.ffn_dim, bias)
+        self.down_proj = Linear(context.ffn_dim, context.dim, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, dim) -> (B, T, dim)."""
+        hidden = ACTIVATIONS[self.activation](tap(self.tapped + "pre_activation", self.up_proj(x)))
+        return self.down_proj(tap(self.tapped + "hidden", hidden))
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """Parameters by name relative to this module."""
+        enter = linear_specs("up_proj", self.up_proj, ("ffn", "embed"), self.context.init_std)
+        return enter | linear_specs("down_proj", self.down_proj, ("embed", "ffn"), self.context.output_std)
+
+    def module_specs(self) -> dict[str, ModuleSpec]:
+        """Modules whose inputs or outputs a strategy may lay out, by name relative to this module."""
+        return {
+            "": ModuleSpec((STREAM,), (STREAM,)),
+            "up_proj": ModuleSpec((STREAM,), (HIDDEN,)),
+            "down_proj": ModuleSpec((HIDDEN,), (STREAM,)),
+        }
+
+
+class GatedMLP(MLP):
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+    def __init__(self, context: BlockContext, *, activation: str, bias: bool = False) -> None:
+        super().__init__(context, activation=activation, bias=bias)
+        self.gate_proj = Linear(context.dim, context.ffn_dim, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, dim) -> (B, T, dim)."""
+        gate = ACTIVATIONS[self.activation](tap(self.tapped + "pre_activation", self.gate_proj(x)))
+        return self.down_proj(tap(self.tapped + "hidden", gate * tap(self.tapped + "linear", self.up_proj(x))))
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """Parameters by name relative to this module."""
+        gate = linear_specs("gate_proj", self.gate_proj, ("ffn", "embed"), self.context.init_std)
+        return gate | super().tensor_specs()
+
+    def module_specs(self) -> dict[str, ModuleSpec]:
+        """Modules whose inputs or outputs a strategy may lay out, by name relative to this module."""
+        return {"gate_proj": ModuleSpec((STREAM,), (HIDDEN,))} | super().module_specs()

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from forge_core.protocols.model import LossTerms
 from forge_core.specs import Dim, ModuleSpec, TensorSpec
+from forge_models.autograd import with_gradient_of
 from forge_models.blocks.block import Block
+from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.layers import Embedding, Linear, linear_specs
 from forge_models.blocks.rope import Rotation
-from forge_models.generation.cache import LayerCache
-from forge_models.interp.tap import tap
+from forge_models.inner_values import tap
 from forge_models.shape import DecoderShape
 
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
@@ -104,17 +104,4 @@ class MTPModules(nn.Module):
         """
         mtp_loss = sum((one.sum for one in mtp_terms[1:]), mtp_terms[0].sum) * (self.weight / len(mtp_terms))
         metrics = {f"mtp_{k}": one.sum.detach() for k, one in enumerate(mtp_terms, 1)}
-        return terms._replace(sum=_Attached.apply(terms.sum, mtp_loss), metrics={**terms.metrics, **metrics})
-
-
-class _Attached(torch.autograd.Function):
-    """The first argument, with the gradient of the sum of both."""
-
-    @staticmethod
-    def forward(_: Any, value: Tensor, mtp_loss: Tensor) -> Tensor:  # noqa: ARG004 (only its gradient counts)
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return grads[0], grads[0]
+        return terms._replace(sum=with_gradient_of(terms.sum, mtp_loss), metrics={**terms.metrics, **metrics})

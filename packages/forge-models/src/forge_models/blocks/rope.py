@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_models.rope import Rope
+from forge_models.shape import Rope
 
 
 class Rotation(NamedTuple):

@@ -7,8 +7,7 @@ from annotated_types import Ge, Gt
 
 from forge_core.component import FREE, IDENTITY, Component
 from forge_core.specs import Matrix
-from forge_models.context import BlockContext
-from forge_models.kernels import AttentionKernel
+from forge_models.shape import AttentionKernel, BlockContext
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -172,7 +171,7 @@ class MLA(Component):
         return context.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
 
     def build(self, context: BlockContext) -> "nn.Module":
-        from forge_models.blocks.mla import LatentAttention
+        from forge_models.blocks.attention import LatentAttention
 
         return LatentAttention(
             context,

@@ -1,4 +1,4 @@
-"""The decoder, dense or with experts, chosen by `[model] name = "decoder"`."""
+"""The decoder, dense or with experts, chosen by `[model] name = "decoder"`, and its table `[model.mtp]`."""
 
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -10,19 +10,37 @@ from forge_core.component import FREE, IDENTITY, Component, Place, Slot
 from forge_core.features import Feature
 from forge_core.specs import Outline
 from forge_models.components.attentions import GQA
-from forge_models.components.mlps import SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.mtp import MTP
-from forge_models.components.norms import RMSNorm
+from forge_models.components.experts import MoEConfig
+from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.outline import elements, outline
-from forge_models.rope import Rope
-from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, MoEShape, NormPlacement
+from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, MoEShape, NormPlacement, Rope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
     from forge_models import decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+    """MTP modules: each predicts one token beyond the next, from the hidden states of the module before it (DeepSeek-V3,
+    2024, section 2.2).
+
+    They add weight / depth times the sum of their losses to the minimized loss. Evaluation and folders in the Hugging Face
+    format leave them out.
+    """
+
+    key_class: ClassVar = IDENTITY
+
+    depth: Annotated[int, Gt(0)] = 1
+    """Number of modules: module k predicts the token k + 1 places on, with a block made as that of layer layers + k - 1."""
+    weight: Annotated[float, Gt(0)] = 0.3
+    """Weight of the mean of the modules' losses; each is a sum over its labels, divided by the number of labels of the next
+    token."""
+    schedule: Annotated[Component | None, Slot("forge.schedules")] = None
+    """Factor on `weight` over the run, such as { name = "multi_step", at = [0.68], factors = [0.333] }; 1 when absent."""
+
 
 FFN_MULTIPLE = 64
 """The default feed-forward width is a multiple of this, so that it divides over ranks and tiles."""
@@ -36,7 +54,7 @@ USUAL = MappingProxyType({"layers": 100, "dim": 8192, "heads": 64, "head_dim": 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoder(Component):
+class DecoderConfig(Component):
     """Decoder: embedding, blocks of attention and feed-forward, norm, head; by default of the Llama shape."""
 
     key_class: ClassVar = IDENTITY
@@ -77,11 +95,11 @@ class Decoder(Component):
     """Attention of every block."""
     mlp: Annotated[Component, Slot("forge.mlps", default="swiglu")] = Slot.unset()
     """Feed-forward part of every block without experts; with them, one expert has its shape."""
-    moe: Annotated[MoE | None, Feature("experts", unless=None, plane="model")] = None
+    moe: Annotated[MoEConfig | None, Feature("experts", unless=None, plane="model")] = None
     """Experts in the place of feed-forward parts; a dense model when absent."""
     norm: Annotated[Component, Slot("forge.norms", default="rmsnorm")] = Slot.unset()
     """Norm of each part of a block, and before the head."""
-    mtp: Annotated[MTP | None, Feature("mtp", unless=None, plane="model")] = None
+    mtp: Annotated[MTPConfig | None, Feature("mtp", unless=None, plane="model")] = None
     """Multi-token prediction in training; only the next token is predicted when absent."""
     from_hf: Annotated[str | None, FREE, Place] = None
     """Folder in the Hugging Face format whose weights a run starts from; keys that are absent here are those of its
@@ -91,14 +109,14 @@ class Decoder(Component):
     """Keys of that config.json that are left out: keys that are not known, or of things that are not implemented."""
 
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[Decoder]":
+    def examples(cls, folder: "Path") -> "Iterable[DecoderConfig]":
         """A small one, and what changes the shape of its computation."""
         small = cls(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=40, max_length=64)
         return (
             small,
             replace(small, tied_embeddings=True, soft_cap=3.0, norm_placement="sandwich", embed_multiplier=4.0),
-            replace(small, moe=MoE(experts=4, shared=1, first_dense=1, kernel="loop"), norm_placement="post"),
-            replace(small, mtp=MTP(depth=2)),
+            replace(small, moe=MoEConfig(experts=4, shared=1, first_dense=1, kernel="loop"), norm_placement="post"),
+            replace(small, mtp=MTPConfig(depth=2)),
         )
 
     def __post_init__(self) -> None:
@@ -167,7 +185,7 @@ class Decoder(Component):
             init_std=self.init_std,
             attention=GQA() if self.attention is None else self.attention,
             mlp=mlp,
-            norm=RMSNorm() if self.norm is None else self.norm,
+            norm=RMSNormConfig() if self.norm is None else self.norm,
             moe=None if self.moe is None else self.moe.shape(ffn_dim),
             mtp_depth=0 if self.mtp is None else self.mtp.depth,
             mtp_weight=0.0 if self.mtp is None else self.mtp.weight,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from forge_models.context import RouterContext
+from forge_models.shape import RouterContext
 
 CONTEXT = RouterContext(dim=16, experts=8, top_k=3, layer=1, init_std=0.02)
 TOKENS = 24

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.specs import TensorSpec
-from forge_models.components.norms import RMSNorm
-from forge_models.context import BlockContext
-from forge_models.rope import Rope
+from forge_models.components.layers import RMSNormConfig
+from forge_models.shape import BlockContext, Rope
 
 ROWS, LENGTH, DIM = 2, 12, 16
 CLOSE = 1e-10
@@ -31,7 +30,7 @@ def context(component: Any, layer: int = 0) -> BlockContext:
             max_length=64,
             rope=Rope(),
             init_std=0.02,
-            norm=RMSNorm(),
+            norm=RMSNormConfig(),
         )
         try:
             getattr(component, "check", lambda _: None)(sizes)

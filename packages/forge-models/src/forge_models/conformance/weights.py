@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from forge_core.protocols.weights import StoredTensor, Weights, WeightsInfo
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.conformance import trial
 
 
@@ -58,7 +58,7 @@ class Broken:
 
 def small() -> InMemory:
     """A decoder of the plainest kind, which every format can express."""
-    return InMemory(Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=32, max_length=64))
+    return InMemory(DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=32, max_length=64))
 
 
 def logits(weights: Weights) -> Tensor:

@@ -1,13 +1,103 @@
-"""`config.json` with an account of every key: read, ignored under a declared value, or refused by name. No key is dropped."""
+"""A `config.json` with an account of every key: read, ignored under a declared value, or refused by name. No key is dropped.
+
+A key may be ignored where it has no effect on what a model computes; the tables below list the values for which that holds.
+"""
 
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from forge_core.errors import ConfigError, Fault, ForgeError
-from forge_models.hf.ignorable import COMMON, HINTS, Allowed, accepts, equal
+
+
+@dataclass(frozen=True)
+class Same:
+    """The value of another key: an older or foreign name for it, given in addition."""
+
+    key: str
+
+
+class Anything:
+    """Every value."""
+
+
+ANY_VALUE = (Anything(),)
+ABSENT_OR_FALSE = (None, False)
+ABSENT_OR_ZERO = (None, 0)
+
+Allowed = tuple[Any, ...]
+"""Values of a key, `Same`, or `ANY_VALUE`."""
+
+_BOOKKEEPING = (
+    *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "model_type", "architectures"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores"),
+    *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class"),
+    *("torchscript", "use_bfloat16", "tf_legacy_loss", "prefix", "name_or_path", "_commit_hash", "auto_map"),
+    *("_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "cache_implementation"),
+    *("_flash_attn_2_enabled", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
+    *("neftune_noise_alpha", "max_sequence_length", "model_max_length", "tokenizer_model_max_length"),
+    *("tokenizer_padding_side", "use_reentrant_checkpointing", "gradient_checkpointing"),
+    # old versions kept settings of generation here
+    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
+    *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id"),
+    *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
+    "begin_suppress_tokens",
+)
+"""Names, versions, token ids, settings of training, serving and generation. Code that `auto_map` names is never run: the
+reference has these families itself and does not run it either unless told to."""
+
+IGNORED_BY_ALL: Mapping[str, Allowed] = MappingProxyType(
+    {
+        **dict.fromkeys(_BOOKKEEPING, ANY_VALUE),
+        "attention_dropout": ABSENT_OR_ZERO,
+        "hidden_dropout": ABSENT_OR_ZERO,
+        "quantization_config": (None,),
+        "chunk_size_feed_forward": ABSENT_OR_ZERO,
+        "is_encoder_decoder": ABSENT_OR_FALSE,
+        "is_decoder": (None, False, True),
+        "add_cross_attention": ABSENT_OR_FALSE,
+        "cross_attention_hidden_size": (None,),
+        "tie_encoder_decoder": ABSENT_OR_FALSE,
+        "pruned_heads": (None, {}),
+        "partial_rotary_factor": (None, 1),
+        "rope_interleaved": ABSENT_OR_FALSE,
+        "use_bidirectional_attention": ABSENT_OR_FALSE,
+        "use_mrope": ABSENT_OR_FALSE,
+        "qk_layernorm": ABSENT_OR_FALSE,
+        "qk_layer_norms": ABSENT_OR_FALSE,
+        "use_parallel_residual": ABSENT_OR_FALSE,
+        "pretraining_tp": (None, 1),
+    }
+)
+"""What every family may ignore: bookkeeping, and things that are not implemented where their value says "not used"."""
+
+REFUSAL_HINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "quantization_config": "save the weights in bf16 without it, with the tool that quantized them "
+        "(for DeepSeek-V3, inference/fp8_cast_bf16.py of its repository), then remove the key"
+    }
+)
+"""What to do about a key that is refused."""
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Equality that tells true from 1."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def accepts(allowed: Allowed, value: Any, resolved: Callable[[str], Any]) -> bool:
+    """Whether `value` is among the allowed ones; `resolved` gives the value that another key has or defaults to."""
+    return any(
+        isinstance(entry, Anything) or same_value(value, resolved(entry.key) if isinstance(entry, Same) else entry)
+        for entry in allowed
+    )
+
 
 CONFIG = "config.json"
 LARGEST, WHOLE = sys.float_info.max, 2**31
@@ -32,7 +122,7 @@ class Keys:
         values: of the file.
         defaults: of the family.
         where: name of the file, for messages.
-        ignores: keys without effect in this family, with the values that they may have; `COMMON` adds those of all families.
+        ignores: keys without effect in this family, with the values that they may have; `IGNORED_BY_ALL` is added.
         ignore: keys that the user leaves out: unknown ones, and those of things that are not implemented.
         hint: how to leave one out.
     """
@@ -47,7 +137,7 @@ class Keys:
         hint: str = LEFT_OUT,
     ) -> None:
         self.values, self.where = dict(values), where
-        self._defaults, self._ignores = defaults, {**COMMON, **(ignores or {})}
+        self._defaults, self._ignores = defaults, {**IGNORED_BY_ALL, **(ignores or {})}
         self._asked: set[str] = set()
         self._settled: dict[str, Any] = {}
         self._wanted, self._ignored = tuple(ignore), set[str]()
@@ -117,7 +207,7 @@ class Keys:
     def not_negative(self, key: str) -> float:
         """A number that may be 0."""
         value = self.get(key)
-        return 0.0 if equal(value, 0) else self.positive(key, value) or 0.0
+        return 0.0 if same_value(value, 0) else self.positive(key, value) or 0.0
 
     def boolean(self, key: str) -> bool:
         """True or false; null counts as false."""
@@ -129,7 +219,7 @@ class Keys:
     def only(self, key: str, *allowed: Any) -> Any:
         """A value that must be one of `allowed`."""
         value = self.get(key)
-        if not any(equal(value, entry) for entry in allowed):
+        if not any(same_value(value, entry) for entry in allowed):
             known = " or ".join(json.dumps(entry) for entry in allowed)
             self.fault(key, f"{json.dumps(value)} is not implemented for this family; only {known} is")
         return value
@@ -158,7 +248,7 @@ class Keys:
             if key in self._asked or self.ignored(key) or accepts(self._ignores.get(key, ()), value, self._resolved):
                 continue
             message = "is not implemented" if key in self._ignores else "is not known for this family"
-            hint = HINTS.get(key, self._hint.format(key=key))
+            hint = REFUSAL_HINTS.get(key, self._hint.format(key=key))
             self.faults.append(Fault(key, f"{_short(value)} {message}", self.where, hint))
         for key in self._wanted:
             if key in self._asked:

@@ -1,15 +1,19 @@
-"""The converter `hf`: decoders of text, and through the registry the other models of the format."""
+"""The converter `hf`, chosen by `--from` and `--to`: decoders of text, and the models that other distributions register."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from annotated_types import Gt
+
+from forge_core.component import Component
 from forge_core.errors import BrokenPlugin
 from forge_core.machine import available_memory
 from forge_core.protocols.weights import NO_EXTRAS, HfModel, Weights
 from forge_core.registry import Registry
 from forge_core.terminal import size
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.reader import Folder, unknown_kind
@@ -18,17 +22,29 @@ from forge_models.hf.writer import write
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 GROUP = "forge.hf_models"
 
 
-class HfConverter:
-    """Reads and writes folders with `config.json` and safetensors.
+@dataclass(frozen=True, kw_only=True)
+class HfConverter(Component):
+    """Hugging Face folders: config.json and safetensors; no pickle, no code of the model's author."""
 
-    What is not a decoder of text alone is that of a plugin of the group `forge.hf_models`, under its `model_type`.
-    """
+    family: str | None = None
+    """`model_type` to write, such as `llama`; by default where the weights came from, else the first that fits. What is more than
+    a decoder of text is one of the group `forge.hf_models`."""
+    tokenizer: str | None = None
+    """Folder whose tokenizer files are copied; by default those that came with the weights."""
+    max_shard_bytes: Annotated[int, Gt(0)] = 5_000_000_000
+    """Largest file of tensors; also what a conversion holds in memory."""
 
-    def __init__(self, *, family: str | None, tokenizer: str | None, max_shard_bytes: int, ignore: Sequence[str]) -> None:
-        self.family, self.tokenizer, self.max_shard_bytes, self.ignore = family, tokenizer, max_shard_bytes, ignore
+    ignore: tuple[str, ...] = ()
+    """Keys of a `config.json` that are left out when it is read: keys that are not known, or of things that are not implemented.
+    A key that decides what the model computes cannot be ignored."""
+
+    def build(self) -> "HfConverter":
+        """The converter itself."""
+        return self
 
     def read(self, path: Path) -> Any:
         """Opens a folder; see `forge_models.hf.reader.Folder`."""
@@ -38,7 +54,7 @@ class HfConverter:
     def write(self, path: Path, weights: Weights) -> None:
         """Writes a folder; see `forge_models.hf.writer.write`."""
         tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
-        if type(weights.model) is Decoder:
+        if type(weights.model) is DecoderConfig:
             write(path, weights, family=self.family, tokenizer=tokenizer, max_shard_bytes=self.max_shard_bytes)
         else:
             chosen = _chosen(weights, self.family)

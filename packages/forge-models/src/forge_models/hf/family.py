@@ -1,4 +1,4 @@
-"""A family of models, and the two ways between its `config.json` and a `Decoder`."""
+"""A family of models: the two ways between its `config.json` and a `DecoderConfig`, and the keys that most families share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from forge_core.errors import ConfigError
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.hf.config import Keys, Unsupported
-from forge_models.hf.ignorable import Allowed
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.layers import RMSNormConfig, SwiGLU
+from forge_models.hf.attention import windows_of
+from forge_models.hf.config import Allowed, Keys, Unsupported
 from forge_models.hf.moe import ExpertNames, meaning_of_experts
-from forge_models.hf.rope import meaning
-from forge_models.hf.windows import windows_of
+from forge_models.hf.rope import meaning, read_rope, write_rope
 
 
 class Family(ABC):
@@ -22,7 +22,7 @@ class Family(ABC):
     Attributes:
         model_type, architecture: as `config.json` names them.
         defaults: values of keys that are absent, as in the reference implementation.
-        ignores: keys without effect, with the values under which that holds; see `forge_models.hf.ignorable`.
+        ignores: keys without effect, with the values under which that holds; see `forge_models.hf.config`.
         parts: part of a block -> its name in a layer.
         fused: matrix of a checkpoint -> ours that it has above each other.
         experts: names of experts; None = the family has none.
@@ -47,14 +47,14 @@ class Family(ABC):
 
     @abstractmethod
     def read(self, keys: Keys) -> dict[str, Any]:
-        """The fields of the `Decoder` that a configuration describes. Every key that is wrong is a fault of `keys`."""
+        """The fields of the `DecoderConfig` that a configuration describes. Every key that is wrong is a fault of `keys`."""
 
     @abstractmethod
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         """The keys that `read` reads, for any decoder: what it cannot say, `misfits` finds by reading them back."""
 
 
-def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Sequence[str] = ()) -> Decoder:
+def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Sequence[str] = ()) -> DecoderConfig:
     """The decoder that a configuration describes.
 
     Args:
@@ -71,17 +71,17 @@ def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Se
     fields = family.read(keys)
     keys.finish()
     try:
-        return Decoder(**fields)
+        return DecoderConfig(**fields)
     except ValueError as cause:
         raise Unsupported(f"{where}: {cause}") from cause
 
 
-def config_of(family: Family, decoder: Decoder) -> dict[str, Any]:
+def config_of(family: Family, decoder: DecoderConfig) -> dict[str, Any]:
     """The keys of `config.json` that say what `decoder` is; `misfits` tells whether they say all of it."""
     return {"architectures": [family.architecture], "model_type": family.model_type} | family.write(decoder)
 
 
-def meaning_of(decoder: Decoder) -> dict[str, Any]:
+def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
     """What decides the logits, however it was written; equal for equal models."""
     fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "soft_cap", "norm_placement")
     found: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
@@ -101,7 +101,7 @@ def meaning_of(decoder: Decoder) -> dict[str, Any]:
     return found | {"attention": attention, "mlp": decoder.shape.mlp, "norm": decoder.shape.norm}
 
 
-def misfits(family: Family, decoder: Decoder) -> list[str]:
+def misfits(family: Family, decoder: DecoderConfig) -> list[str]:
     """What a family's `config.json` cannot say about `decoder`; empty when reading it back gives the same model."""
     try:
         again = decoder_of(family, config_of(family, decoder), family.model_type)
@@ -110,3 +110,59 @@ def misfits(family: Family, decoder: Decoder) -> list[str]:
     wanted, got = meaning_of(decoder), meaning_of(again)
     names = dict.fromkeys((*wanted, *got))
     return [f"{name} = {wanted.get(name)!r}, it has {got.get(name)!r}" for name in names if wanted.get(name) != got.get(name)]
+
+
+SIZES: Mapping[str, str] = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "intermediate_size": "ffn_dim",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_length",
+}
+"""Key of a configuration -> field of `DecoderConfig`, for plain numbers that every family has."""
+
+SILU = ("hidden_act", "silu")
+"""Key and value of the usual activation."""
+
+
+def read_base(keys: Keys, eps: str = "rms_norm_eps", activation: tuple[str, str] = SILU, **rope: Any) -> dict[str, Any]:
+    """The fields of `DecoderConfig` that every family says; `eps` and `activation` are keys that differ in few, `rope` is that of
+    `read_rope`."""
+    sizes = {ours: keys.integer(theirs) for theirs, ours in SIZES.items()}
+    norm, std = RMSNormConfig(eps=keys.number(eps)), keys.number("initializer_range")
+    tied = keys.boolean("tie_word_embeddings")
+    keys.only(*activation)
+    return sizes | {"norm": norm, "init_std": std, "tied_embeddings": tied, "mlp": SwiGLU()} | read_rope(keys, **rope)
+
+
+def read_heads(keys: Keys) -> dict[str, Any]:
+    """`kv_heads` and `head_dim`."""
+    dim, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+    kv_heads = keys.integer("num_key_value_heads", optional=True) or heads
+    head_dim = keys.integer("head_dim", optional=True) if keys.known("head_dim") else 0
+    return {"kv_heads": kv_heads, "head_dim": head_dim or (dim // heads if heads else 0)}
+
+
+def read_biases(keys: Keys) -> dict[str, Any]:
+    """Biases of all four projections of the attention, which one key says."""
+    bias = keys.boolean("attention_bias")
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def write_base(
+    family: Family, decoder: DecoderConfig, eps: str = "rms_norm_eps", activation: tuple[str, str] = SILU
+) -> dict[str, Any]:
+    """The keys of `read_base` and `read_heads`, and what has one value for every model."""
+    shape = decoder.shape
+    written: dict[str, Any] = {"attention_dropout": 0.0, "use_cache": True, "initializer_range": shape.init_std}
+    written |= {theirs: getattr(shape, ours) for theirs, ours in SIZES.items()} | {"num_key_value_heads": shape.kv_heads}
+    if "head_dim" in family.defaults:
+        written["head_dim"] = shape.head_dim
+    written |= {eps: getattr(shape.norm, "eps", 0.0), "tie_word_embeddings": shape.tied_embeddings}
+    return written | dict([activation]) | write_rope(decoder)
+
+
+def write_biases(decoder: DecoderConfig) -> dict[str, Any]:
+    """The key of `read_biases`."""
+    return {"attention_bias": getattr(decoder.shape.attention, "output_bias", False)}

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forge_models.components.decoder import Decoder
-from forge_models.components.routers import SigmoidTopK
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import SigmoidTopKConfig
 from forge_models.hf.config import Keys
 from forge_models.shape import Losses, MoEShape
 
@@ -72,7 +72,7 @@ def normalized(moe: MoEShape) -> bool:
     return getattr(moe.router, "normalize", True)
 
 
-def meaning_of_experts(decoder: Decoder) -> dict[str, Any]:
+def meaning_of_experts(decoder: DecoderConfig) -> dict[str, Any]:
     """What of the experts decides the logits; equal for equal models."""
     moe = decoder.shape.moe
     layers = tuple(decoder.shape.has_experts(layer) for layer in range(decoder.layers))
@@ -82,7 +82,7 @@ def meaning_of_experts(decoder: Decoder) -> dict[str, Any]:
     if moe is None:
         return found
     router = moe.router
-    if isinstance(router, SigmoidTopK):
+    if isinstance(router, SigmoidTopKConfig):
         router = replace(router, topk_group=router.groups_kept, bias_rate=0.0, bias_schedule="constant", bias_steps=None)
     sizes = {name: getattr(moe, name) for name in ("experts", "top_k", "shared", "capacity", "ffn_dim")}
     return found | {f"moe.{name}": value for name, value in sizes.items()} | {"moe.router": router}

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from forge_models.components.attentions import MLA
-from forge_models.components.decoder import Decoder
-from forge_models.hf import mla
+from forge_models.components.decoder import DecoderConfig
+from forge_models.hf.attention import LATENT_NAMES, latent_rows
 from forge_models.hf.family import Family
 from forge_models.hf.moe import ExpertNames
 
@@ -90,7 +90,7 @@ class Place:
         return {self.names[0]: tensor.reshape(self.theirs).contiguous()}
 
 
-def places_in(family: Family, decoder: Decoder, fused: bool = False) -> dict[str, Place]:
+def places_in(family: Family, decoder: DecoderConfig, fused: bool = False) -> dict[str, Place]:
     """Global name -> place, for every parameter of a model, and every buffer that the family knows.
 
     With `fused`, all experts of a layer are in two tensors, gate above up and down, as transformers holds them in memory and
@@ -110,12 +110,12 @@ def places_in(family: Family, decoder: Decoder, fused: bool = False) -> dict[str
     return found | {name: replace(_place(family, experts, decoder, name, shape), buffer=True) for name, shape in known.items()}
 
 
-def shapes_of(decoder: Decoder) -> dict[str, tuple[int, ...]]:
+def shapes_of(decoder: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Global name -> shape of every parameter of a model; a tied copy is not repeated. Nothing is allocated."""
     return _shapes(decoder)[0]
 
 
-def _shapes(decoder: Decoder) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+def _shapes(decoder: DecoderConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     import torch
 
     with torch.device("meta"):
@@ -124,7 +124,7 @@ def _shapes(decoder: Decoder) -> tuple[dict[str, tuple[int, ...]], dict[str, tup
     return parameters, {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
 
 
-def _place(family: Family, experts: ExpertNames | None, decoder: Decoder, name: str, shape: tuple[int, ...]) -> Place:
+def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, name: str, shape: tuple[int, ...]) -> Place:
     if name in OUTSIDE:
         return Place(shape, (OUTSIDE[name],))
     blocks, layer, part, rest = name.split(".", 3)
@@ -152,8 +152,8 @@ def _place(family: Family, experts: ExpertNames | None, decoder: Decoder, name: 
     attention = decoder.shape.attention
     if part == "attention" and isinstance(attention, MLA):
         inner, _, end = rest.partition(".")
-        rows = mla.rows_of(attention, decoder.heads, inner)
-        rest = f"{mla.NAMES.get(inner, inner)}.{end}"
+        rows = latent_rows(attention, decoder.heads, inner)
+        rest = f"{LATENT_NAMES.get(inner, inner)}.{end}"
     return Place(shape, (f"{prefix}.{family.parts[part]}.{rest}",), rows=rows)
 
 
@@ -172,7 +172,7 @@ def _fused(family: Family, places: Mapping[str, Place]) -> dict[str, Place]:
     return found
 
 
-def mtp_layers(family: Family, decoder: Decoder, values: Mapping[str, object]) -> tuple[str, ...]:
+def mtp_layers(family: Family, decoder: DecoderConfig, values: Mapping[str, object]) -> tuple[str, ...]:
     """Beginnings of the names of layers behind the last one, which are not read."""
     count = values.get(family.mtp_layers, 0) if family.mtp_layers is not None else 0
     first = decoder.layers

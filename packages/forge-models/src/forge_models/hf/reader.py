@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.protocols.weights import StoredTensor, WeightsInfo
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of
@@ -67,7 +67,7 @@ def unknown_kind(values: Mapping[str, Any], where: str, others: Iterable[str] = 
     return Unsupported(f"{where}: model_type {values.get('model_type')!r} is not implemented{code}; implemented are {known}")
 
 
-def read_model(folder: Path, ignore: Sequence[str] = ()) -> Decoder:
+def read_model(folder: Path, ignore: Sequence[str] = ()) -> DecoderConfig:
     """The decoder that a folder's `config.json` describes; imports no torch. `ignore` names keys that are left out.
 
     Raises:
@@ -78,7 +78,7 @@ def read_model(folder: Path, ignore: Sequence[str] = ()) -> Decoder:
     return decoder_of(family_of(values, where), values, where, ignore)
 
 
-class Placed:
+class CheckpointTensors:
     """Tensors of a folder by global name. They are memory-mapped: what is not asked for is not read.
 
     Attributes:
@@ -188,7 +188,7 @@ class Placed:
                 raise Unsupported(f"{self.folder / file} and the index differ about {_some(listed ^ held)}")
 
 
-class Folder(Placed):
+class Folder(CheckpointTensors):
     """`Weights` of a folder with a decoder."""
 
     def __init__(self, folder: Path, ignore: Sequence[str] = ()) -> None:

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from forge_models.components.decoder import Decoder
-from forge_models.hf.config import WHOLE, Keys
-from forge_models.hf.ignorable import equal
-from forge_models.hf.windows import FULL, SLIDING
-from forge_models.rope import Rope
+from forge_models.components.decoder import DecoderConfig
+from forge_models.hf.attention import FULL, SLIDING
+from forge_models.hf.config import WHOLE, Keys, same_value
+from forge_models.shape import Rope
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -124,7 +123,10 @@ def _partial(keys: Keys, table: Mapping[str, Any], where: str, default: float) -
             keys.fault(place, f"expected a number above 0, 1 at most, not {value!r}")
             return 1.0
     if len(set(given.values())) > 1:
-        keys.fault(PARTIAL, f"{' and '.join(f'{place} = {value}' for place, value in given.items())}: which holds is not clear")
+        keys.fault(
+            PARTIAL,
+            f"{' and '.join(f'{place} = {value}' for place, value in given.items())}: conflicting values; keep one of them",
+        )
     return float(next(iter(given.values())))
 
 
@@ -133,13 +135,13 @@ def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_
     kind = next(iter(kinds.values()), "default")
     fields: dict[str, Any] = {"theta": _theta(keys, f"{where}.rope_theta", table.get("rope_theta"), theta)}
     if any(other != kind for other in kinds.values()):
-        keys.fault(f"{where}.type", f"{kinds['type']!r}, but rope_type is {kind!r}; which of them holds is not clear")
+        keys.fault(f"{where}.type", f"{kinds['type']!r}, but rope_type is {kind!r}; conflicting values, keep one of them")
     if not isinstance(kind, str) or kind not in SCALINGS:
         keys.fault(f"{where}.rope_type", f"{kind!r} is not implemented; known: {', '.join(SCALINGS)}")
         return fields
     inert = {"rope_type", "type", "rope_theta", "finetuned"}
     for name, value in table.items():
-        if name in inert or value is None or (name == PARTIAL and equal(value, 1)):
+        if name in inert or value is None or (name == PARTIAL and same_value(value, 1)):
             continue
         # transformers adds the model's length to every table; only some scalings read it
         if name not in SCALINGS[kind] and not (name == "original_max_position_embeddings" and kind in ("default", "linear")):
@@ -168,7 +170,7 @@ def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_
     return fields
 
 
-def write_rope(decoder: Decoder) -> dict[str, Any]:
+def write_rope(decoder: DecoderConfig) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, which every version of transformers reads; the length, where that is another than ours."""
     rope = decoder.rope
     written: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}

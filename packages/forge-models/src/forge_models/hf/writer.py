@@ -1,4 +1,4 @@
-"""Weights written as a folder in the Hugging Face format, a shard at a time; the folder appears whole or not at all."""
+"""Weights written as a folder in the Hugging Face format with a model card; the folder appears whole or not at all."""
 
 import json
 import os
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.durable_files import publish, sync_path
 from forge_core.protocols.weights import Weights
-from forge_models.components.decoder import Decoder
-from forge_models.hf.card import card, usage_of
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import CONFIG, Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, config_of, misfits
@@ -22,10 +21,79 @@ from forge_models.hf.reader import END, FLOATS, GENERATION, INDEX, SINGLE, TOKEN
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+def card(weights: Weights, config: Mapping[str, Any], dtype: str, count: int, usage: str) -> str:
+    """Markdown with the metadata block that model hubs read.
+
+    Args:
+        weights: what was written.
+        config: the content of `config.json`.
+        dtype: of the parameters.
+        count: number of parameters.
+        usage: code that opens the folder.
+    """
+    model = weights.model
+    assert isinstance(model, DecoderConfig)
+    rows = {
+        "Architecture": config["architectures"][0],
+        "Parameters": f"{count:,}",
+        "Layers": model.layers,
+        "Width": model.dim,
+        "Heads": f"{model.heads} ({model.shape.kv_heads} for keys and values)",
+        "Experts": "none" if model.moe is None else f"{model.moe.experts}, {model.moe.top_k} of them for each token",
+        "Vocabulary": f"{model.vocab_size:,}",
+        "Context": f"{model.max_length:,} tokens",
+        "Precision": dtype,
+        "Embeddings": "tied" if model.tied_embeddings else "not tied",
+        **_left_out(model),
+        **{f"Note {number}": note for number, note in enumerate(weights.facts.notes, 1)},
+        "Training steps": weights.facts.step or "not recorded",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"""---
+library_name: {"transformers" if "transformers" in usage else "pytorch"}
+pipeline_tag: {_task(model)}
+tags: [{config["model_type"]}, forge]
+---
+
+# {config["architectures"][0]}, {count:,} parameters
+
+Exported by Forge. Its logits were compared with those of the weights that it was made from.
+
+| | |
+|---|---|
+{table}
+
+Data, intended use, limits and license: to be stated by the publisher of the model.
+
+```python
+{usage}```
+"""
+
+
+def usage_of(loader: str) -> str:
+    """Code that opens a folder by a class of transformers."""
+    return f"""from transformers import {loader}
+
+model = {loader}.from_pretrained("path/of/this/folder")
+"""
+
+
+def _task(model: DecoderConfig) -> str:
+    return "text-generation" if type(model) is DecoderConfig else "image-text-to-text"
+
+
+def _left_out(model: DecoderConfig) -> dict[str, str]:
+    """What the model has that this format does not hold."""
+    if model.mtp is None:
+        return {}
+    return {"Left out": f"{model.mtp.depth} MTP modules, which do not change logits"}
+
+
 ITEM = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def chosen(decoder: Decoder, wanted: str | None, preferred: str = "") -> Family:
+def chosen(decoder: DecoderConfig, wanted: str | None, preferred: str = "") -> Family:
     """The family that says all that `decoder` is: the wanted one, else the preferred one where it does, else the first.
 
     Raises:
@@ -57,7 +125,7 @@ def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path |
     Raises:
         Unsupported: no family can describe the model, or `path` is not empty.
     """
-    if type(weights.model) is not Decoder:  # one that is built on it has parts that no family describes
+    if type(weights.model) is not DecoderConfig:  # one that is built on it has parts that no family describes
         raise Unsupported(f"a {type(weights.model).__name__} cannot be written as a decoder in the Hugging Face format")
     chosen_family = chosen(weights.model, family, weights.facts.family)
     config = config_of(chosen_family, weights.model)

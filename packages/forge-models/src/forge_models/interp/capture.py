@@ -7,10 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from forge_models.interp.listing import InterpError, TapInfo, choose, taps
-from forge_models.interp.names import as_passed, by_token
-from forge_models.interp.select import Forward, Picked, Positions, Selection, watched
-from forge_models.interp.tap import hears, listening, speaks
+from forge_models.inner_values import is_from, is_listening, listening
+from forge_models.interp.selection import Forward, Picked, Positions, Selection, watched
+from forge_models.interp.taps import InterpError, TapInfo, as_passed, by_token, choose, taps
 
 
 class Captured(Mapping[str, Tensor]):
@@ -95,7 +94,7 @@ def capture(
         InterpError: before a forward, what cannot be selected.
     """
     infos = checked(model, names, layers, heads)
-    selection, captured, state = Selection(positions, documents, words), Captured(infos), _Running()
+    selection, captured, state = Selection(positions, documents, words), Captured(infos), RunningForward()
     chosen = None if heads is None else list(heads)
     if every < 1:
         raise InterpError(f"every {every} must be at least 1")
@@ -127,7 +126,7 @@ def capture(
         yield captured
 
 
-class _Running:
+class RunningForward:
     """The forward that runs, and the tokens of it that are meant."""
 
     def __init__(self) -> None:
@@ -154,9 +153,9 @@ class _Running:
         Raises:
             InterpError: a part of the model was called, not the whole.
         """
-        if speaks(model) and not self.running:
+        if is_from(model) and not self.running:
             raise InterpError(f"{name}: the model was not called as a whole, as generation with drafts does; generate without")
-        return speaks(model) and self.reads
+        return is_from(model) and self.reads
 
     def of(self, name: str, value: Tensor) -> Picked:
         """The tokens that are meant among those of a value (B, T, ...)."""
@@ -192,7 +191,7 @@ def listening_to(
 ) -> Iterator[None]:
     """Listens, and tells `note` of each forward of `model` before it begins, and None behind it; of this thread only."""
     with listening(hear):
-        handles = watched(model, note, lambda: hears(hear))
+        handles = watched(model, note, lambda: is_listening(hear))
         try:
             yield
         finally:

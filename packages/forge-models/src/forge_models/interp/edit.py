@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from forge_models.interp.capture import _Running, checked, listening_to, refuse_recomputation
-from forge_models.interp.listing import InterpError, TapInfo
-from forge_models.interp.names import as_passed, by_token
-from forge_models.interp.select import Forward, Positions, Selection
+from forge_models.interp.capture import RunningForward, checked, listening_to, refuse_recomputation
+from forge_models.interp.selection import Forward, Positions, Selection
+from forge_models.interp.taps import InterpError, TapInfo, as_passed, by_token
 
 Edit = Callable[[str, Tensor, Tensor], Tensor]
 """(name, value (B, T, ...), tokens (B, T) bool that are meant) -> what takes its place; of other tokens it is not used."""
@@ -103,7 +102,7 @@ def edit(
     """
     infos = checked(model, names, layers, heads)
     refuse_uneditable(infos, positions)
-    selection, state = Selection(positions, documents, words), _Running()
+    selection, state = Selection(positions, documents, words), RunningForward()
 
     def note(forward: Forward | None) -> None:
         if forward is not None:

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.specs import Init, TensorSpec
-from forge_models.blocks.layers import Linear, linear_specs, unfilled
-from forge_models.blocks.norm import LayerNorm
+from forge_models.blocks.layers import LayerNorm, Linear, linear_specs, unfilled
 from forge_vlm.adapters.projection import Projection
 from forge_vlm.encoders.layers import attend
 

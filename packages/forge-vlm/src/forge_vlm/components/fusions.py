@@ -126,7 +126,7 @@ class MoMa(Component):
                 f"fusion.routing = {self.routing!r} takes no moe.capacity and no moe.losses, as every expert has its share; "
                 "remove them"
             )
-        if model.moe.router is not None and type(model.moe.router).__name__ != "SoftmaxTopK":
+        if model.moe.router is not None and type(model.moe.router).__name__ != "SoftmaxTopKConfig":
             raise ValueError(f"fusion.routing = {self.routing!r} has a router already; remove moe.router")
 
     @property

@@ -7,8 +7,8 @@ from annotated_types import Ge
 
 from forge_core.component import IDENTITY, Component, Slot
 from forge_core.specs import Outline
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
 from forge_models.outline import outline
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
@@ -32,7 +32,7 @@ IMAGE = "image"
 
 
 @dataclass(frozen=True, kw_only=True)
-class VLM(Decoder):
+class VLM(DecoderConfig):
     """A decoder that sees images: its keys are those of `decoder`, with an encoder, an adapter and a fusion.
 
     Images stand in a row as placeholders of the id `image_token`: one for each vector that the adapter makes of an image, or one
@@ -67,7 +67,7 @@ class VLM(Decoder):
             "max_length": 64,
         }
         vision = small | {"encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2), "adapter": MLP()}
-        experts = MoE(experts=4, kernel="loop")
+        experts = MoEConfig(experts=4, kernel="loop")
         return (
             cls(**vision, fusion=JointDecoder()),
             cls(**vision, fusion=MixtureOfTransformers(), norm_placement="post"),
@@ -77,7 +77,7 @@ class VLM(Decoder):
 
     def __post_init__(self) -> None:
         if self.moe is None and getattr(self.chosen_fusion, "needs_experts", False):
-            object.__setattr__(self, "moe", MoE())  # a default that depends on another key
+            object.__setattr__(self, "moe", MoEConfig())  # a default that depends on another key
         super().__post_init__()
         if self.mtp is not None:
             raise ValueError("a model with images does not support [model.mtp]; remove it")

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from forge_models.components.decoder import Decoder
-from forge_models.components.moe import MoE
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.model import VLM
 
@@ -77,13 +77,13 @@ def check_gradients(component: Any) -> None:
 
 def model_of(component: Any) -> VLM:
     """A small model with this fusion, with experts where it needs them."""
-    shape = Decoder(**SIZES).shape
+    shape = DecoderConfig(**SIZES).shape
     encoder = ViT(size=8, patch=4, dim=8, layers=1, heads=2)
     parts = {"attention": shape.attention, "mlp": shape.mlp, "norm": shape.norm, "encoder": encoder}
     try:
         return VLM(**SIZES, **parts, fusion=component)
     except ValueError:
-        return VLM(**SIZES, **parts, fusion=component, moe=MoE(experts=4, kernel="loop"))
+        return VLM(**SIZES, **parts, fusion=component, moe=MoEConfig(experts=4, kernel="loop"))
 
 
 def _built(component: Any) -> tuple[Any, dict[str, Any]]:

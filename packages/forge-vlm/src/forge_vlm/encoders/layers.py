@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.specs import Init, TensorSpec
-from forge_models.blocks.layers import Linear, linear_specs, unfilled
-from forge_models.blocks.norm import LayerNorm
-from forge_models.interp.tap import tap
+from forge_models.blocks.layers import LayerNorm, Linear, linear_specs, unfilled
+from forge_models.inner_values import tap
 from forge_vlm.encoders.shape import VisionShape
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.specs import Init, ModuleSpec, TensorSpec
-from forge_models.blocks.layers import Linear, linear_specs, unfilled
-from forge_models.blocks.norm import LayerNorm
-from forge_models.interp.tap import scope
+from forge_models.blocks.layers import LayerNorm, Linear, linear_specs, unfilled
+from forge_models.inner_values import scope
 from forge_vlm.encoders.flexible import present, resized
 from forge_vlm.encoders.layers import ImageBlock
 from forge_vlm.encoders.shape import VisionShape

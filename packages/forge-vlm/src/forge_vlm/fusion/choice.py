@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 from forge_core.specs import Init, TensorSpec
 from forge_models.blocks.layers import unfilled
-from forge_models.context import BlockContext
-from forge_models.shape import MoEShape
+from forge_models.shape import BlockContext, MoEShape
 from forge_vlm.fusion.scored import ScoredExperts
 
 STEPS = 4096

@@ -10,12 +10,11 @@ from torch.nn import functional as F
 from forge_core.specs import Init, ModuleSpec, TensorSpec
 from forge_models.blocks.attention import HEADS, KV_HEADS, STREAM
 from forge_models.blocks.block import Block
+from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.layers import Linear, linear_specs, unfilled
 from forge_models.blocks.rope import Rotation
-from forge_models.context import BlockContext
-from forge_models.generation.cache import LayerCache
-from forge_models.interp.tap import inside, tap, tap_alike
-from forge_models.shape import DecoderShape
+from forge_models.inner_values import inside, tap, tap_alike
+from forge_models.shape import BlockContext, DecoderShape
 from forge_vlm.context import FusionContext
 from forge_vlm.fusion.fusion import Inputs, Plain
 from forge_vlm.idle import with_zero_gradient

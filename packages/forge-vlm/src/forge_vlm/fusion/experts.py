@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_models.context import BlockContext
-from forge_models.interp.tap import inside
-from forge_models.shape import MoEShape
+from forge_models.inner_values import inside
+from forge_models.shape import BlockContext, MoEShape
 from forge_vlm.groups import Groups
 from forge_vlm.modality import TEXT
 
 
 class ModalityExperts(nn.Module):
-    """shared(x) + the experts of its modality for each token. `layers` are called as `forge_models.moe.layer.ExpertLayer` is,
-    with the tokens of their modality as one row, and where the layers need them the rows or sequences that they come from."""
+    """shared(x) + the experts of its modality for each token. `layers` are called as
+    `forge_models.blocks.moe.layer.ExpertLayer` is, with the tokens of their modality as one row, and where the layers need them
+    the rows or sequences that they come from."""
 
     def __init__(
         self,

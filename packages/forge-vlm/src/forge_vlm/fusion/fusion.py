@@ -4,7 +4,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from forge_models.generation.cache import KVCache
+from forge_models.blocks.cache import KVCache
 from forge_models.shape import DecoderShape
 from forge_vlm.context import FusionContext
 

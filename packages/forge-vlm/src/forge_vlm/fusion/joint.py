@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from forge_models.blocks.attention_core import mask as causal_mask
 from forge_models.blocks.block import Block
-from forge_models.blocks.visible import mask as causal_mask
 from forge_models.shape import DecoderShape
 from forge_vlm.context import FusionContext
 from forge_vlm.fusion.fusion import Inputs, Plain

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from forge_models.moe.layer import ExpertLayer
+from forge_models.blocks.moe.layer import ExpertLayer
 from forge_models.shape import DecoderShape
 from forge_vlm.context import FusionContext
 from forge_vlm.fusion.block import ModalityBlock

@@ -8,14 +8,12 @@ from torch.nn import functional as F
 
 from forge_core.protocols.model import ExpertDispatcher
 from forge_core.specs import Init, ModuleSpec, TensorSpec
-from forge_models.blocks.layers import unfilled
-from forge_models.blocks.mlp import STREAM
-from forge_models.context import BlockContext
-from forge_models.interp.tap import tap
-from forge_models.moe.dispatch import LocalDispatch
-from forge_models.moe.experts import Experts
-from forge_models.moe.losses import attach
-from forge_models.shape import MoEShape
+from forge_models.autograd import attach
+from forge_models.blocks.layers import STREAM, unfilled
+from forge_models.blocks.moe.dispatch import LocalDispatch
+from forge_models.blocks.moe.experts import Experts
+from forge_models.inner_values import tap
+from forge_models.shape import BlockContext, MoEShape
 
 
 class ScoredExperts(nn.Module):

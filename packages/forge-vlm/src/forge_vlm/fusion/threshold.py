@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from forge_core.specs import Init, TensorSpec
-from forge_models.context import BlockContext
-from forge_models.shape import MoEShape
+from forge_models.shape import BlockContext, MoEShape
 from forge_vlm.fusion.scored import ScoredExperts
 
 BINS = 512

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from forge_core.specs import ModuleSpec, TensorSpec
 from forge_models.blocks.attention import HEADS, KV_HEADS, STREAM, Attention
+from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.rope import Rotation
-from forge_models.generation.cache import LayerCache
 from forge_vlm.groups import ByModality, Groups
 
 MATRICES = {"q_proj": (STREAM, HEADS), "k_proj": (STREAM, KV_HEADS), "v_proj": (STREAM, KV_HEADS), "o_proj": (HEADS, STREAM)}

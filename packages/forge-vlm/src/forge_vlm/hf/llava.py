@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.component import Component
 from forge_core.protocols.weights import NO_EXTRAS, Weights
-from forge_models.hf.card import usage_of
-from forge_models.hf.config import CONFIG, Keys, Unsupported, read_config
+from forge_models.hf.config import ANY_VALUE, CONFIG, Allowed, Keys, Unsupported, read_config
 from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of
-from forge_models.hf.ignorable import ANY, Allowed
 from forge_models.hf.names import DERIVED, Place
-from forge_models.hf.reader import Placed, facts_in, family_of
 from forge_models.hf.writer import special_tokens, write_folder, write_json
+from forge_models.hf.reader import CheckpointTensors, facts_in, family_of
+from forge_models.hf.writer import added_token, special_tokens, usage_of, write_folder, write_json
 from forge_vlm.components.adapters import MLP, Linear
 from forge_vlm.components.fusions import JointDecoder, MoMa
 from forge_vlm.components.model import VLM
@@ -45,7 +44,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Of keys that are absent, as in transformers."""
 IGNORES: Mapping[str, Allowed] = {
-    **dict.fromkeys(("image_seq_length", "ignore_index", "vocab_size", "hidden_size", "initializer_range"), ANY),
+    **dict.fromkeys(("image_seq_length", "ignore_index", "vocab_size", "hidden_size", "initializer_range"), ANY_VALUE),
 }
 LLAMA: Mapping[str, Any] = {
     "vocab_size": 32000,
@@ -126,7 +125,7 @@ class Llava:
             yield VLM(**sizes, max_length=64, encoder=tower, fusion=JointDecoder())
 
 
-class LlavaFolder(Placed):
+class LlavaFolder(CheckpointTensors):
     """`Weights` of a LLaVA folder, of Forge or of others."""
 
     def __init__(self, folder: Path, ignore: Sequence[str] = ()) -> None:

@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from forge_core.component import Component
 from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.hf.base import read_base, read_heads, write_base
-from forge_models.hf.card import usage_of
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import CONFIG, Keys, Unsupported, read_config
 from forge_models.hf.converter import opened
-from forge_models.hf.family import Family, config_of, decoder_of, misfits
+from forge_models.hf.family import Family, config_of, decoder_of, misfits, read_base, read_heads, write_base
 from forge_models.hf.names import DERIVED, Place, shapes_of
-from forge_models.hf.reader import SINGLE, Placed, facts_in
-from forge_models.hf.writer import write_folder, write_json
+from forge_models.hf.reader import SINGLE, CheckpointTensors, facts_in
+from forge_models.hf.writer import usage_of, write_folder, write_json
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention
@@ -97,7 +95,7 @@ class Text(Family):
         self.every = found[-1]
         return fields | {"layers": layers}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         """See `Family`."""
         written, cross = write_base(self, decoder), cross_layers(decoder.layers, self.every)
         written["rope_scaling"] = written["rope_scaling"] or {"rope_type": "default"}  # older versions look into it
@@ -186,7 +184,7 @@ class MllamaFolder:
         fields |= {"encoder": parts["encoder"], "adapter": parts["adapter"]}
         self.model: Component = VLM(**fields, fusion=CrossAttention(every=family.every), image_token=token)
         places = _places(self.model)
-        self._parts = (Placed(folder), Placed(folder / VISION))
+        self._parts = (CheckpointTensors(folder), CheckpointTensors(folder / VISION))
         self.tensors: Mapping[str, StoredTensor] = {}
         for part, vision in zip(self._parts, (False, True), strict=True):
             mine = {name: place for name, place in places.items() if _of_vision(name) == vision}

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from forge_core.protocols.weights import Weights
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import Unsupported
 from forge_models.hf.family import Family
 from forge_models.hf.names import Place, places_in
@@ -13,9 +13,9 @@ from forge_models.hf.writer import chosen
 from forge_vlm.components.model import VLM
 
 
-def decoder_of(model: VLM) -> Decoder:
+def decoder_of(model: VLM) -> DecoderConfig:
     """The text model that is left of a model without images."""
-    return Decoder(**{item.name: getattr(model, item.name) for item in fields(Decoder)})
+    return DecoderConfig(**{item.name: getattr(model, item.name) for item in fields(DecoderConfig)})
 
 
 def family_of(model: VLM) -> Family:
@@ -36,7 +36,7 @@ def text_misfits(model: VLM) -> list[str]:
     return []
 
 
-def text_places(family: Family, decoder: Decoder, prefix: str) -> dict[str, Place]:
+def text_places(family: Family, decoder: DecoderConfig, prefix: str) -> dict[str, Place]:
     """Global name -> place of every tensor of the decoder; their names begin with `prefix`."""
     places = places_in(family, decoder)
     return {name: replace(place, names=tuple(prefix + theirs for theirs in place.names)) for name, place in places.items()}

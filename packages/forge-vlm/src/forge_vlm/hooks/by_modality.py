@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from forge_core.batch import IGNORE
-from forge_core.logits import chunk_rows
 from forge_core.protocols.model import LossTerms
+from forge_models.blocks.logit_passes import chunk_rows
 from forge_vlm.modality import Modalities
 
 

@@ -7,7 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from forge_core.terminal import Console
-    from forge_models.interp.neuro.recording import Recording
+    from forge_models.interp.neuro.recordings import Recording
 
 neuro = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Predict recordings of brains, and compare with them."
@@ -61,8 +61,7 @@ def encode(
     has no r and no part in means. Runs on one process.
     """
     from forge_core.errors import ForgeError
-    from forge_models.interp.neuro.banded import encode_banded, mixes
-    from forge_models.interp.neuro.ridge import ALPHAS, lagged, noise_ceiling, normalized
+    from forge_models.interp.neuro.encoding import ALPHAS, encode_banded, lagged, mixes, noise_ceiling, normalized
     from forge_train.inspection.inputs import integers
     from forge_train.inspection.recordings import check_design
 
@@ -149,7 +148,7 @@ def rsa(
     """
     from forge_core.errors import ForgeError
     from forge_models.interp.neuro.rdm import rdm
-    from forge_models.interp.neuro.rdm import rsa as compare
+    from forge_models.interp.neuro.rdm import rdm_correlation as compare
 
     if distance not in ("correlation", "euclidean"):
         raise ForgeError(f"--distance {distance}: correlation or euclidean")
@@ -192,7 +191,7 @@ def _opened(
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_core.terminal import Console
-    from forge_models.interp.neuro.recording import read_recording
+    from forge_models.interp.neuro.recordings import read_recording
     from forge_train.commands.single_process import require_single_process
     from forge_train.inspection.recordings import features_of
 

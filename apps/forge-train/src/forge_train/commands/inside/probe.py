@@ -76,8 +76,8 @@ def probe(
     limits = {"budget": None if yes else budget, "batch": batch}
 
     def captured() -> None:
-        from forge_models.interp.store.convert import convert
-        from forge_models.interp.store.read import ActivationStore
+        from forge_models.interp.export import convert
+        from forge_models.interp.store import ActivationStore
 
         asked = Asked(Path(model), weights, selection, source, output, limits, context.args)
         found = asked.store(where, registry, console.note if where.rank == 0 else lambda _: None)
@@ -94,8 +94,7 @@ def _list(model: str, overrides: list[str], registry: "Registry", console: "Cons
     import torch
 
     from forge_core.errors import ForgeError
-    from forge_models.interp.listing import taps
-    from forge_models.interp.names import known
+    from forge_models.interp.taps import known, taps
     from forge_train.inference.open import open_weights
     from forge_train.recipe.load import load
 
@@ -147,7 +146,7 @@ class Asked(NamedTuple):
             ForgeError: what does not fit, before any forward; a folder or a disk that takes nothing.
         """
         from forge_models.interp.capture import checked
-        from forge_models.interp.store.record import record
+        from forge_models.interp.recorder import record
         from forge_train.inference.open import load_model, open_weights
         from forge_train.inspection.inputs import integers, positions_of, rows_of_text
 
@@ -164,7 +163,7 @@ class Asked(NamedTuple):
             return said
         import torch
 
-        from forge_models.interp.store.record import fingerprint_of
+        from forge_models.interp.recorder import fingerprint_of
         from forge_parallel.launch import process_group
         from forge_train.inference.laid_out import laid_out, recipe_to_generate
         from forge_train.inference.open import stored_parameters
@@ -188,7 +187,7 @@ class Asked(NamedTuple):
         self, infos: Any, rows: Any, heads: list[int] | None, positions: Any, note: "Callable[[str], None]"
     ) -> dict[str, Any]:
         from forge_core.errors import ForgeError
-        from forge_models.interp.store.record import row_bytes
+        from forge_models.interp.recorder import row_bytes
         from forge_train.inspection.inputs import row_count
 
         count = row_count(rows, positions)

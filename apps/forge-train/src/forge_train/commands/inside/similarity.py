@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from forge_core.registry import Registry
     from forge_core.terminal import Console
-    from forge_models.interp.store.read import ActivationStore
+    from forge_models.interp.store import ActivationStore
 
 
 def similarity(
@@ -48,7 +48,7 @@ def similarity(
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_core.terminal import Console
-    from forge_models.interp.similarity.linear import MEASURES
+    from forge_models.interp.similarity import MEASURES
     from forge_train.commands.single_process import require_single_process
     from forge_train.inspection.heat_map import check_picture, write_heat_map
     from forge_train.inspection.similarities import between, to_the_last
@@ -135,8 +135,8 @@ def _stores(
     from tempfile import TemporaryDirectory
 
     from forge_core.errors import ForgeError
-    from forge_models.interp.store.read import ActivationStore, is_store
-    from forge_models.interp.store.record import record
+    from forge_models.interp.recorder import record
+    from forge_models.interp.store import ActivationStore, is_store
     from forge_train.inference.open import load_model, open_weights
     from forge_train.inspection.inputs import positions_of, rows_of_text
     from forge_train.inspection.shortened import shortened

@@ -65,7 +65,7 @@ def generate(
     """
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_models.generation.sampling import Sampling
+    from forge_models.generation import Sampling
     from forge_parallel.launch.environment import read_launcher
     from forge_train.commands.weights.on_ranks import on_ranks
     from forge_train.inference.chat import chat_for

@@ -64,7 +64,7 @@ def _attention(
 def _experts(here: torch.device, dtype: torch.dtype) -> Check:
     """One product for all experts, some of which have no rows, against one for each in fp32."""
     from forge_models.accelerator import groups_fault
-    from forge_models.moe.experts import unfit
+    from forge_models.blocks.moe.experts import unfit
 
     label = "products of experts"
     if fault := unfit(dtype, 64) or groups_fault(here, dtype, 4):

@@ -3,12 +3,10 @@
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import SwiGLU
-from forge_models.hf.base import read_base, read_biases, read_heads, write_base, write_biases
-from forge_models.hf.config import Keys
-from forge_models.hf.family import Family
-from forge_models.hf.ignorable import ANY, Same
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.layers import SwiGLU
+from forge_models.hf.config import ANY_VALUE, Keys, Same
+from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
 
 
 class Llama(Family):
@@ -29,13 +27,13 @@ class Llama(Family):
         "is_llama_config": (True,),
         "activation": ("swiglu",),  # Falcon3
         "norm_eps": (Same("rms_norm_eps"),),
-        "pretraining_tp": ANY,  # parts in which products were once summed
+        "pretraining_tp": ANY_VALUE,  # parts in which products were once summed
     }
 
     def read(self, keys: Keys) -> dict[str, Any]:
         fields = read_base(keys) | {"mlp": SwiGLU(bias=keys.boolean("mlp_bias"))} | read_heads(keys)
         return fields | {"attention": GQA(**read_biases(keys))}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         mlp_bias = getattr(decoder.shape.mlp, "bias", False)
         return write_base(self, decoder) | write_biases(decoder) | {"mlp_bias": mlp_bias}

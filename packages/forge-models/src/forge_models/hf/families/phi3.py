@@ -3,13 +3,11 @@
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.hf.base import read_base, read_heads, write_base
-from forge_models.hf.config import Keys
-from forge_models.hf.family import Family
-from forge_models.hf.ignorable import ANY, NONE, OFF
+from forge_models.components.decoder import DecoderConfig
+from forge_models.hf.attention import read_window, write_window
+from forge_models.hf.config import ABSENT_OR_FALSE, ABSENT_OR_ZERO, ANY_VALUE, Keys
+from forge_models.hf.family import Family, read_base, read_heads, write_base
 from forge_models.hf.rope import PARTIAL
-from forge_models.hf.windows import read_window, write_window
 
 
 class Phi3(Family):
@@ -25,10 +23,10 @@ class Phi3(Family):
         "sliding_window": None,
     }
     ignores: ClassVar = {
-        "attention_bias": OFF,
-        "embd_pdrop": NONE,
-        "resid_pdrop": NONE,
-        "original_max_position_embeddings": ANY,  # read by longrope alone
+        "attention_bias": ABSENT_OR_FALSE,
+        "embd_pdrop": ABSENT_OR_ZERO,
+        "resid_pdrop": ABSENT_OR_ZERO,
+        "original_max_position_embeddings": ANY_VALUE,  # read by longrope alone
     }
     fused: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -38,6 +36,6 @@ class Phi3(Family):
             keys.fault("rope_scaling", f"rope_type {scaling!r} is not implemented for this family")
         return fields | read_heads(keys) | {"attention": GQA(window=read_window(keys))}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         partial = {PARTIAL: decoder.rope.partial}
         return write_base(self, decoder) | partial | write_window(decoder)

@@ -3,12 +3,10 @@
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import Decoder
-from forge_models.components.norms import LayerNorm
-from forge_models.hf.base import read_base, read_heads, write_base
-from forge_models.hf.config import Keys
-from forge_models.hf.family import Family
-from forge_models.hf.ignorable import Same
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.layers import LayerNormConfig
+from forge_models.hf.config import Keys, Same
+from forge_models.hf.family import Family, read_base, read_heads, write_base
 from forge_models.hf.rope import PARTIAL
 
 EPS = "layer_norm_eps"
@@ -34,8 +32,8 @@ class StableLM(Family):
 
     def read(self, keys: Keys) -> dict[str, Any]:
         fields = read_base(keys, eps=EPS, partial=0.25) | read_heads(keys)
-        return fields | {"norm": LayerNorm(eps=keys.number(EPS)), "attention": GQA(qkv_bias=keys.boolean("use_qkv_bias"))}
+        return fields | {"norm": LayerNormConfig(eps=keys.number(EPS)), "attention": GQA(qkv_bias=keys.boolean("use_qkv_bias"))}
 
-    def write(self, decoder: Decoder) -> dict[str, Any]:
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         written = write_base(self, decoder, eps=EPS) | {PARTIAL: decoder.rope.partial}
         return written | {"use_qkv_bias": getattr(decoder.shape.attention, "qkv_bias", False)}

@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from forge_models.interp.listing import InterpError, require_finite
-from forge_models.interp.neuro.ridge import standardized
+from forge_models.interp.neuro.encoding import standardized
+from forge_models.interp.taps import InterpError, require_finite
 
 Distance = Literal["correlation", "euclidean"]
 
@@ -40,7 +40,7 @@ def rdm(x: Tensor, distance: Distance = "correlation") -> Tensor:
     return 1 - rows @ rows.T
 
 
-def rsa(left: Tensor, right: Tensor, *, samples: int = 1000, seed: int = 0) -> Agreement:
+def rdm_correlation(left: Tensor, right: Tensor, *, samples: int = 1000, seed: int = 0) -> Agreement:
     """Spearman correlation, ties averaged, of the upper triangles of two RDMs (n, n).
 
     A resample draws conditions with replacement, the same of both; pairs of a condition with itself are left out (Nili et al.,

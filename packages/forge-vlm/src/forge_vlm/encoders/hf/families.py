@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from forge_models.hf.ignorable import ANY, NONE, Allowed
+from forge_models.hf.config import ABSENT_OR_ZERO, ANY_VALUE, Allowed
 
 
 class Family(NamedTuple):
@@ -61,7 +61,9 @@ _INNER = MappingProxyType(
     }
 )
 _SIZES = MappingProxyType({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3})
-_TRAINING = MappingProxyType({"initializer_factor": ANY, "initializer_range": ANY, "dropout": NONE, "tie_word_embeddings": ANY})
+_TRAINING = MappingProxyType(
+    {"initializer_factor": ANY_VALUE, "initializer_range": ANY_VALUE, "dropout": ABSENT_OR_ZERO, "tie_word_embeddings": ANY_VALUE}
+)
 """Of runs that train the tower, where what is drawn is replaced by stored weights; and what a tower has nothing to do with."""
 
 SIGLIP = Family(
@@ -78,7 +80,7 @@ SIGLIP = Family(
             "layer_norm_eps": 1e-6,
         }
     ),
-    ignores=MappingProxyType({**_TRAINING, "vision_use_head": ANY, "projection_dim": ANY}),
+    ignores=MappingProxyType({**_TRAINING, "vision_use_head": ANY_VALUE, "projection_dim": ANY_VALUE}),
     shape=MappingProxyType({}),
     names=_EMBED,
     block="encoder.layers.{}.",
@@ -107,7 +109,7 @@ CLIP = Family(
             "layer_norm_eps": 1e-5,
         }
     ),
-    ignores=MappingProxyType({**_TRAINING, "projection_dim": ANY, "vocab_size": ANY}),
+    ignores=MappingProxyType({**_TRAINING, "projection_dim": ANY_VALUE, "vocab_size": ANY_VALUE}),
     shape=MappingProxyType({"class_token": True, "patch_bias": False, "entry_norm": True, "final_norm": False}),
     names=_EMBED,
     block="encoder.layers.{}.",
@@ -133,13 +135,13 @@ DINOV2 = Family(
     ignores=MappingProxyType(
         {
             **_TRAINING,
-            "hidden_dropout_prob": NONE,
-            "attention_probs_dropout_prob": NONE,
-            "drop_path_rate": NONE,
-            "layerscale_value": ANY,
-            "use_mask_token": ANY,
-            **dict.fromkeys(("apply_layernorm", "reshape_hidden_states", "stage_names"), ANY),
-            **dict.fromkeys(("out_features", "out_indices", "_out_features", "_out_indices"), ANY),
+            "hidden_dropout_prob": ABSENT_OR_ZERO,
+            "attention_probs_dropout_prob": ABSENT_OR_ZERO,
+            "drop_path_rate": ABSENT_OR_ZERO,
+            "layerscale_value": ANY_VALUE,
+            "use_mask_token": ANY_VALUE,
+            **dict.fromkeys(("apply_layernorm", "reshape_hidden_states", "stage_names"), ANY_VALUE),
+            **dict.fromkeys(("out_features", "out_indices", "_out_features", "_out_indices"), ANY_VALUE),
         }
     ),
     shape=MappingProxyType({"class_token": True, "layer_scale": True}),

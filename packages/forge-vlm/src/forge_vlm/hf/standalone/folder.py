@@ -16,7 +16,7 @@ from forge_core.component import Component
 from forge_core.protocols.weights import NO_EXTRAS, Weights
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.names import Place
-from forge_models.hf.reader import GENERATION, Placed, facts_in
+from forge_models.hf.reader import GENERATION, CheckpointTensors, facts_in
 from forge_models.hf.writer import write_folder, write_json
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import Published, ViT
@@ -102,7 +102,7 @@ class Standalone:
         yield VLM(**sizes, max_length=64, **vision, fusion=JointDecoder(image_attention="prefix"))
 
 
-class StandaloneFolder(Placed):
+class StandaloneFolder(CheckpointTensors):
     """`Weights` of such a folder. Its code is not run."""
 
     def __init__(self, folder: Path) -> None:

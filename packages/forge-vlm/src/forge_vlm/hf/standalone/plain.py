@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from forge_models.components.attentions import GQA
-from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2, SwiGLU
-from forge_models.components.moe import MoE
-from forge_models.components.norms import LayerNorm, RMSNorm
-from forge_models.components.routers import SoftmaxTopK
+from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
+from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, ReLU, ReLU2, RMSNormConfig, SwiGLU
 from forge_models.hf.config import Unsupported
-from forge_models.rope import Rope
-from forge_models.shape import Losses
+from forge_models.shape import Losses, Rope
 from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
 from forge_vlm.components.encoders import CLIP, DINOv2, Features, Published, SigLIP, SigLIP2, ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
@@ -21,27 +18,34 @@ from forge_vlm.components.model import VLM
 KIND = "kind"
 """Key of a table with the name of its component."""
 PARTS = (
-    *(VLM, GQA, SwiGLU, GeGLU, GELU, ReLU, ReLU2, MoE, Losses, RMSNorm, LayerNorm, SoftmaxTopK, Rope),
+    *(VLM, GQA, SwiGLU, GeGLU, GELU, ReLU, ReLU2, MoEConfig, Losses, RMSNormConfig, LayerNormConfig, SoftmaxTopKConfig, Rope),
     *(JointDecoder, MixtureOfTransformers, MoMa, CrossAttention),
     *(ViT, CLIP, SigLIP, SigLIP2, DINOv2, Features, MLP, Linear, AveragePool, AttentionPool, PixelShuffle, Perceiver),
 )
-KINDS: Mapping[str, type] = {part.__name__: part for part in PARTS}
+
+
+def kind_of(part: type) -> str:
+    """Name of a component in a table: that of its class without `Config`."""
+    return part.__name__.removesuffix("Config")
+
+
+KINDS: Mapping[str, type] = {kind_of(part): part for part in PARTS}
 NOT_KEPT = ("from_hf", "from_hf_ignore", "path", "ignore")
 """Fields that say where something was, or how it was trained to be what it is."""
 
 
 def known(value: Any) -> bool:
     """Whether a component is of the list."""
-    return KINDS.get(type(value).__name__) is type(value)
+    return KINDS.get(kind_of(type(value))) is type(value)
 
 
 def plain(value: Any) -> Any:
     """A component as a table. A published tower is that of the folder itself, as it is built."""
     if isinstance(value, Published):
-        return {KIND: type(value).__name__, "feature_layers": list(value.shape.outputs), "class_feature": value.class_feature}
+        return {KIND: kind_of(type(value)), "feature_layers": list(value.shape.outputs), "class_feature": value.class_feature}
     if is_dataclass(value) and not isinstance(value, type):
         kept = {item.name: plain(getattr(value, item.name)) for item in fields(value) if item.name not in NOT_KEPT}
-        return {KIND: type(value).__name__, **kept}
+        return {KIND: kind_of(type(value)), **kept}
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from forge_models.components.attentions import GQA
-from forge_models.components.norms import RMSNorm
-from forge_models.components.routers import SoftmaxTopK
+from forge_models.components.experts import SoftmaxTopKConfig
+from forge_models.components.layers import RMSNormConfig
 from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
 from forge_vlm.components.encoders import Features
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
@@ -30,7 +30,7 @@ def misfits(model: VLM) -> Iterator[str]:
     if model.moe is not None and isinstance(fusion, JointDecoder):
         yield "moe: the code has experts of each modality, for the fusions mot and moma"
     elif model.moe is not None:
-        if not isinstance(model.moe.router, SoftmaxTopK | None):
+        if not isinstance(model.moe.router, SoftmaxTopKConfig | None):
             yield f"moe.router = {type(model.moe.router).__name__}: the code has SoftmaxTopK"
         if model.moe.capacity is not None:
             yield f"moe.capacity = {model.moe.capacity}: the code drops no token"
@@ -97,7 +97,7 @@ def vision_of(model: VLM) -> dict[str, Any]:
 
 
 def _norm(norm: Any) -> dict[str, Any]:
-    if isinstance(norm, RMSNorm):
+    if isinstance(norm, RMSNormConfig):
         return {"eps": norm.eps, "offset": norm.offset, "centered": False, "bias": False}
     return {"eps": norm.eps, "offset": 0, "centered": True, "bias": norm.bias}
 

@@ -1,0 +1,133 @@
+"""Experts as stacked matrices: one tensor per projection, dimension 0 is the expert.
+
+Two forms of the same product. `grouped` is one kernel for all experts on rows sorted by expert; no expert's rows are padded,
+so work is proportional to tokens, however uneven they are. `loop` runs expert after expert; it reads the number of tokens on
+the host, which waits for the device once per layer, and takes any precision and width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.specs import Init, TensorSpec
+from forge_models import accelerator
+from forge_models.blocks.layers import ACTIVATIONS, unfilled
+from forge_models.shape import BlockContext, ExpertKernel
+from forge_models.torch_private import unsafe_view
+
+ALIGNMENT = 16
+"""Bytes: rows of both factors of a grouped product begin at multiples of this."""
+
+GROUPED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Experts(nn.Module):
+    """`count` feed-forward parts of `context.ffn_dim` hidden width."""
+
+    def __init__(self, context: BlockContext, count: int, activation: str, gated: bool, kernel: ExpertKernel = "auto") -> None:
+        super().__init__()
+        self.context, self.activation, self.kernel = context, activation, kernel
+        self.gate_proj = unfilled(count, context.ffn_dim, context.dim) if gated else None
+        self.up_proj = unfilled(count, context.ffn_dim, context.dim)
+        self.down_proj = unfilled(count, context.dim, context.ffn_dim)
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Rows (n, dim) sorted by expert, of which expert e has counts[e], -> outputs (n, dim). Rows beyond all counts belong
+        to no expert; their outputs are undefined.
+
+        Raises:
+            ValueError: for `grouped` with a precision or width that it does not take.
+        """
+        product = self.products(tokens, counts)
+        activation = ACTIVATIONS[self.activation]
+        if self.gate_proj is None:
+            hidden = activation(product(tokens, self.up_proj))
+        else:
+            hidden = activation(product(tokens, self.gate_proj)) * product(tokens, self.up_proj)
+        return _ContiguousGradient.apply(product(hidden, self.down_proj))
+
+    def products(self, tokens: Tensor, counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """How the rows of this call are multiplied, see `forge_core.protocols.model.ExpertStack`: a seam for subclasses."""
+        return _products(counts, len(tokens)) if self._loops(tokens) else _grouped(counts)
+
+    def _loops(self, tokens: Tensor) -> bool:
+        fault = unfit(tokens.dtype, self.context.dim, self.up_proj.shape[1])
+        if self.kernel == "grouped" and fault:
+            raise ValueError(f"model.moe.kernel 'grouped': {fault}; use 'auto' or 'loop'")
+        if self.kernel != "auto":
+            return self.kernel == "loop"
+        if not fault and not torch.compiler.is_compiling():  # a graph may have a kernel of the compiler
+            fault = accelerator.groups_fault(tokens.device, tokens.dtype, len(self.up_proj))
+        if fault:
+            accelerator.warn_of_loop(tokens.device, fault)
+        return bool(fault)
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """Parameters by name relative to this module; each expert is drawn under a separate name."""
+        enter = TensorSpec(("expert", "ffn", "embed"), Init("normal", self.context.init_std), "matrix", stacked=True)
+        leave = TensorSpec(("expert", "embed", "ffn"), Init("normal", self.context.output_std), "matrix", stacked=True)
+        gate = {} if self.gate_proj is None else {"gate_proj": enter}
+        return gate | {"up_proj": enter, "down_proj": leave}
+
+
+def unfit(dtype: torch.dtype, *widths: int) -> str:
+    """Why a grouped product cannot be used; empty when it can."""
+    if not hasattr(F, "grouped_mm"):
+        return "this version of torch has no grouped_mm"
+    if dtype not in GROUPED:
+        return f"grouped_mm takes bf16, fp16 and fp32, not {dtype}"
+    wrong = [width for width in widths if width * dtype.itemsize % ALIGNMENT]
+    return f"rows of {wrong[0]} values are not a multiple of {ALIGNMENT} bytes" if wrong else ""
+
+
+def _grouped(counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    busy = _few_busy(counts)
+    ends = (counts if busy is None else counts[busy]).cumsum(0, dtype=torch.int32)
+
+    def product(rows: Tensor, weight: Tensor) -> Tensor:
+        chosen = weight if busy is None else weight.index_select(0, busy)
+        return F.grouped_mm(rows.contiguous(), chosen.transpose(-2, -1), offs=ends)
+
+    return product
+
+
+def _few_busy(counts: Tensor) -> Tensor | None:
+    """Numbers of the experts that have tokens, where they are few and a look at them waits for no device.
+
+    The kernel of a CPU spends microseconds on every group that is empty, more than it costs to copy a few matrices.
+    """
+    if counts.device.type != "cpu" or type(counts) is not Tensor or torch.compiler.is_compiling():
+        return None
+    busy = counts.nonzero().squeeze(1)
+    return busy if 0 < len(busy) <= len(counts) // 4 else None
+
+
+def _products(counts: Tensor, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
+    sizes = counts.tolist()
+    unassigned = rows - sum(sizes)
+
+    def product(rows: Tensor, weight: Tensor) -> Tensor:
+        *groups, rest = rows.split([*sizes, unassigned])
+        # An expert without tokens has a product of no rows: its gradient is zero, not absent.
+        made = [F.linear(group, matrix) for group, matrix in zip(groups, weight.unbind(), strict=True)]
+        return torch.cat([*made, rest.new_zeros(unassigned, weight.shape[1])])
+
+    return product
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity. grouped_mm's backward crashes on a gradient that is an expanded scalar, such as that of a sum; only the last
+    product can get one."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return unsafe_view(x, x.shape)  # FSDP warns of modules that return views
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> Tensor:  # type: ignore[override]
+        (grad,) = grads
+        # Without rows an expanded scalar counts as contiguous, and has strides of 0 all the same.
+        return grad.contiguous() if grad.numel() else grad.new_zeros(grad.shape)

@@ -1,0 +1,189 @@
+"""A layer of experts, in the place of a block's feed-forward part."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.protocols.model import ExpertDispatcher
+from forge_core.specs import Init, ModuleSpec, TensorSpec
+from forge_models.autograd import attach
+from forge_models.blocks.layers import MLP, STREAM
+from forge_models.blocks.moe.dispatch import LocalDispatch, limited
+from forge_models.blocks.moe.experts import Experts
+from forge_models.blocks.moe.losses import Rows, entropy, loads, pooled, probability_sums, weighted
+from forge_models.blocks.moe.routers import Biased
+from forge_models.inner_values import tap
+from forge_models.shape import BlockContext, MoEShape, RouterContext
+
+
+class Totals(NamedTuple):
+    """Statistics of one layer, each a sum over tokens that are not padding; fp64, on the device.
+
+    Attributes:
+        load: (experts,) slots that chose each expert, before any was dropped.
+        dropped: (experts,) slots that capacity took away.
+        tokens: scalar.
+        entropy: scalar, of the router's probabilities, in nats.
+        loss: scalar, the router's own losses with their weights.
+    """
+
+    load: Tensor
+    dropped: Tensor
+    tokens: Tensor
+    entropy: Tensor
+    loss: Tensor
+
+    @classmethod
+    def of(cls, packed: Tensor) -> "Totals":
+        """From the vector (2 * experts + 3,) that crosses ranks."""
+        experts = (len(packed) - 3) // 2
+        load, dropped, rest = packed.split([experts, experts, 3])
+        return cls(load, dropped, *rest.unbind())
+
+
+class ExpertLayer(nn.Module):
+    """shared(x) + sum over the chosen experts e of weight_e * expert_e(x).
+
+    It is a `forge_core.protocols.model.Observer`: its forwards count routed tokens, and once per optimizer step the router
+    balances itself by the counts of all ranks. `dispatch` is the seam where strategies enter. A forward returns its
+    router statistics instead of adding them up, so that a recomputed forward counts nothing.
+    """
+
+    load: Tensor
+
+    def __init__(self, shape: MoEShape, mlp: Any, context: BlockContext) -> None:
+        super().__init__()
+        self.shape = shape
+        router: Any = shape.router
+        self.router: nn.Module = router.build(RouterContext.of(context, shape.experts, shape.top_k))
+        self.experts = Experts(replace(context, ffn_dim=shape.ffn_dim), shape.experts, mlp.activation, mlp.gated, shape.kernel)
+        # N experts that see every token are one of N times the width: their outputs are added anyway.
+        shared = shape.shared * shape.ffn_dim
+        self.shared: nn.Module | None = mlp.build(replace(context, ffn_dim=shared)) if shared else None
+        if isinstance(self.shared, MLP):
+            self.shared.tapped = "shared."
+        self.dispatch: ExpertDispatcher = LocalDispatch()
+        if shape.losses.global_batch:
+            self.register_buffer("load", torch.full((shape.experts,), -1))
+        self._scale: Tensor | None = None
+        self._router_stats: Tensor | None = None
+        self.totals: Totals | None = None
+
+    def forward(
+        self,
+        x: Tensor,
+        token_mask: Tensor | None = None,
+        tokens: Tensor | None = None,
+        cached: bool = False,
+        rows: Rows | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T, dim) -> ((B, T, dim), what `observe` takes; None in evaluation).
+
+        Args:
+            x: hidden states.
+            token_mask: (B, T) False for padding, which no expert sees; None = no padding.
+            tokens: (B, T) ids, for routers that look at them.
+            cached: tokens come in portions, so none may be dropped because of others in its portion.
+            rows: the rows that the loss `sequence` balances, where they are not those of `x`.
+        """
+        shape = self.shape
+        flat, mask = x.flatten(0, -2), None if token_mask is None else token_mask.flatten()
+        routing = self.router(flat, None if tokens is None else tokens.flatten())
+        tap("router.experts", routing.experts)  # to be read: who chooses otherwise edits the logits
+        routing = routing._replace(weights=tap("router.weights", routing.weights))
+        experts = routing.experts if mask is None else routing.experts.where(mask.unsqueeze(1), -1)
+        drops = shape.capacity is not None and not cached
+        kept = limited(experts, routing.weights, shape.capacity or 0, shape.experts) if drops else experts
+        slots = None if drops or mask is not None else experts.numel()
+        y = self.dispatch(flat, kept, routing.weights, self.experts, shape.experts, slots, self._shared_output(x)).view_as(x)
+        if not self.training:
+            return y, None
+        by_row = x.shape[0] if rows is None else rows
+        counts, loss = loads(experts, by_row, shape.experts), None
+        pooled_sums: list[Tensor] = []
+        if shape.losses.any():
+            before = self.load if shape.losses.global_batch else None
+            sums = probability_sums(routing, by_row, mask)
+            loss = weighted(shape.losses, routing, counts, sums, before, mask)
+            y = attach(y, loss, self._scale)
+            pooled_sums = [sums.sum(0).double()] if shape.losses.pooled else []
+        with torch.no_grad():
+            seen = torch.full((), flat.shape[0], device=x.device) if mask is None else mask.sum()
+            load = counts.sum(0)
+            dropped = load - loads(kept, 1, shape.experts)[0] if drops else torch.zeros_like(load)
+            scalars = [seen, entropy(routing, mask), loss if loss is not None else load[0] * 0]
+            router_stats = torch.cat([load.double(), dropped.double(), torch.stack([value.double() for value in scalars])])
+        return y, torch.cat([router_stats, *pooled_sums]) if pooled_sums else router_stats
+
+    def _shared_output(self, x: Tensor) -> Callable[[], Tensor] | None:
+        """What shared experts add, to be computed while tokens travel to the others."""
+        shared = self.shared
+        return None if shared is None else lambda: shared(x).flatten(0, -2)
+
+    def observe(self, router_stats: Tensor) -> None:
+        """Adds the router statistics of a forward to this step's sum."""
+        router_stats = router_stats.detach()[: 2 * self.shape.experts + 3]
+        self._router_stats = router_stats if self._router_stats is None else self._router_stats + router_stats
+
+    def before_step(self, scale: Tensor) -> None:
+        """See `Observer`."""
+        self._scale, self._router_stats = scale, None
+
+    def statistics(self) -> Tensor:
+        """See `Observer`; what `Totals` unpacks."""
+        if self._router_stats is None:
+            device = next(self.parameters()).device
+            return torch.zeros(2 * self.shape.experts + 3, dtype=torch.float64, device=device)
+        return self._router_stats
+
+    @torch.no_grad()
+    def after_step(self, totals: Tensor, skip: Tensor) -> None:
+        """See `Observer`."""
+        self._router_stats, self.totals = None, Totals.of(totals)
+        if isinstance(self.router, Biased):
+            self.router.balance(self.totals.load, skip)
+        if self.shape.losses.global_batch:
+            self.load.copy_(torch.where(skip > 0, self.load, self.totals.load.to(self.load.dtype)))
+
+    def report(self) -> dict[str, Tensor]:
+        """See `Observer`: `load` of each expert in units of their mean, and its extremes; `entropy` of the router's probabilities
+        (nats per token), `dropped` (share of the slots that capacity took away), `loss` (the router's, per token); where a bias
+        balances, its extremes."""
+        if self.totals is None:
+            return {}
+        load, dropped, tokens, entropy, loss = self.totals
+        relative, tokens = load / load.mean().clamp(min=1e-9), tokens.clamp(min=1)
+        found = {"load": relative, "load_max": relative.max(), "load_min": relative.min(), "entropy": entropy / tokens}
+        found |= {"dropped": dropped.sum() / load.sum().clamp(min=1), "loss": loss / tokens}
+        bias = getattr(self.router, "bias", None)
+        return found | ({"bias_max": bias.max(), "bias_min": bias.min()} if isinstance(bias, Tensor) else {})
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """The buffer of this module itself; router, experts and the shared part have their own."""
+        return {"load": TensorSpec((None,), Init("zeros"), "vector")} if self.shape.losses.global_batch else {}
+
+    def module_specs(self) -> dict[str, ModuleSpec]:
+        """Layout of the hidden states, and of the two tensors that enter with them."""
+        return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,))}
+
+
+def observe_all(x: Tensor, observed: list[tuple[ExpertLayer, Tensor]]) -> Tensor:
+    """Gives layers the router statistics of one forward of the whole model, and attaches the loss `pooled` to its stream `x`.
+
+    A layer cannot do that: the loads of later layers have a part in the gradient of its probabilities.
+    """
+    shape = observed[0][0].shape if observed else None
+    if shape is not None and shape.losses.pooled:
+        router_stats = torch.stack([one for _, one in observed])
+        counts, sums = router_stats[:, : shape.experts].detach(), router_stats[:, 2 * shape.experts + 3 :]
+        shares = shape.losses.pooled * pooled(counts, sums, shape.top_k)
+        x = attach(x, shares.sum(), observed[0][0]._scale)
+        place = torch.arange(router_stats.shape[1], device=x.device) == 2 * shape.experts + 2
+        with torch.no_grad():
+            observed = [(layer, one + place * share) for (layer, one), share in zip(observed, shares, strict=True)]
+    for layer, router_stats in observed:
+        layer.observe(router_stats)
+    return x

@@ -1,0 +1,192 @@
+"""Routers: (N, dim) tokens -> the experts of each, and their weights. Logits are in fp32 at least."""
+
+from math import pi
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.specs import Init, TensorSpec
+from forge_models.blocks.layers import unfilled
+from forge_models.inner_values import tap
+from forge_models.shape import RouterContext
+
+
+class Routing(NamedTuple):
+    """A router's choice.
+
+    Attributes:
+        experts: (N, top_k) int64, all different for a token.
+        weights: (N, top_k) fp32 or more, of the combination, with their graph.
+        probabilities: (N, experts), rows add up to 1, with their graph: what a loss balances; None without one.
+        logits: (N, experts), with their graph; None without any.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    probabilities: Tensor | None
+    logits: Tensor | None
+
+
+class Router(Protocol):
+    """What a router component builds: a module with this forward, which answers `tensor_specs()`."""
+
+    def __call__(self, x: Tensor, tokens: Tensor | None) -> Routing:
+        """`x` (N, dim); `tokens` (N,) int64 ids, None where a model's part does not know them."""
+        ...
+
+
+@runtime_checkable
+class Biased(Protocol):
+    """A router that balances by itself, once per optimizer step."""
+
+    def balance(self, load: Tensor, skip: Tensor) -> None:
+        """`load` (experts,) fp64: tokens of the whole batch that chose each expert. `skip`: where it is 1 nothing moves."""
+        ...
+
+
+class SoftmaxTopK(nn.Module):
+    """See `forge_models.components.experts.SoftmaxTopKConfig`."""
+
+    def __init__(self, context: RouterContext, *, normalize: bool = True) -> None:
+        super().__init__()
+        self.context, self.normalize = context, normalize
+        self.weight = unfilled(context.experts, context.dim)
+
+    def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
+        """See `Router`."""
+        logits = _logits(x, self.weight)
+        probabilities = logits.softmax(-1)
+        weights, experts = probabilities.topk(self.context.top_k, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(experts, weights, probabilities, logits)
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """The matrix of logits."""
+        return {"weight": _spec(self.context)}
+
+
+class SigmoidTopK(nn.Module):
+    """See `forge_models.components.experts.SigmoidTopKConfig`. The bias is a buffer that only `balance` moves."""
+
+    bias: Tensor
+    updates: Tensor
+
+    def __init__(
+        self,
+        context: RouterContext,
+        *,
+        normalize: bool = True,
+        scaling: float = 1.0,
+        n_group: int = 1,
+        topk_group: int = 1,
+        bias_rate: float = 1e-3,
+        bias_schedule: Literal["constant", "cosine", "warmup"] = "constant",
+        bias_steps: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.context, self.normalize, self.scaling = context, normalize, scaling
+        self.n_group, self.topk_group = n_group, topk_group
+        self.bias_rate, self.bias_schedule, self.bias_steps = bias_rate, bias_schedule, bias_steps
+        self.weight = unfilled(context.experts, context.dim)
+        self.register_buffer("bias", torch.full((context.experts,), torch.nan))
+        if self.bias_steps is not None:
+            self.register_buffer("updates", torch.full((), -1))
+
+    def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
+        """See `Router`."""
+        logits = _logits(x, self.weight)
+        scores = logits.sigmoid()
+        experts = self._choice(scores.detach() + self.bias).topk(self.context.top_k, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if self.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        return Routing(experts, weights * self.scaling, probabilities, logits)
+
+    def _choice(self, biased: Tensor) -> Tensor:
+        """(N, experts) with -inf outside of the best groups."""
+        groups, kept = self.n_group, self.topk_group
+        if kept == groups:
+            return biased
+        grouped = biased.unflatten(-1, (groups, -1))
+        best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+        outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
+
+    @torch.no_grad()
+    def balance(self, load: Tensor, skip: Tensor) -> None:
+        """bias += rate * sign(mean load - load) (Wang et al., 2024); see `Biased`."""
+        moves = torch.where(skip > 0, 0.0, 1.0)
+        # Counts are whole numbers, so this sign is exact and the same everywhere.
+        direction = (load.sum() - load * len(load)).sign()
+        self.bias += (direction * moves * self._rate()).to(self.bias.dtype)
+        if self.bias_steps is not None:
+            self.updates += moves.to(self.updates.dtype)
+
+    def _rate(self) -> Tensor | float:
+        if self.bias_steps is None:
+            return self.bias_rate
+        done = self.updates.double() / self.bias_steps
+        if self.bias_schedule == "cosine":
+            return self.bias_rate * 0.5 * (1 + (pi * done.clamp(max=1)).cos())
+        return self.bias_rate * (done + 1 / self.bias_steps).clamp(max=1)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "SigmoidTopK":
+        """Keeps the bias at fp32 or more where a module's parameters become bf16: steps of 1e-3 would be lost in it."""
+        kept = self.bias
+        super()._apply(fn, recurse)
+        if torch.finfo(self.bias.dtype).bits < torch.finfo(kept.dtype).bits:
+            self.bias = kept.to(self.bias.device, torch.promote_types(self.bias.dtype, torch.float32))
+        return self
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """The matrix of logits, the bias, and the number of its updates where the rate changes."""
+        specs = {"weight": _spec(self.context), "bias": TensorSpec((None,), Init("zeros"), "vector")}
+        return specs | ({"updates": TensorSpec((), Init("zeros"), "vector")} if self.bias_steps is not None else {})
+
+
+class Hash(nn.Module):
+    """See `forge_models.components.experts.HashConfig`. Each (token, expert) has a pseudo-random score, the largest win."""
+
+    def __init__(self, context: RouterContext, *, seed: int = 0) -> None:
+        super().__init__()
+        self.context, self.seed = context, seed
+
+    def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
+        """See `Router`.
+
+        Raises:
+            ValueError: without token ids.
+        """
+        if tokens is None:
+            raise ValueError("the hash router needs token ids; pass `tokens` to a pipeline stage that starts from hidden states")
+        # Filled in by the device; a tensor made from a number on the host would wait for it.
+        salt = _mix(torch.full((), self.seed * 1_000_003 + self.context.layer, device=tokens.device))
+        experts = _mix(torch.arange(self.context.experts, device=tokens.device) + salt)
+        chosen = _mix(_mix(tokens.long() ^ salt).unsqueeze(-1) ^ experts).topk(self.context.top_k, dim=-1).indices
+        weights = x.new_full(chosen.shape, 1 / self.context.top_k, dtype=torch.promote_types(x.dtype, torch.float32))
+        return Routing(chosen, weights, None, None)
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """Nothing."""
+        return {}
+
+
+def _logits(x: Tensor, weight: Tensor) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return tap("router.logits", F.linear(x.to(dtype), weight.to(dtype)))
+
+
+def _spec(context: RouterContext) -> TensorSpec:
+    # Every rank decides for its own tokens among all experts, so no strategy splits the rows.
+    return TensorSpec((None, "embed"), Init("normal", context.init_std), "router")
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of int64 that spreads neighboring numbers over all bits: the finalizer of splitmix64 (Steele et al., 2014)."""
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ ((x >> shift) & ((1 << 64 - shift) - 1))) * factor
+    return x ^ ((x >> 31) & ((1 << 33) - 1))

@@ -1,1 +1,0 @@
-"""Text from a model: cache, sampling, greedy decoding with and without drafts."""

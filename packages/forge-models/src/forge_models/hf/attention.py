@@ -1,0 +1,126 @@
+"""Attention in a `config.json`: windows of layers, and multi-head latent attention.
+
+DeepSeek rotates neighboring dimensions (0, 1), (2, 3), ...; here dimension i is rotated with i + width / 2. So a checkpoint
+has the rows of rotated dimensions in another order: ours are its even ones, then its odd ones, in the queries of every head and
+in the shared key.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+from forge_models.components.attentions import MLA
+from forge_models.components.decoder import DecoderConfig
+from forge_models.hf.config import Keys
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers in `layer_types`."""
+
+
+def read_window(keys: Keys) -> int | None:
+    """The width; None = every layer sees everything."""
+    window = keys.integer("sliding_window", optional=True) or None
+    if keys.given("sliding_window_size"):  # Gemma-2 configurations repeat the window under this name
+        keys.only("sliding_window_size", window)
+    return window
+
+
+def read_local_layers(keys: Keys, window: int | None, local: Callable[[int], bool]) -> dict[str, Any]:
+    """`window`, `global_every` and `global_layers` of the attention; `local` tells by index, where `layer_types` is absent."""
+    layers = keys.integer("num_hidden_layers")
+    types = keys.values["layer_types"] if keys.given("layer_types") else None
+    types = types or [SLIDING if local(layer) else FULL for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or set(types) - {FULL, SLIDING}:
+        keys.fault("layer_types", f"expected {layers} times {FULL!r} or {SLIDING!r}")
+        return {}
+    if SLIDING not in types:
+        return {}
+    if window is None:
+        keys.fault("sliding_window", f"is missing, but layer_types says {SLIDING!r}")
+        return {}
+    full = tuple(layer for layer, kind in enumerate(types) if kind == FULL)
+    if not full:
+        return {"window": window}
+    every = full[0] + 1
+    if full == tuple(range(every - 1, layers, every)):
+        return {"window": window, "global_every": every}
+    return {"window": window, "global_layers": full}
+
+
+def read_period(keys: Keys, period: int) -> dict[str, Any]:
+    """The same of a family whose every n-th layer is global; `period` is n when no key says it."""
+    window = read_window(keys)
+    patterns = [name for name in ("sliding_window_pattern", "_sliding_window_pattern") if keys.given(name)]
+    period = keys.integer(patterns[0]) if patterns else period
+    for name in patterns[1:]:  # transformers saves both when it was given the first
+        keys.only(name, period)
+    return read_local_layers(keys, window, lambda layer: not period or (layer + 1) % period != 0)
+
+
+def windows_of(decoder: DecoderConfig) -> tuple[int | None, ...]:
+    """The window of every layer."""
+    return decoder.shape.windows()[: decoder.layers]
+
+
+def write_window(decoder: DecoderConfig) -> dict[str, Any]:
+    """The key of `read_window`."""
+    return {"sliding_window": getattr(decoder.shape.attention, "window", None)}
+
+
+def write_local_layers(decoder: DecoderConfig) -> dict[str, Any]:
+    """The keys of `read_local_layers`."""
+    return write_window(decoder) | {"layer_types": [FULL if window is None else SLIDING for window in windows_of(decoder)]}
+
+
+WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Keys and fields with one name."""
+
+LATENT_EPS = 1e-6
+"""Of the norms of latents: fixed in the reference, independent of `rms_norm_eps`."""
+
+LATENT_NAMES: Mapping[str, str] = {
+    "q_a_norm": "q_a_layernorm",
+    "kv_a_proj": "kv_a_proj_with_mqa",
+    "kv_a_norm": "kv_a_layernorm",
+}
+"""Our name of a part of the attention -> its name in a checkpoint, where they differ."""
+
+
+def read_latent(keys: Keys) -> dict[str, Any]:
+    """The fields of `MLA`; faults are left in `keys`."""
+    fields: dict[str, Any] = {name: keys.integer(name) for name in WIDTHS}
+    fields["q_lora_rank"] = keys.integer("q_lora_rank", optional=True) or None
+    keys.only("num_key_value_heads", None, keys.integer("num_attention_heads"))
+    keys.only("attention_bias", None, False)
+    keys.only("rope_interleave", None, True)
+    for key, value in _derived(fields).items():
+        if keys.given(key):
+            keys.only(key, None, value)
+    return fields | {"norm_eps": LATENT_EPS}
+
+
+def write_latent(decoder: DecoderConfig) -> dict[str, Any]:
+    """The keys that say the attention of `decoder`; empty when it is of another kind."""
+    attention = decoder.shape.attention
+    if not isinstance(attention, MLA):
+        return {}
+    fields = {name: getattr(attention, name) for name in (*WIDTHS, "q_lora_rank")}
+    return fields | _derived(fields) | {"attention_bias": False, "rope_interleave": True}
+
+
+def _derived(fields: Mapping[str, Any]) -> dict[str, int]:
+    return {"head_dim": fields["qk_rope_head_dim"], "qk_head_dim": fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]}
+
+
+def latent_rows(attention: MLA, heads: int, name: str) -> tuple[int, ...]:
+    """Which row of a checkpoint's matrix each row of ours is; empty = the same order. `name` is that of the matrix here."""
+    turning = attention.qk_rope_head_dim
+    halves = [*range(0, turning, 2), *range(1, turning, 2)]
+    if name in ("q_proj", "q_b_proj"):
+        still = attention.qk_nope_head_dim
+        head = [*range(still), *(still + row for row in halves)]
+        return tuple(chain.from_iterable((start * len(head) + row for row in head) for start in range(heads)))
+    if name == "kv_a_proj":
+        rank = attention.kv_lora_rank
+        return (*range(rank), *(rank + row for row in halves))
+    return ()

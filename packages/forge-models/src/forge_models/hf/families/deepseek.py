@@ -1,0 +1,98 @@
+"""DeepSeek-V3 (2024): latent attention, groups of fine-grained experts chosen with a bias, shared ones, first layers dense.
+
+Its MTP modules come after the last layer; they change no logit and are not read.
+"""
+
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from forge_models.components.attentions import MLA
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
+from forge_models.hf.attention import read_latent, write_latent
+from forge_models.hf.config import ANY_VALUE, Keys
+from forge_models.hf.family import Family, read_base, write_base
+from forge_models.hf.moe import ExpertNames, normalized, read_experts, write_experts
+
+MTP_LAYERS = "num_nextn_predict_layers"
+"""Key of the number of MTP modules."""
+
+FIXED = MappingProxyType({"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1})
+"""Keys of things that the code fixes, with what they may say."""
+
+
+class DeepseekV3(Family):
+    model_type = "deepseek_v3"
+    architecture = "DeepseekV3ForCausalLM"
+    defaults: ClassVar = {
+        "num_key_value_heads": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+    }
+    ignores: ClassVar = dict.fromkeys(
+        ("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "output_router_logits"), ANY_VALUE
+    )
+    experts: ClassVar = ExpertNames(bias="gate.e_score_correction_bias")
+    mtp_layers: ClassVar = MTP_LAYERS
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        fields = read_base(keys)
+        latent = read_latent(keys)
+        fields["head_dim"] = latent["qk_rope_head_dim"]  # it plays no part there, but must be a legal one
+        fields["attention"] = keys.make(MLA, **latent)
+        fields["moe"] = keys.make(
+            MoEConfig,
+            **read_experts(keys, "n_routed_experts", "num_local_experts", "num_experts"),
+            ffn_dim=keys.integer("moe_intermediate_size"),
+            shared=keys.integer("n_shared_experts"),
+            first_dense=keys.whole("first_k_dense_replace"),
+            router=_router(keys),
+        )
+        for key, value in FIXED.items():
+            if keys.given(key):
+                keys.only(key, value)
+        keys.whole(MTP_LAYERS)
+        return fields
+
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
+        written = write_base(self, decoder) | write_latent(decoder)
+        if (moe := decoder.shape.moe) is not None:
+            written |= write_experts(moe, "n_routed_experts") | {"moe_intermediate_size": moe.ffn_dim}
+            written |= {
+                "n_shared_experts": moe.shared,
+                "first_k_dense_replace": moe.first_dense,
+                "norm_topk_prob": normalized(moe),
+            }
+            if isinstance(router := moe.router, SigmoidTopKConfig):
+                written |= {"n_group": router.n_group, "topk_group": router.groups_kept}
+                written["routed_scaling_factor"] = router.scaling
+            written |= FIXED
+        return written | {MTP_LAYERS: 0}
+
+
+def _router(keys: Keys) -> SigmoidTopKConfig | None:
+    normalize = keys.boolean("norm_topk_prob")
+    groups, kept, scaling = keys.integer("n_group"), keys.integer("topk_group"), keys.number("routed_scaling_factor")
+    if 0 < groups < kept:
+        keys.fault("topk_group", f"{kept} is more than n_group {groups}")
+    return keys.make(SigmoidTopKConfig, normalize=normalize, scaling=scaling, n_group=groups, topk_group=kept)

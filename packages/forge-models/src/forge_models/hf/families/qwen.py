@@ -1,0 +1,141 @@
+"""Qwen2 and 2.5 (Yang et al., 2024), Qwen3 and Qwen3 with experts (Yang et al., 2025)."""
+
+from typing import Any, ClassVar
+
+from forge_models.components.attentions import GQA
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
+from forge_models.hf.attention import SLIDING, read_local_layers, read_window, write_local_layers, write_window
+from forge_models.hf.config import ANY_VALUE, Keys
+from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
+from forge_models.hf.moe import ExpertNames, normalized, read_experts, read_losses, write_experts, write_losses
+
+
+class Qwen2(Family):
+    """Qwen2 and 2.5: biases of q, k and v; a window in the upper layers when switched on."""
+
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+    defaults: ClassVar = {
+        "num_key_value_heads": 32,
+        "head_dim": None,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        fields = read_base(keys) | read_heads(keys)
+        return fields | {"attention": GQA(qkv_bias=True, **read_upper_windows(keys))}
+
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
+        return write_base(self, decoder) | write_upper_windows(decoder)
+
+
+def read_upper_windows(keys: Keys) -> dict[str, Any]:
+    """Fields of the attention: the window counts when it is switched on, from a layer onwards."""
+    window, used, first = read_window(keys), keys.boolean("use_sliding_window"), keys.whole("max_window_layers")
+    window = window if used else None
+    return read_local_layers(keys, window, lambda layer: window is not None and layer >= first)
+
+
+def write_upper_windows(decoder: DecoderConfig) -> dict[str, Any]:
+    """The keys of `read_upper_windows`."""
+    written = write_local_layers(decoder)
+    local = [layer for layer, kind in enumerate(written["layer_types"]) if kind == SLIDING]
+    return written | {"use_sliding_window": bool(local), "max_window_layers": local[0] if local else decoder.layers}
+
+
+class Qwen3(Family):
+    """Dense: norms of each head's q and k."""
+
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    defaults: ClassVar = {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        fields = read_base(keys) | read_heads(keys)
+        return fields | {"attention": GQA(**read_biases(keys), qk_norm="head", **read_upper_windows(keys))}
+
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
+        return write_base(self, decoder) | write_biases(decoder) | write_upper_windows(decoder)
+
+
+class Qwen3Moe(Family):
+    """Fine-grained experts, none shared; a window, when switched on, in every layer."""
+
+    model_type = "qwen3_moe"
+    architecture = "Qwen3MoeForCausalLM"
+    defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "num_experts": 128,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": False,
+    }
+    ignores: ClassVar = {"max_window_layers": ANY_VALUE}  # the reference does not look at it
+    experts: ClassVar = ExpertNames()
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        fields = read_base(keys) | read_heads(keys)
+        biases, window = read_biases(keys), read_window(keys)
+        window = window if keys.boolean("use_sliding_window") else None
+        moe = keys.make(
+            MoEConfig,
+            **read_experts(keys, "num_experts", "num_local_experts"),
+            ffn_dim=keys.integer("moe_intermediate_size"),
+            every=keys.integer("decoder_sparse_step"),
+            first_dense=_first_dense(keys),
+            router=SoftmaxTopKConfig(normalize=keys.boolean("norm_topk_prob")),
+            losses=read_losses(keys),
+        )
+        return fields | {"attention": GQA(**biases, qk_norm="head", window=window), "moe": moe}
+
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
+        written = write_base(self, decoder) | write_biases(decoder) | write_window(decoder)
+        written["use_sliding_window"] = written["sliding_window"] is not None
+        if (moe := decoder.shape.moe) is None:
+            return written
+        written |= write_experts(moe, "num_experts") | write_losses(moe) | {"moe_intermediate_size": moe.ffn_dim}
+        written |= {"decoder_sparse_step": moe.every, "mlp_only_layers": list(range(moe.first_dense))}
+        return written | {"norm_topk_prob": normalized(moe)}
+
+
+def _first_dense(keys: Keys) -> int:
+    dense = keys.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        keys.fault("mlp_only_layers", f"expected a list of layers, not {dense!r}")
+        return 0
+    if dense != list(range(len(dense))):
+        keys.fault("mlp_only_layers", f"{dense} is not implemented; only the first layers may be dense")
+    return len(dense)

@@ -1,1 +1,0 @@
-"""How alike two sets of activations are, from sums that are made in one pass."""

@@ -1,1 +1,0 @@
-"""Activations on disk: written as they come, resumed where a capture stopped, read without loading them."""
