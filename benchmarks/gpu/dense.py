@@ -85,11 +85,11 @@ def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
 
     from forge_core.batch import Batch
     from forge_core.layout import Layout
+    from forge_models.components.decoder import DecoderConfig
+    from forge_models.objectives import CrossEntropy
     from forge_parallel.model.plan import Plan
     from forge_parallel.model.realize import Blueprint, realize
     from forge_parallel.optim.optimizers import AdamW
-    from forge_models.components.decoder import DecoderConfig
-    from forge_models.objectives import CrossEntropy
     from forge_parallel.placement.topology import Topology
     from forge_parallel.step.reduce import clip_grad_norm
     from forge_parallel.step.step import Step

@@ -206,10 +206,10 @@ def training(configuration: Training, smoke: bool) -> dict[str, Any]:
     from forge_core.layout import Layout
     from forge_models.blocks.moe.layer import ExpertLayer
     from forge_models.flops import count
+    from forge_models.objectives import CrossEntropy
     from forge_parallel.model.plan import Plan
     from forge_parallel.model.realize import Blueprint, realize
     from forge_parallel.optim.optimizers import AdamW
-    from forge_models.objectives import CrossEntropy
     from forge_parallel.placement.topology import Topology
     from forge_parallel.step.reduce import clip_grad_norm
     from forge_parallel.step.step import Step

@@ -18,10 +18,10 @@ import torch
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
+from forge_models.components.decoder import DecoderConfig
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_models.components.decoder import DecoderConfig
 from forge_parallel.placement.topology import Topology
 
 GROUP = "forge.optimizers"

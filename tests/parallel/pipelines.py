@@ -7,13 +7,13 @@ from typing import Any, get_args
 import torch
 
 from forge_core.layout import Layout
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.pipeline import schedules as orders
-from forge_models.components.decoder import DecoderConfig
-from forge_models.objectives import CrossEntropy
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.compile import Compile

@@ -9,8 +9,8 @@ import torch
 
 from forge_core.errors import LayoutError, PlanError
 from forge_core.layout import Layout
-from forge_parallel import accelerator
 from forge_models.components.decoder import DecoderConfig
+from forge_parallel import accelerator
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
 from forge_parallel.model.plan import Plan

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from forge_core.layout import Layout
-from forge_parallel.model.plan import Plan
-from forge_parallel.model.realize import Blueprint, realize
 from forge_models.components.decoder import DecoderConfig
 from forge_models.objectives import CrossEntropy
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.compile import Compile

@@ -29,9 +29,18 @@ ALLOWED = {
         1,
         "the kernel `loop`, where no grouped product takes precision or width",
     ),
-    "forge_parallel/transforms/expert/dispatchers.py AllGatherDispatcher: tolist": (1, "ranks may have different numbers of tokens"),
-    "forge_parallel/transforms/expert/dispatchers.py on_host: tolist": (1, "rows that travel are counted on the host by the collective"),
-    "forge_parallel/optim/elementwise.py ElementwiseOptimizer.__init__: torch.tensor": (1, "once, with the optimizer; no step makes one"),
+    "forge_parallel/transforms/expert/dispatchers.py AllGatherDispatcher: tolist": (
+        1,
+        "ranks may have different numbers of tokens",
+    ),
+    "forge_parallel/transforms/expert/dispatchers.py on_host: tolist": (
+        1,
+        "rows that travel are counted on the host by the collective",
+    ),
+    "forge_parallel/optim/elementwise.py ElementwiseOptimizer.__init__: torch.tensor": (
+        1,
+        "once, with the optimizer; no step makes one",
+    ),
     "forge_parallel/optim/elementwise.py _parts: torch.tensor": (2, "once, with the optimizer; no step makes one"),
     "forge_parallel/optim/adamw8bit.py Blocks.numbers: torch.tensor": (1, "once, with the optimizer; no step makes one"),
     "forge_parallel/step/pipeline.py Runner._told: torch.tensor": (1, "in the first step only"),

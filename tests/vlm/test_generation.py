@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_models import generation
-from forge_models.generation import GenerationError
+from forge_models.generation import GenerationError, generate
 from vlm.tiny import IMAGE, MODELS, batch, build, row
 
 
@@ -38,11 +37,11 @@ def test_a_cache_changes_no_token(name: str) -> None:
     prefix = torch.arange(width) < torch.tensor([[len(ids)] for ids, _ in samples])
     extras = {"images": inputs["images"], "image_rows": inputs["image_rows"], "prefix": prefix}
     prompts = [ids for ids, _ in samples]
-    assert generation(model, prompts, max_tokens=8, inputs=extras) == wanted
+    assert generate(model, prompts, max_tokens=8, inputs=extras) == wanted
     text = [ids for ids, images in samples if not images]
-    assert generation(model, text, max_tokens=8, inputs={"prefix": prefix[1:2, : len(text[0])]}) == [wanted[1]]
+    assert generate(model, text, max_tokens=8, inputs={"prefix": prefix[1:2, : len(text[0])]}) == [wanted[1]]
     with pytest.raises(GenerationError, match="come whole"):
-        generation(model, prompts, max_tokens=8, inputs=extras, prefill=4)
+        generate(model, prompts, max_tokens=8, inputs=extras, prefill=4)
 
 
 def test_a_placeholder_is_never_written() -> None:

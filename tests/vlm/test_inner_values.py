@@ -9,11 +9,11 @@ from forge_core.batch import Batch
 from forge_core.layout import Layout
 from forge_models.interp.capture import capture
 from forge_models.interp.edit import add, edit, zero
+from forge_models.interp.taps import WITH_IMAGES, InterpError, taps
+from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_models.interp.taps import WITH_IMAGES, InterpError, taps
-from forge_models.objectives import CrossEntropy
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.expert.transform import ExpertParallel

@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.layout import Layout
-from forge_models import generation
 from forge_models.components.decoder import DecoderConfig
+from forge_models.generation import generate
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamW
@@ -105,7 +105,7 @@ def test_cached_equals_uncached(build, tokens, name):
 @every
 def test_greedy_tokens_equal_those_without_a_cache(build, name):
     model, prompts = build(name), [[5, 6, 7, 8, 9, 10, 11], [1, 2]]
-    found = generation(model, prompts, max_tokens=9, prefill=3)
+    found = generate(model, prompts, max_tokens=9, prefill=3)
     for prompt, row in zip(prompts, found, strict=True):
         ids = list(prompt)
         for token in row:

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from forge_models import generation
-from forge_models.generation import GenerationError, Sampler, Sampling, before_stop, stream
+from forge_models.generation import GenerationError, Sampler, Sampling, before_stop, generate, stream
 
 PROMPTS = [[5, 17, 3, 60, 8, 9, 41], [90], [2, 2, 31, 7]]
 
@@ -34,7 +33,7 @@ def test_greedy_rows_of_unequal_length_equal_each_row_alone(make, prefill):
     model = make(spread=10.0)
     expected = [uncached(model, prompt, 20) for prompt in PROMPTS]
     assert len({tuple(row) for row in expected}) == 3  # the rows do not all fall into one loop
-    assert generation(model, PROMPTS, max_tokens=20, prefill=prefill) == expected
+    assert generate(model, PROMPTS, max_tokens=20, prefill=prefill) == expected
 
 
 def test_a_full_cache_refuses(make, tokens):
@@ -56,7 +55,7 @@ def test_the_cache_takes_the_precision_in_which_the_model_computes(make):
     for module in model.modules():
         if "weight" in module._parameters:
             torch.nn.utils.parametrize.register_parametrization(module, "weight", Cast(), unsafe=True)
-    assert generation(model, PROMPTS, max_tokens=8) == generation(twin, PROMPTS, max_tokens=8)
+    assert generate(model, PROMPTS, max_tokens=8) == generate(twin, PROMPTS, max_tokens=8)
 
 
 def test_a_core_without_cache_support_refuses(make, tokens):
@@ -68,16 +67,16 @@ def test_a_core_without_cache_support_refuses(make, tokens):
 
 def test_rows_stop_at_their_own_end(make):
     model = make(spread=10.0)
-    free = generation(model, PROMPTS, max_tokens=12)
+    free = generate(model, PROMPTS, max_tokens=12)
     eos = free[0][3]
     expected = [row[: row.index(eos) + 1] if eos in row else row for row in free]
     heard = []
-    stopped = generation(model, PROMPTS, max_tokens=12, eos=eos, on_token=lambda row, token: heard.append((row, token)))
+    stopped = generate(model, PROMPTS, max_tokens=12, eos=eos, on_token=lambda row, token: heard.append((row, token)))
     assert stopped == expected
     assert len(expected[0]) < 12
     assert [[token for row, token in heard if row == number] for number in range(3)] == expected
     every_token = range(97)
-    assert [len(row) for row in generation(model, PROMPTS, max_tokens=12, eos=every_token)] == [1, 1, 1]
+    assert [len(row) for row in generate(model, PROMPTS, max_tokens=12, eos=every_token)] == [1, 1, 1]
 
 
 def test_stream_yields_step_by_step_and_leaves_the_mode_alone(make):
@@ -86,13 +85,13 @@ def test_stream_yields_step_by_step_and_leaves_the_mode_alone(make):
     modes = [module.training for module in model.modules()]
     steps = stream(model, PROMPTS, max_tokens=5)
     first = next(steps)
-    assert first == [row[0] for row in generation(model, PROMPTS, max_tokens=1)]
+    assert first == [row[0] for row in generate(model, PROMPTS, max_tokens=1)]
     assert [module.training for module in model.modules()] == modes
     steps.close()
     assert torch.is_grad_enabled()
     model.head.core = model.blocks["1"].attention.core = None
     with pytest.raises(TypeError, match="NoneType"):
-        generation(model, PROMPTS, max_tokens=2)
+        generate(model, PROMPTS, max_tokens=2)
     assert [module.training for module in model.modules()] == modes
 
 
@@ -138,7 +137,7 @@ def test_a_seed_fixes_the_draws_of_a_row_whatever_the_others_hold(make):
     model = make()
 
     def drawn(prompts, seed):
-        return generation(model, prompts, Sampling(temperature=1.0, seed=seed), max_tokens=8)
+        return generate(model, prompts, Sampling(temperature=1.0, seed=seed), max_tokens=8)
 
     first = drawn(PROMPTS, 3)
     assert drawn(PROMPTS, 3) == first
@@ -149,7 +148,7 @@ def test_a_seed_fixes_the_draws_of_a_row_whatever_the_others_hold(make):
 def test_stream_and_generate_draw_the_same_whatever_the_prefill(make):
     model = make(spread=3.0)
     sampling = Sampling(temperature=1.3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=5)
-    whole = generation(model, PROMPTS, sampling, max_tokens=10)
+    whole = generate(model, PROMPTS, sampling, max_tokens=10)
     assert len({tuple(row) for row in whole}) == 3
     for prefill in (1, 3):
         steps = stream(model, PROMPTS, sampling, max_tokens=10, prefill=prefill)
@@ -214,7 +213,7 @@ def test_repetition_penalty_equals_that_of_transformers(make, penalty):
 
     # The last prompt holds every second token: about half of its choices depend on what the prompt says.
     model, prompts = make(spread=10.0), [[5, 6, 7, 5, 8], [90, 1], list(range(0, 97, 2))]
-    found = generation(model, prompts, Sampling(repetition_penalty=penalty), max_tokens=10)
+    found = generate(model, prompts, Sampling(repetition_penalty=penalty), max_tokens=10)
     process = RepetitionPenaltyLogitsProcessor(penalty)
     for prompt, row in zip(prompts, found, strict=True):
         ids = list(prompt)
@@ -223,7 +222,7 @@ def test_repetition_penalty_equals_that_of_transformers(make, penalty):
                 logits = model(torch.tensor([ids]))[:, -1]
             assert token == int(process(torch.tensor([ids]), logits).argmax())
             ids.append(token)
-    assert found != generation(model, prompts, max_tokens=10)
+    assert found != generate(model, prompts, max_tokens=10)
 
 
 def test_rows_stop_at_a_text_that_spans_tokens(make):
@@ -232,7 +231,7 @@ def test_rows_stop_at_a_text_that_spans_tokens(make):
     def decode(tokens):
         return "".join(f"<{token}>" for token in tokens)
 
-    free = generation(model, PROMPTS, max_tokens=12)
+    free = generate(model, PROMPTS, max_tokens=12)
     # The end of one token's text and the beginning of the next one's: complete only with the latter.
     stop = f"{free[0][2]}><{free[0][3]}"
     expected = []
@@ -240,8 +239,8 @@ def test_rows_stop_at_a_text_that_spans_tokens(make):
         ends = [n for n in range(1, len(row) + 1) if stop in decode(row[:n])]
         expected.append(row[: ends[0]] if ends else row)
     assert 3 < len(expected[0]) <= 12
-    assert generation(model, PROMPTS, max_tokens=12, stop=stop, decode=decode) == expected
-    assert generation(model, PROMPTS, max_tokens=12, stop=["never", stop], decode=decode) == expected
+    assert generate(model, PROMPTS, max_tokens=12, stop=stop, decode=decode) == expected
+    assert generate(model, PROMPTS, max_tokens=12, stop=["never", stop], decode=decode) == expected
 
 
 def test_text_before_a_stop():

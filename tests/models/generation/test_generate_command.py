@@ -12,8 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from forge_models import generation
-from forge_models.generation import GREEDY, Sampling
+from forge_models.generation import GREEDY, Sampling, generate
 from forge_models.hf.reader import Folder
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.open import load_model
@@ -42,7 +41,7 @@ def test_generate_speaks_with_a_runs_own_tokenizer(
     from forge_data.tokenizers.bytes import ByteTokenizer
 
     coder = ByteTokenizer()
-    ids = generation(training.model.part, [coder.encode("ab").tolist()], max_tokens=12, eos=coder.eos)[0]
+    ids = generate(training.model.part, [coder.encode("ab").tolist()], max_tokens=12, eos=coder.eos)[0]
     for place in ("run", "run/checkpoints", "run/checkpoints/step-00000002"):
         arguments = ("--prompt", "ab", "--temperature", "0", "--max-tokens", "12", "--json")
         assert run("generate", tmp_path / place, *arguments) == 0
@@ -79,7 +78,7 @@ def test_every_option_of_generate_counts(tmp_path: Path, capsys: pytest.CaptureF
 
     def text(**other: Any) -> str:
         sampling = replace(SETTINGS, **other)
-        return backend.decode(generation(model, prompt, sampling, max_tokens=15, eos=2)[0])  # type: ignore[arg-type]
+        return backend.decode(generate(model, prompt, sampling, max_tokens=15, eos=2)[0])  # type: ignore[arg-type]
 
     def spoken(*options: str) -> str:
         assert run("generate", folder, "--prompt", "1A1", "--max-tokens", "15", "--json", *OPTIONS, *options) == 0

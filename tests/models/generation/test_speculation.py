@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from forge_core.batch import Batch
-from forge_models import generation
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import MoEConfig
-from forge_models.generation import GenerationError
+from forge_models.generation import GenerationError, generate
 from forge_models.inner_values import listening
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import Rope
@@ -86,7 +85,7 @@ VARIANTS = {
 def test_tokens_of_a_model_that_guesses_wrong_are_the_same(make, name, depth):
     model = make(spread=10.0, dtype=torch.float64, mtp=MTPConfig(depth=depth), **VARIANTS[name])
     tally = Tally()
-    assert drafted(model, tally=tally, max_tokens=14) == generation(model, PROMPTS, max_tokens=14)
+    assert drafted(model, tally=tally, max_tokens=14) == generate(model, PROMPTS, max_tokens=14)
     assert tally.tokens == 3 * 14
     assert tally.drafted == depth * tally.rounds
     assert tally.rounds + tally.accepted >= 3 * 13  # a round makes one token and those that it accepts, some of them too many
@@ -98,7 +97,7 @@ def test_a_model_that_guesses_right_needs_fewer_forwards(trained, depth):
     prompts = [cycle(4, 6), cycle(50, 1), cycle(77, 3)]
     calls = []
     model.norm.register_forward_hook(lambda *_: calls.append(1))
-    expected = generation(model, prompts, max_tokens=24)
+    expected = generate(model, prompts, max_tokens=24)
     plain = len(calls)
     calls.clear()
     assert drafted(model, prompts, tally, max_tokens=24) == expected
@@ -110,7 +109,7 @@ def test_a_model_that_guesses_right_needs_fewer_forwards(trained, depth):
 
 def test_modules_that_guess_right_now_and_then_change_no_token(trained):
     model, tally = trained(2, noise=0.15), Tally()
-    assert drafted(model, tally=tally, max_tokens=40) == generation(model, PROMPTS, max_tokens=40)
+    assert drafted(model, tally=tally, max_tokens=40) == generate(model, PROMPTS, max_tokens=40)
     assert 0.1 < tally.accepted / tally.drafted < 0.9
 
 
@@ -173,16 +172,16 @@ def test_prompts_may_be_taken_in_portions(trained):
 
 def test_rows_stop_at_their_own_end(trained):
     model = trained(2, noise=0.15)
-    free = generation(model, PROMPTS, max_tokens=20)
+    free = generate(model, PROMPTS, max_tokens=20)
     for eos in (free[0][3], free[1][0], free[2][7]):
-        assert drafted(model, max_tokens=20, eos=eos) == generation(model, PROMPTS, max_tokens=20, eos=eos)
+        assert drafted(model, max_tokens=20, eos=eos) == generate(model, PROMPTS, max_tokens=20, eos=eos)
 
     def decode(row):
         return " ".join(str(token) for token in row)
 
     stop = decode(free[0][2:4])
     options = {"max_tokens": 20, "stop": stop, "decode": decode}
-    assert drafted(model, **options) == generation(model, PROMPTS, **options)
+    assert drafted(model, **options) == generate(model, PROMPTS, **options)
 
 
 def test_a_row_alone_equals_the_row_in_a_batch(trained):
@@ -195,7 +194,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(trained):
 
 def test_the_last_tokens_up_to_max_length_can_be_made(make):
     model = make(spread=10.0, dtype=torch.float64, mtp=MTPConfig(depth=3))
-    assert drafted(model, [[1, 2, 3]], max_tokens=61) == generation(model, [[1, 2, 3]], max_tokens=61)
+    assert drafted(model, [[1, 2, 3]], max_tokens=61) == generate(model, [[1, 2, 3]], max_tokens=61)
 
 
 def test_what_cannot_draft_is_refused(make):

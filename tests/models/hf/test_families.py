@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from forge_core.errors import ConfigError, ForgeError
 from forge_core.protocols.weights import Weights
-from forge_models import generation
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig
+from forge_models.generation import generate
 from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
 from forge_models.hf.families import FAMILIES
@@ -69,7 +69,7 @@ def test_both_ways(case: str, tmp_path: Path) -> None:
         return  # greedy text below stays within its original length
     prompt = tokens(1, 9)
     text = reference.generate(prompt, max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert generation(ours, prompt.tolist(), max_tokens=32)[0] == text[0, 9:].tolist()
+    assert generate(ours, prompt.tolist(), max_tokens=32)[0] == text[0, 9:].tolist()
 
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {

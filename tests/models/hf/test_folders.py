@@ -13,7 +13,7 @@ from forge_core.config.tree import plain
 from forge_core.errors import ConfigError, DataError
 from forge_core.protocols.weights import WeightsInfo
 from forge_core.registry import Registry
-from forge_models import generation
+from forge_models.generation import generate
 from forge_models.hf.config import Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, misfits
@@ -142,7 +142,7 @@ def test_w12_generation_ends_where_its_settings_say(llama: Path, several: bool, 
     folder = Folder(llama)
     coder = tokenizer_for(folder, None, Registry(), lambda _: None)
     prompt = [*coder.prefix, *coder.encode("1A").tolist()]
-    made = generation(load_model(folder), [prompt], max_tokens=12)[0]  # type: ignore[arg-type]
+    made = generate(load_model(folder), [prompt], max_tokens=12)[0]  # type: ignore[arg-type]
     end = next(token for token in made[3:] if token not in made[:3])
     ends = [96, end] if several else end
     (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "temperature": 0.6}))

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from forge_core.batch import PADDING
-from forge_models import generation
 from forge_models.components.attentions import MLA
 from forge_models.components.experts import MoEConfig
+from forge_models.generation import generate
 from forge_models.inner_values import listening
 from forge_models.interp.attention_scores import capture_qk
 from forge_models.interp.capture import capture
@@ -199,9 +199,9 @@ def test_another_model_and_another_thread_are_not_heard(make, tokens):
 def test_generation_is_read_token_by_token(make, latent):
     model = make(**({"kv_heads": None, "attention": MLA(**LATENT)} if latent else {}))
     prompts = [[5, 17, 3, 60], [9, 2]]
-    plain = generation(model, prompts, max_tokens=3)
+    plain = generate(model, prompts, max_tokens=3)
     with capture(model, ["blocks.1.residual", "norm"]) as seen, capture(model, "blocks.1.residual", positions=[4, 5]) as later:
-        assert generation(model, prompts, max_tokens=3) == plain
+        assert generate(model, prompts, max_tokens=3) == plain
     assert [tuple(one.shape[:-1]) for one in seen.each("blocks.1.residual")] == [(6,), (2, 1), (2, 1)]  # padding is not read
     assert seen.tokens[0].tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1]]
     assert [one.shape[1] for one in seen.each("norm")] == [1, 1, 1]
@@ -214,15 +214,15 @@ def test_generation_is_read_token_by_token(make, latent):
     # Places are those of each row's text: the second row is two tokens behind.
     assert [len(one) for one in later.each("blocks.1.residual")] == [0, 1, 1]
     with capture(model, "norm", positions="last") as last:
-        generation(model, prompts, max_tokens=1)
+        generate(model, prompts, max_tokens=1)
     shorter = everything(model, torch.tensor([prompts[1]]))
     torch.testing.assert_close(last["norm"][1], shorter["norm"][0, -1:], rtol=1e-5, atol=1e-5)
     if latent:
         refused = pytest.raises(InterpError, match=r"holds all 5 tokens of a cache.*attention.latent")
         with refused, capture(model, "attention.k", layers=[0]):
-            generation(model, prompts, max_tokens=3)
+            generate(model, prompts, max_tokens=3)
     with pytest.raises(InterpError, match="count from 0"), capture(model, "norm", positions=[-2]):
-        generation(model, prompts, max_tokens=1)
+        generate(model, prompts, max_tokens=1)
 
 
 def test_trials_e4_padding_of_prompts_and_rows_that_have_stopped_are_not_read(make):
@@ -232,20 +232,20 @@ def test_trials_e4_padding_of_prompts_and_rows_that_have_stopped_are_not_read(ma
     for prefill in (None, 2):
         for positions in ("mean", "all"):
             with capture(model, name, positions=positions) as together:
-                generation(model, prompts, max_tokens=1, prefill=prefill)
+                generate(model, prompts, max_tokens=1, prefill=prefill)
             if positions == "mean" and prefill is None:
                 for row, prompt in enumerate(prompts):
                     with capture(model, name, positions="mean") as alone:
-                        generation(model, [prompt], max_tokens=1)
+                        generate(model, [prompt], max_tokens=1)
                     torch.testing.assert_close(together[name][row], alone[name][0], rtol=1e-4, atol=1e-6)
             if positions == "all":
                 read = sorted((row, at + 2 * part * (prefill is not None)) for part, one in enumerate(together.tokens)
                               for row, at in one.tolist())  # fmt: skip
                 assert read == [(row, at) for row, prompt in enumerate(prompts) for at in range(len(prompt))]
-    plain = generation(model, prompts, max_tokens=4)
+    plain = generate(model, prompts, max_tokens=4)
     end = plain[1][1]  # the second row stops after two tokens, or earlier
     with capture(model, name) as seen:
-        stopped = generation(model, prompts, max_tokens=4, eos=end)
+        stopped = generate(model, prompts, max_tokens=4, eos=end)
     # The last new token of a row is not read, nor is what the model computes for a row that has stopped.
     assert sum(map(len, seen.tokens)) == sum(map(len, prompts)) + sum(len(row) - 1 for row in stopped)
 

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from forge_models import generation
 from forge_models.components.attentions import MLA
 from forge_models.components.experts import MoEConfig
+from forge_models.generation import generate
 from forge_models.inner_values import listening
 from forge_models.interp.capture import capture
 from forge_models.interp.edit import add, edit, mean, patch, project_out, replace, zero
@@ -167,10 +167,10 @@ def test_a_block_that_runs_again_in_the_backward_is_refused(make, tokens):
 def test_generation_is_steered(make, latent):
     model = make(**({"kv_heads": None, "attention": MLA(**LATENT)} if latent else {}))
     prompts, vector = [[5, 17, 3, 60], [9, 2]], torch.randn(32, generator=torch.Generator().manual_seed(3))
-    plain = generation(model, prompts, max_tokens=6)
+    plain = generate(model, prompts, max_tokens=6)
     with edit(model, "residual_after", add(vector, 0.3), layers=[0]):
-        steered = generation(model, prompts, max_tokens=6)
-        chunked = generation(model, prompts, max_tokens=6, prefill=2)
+        steered = generate(model, prompts, max_tokens=6)
+        chunked = generate(model, prompts, max_tokens=6, prefill=2)
     assert steered != plain
     assert chunked == steered
     # Without a cache: every token is edited at its place.
@@ -181,11 +181,11 @@ def test_generation_is_steered(make, latent):
                 assert int(model(torch.tensor([row]))[0, -1].argmax()) == token
             row.append(token)
     with edit(model, "norm", add(vector, 100.0), positions=slice(5, None)):
-        later = generation(model, prompts, max_tokens=6)
+        later = generate(model, prompts, max_tokens=6)
     forced = int((model.head.weight @ vector).argmax())
     assert later[0][2:] == [forced] * 4 and later[0][:2] == plain[0][:2]
     assert later[1][4:] == [forced] * 2 and later[1][:4] == plain[1][:4]
-    assert generation(model, prompts, max_tokens=6) == plain
+    assert generate(model, prompts, max_tokens=6) == plain
 
 
 def test_wrong_edits_are_named_and_leave_nothing(make, tokens):

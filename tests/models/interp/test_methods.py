@@ -5,9 +5,9 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch.nn import functional as F
 
-from forge_models import generation
 from forge_models.components.attentions import GQA
 from forge_models.components.layers import LayerNormConfig
+from forge_models.generation import generate
 from forge_models.interp.attention_scores import induction_scores
 from forge_models.interp.capture import capture
 from forge_models.interp.edit import add, edit, mean, replace
@@ -232,9 +232,9 @@ def test_a_steering_vector_is_a_difference_of_means_and_steers(make):
     one, other = seen.each("blocks.1.residual")
     vector = steering_vector(one, other)
     torch.testing.assert_close(vector, (one[0].mean(0) - other[0].mean(0)).double(), rtol=1e-5, atol=1e-6)
-    plain = generation(model, [[1, 2]], max_tokens=6)
+    plain = generate(model, [[1, 2]], max_tokens=6)
     with edit(model, "blocks.1.residual", add(vector.float(), 20.0)):
-        assert generation(model, [[1, 2]], max_tokens=6) != plain
+        assert generate(model, [[1, 2]], max_tokens=6) != plain
 
 
 def stored(folder, rows, name="blocks.0.residual"):

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forge_models.interp.store.record import record
-from forge_models.interp.tap import listening
+from forge_models.tap import listening
 from torch import Tensor
 
 from forge_core.batch import IGNORE, PADDING
@@ -17,6 +16,7 @@ from forge_models.interp.attention_scores import capture_qk
 from forge_models.interp.capture import capture
 from forge_models.interp.edit import edit, mean, zero
 from forge_models.interp.methods.lens import lens_losses
+from forge_models.interp.recorder import record
 from forge_models.interp.similarity import Moments, unbiased_cka
 from forge_models.interp.store import ActivationStore
 from forge_models.interp.taps import InterpError

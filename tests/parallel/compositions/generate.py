@@ -20,13 +20,13 @@ from forge_core.component import fields_of
 from forge_core.errors import ForgeError, RecipeWarning
 from forge_core.features import Feature, declared
 from forge_core.registry import Registry
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.optim.groups import ParameterGroup
 from forge_parallel.optim.optimizers import PROVEN
 from forge_parallel.sections import Parallel, Precision
 from forge_parallel.verify import proofs
 from forge_parallel.verify.proofs import DEFAULTS, features
-from forge_models.components.decoder import DecoderConfig
-from forge_models.objectives import CrossEntropy
 from forge_train.recipe.load import load
 from parallel.compositions.rows import LOW, job_of, layout_of
 

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from forge_core.batch import Batch
 from forge_core.layout import Layout
+from forge_models.components.decoder import DecoderConfig
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.transforms.shard import FullyShard
-from forge_models.components.decoder import DecoderConfig
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic, within_rounding
 from harness.pool import World
 from harness.siblings import fast

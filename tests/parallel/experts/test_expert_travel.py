@@ -11,13 +11,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.layout import Layout
-from forge_parallel.model.parallel_model import ParallelModel
-from forge_parallel.model.plan import Plan
-from forge_parallel.model.realize import Blueprint, realize
 from forge_models.blocks.moe.dispatch import LocalDispatch
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.shape import RouterContext
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.expert.cut import open_dispatcher
 from forge_parallel.transforms.expert.transform import ExpertParallel, Kind

@@ -9,12 +9,12 @@ import torch
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
+from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import ParallelModel, gathered
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup, Settings
-from forge_models.objectives import CrossEntropy
 from forge_parallel.placement.topology import Topology
 from forge_parallel.sections import Pipeline
 from forge_parallel.step.step import Step

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import _muon as theirs
 
 from forge_core.layout import Layout
+from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import Muon
 from forge_parallel.transforms.shard import FullyShard
-from forge_models.objectives import CrossEntropy
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from harness.siblings import fast

@@ -9,13 +9,13 @@ import torch
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
+from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup as Group
 from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.optim.stages import apply, settings_of
-from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.verify.parity import Case, share, synthetic

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from forge_models import generation
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import HashConfig, MoEConfig
-from forge_models.generation import GenerationError, Sampling
+from forge_models.generation import GenerationError, Sampling, generate
 from forge_models.shape import Rope
 from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.transforms.context.transform import ContextParallel
@@ -44,8 +43,8 @@ def made(model: str, layout: str, schedule: str) -> tuple[list[list[int]], list[
     with laid_out.inference(whole_sequences=True):
         whole: Any = laid_out.whole()
         whole.register_forward_hook(lambda _module, _inputs, output: seen.append(output.double().clone()))
-        drawn = generation(whole, PROMPTS, DRAWN, max_tokens=6, agree=laid_out.topology.from_first)
-        greedy = generation(whole, PROMPTS, max_tokens=6, prefill=3, agree=laid_out.topology.from_first)
+        drawn = generate(whole, PROMPTS, DRAWN, max_tokens=6, agree=laid_out.topology.from_first)
+        greedy = generate(whole, PROMPTS, max_tokens=6, prefill=3, agree=laid_out.topology.from_first)
     return drawn, greedy, seen
 
 
@@ -96,7 +95,7 @@ LIMITED = replace(WINDOWS, layers=2, rope=ROPE)
 def refused(layout: str) -> str:
     model = realized(replace(decoder_case(), build=LIMITED.build), layout, "1f1b")
     with model.inference(whole_sequences=True), pytest.raises(GenerationError) as refusal:
-        generation(model.whole(), PROMPTS, max_tokens=6)  # type: ignore[arg-type]
+        generate(model.whole(), PROMPTS, max_tokens=6)  # type: ignore[arg-type]
     return str(refusal.value)
 
 

@@ -12,12 +12,12 @@ from torch._dynamo.utils import counters
 
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA
+from forge_models.components.decoder import DecoderConfig
+from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import DTYPES
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.optimizers import AdamW
-from forge_models.components.decoder import DecoderConfig
-from forge_models.objectives import CrossEntropy
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.torch_private import TorchDispatchMode

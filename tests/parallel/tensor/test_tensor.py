@@ -10,10 +10,9 @@ from torch.distributed.tensor import DTensor
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.specs import Specs
-from forge_models import generation
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
-from forge_models.generation import Sampling
+from forge_models.generation import Sampling, generate
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import gathered
 from forge_parallel.model.plan import Plan
@@ -228,7 +227,7 @@ def _generated(layout: str, variant: str) -> tuple[list[list[int]], float]:
         Blueprint.of(case.build), Plan.of([FullyShard(), TensorParallel()], at), Topology.of(at, CPU), 3, "fp64", "fp64"
     )
     with model.inference(whole_sequences=True):
-        tokens = generation(model.part, [[5, 7, 11], [1], [2, 3, 4, 5, 6]], Sampling(), max_tokens=6)  # type: ignore[arg-type]
+        tokens = generate(model.part, [[5, 7, 11], [1], [2, 3, 4, 5, 6]], Sampling(), max_tokens=6)  # type: ignore[arg-type]
     result = Step(model, case.objective)([synthetic(case, 0)])
     return [[int(token) for token in row] for row in tokens], result.numbers()["loss"]
 

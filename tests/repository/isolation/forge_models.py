@@ -4,8 +4,8 @@ from importlib.util import find_spec
 
 import torch
 
-from forge_models import generation
 from forge_models.components.decoder import DecoderConfig
+from forge_models.generation import generate
 from forge_models.initial_weights import initialize
 from forge_models.objectives import CrossEntropy
 
@@ -21,4 +21,4 @@ for _ in range(60):
     optimizer.zero_grad()
     (terms.sum / terms.tokens).backward()
     optimizer.step()
-assert generation(model, [[3, 1]], max_tokens=3) == [[4, 1, 5]]
+assert generate(model, [[3, 1]], max_tokens=3) == [[4, 1, 5]]

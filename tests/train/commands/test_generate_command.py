@@ -13,8 +13,7 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_data.tokenizers.bytes import ByteTokenizer
-from forge_models import generation
-from forge_models.generation import Sampling
+from forge_models.generation import Sampling, generate
 from forge_train.cli import main
 from forge_train.commands.weights.generate import _texts
 from forge_train.inference.continuation import Continuation
@@ -53,7 +52,7 @@ def expected(run: Path, prompts: list[str], weights: str = "model", **sampling: 
     coder = ByteTokenizer()
     model: Any = load_model(open_weights(run, Registry(), weights))
     encoded = [coder.encode(prompt).tolist() for prompt in prompts]
-    rows = generation(model, encoded, Sampling(**sampling), max_tokens=8, eos=coder.eos)
+    rows = generate(model, encoded, Sampling(**sampling), max_tokens=8, eos=coder.eos)
     return [coder.decode([token for token in row if token != coder.eos]) for row in rows]
 
 
@@ -72,7 +71,7 @@ def test_prompts_of_a_file_are_continued_together(trained: Path, tmp_path: Path,
 def test_a_token_that_ends_a_text_is_not_part_of_it(trained: Path) -> None:
     model: Any = load_model(open_weights(trained, Registry()))
     coder, sampling = ByteTokenizer(), Sampling(temperature=1.3, seed=5)
-    (row,) = generation(model, [coder.encode(PROMPTS[0]).tolist()], sampling, max_tokens=8)
+    (row,) = generate(model, [coder.encode(PROMPTS[0]).tolist()], sampling, max_tokens=8)
     begun = Continuation(model, coder, sampling, max_tokens=8, ends=frozenset({row[5]}))
     kept = row[: row.index(row[5])]
     assert begun.together(PROMPTS[:1]) == [coder.decode(kept)]

@@ -8,8 +8,7 @@ import pytest
 from forge_ckpt.checkpoint.locate import locate
 from forge_core.registry import Registry
 from forge_data.tokenizers.bytes import ByteTokenizer
-from forge_models import generation
-from forge_models.generation import Sampling
+from forge_models.generation import Sampling, generate
 from forge_train.inference.forge_weights import ForgeWeights
 from forge_train.inference.open import load_model
 from forge_train.run.directory import SAMPLES
@@ -36,7 +35,7 @@ def test_samples_are_what_the_weights_generate(world: World, tmp_path: Path, siz
     world.run(train, size, recipe, [f"--job.dir={directory}", "--train.max_steps=3"])
     coder = ByteTokenizer()
     model = load_model(ForgeWeights(locate(directory), Registry()))
-    rows = generation(
+    rows = generate(
         model,  # type: ignore[arg-type]
         [coder.encode(prompt).tolist() for prompt in PROMPTS],
         SAMPLING,

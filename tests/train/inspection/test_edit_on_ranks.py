@@ -9,11 +9,11 @@ import torch
 from forge_core.layout import Layout
 from forge_models.interp.capture import capture
 from forge_models.interp.edit import Edit, add, edit, mean, patch, project_out, replace, zero
+from forge_models.interp.taps import InterpError
+from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_models.interp.taps import InterpError
-from forge_models.objectives import CrossEntropy
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.context.transform import ContextParallel

@@ -12,10 +12,10 @@ from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.interp.capture import capture
-from forge_parallel.model.plan import Plan
-from forge_parallel.model.realize import Blueprint, realize
 from forge_models.interp.taps import InterpError
 from forge_models.objectives import CrossEntropy
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.context.transform import ContextParallel

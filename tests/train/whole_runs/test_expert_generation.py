@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from forge_core.layout import Layout
-from forge_models import generation
 from forge_models.components.decoder import DecoderConfig
+from forge_models.generation import generate
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
@@ -84,8 +84,8 @@ def generated(agree: bool) -> list[list[int]]:
     model = realize(Blueprint.of(shape.build), Plan.of([], Layout()), apart, 1 + topology.rank)
     model.part.eval()
     if not agree:
-        return generation(model.part, [[3, 1], [4]], max_tokens=6)
-    return generation(model.part, [[3, 1], [4]], max_tokens=6, eos=range(16), agree=topology.from_first)
+        return generate(model.part, [[3, 1], [4]], max_tokens=6)
+    return generate(model.part, [[3, 1], [4]], max_tokens=6, eos=range(16), agree=topology.from_first)
 
 
 def test_ranks_take_the_tokens_of_the_first(world: World) -> None:

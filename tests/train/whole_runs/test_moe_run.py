@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge_core.registry import Registry
-from forge_models import generation
+from forge_models.generation import generate
 from forge_parallel.model.parallel_model import full
 from forge_train.cli import main
 from forge_train.inference.forge_weights import Cast
@@ -64,8 +64,8 @@ def test_a_checkpoint_generates_with_the_biases_that_it_has(recipe: Path, tmp_pa
     assert rounded.blocks["1"].mlp.router.bias.dtype == torch.float32
     assert torch.equal(rounded.blocks["1"].mlp.router.bias, bias)
     run.model.part.eval()
-    expected = generation(run.model.part, [[3, 1, 4]], max_tokens=6)
-    assert generation(model, [[3, 1, 4]], max_tokens=6) == expected
+    expected = generate(run.model.part, [[3, 1, 4]], max_tokens=6)
+    assert generate(model, [[3, 1, 4]], max_tokens=6) == expected
 
 
 def test_a_run_starts_from_a_folder_with_experts(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from forge_data.components import Tokens
 from forge_data.loading.evaluation import evaluation
 from forge_data.loading.stream import open_stream
 from forge_data.section import Data
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
 from forge_parallel.step.reduce import begin
 from forge_parallel.transforms.context.cores import cut_rows
 from forge_parallel.transforms.context.row_order import SequenceOrder
-from forge_models.components.decoder import DecoderConfig
-from forge_models.components.experts import MoEConfig
 from forge_train.run.loop import fit
 from forge_train.scaling.runs import gather
 from forge_train.speed.utilization import keys_met

@@ -9,9 +9,9 @@ import torch
 
 from forge_core.errors import ConfigError
 from forge_core.layout import Layout
+from forge_models.components.decoder import DecoderConfig
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_models.components.decoder import DecoderConfig
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import ZeroBubbleV
 from forge_parallel.placement.topology import Topology

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_models import generation as generate
     from forge_models.decoder import Decoder as Decoder
     from forge_models.generation import Sampling as Sampling
+    from forge_models.generation import generate as generate
     from forge_models.initial_weights import initialize as initialize
     from forge_models.inner_values import listening as listening
     from forge_models.inner_values import tap as tap

@@ -130,7 +130,7 @@ class AnswersHook(Periodic):
 
     def _said(self, run: Run, name: str, asked: list[Question]) -> list[list[int]]:
         """New tokens for each question, alike on all ranks."""
-        from forge_models import generation
+        from forge_models.generation import generate
 
         tokenizer, source, said = run.data.tokenizer, getattr(run.evaluations[name], "source", None), list[list[int]]()
         assert tokenizer is not None, "`check` refuses a run without a tokenizer"
@@ -145,7 +145,7 @@ class AnswersHook(Periodic):
             inputs = {key: value.to(run.topology.device) for key, value in inputs_of(source, part).items()}  # type: ignore[arg-type]
             most = max(len(question.answer) for question in part)
             prompts = [question.prompt.tolist() for question in part]
-            tokens = generation(
+            tokens = generate(
                 run.model.whole(),
                 prompts,
                 max_tokens=min(self.max_tokens, most),

@@ -67,8 +67,7 @@ class SampleHook(Periodic):
 
     def act(self, run: Run) -> None:
         """Generates from each prompt, prints and keeps the texts; a run that is asked to stop meanwhile leaves it."""
-        from forge_models import generation
-        from forge_models.generation import NewText, Sampling
+        from forge_models.generation import NewText, Sampling, generate
 
         tokenizer = run.data.tokenizer
         assert tokenizer is not None, "`check` refuses a run without a tokenizer"
@@ -91,7 +90,7 @@ class SampleHook(Periodic):
         try:
             other = nullcontext() if self.weights == "model" else run.weights(self.weights)
             with other, run.model.inference(whole_sequences=True):
-                generated = generation(
+                generated = generate(
                     run.model.whole(), prompts, sampling, max_tokens=self.max_tokens, eos=tokenizer.eos, agree=agree
                 )
         except _Left:

@@ -76,12 +76,11 @@ class Continuation:
 
     def together(self, texts: Sequence[str]) -> list[str]:
         """The continuations of several texts, which the model reads in one batch."""
-        from forge_models import generation
-        from forge_models.generation import NewText, before_stop
+        from forge_models.generation import NewText, before_stop, generate
 
         model: Any = self.model
         prompts = [self._prompt(text) for text in texts]
-        rows = generation(
+        rows = generate(
             model,
             prompts,
             self.sampling,

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.data import Tokenizer
-from forge_models import generation
-from forge_models.generation import NewText, Sampling, before_stop
+from forge_models.generation import NewText, Sampling, before_stop, generate
 from forge_parallel import accelerator
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.topology import Topology
@@ -164,7 +163,7 @@ class HarnessModel(TemplateLM):
 
     def _made(self, prompts: list[list[int]], wanted: "_Wanted") -> list[str]:
         ends = () if self.end is None else (self.end,)
-        rows = generation(
+        rows = generate(
             self.whole,
             prompts,
             wanted.sampling,

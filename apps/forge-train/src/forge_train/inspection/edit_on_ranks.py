@@ -11,8 +11,8 @@ from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.protocols.checkpoint import World
 from forge_models.interp.capture import checked, refuse_recomputation
 from forge_models.interp.edit import AcrossRows, Edit, changed, refuse_uneditable
-from forge_parallel.model.parallel_model import ParallelModel
 from forge_models.interp.taps import InterpError, TapInfo, as_passed
+from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.topology import Topology
 from forge_train.inspection.pieces import Piece, assembled, packed, unpacked
 from forge_train.inspection.shares import Places, Share, Shares

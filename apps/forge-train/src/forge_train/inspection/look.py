@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from forge_core.batch import Batch
 from forge_core.protocols.run import Step
-from forge_parallel.model.parallel_model import ParallelModel
 from forge_models.inner_values import is_from, listening
 from forge_models.interp.attention_scores import AttentionScores, rule_of
 from forge_models.interp.taps import layer_of, taps
+from forge_parallel.model.parallel_model import ParallelModel
 from forge_train.inspection.on_ranks import capture_on_ranks
 
 STREAM = "residual_after"

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.protocols.checkpoint import World
 from forge_models.interp.capture import checked
-from forge_parallel.model.parallel_model import ParallelModel
 from forge_models.interp.taps import InterpError, TapInfo
+from forge_parallel.model.parallel_model import ParallelModel
 from forge_train.inspection.pieces import Piece, assembled, packed, unpacked
 from forge_train.inspection.shares import Places, Shares
 

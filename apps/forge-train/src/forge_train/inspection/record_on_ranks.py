@@ -18,10 +18,10 @@ from forge_core.batch import IGNORE, PADDING, Batch
 from forge_core.protocols.checkpoint import World
 from forge_core.protocols.model import LossTerms
 from forge_models.interp.capture import checked
-from forge_parallel.model.parallel_model import ParallelModel
 from forge_models.interp.recorder import check_inputs, facts_of, stored
 from forge_models.interp.store import SHARD_BYTES
 from forge_models.interp.taps import InterpError, TapInfo
+from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_train.inspection.on_ranks import Gathered, Kept

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.batch import PADDING
-from forge_parallel.model.parallel_model import ParallelModel
 from forge_models.inner_values import is_from, listening
 from forge_models.interp.taps import InterpError, TapInfo, by_token
+from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.shares import chunk
 from forge_parallel.transforms.context.transform import ContextParallel
 

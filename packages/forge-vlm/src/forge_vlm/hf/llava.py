@@ -16,9 +16,8 @@ from forge_models.hf.config import ANY_VALUE, CONFIG, Allowed, Keys, Unsupported
 from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of
 from forge_models.hf.names import DERIVED, Place
-from forge_models.hf.writer import special_tokens, write_folder, write_json
 from forge_models.hf.reader import CheckpointTensors, facts_in, family_of
-from forge_models.hf.writer import added_token, special_tokens, usage_of, write_folder, write_json
+from forge_models.hf.writer import special_tokens, usage_of, write_folder, write_json
 from forge_vlm.components.adapters import MLP, Linear
 from forge_vlm.components.fusions import JointDecoder, MoMa
 from forge_vlm.components.model import VLM
