@@ -40,7 +40,7 @@ def test_a_cache_changes_no_token(name: str) -> None:
     assert generate(model, prompts, max_tokens=8, inputs=extras) == wanted
     text = [ids for ids, images in samples if not images]
     assert generate(model, text, max_tokens=8, inputs={"prefix": prefix[1:2, : len(text[0])]}) == [wanted[1]]
-    with pytest.raises(GenerationError, match="come whole"):
+    with pytest.raises(GenerationError, match="cannot be split"):
         generate(model, prompts, max_tokens=8, inputs=extras, prefill=4)
 
 

@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused():
         ridge(x, y.clone().fill_(float("nan")))
     with pytest.raises(InterpError, match="alphas must be positive"):
         ridge(x, y, alphas=[0.0])
-    with pytest.raises(InterpError, match="20 rows cannot be cut into 11 folds"):
+    with pytest.raises(InterpError, match="20 rows cannot make 11 folds"):
         ridge(x, y, folds=11)
     with pytest.raises(InterpError, match="the same value everywhere"):
         rdm(torch.ones(4, 3))
