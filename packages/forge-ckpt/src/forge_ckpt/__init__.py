@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from forge_ckpt.checkpoint.read import newest as newest
     from forge_ckpt.checkpoint.save import save as save
     from forge_ckpt.checkpoint.write import SaveRequest as SaveRequest
-    from forge_ckpt.pieces import pieces as pieces
+    from forge_ckpt.module_pieces import pieces as pieces
     from forge_ckpt.store.local import LocalStore as LocalStore
     from forge_ckpt.store.remote import RemoteStore as RemoteStore
     from forge_ckpt.world import ProcessGroupWorld as ProcessGroupWorld
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "BackgroundSaves": "background.background",
-        "ProcessGroupWorld": "ranks.world",
-        "SingleProcessWorld": "ranks.world",
-        "LocalStore": "store.store",
-        "RemoteStore": "remote.store",
-        "load": "saving.resume",
-        "newest": "saving.resume",
-        "pieces": "ranks.pieces",
-        "save": "saving.saver",
-        "SaveRequest": "saving.write",
+        "BackgroundSaves": "background",
+        "ProcessGroupWorld": "world",
+        "SingleProcessWorld": "world",
+        "LocalStore": "store.local",
+        "RemoteStore": "store.remote",
+        "load": "checkpoint.read",
+        "newest": "checkpoint.read",
+        "pieces": "module_pieces",
+        "save": "checkpoint.save",
+        "SaveRequest": "checkpoint.write",
     },
 )
