@@ -24,7 +24,7 @@ from forge_train.report.charts import charts
 from forge_train.report.found import find
 from forge_train.run.loop import fit
 from forge_vlm.components.fusions import JointDecoder
-from forge_vlm.hooks.by_modality import ByModality, largest
+from forge_vlm.hooks.by_modality import ModalityObjective, largest
 from forge_vlm.hooks.modalities import ModalitiesHook, shares
 from forge_vlm.hooks.swapped import swapped
 from forge_vlm.modality import Modalities
@@ -76,7 +76,7 @@ def test_loss_and_accuracy_of_a_modality_are_those_of_its_labels() -> None:
     logits = model(tokens)
     assert isinstance(logits, torch.Tensor)
     labels[0, :9] = logits[0, :9].argmax(-1)
-    objective = ByModality(Modalities({"image": (30, 36)}))
+    objective = ModalityObjective(Modalities({"image": (30, 36)}))
     terms: Any = model(tokens, labels=labels, objective=objective)
     image = (labels >= 30) & (labels < 36)
     for name, here in (("image", image), ("text", ~image & (labels != -100))):

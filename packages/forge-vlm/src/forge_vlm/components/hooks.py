@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Modalities(Component):
+class ModalityStatistics(Component):
     """What each modality has of a vision-language model: loss and accuracy on held-out sets, what images are worth there, shares
     of the training tokens, and the gates of cross blocks. Loads of experts by modality are what hook `routing` logs."""
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from forge_core.specs import ModuleSpec
-from forge_models.blocks.mlp import STREAM
+from forge_models.blocks.attention import STREAM
 from forge_models.blocks.rope import Rotation
 from forge_models.generation.cache import LayerCache
 from forge_models.interp.tap import tap

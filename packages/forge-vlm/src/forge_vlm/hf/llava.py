@@ -175,7 +175,7 @@ def _misfits(model: VLM) -> Iterator[str]:
         return
     if model.modalities:
         yield f"modalities = {', '.join(model.modalities)}: LLaVA has text and images"
-    yield from towers.misfits(encoder)
+    yield from towers.tower_misfits(encoder)
     if getattr(encoder, "feature_layers", None) == () and encoder.shape.last_norm:
         yield "encoder.feature_layers is empty, so features are normed, and LLaVA takes hidden states; train with [-1]"
     if type(adapter) not in (MLP, Linear):
@@ -197,7 +197,7 @@ def _config(model: VLM) -> dict[str, Any]:
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
         "text_config": config_of(family, texts.decoder_of(model)),
-        "vision_config": towers.config_of(encoder),
+        "vision_config": towers.tower_config(encoder),
         "image_token_index": model.placeholder,
         "image_seq_length": model.per_image,
         "projector_hidden_act": "gelu" if isinstance(adapter, MLP) else "linear",
@@ -273,7 +273,7 @@ def _places(family: Family, model: VLM, tower: str) -> dict[str, Place]:
     """Global name -> place of every tensor; `tower` is before the names of the vision tower's."""
     from forge_models.hf.names import shapes_of
 
-    found = {**texts.text_places(family, texts.decoder_of(model), TEXT), **towers.places_of(model.vision, tower)}
+    found = {**texts.text_places(family, texts.decoder_of(model), TEXT), **towers.tower_places(model.vision, tower)}
     for name, shape in shapes_of(model).items():
         if name.startswith("adapter."):
             _, _, at, slot = name.split(".")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from forge_models.hf.names import Place
 from forge_vlm.components.encoders import CLIP, DINOv2, Published, SigLIP
 from forge_vlm.encoders.hf.config import ACTIVATIONS, tower_fields, width
-from forge_vlm.encoders.hf.families import FAMILIES, Family
+from forge_vlm.encoders.hf.families import FAMILIES, TowerFamily
 from forge_vlm.encoders.hf.weights import their_name
 from forge_vlm.encoders.shape import VisionShape
 from forge_vlm.images.processing import RESAMPLES, Processing
@@ -21,7 +21,7 @@ MOST_RATIO = 64
 """Of the widths in DINOv2's feed-forward part, which its files have as a ratio."""
 
 
-def misfits(encoder: Any) -> list[str]:
+def tower_misfits(encoder: Any) -> list[str]:
     """Why an encoder is not one of the towers of transformers; empty when it is."""
     name = type(encoder).__name__
     if not isinstance(encoder, Published):
@@ -30,7 +30,7 @@ def misfits(encoder: Any) -> list[str]:
     if family.tower not in READERS:
         return [f"encoder = {name} of model_type {family.tower}: its images are patches with a mask, which this format lacks"]
     try:
-        again = shape_of(config_of(encoder), encoder.shape.outputs, encoder.shape.class_feature)
+        again = tower_shape(tower_config(encoder), encoder.shape.outputs, encoder.shape.class_feature)
     except ValueError as cause:
         return [f"encoder = {name}: {cause}"]
     wanted = replace(encoder.shape, layers=again.layers, init_std=again.init_std)
@@ -41,14 +41,14 @@ def misfits(encoder: Any) -> list[str]:
     ]
 
 
-def shape_of(values: Mapping[str, Any], outputs: tuple[int, ...], class_feature: bool) -> VisionShape:
+def tower_shape(values: Mapping[str, Any], outputs: tuple[int, ...], class_feature: bool) -> VisionShape:
     """The shape that the keys of a tower say, with hidden states `outputs` as features."""
     family = next(family for family in FAMILIES.values() if family.tower == values["model_type"])
     fields, size = tower_fields(family, values, "vision_config")
     return VisionShape(**fields, class_feature=class_feature, image_size=size, outputs=outputs)
 
 
-def config_of(encoder: Published) -> dict[str, Any]:
+def tower_config(encoder: Published) -> dict[str, Any]:
     """The keys of a tower with the blocks that are built: those behind the last feature are left out."""
     family, shape = encoder.tower.family, encoder.shape
     names = {ours: theirs for theirs, ours in reversed([*ACTIVATIONS.items()])}
@@ -73,7 +73,7 @@ def config_of(encoder: Published) -> dict[str, Any]:
     return written | {"qkv_bias": shape.qkv_bias, "use_mask_token": False}
 
 
-def places_of(encoder: Published, prefix: str) -> dict[str, Place]:
+def tower_places(encoder: Published, prefix: str) -> dict[str, Place]:
     """Global name -> place of every tensor of the tower; their names begin with `prefix`."""
     import torch
 
@@ -131,7 +131,7 @@ def preprocessor_of(processing: Processing) -> dict[str, Any]:
     }
 
 
-def _reshaped(family: Family, shape: VisionShape, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
+def _reshaped(family: TowerFamily, shape: VisionShape, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a tensor there, by its name outside of its block; empty where it is that of ours."""
     if name == "embed.proj.weight":
         return (shape.dim, shape.channels, shape.patch_size, shape.patch_size)

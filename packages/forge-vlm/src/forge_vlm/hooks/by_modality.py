@@ -13,7 +13,7 @@ from forge_vlm.modality import Modalities
 
 
 @dataclass(frozen=True)
-class ByModality:
+class ModalityObjective:
     """The negative log-likelihood, and as metrics its sum over the labels of each modality (`loss/NAME`), their number
     (`tokens/NAME`), and how many have the largest logit (`correct/NAME`)."""
 

@@ -8,7 +8,7 @@ import torch
 
 from forge_core.protocols.data import EvaluationSet
 from forge_core.protocols.run import Hook, Run, StepResult
-from forge_vlm.hooks.by_modality import ByModality
+from forge_vlm.hooks.by_modality import ModalityObjective
 from forge_vlm.hooks.swapped import swapped
 from forge_vlm.modality import Modalities
 from forge_vlm.model import VisionLanguageModel
@@ -61,7 +61,7 @@ class ModalitiesHook(Hook):
 
     def _evaluated(self, run: Run, known: Modalities, name: str, held_out: EvaluationSet) -> dict[str, float]:
         """Collective."""
-        topology, objective = run.topology, ByModality(known)
+        topology, objective = run.topology, ModalityObjective(known)
         every = held_out.batches(topology.data_rank, topology.data_size, run.job.train.micro_batch)
         batches = list(islice(every, self.batches))
         found = run.step.evaluate(batches, objective, objective.metrics)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from forge_models.hf.config import CONFIG, Keys, Unsupported, read_config
-from forge_vlm.encoders.hf.families import FAMILIES, Family
+from forge_vlm.encoders.hf.families import FAMILIES, TowerFamily
 from forge_vlm.encoders.shape import Activation, VisionShape, hidden_states
 from forge_vlm.images.processing import Processing, read_processing
 
@@ -27,7 +27,7 @@ class Tower(NamedTuple):
         processing: how images become its pixels.
     """
 
-    family: Family
+    family: TowerFamily
     shape: VisionShape
     grid: int
     processing: Processing
@@ -66,7 +66,9 @@ def read_tower(
     return Tower(family, shape, positions // patch, processing)
 
 
-def tower_fields(family: Family, values: Mapping[str, Any], where: str, ignore: Sequence[str] = ()) -> tuple[dict[str, Any], int]:
+def tower_fields(
+    family: TowerFamily, values: Mapping[str, Any], where: str, ignore: Sequence[str] = ()
+) -> tuple[dict[str, Any], int]:
     """Fields of `VisionShape` that a configuration of a tower says, and the image size of its table of positions, in pixels.
 
     Raises:
@@ -96,7 +98,7 @@ def tower_fields(family: Family, values: Mapping[str, Any], where: str, ignore: 
     return fields, positions
 
 
-def _vision(values: Mapping[str, Any], families: Sequence[str], where: str) -> tuple[Family, dict[str, Any]]:
+def _vision(values: Mapping[str, Any], families: Sequence[str], where: str) -> tuple[TowerFamily, dict[str, Any]]:
     """The family, and the keys of its vision tower."""
     kind = values.get("model_type")
     for family in (FAMILIES[name] for name in families):
@@ -113,7 +115,7 @@ def _vision(values: Mapping[str, Any], families: Sequence[str], where: str) -> t
     raise Unsupported(f"{where}: model_type {kind!r} is not one of this encoder; it reads {', '.join(known)}")
 
 
-def _ffn_dim(keys: Keys, family: Family, dim: int, gated: bool) -> int:
+def _ffn_dim(keys: Keys, family: TowerFamily, dim: int, gated: bool) -> int:
     if "mlp_ratio" not in family.defaults:
         return keys.integer("intermediate_size")
     return width(dim, keys.integer("mlp_ratio"), gated)

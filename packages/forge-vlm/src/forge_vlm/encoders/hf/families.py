@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from forge_models.hf.ignorable import ANY, NONE, Allowed
 
 
-class Family(NamedTuple):
+class TowerFamily(NamedTuple):
     """One kind of tower.
 
     Attributes:
@@ -64,7 +64,7 @@ _SIZES = MappingProxyType({"hidden_size": 768, "num_hidden_layers": 12, "num_att
 _TRAINING = MappingProxyType({"initializer_factor": ANY, "initializer_range": ANY, "dropout": NONE, "tie_word_embeddings": ANY})
 """Of runs that train the tower, where what is drawn is replaced by stored weights; and what a tower has nothing to do with."""
 
-SIGLIP = Family(
+SIGLIP = TowerFamily(
     name="siglip",
     whole="siglip",
     tower="siglip_vision_model",
@@ -93,7 +93,7 @@ SIGLIP2 = SIGLIP._replace(
     antialias=True,
     columns=True,
 )
-CLIP = Family(
+CLIP = TowerFamily(
     name="clip",
     whole="clip",
     tower="clip_vision_model",
@@ -114,7 +114,7 @@ CLIP = Family(
     inner=_INNER,
     left=("embeddings.position_ids", "post_layernorm."),
 )
-DINOV2 = Family(
+DINOV2 = TowerFamily(
     name="dinov2",
     whole="",
     tower="dinov2",
@@ -168,7 +168,7 @@ DINOV2 = Family(
     ),
     left=("embeddings.mask_token", "layernorm."),
 )
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (SIGLIP, SIGLIP2, CLIP, DINOV2)})
+FAMILIES: Mapping[str, TowerFamily] = MappingProxyType({family.name: family for family in (SIGLIP, SIGLIP2, CLIP, DINOV2)})
 GATED: Mapping[str, str] = MappingProxyType(
     {"mlp.gate_proj": "mlp.weights_in", "mlp.up_proj": "mlp.weights_in", "mlp.down_proj": "mlp.weights_out"}
 )

@@ -15,7 +15,7 @@ from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_models.hf.config import Unsupported
 from forge_models.hf.reader import DTYPES, FLOATS, located
 from forge_vlm.encoders.hf.config import Tower
-from forge_vlm.encoders.hf.families import GATED, Family
+from forge_vlm.encoders.hf.families import GATED, TowerFamily
 from forge_vlm.encoders.shape import VisionShape
 from forge_vlm.encoders.vit import VisionTransformer
 
@@ -150,7 +150,7 @@ class TowerWeights:
             yield f"positions of {grid} x {grid} patches were resized to {shape.grid} x {shape.grid}"
 
 
-def their_name(family: Family, shape: VisionShape, name: str) -> tuple[str, str]:
+def their_name(family: TowerFamily, shape: VisionShape, name: str) -> tuple[str, str]:
     """(name outside of its block, name in a tower's files) of a parameter of our module."""
     before, theirs, rest = "", family.names, name
     if name.startswith("layers."):

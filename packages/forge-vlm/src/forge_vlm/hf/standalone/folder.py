@@ -130,7 +130,7 @@ def places_of(model: VLM) -> dict[str, Place]:
 
 def vision_keys(model: VLM) -> dict[str, Any]:
     """The key `vision_config` of a published tower, by which the folder can be an encoder's."""
-    return {"vision_config": towers.config_of(model.vision)} if _published(model) else {}
+    return {"vision_config": towers.tower_config(model.vision)} if _published(model) else {}
 
 
 def _texts(folder: Path, model: VLM) -> None:
