@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from forge_vlm.images.decoding import decode
-from forge_vlm.images.pixels import fit, pixels
+from forge_vlm.images.pixels import decode, fit, pixels
 from forge_vlm.images.processing import Processing
 
 HALF = (0.5, 0.5, 0.5)

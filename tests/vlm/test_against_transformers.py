@@ -17,8 +17,7 @@ from forge_vlm.components.adapters import MLP, Linear
 from forge_vlm.components.encoders import Features, SigLIP
 from forge_vlm.components.fusions import CrossAttention, JointDecoder
 from forge_vlm.components.model import VLM
-from forge_vlm.fusion.experts import ModalityExperts
-from forge_vlm.groups import Groups
+from forge_vlm.fusion.modalities import Groups, ModalityExperts
 from vlm.encoders.test_published import siglip, stored
 from vlm.tiny import IMAGE, PARTS, SIZES
 

@@ -24,10 +24,8 @@ from forge_train.report.charts import charts
 from forge_train.report.found import find
 from forge_train.run.loop import fit
 from forge_vlm.components.fusions import JointDecoder
-from forge_vlm.hooks.by_modality import ModalityObjective, largest
-from forge_vlm.hooks.modalities import ModalitiesHook, shares
-from forge_vlm.hooks.swapped import swapped
-from forge_vlm.modality import Modalities
+from forge_vlm.context import Modalities
+from forge_vlm.hooks import ModalitiesHook, ModalityObjective, largest, shares, swapped
 from harness.pool import World
 from train.runs import TINY, prepared
 from vlm.tiny import MODELS, build
@@ -91,7 +89,7 @@ def test_loss_and_accuracy_of_a_modality_are_those_of_its_labels() -> None:
 
 
 def test_logits_exist_for_a_few_positions_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_vlm.hooks.by_modality.chunk_rows", lambda *_: 7)
+    monkeypatch.setattr("forge_vlm.hooks.chunk_rows", lambda *_: 7)
     hidden, weight, seen = torch.randn(2, 8, 4), torch.randn(9, 4), []
 
     class Head:
@@ -240,7 +238,7 @@ def test_shares_are_those_of_tokens_that_are_not_padding() -> None:
 
 def test_its_time_is_no_time_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((10.0, 12.5))
-    monkeypatch.setattr("forge_vlm.hooks.modalities.perf_counter", lambda: next(times))
+    monkeypatch.setattr("forge_vlm.hooks.perf_counter", lambda: next(times))
     model = build(MODELS["joint"])
     parts = SimpleNamespace(parts=(model,), specs=model.specs(), tensors=model.named_parameters)
     logged: list[Any] = []

@@ -24,12 +24,12 @@ from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOf
 from forge_vlm.components.model import VLM
 from forge_vlm.components.sources import ImageJsonl
 from forge_vlm.data import inputs
-from forge_vlm.hooks.swapped import swapped
-from forge_vlm.images.native import native_grid, native_item, native_patches, taken_apart
-from forge_vlm.images.native_shape import Native
+from forge_vlm.fusion.fusion import Misplaced, feature_places
+from forge_vlm.hooks import swapped
+from forge_vlm.images.pixels import native_grid, native_item, native_patches, taken_apart
+from forge_vlm.images.processing import Native
 from forge_vlm.images.tiling import Tiling
 from forge_vlm.model import VisionLanguageModel
-from forge_vlm.places import Misplaced, feature_places
 from harness.pool import World
 from train.runs import prepared, train
 from vlm.encoders.test_flexible import MOST, PATCH, photo, stored

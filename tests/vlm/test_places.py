@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from forge_vlm import places
-from forge_vlm.places import agree, feature_places, image_blocks, seen_images
+from forge_vlm.fusion import fusion
+from forge_vlm.fusion.fusion import agree, feature_places, image_blocks, seen_images
 
 I = 9  # noqa: E741 (an image's placeholder)
 
@@ -44,7 +44,7 @@ def test_rows_with_other_images_than_placeholders_are_refused(monkeypatch: pytes
     agree(tokens, I, torch.tensor([[0]]), 2)
     with pytest.raises(ValueError, match=r"row 0 has 2 placeholders .* text may not hold that id"):
         agree(tokens, I, none, 2)
-    monkeypatch.setattr(places, "on_host", lambda _: False)
+    monkeypatch.setattr(fusion, "on_host", lambda _: False)
     agree(tokens, I, torch.tensor([[0]]), 2)
     with pytest.raises(RuntimeError, match="not as many as the images"):
         agree(tokens, I, none, 2)

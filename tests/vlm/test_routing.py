@@ -8,10 +8,9 @@ from torch import nn
 from forge_models.components.decoder import Decoder
 from forge_models.components.mlps import SwiGLU
 from forge_models.conformance.trial import filled, on_meta, specs_of
-from forge_vlm.fusion.choice import ExpertChoice, highest
-from forge_vlm.fusion.threshold import BINS, Threshold, quantile
-from forge_vlm.groups import ByModality, Groups
-from forge_vlm.modality import Modalities
+from forge_vlm.context import Modalities
+from forge_vlm.fusion.modalities import ByModality, Groups
+from forge_vlm.fusion.routed import BINS, ExpertChoice, Threshold, highest, quantile
 from vlm.tiny import EXPERTS, PARTS, SIZES
 
 SHAPE = Decoder(**SIZES, **PARTS, moe=EXPERTS).shape

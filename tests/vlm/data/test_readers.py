@@ -18,8 +18,8 @@ from forge_data.storage.files import find
 from forge_data.storage.fingerprints import digest_of
 from forge_vlm.components.sources import ImageJsonl, ImageWebdataset, VideoCsv, VideoFrames
 from forge_vlm.data.example_images import video
-from forge_vlm.data.readers.files import natural
-from forge_vlm.data.readers.video import VideoExamples
+from forge_vlm.data.image_readers import natural
+from forge_vlm.data.video_readers import VideoExamples
 from vlm.data.test_stores import EOS, GIVEN, documents, opened, square
 from vlm.data.test_video import grays
 

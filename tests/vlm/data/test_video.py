@@ -13,8 +13,7 @@ from PIL import Image
 from forge_core.errors import DataError
 from forge_vlm.components.sources import VideoCsv, VideoFrames
 from forge_vlm.data.example_images import video
-from forge_vlm.data.frames import chosen
-from forge_vlm.data.readers.video import VideoExamples
+from forge_vlm.data.video_readers import VideoExamples, chosen
 from vlm.data.test_stores import EOS, GIVEN, HOLE, documents, opened
 
 FRAME = [HOLE, HOLE]

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from forge_models.conformance import trial
 from forge_models.hf.config import Unsupported
 from forge_vlm.components.encoders import SigLIP2
-from forge_vlm.encoders.flexible import present, resized
-from forge_vlm.images.native import native_grid, native_patches
+from forge_vlm.encoders.vit import present, resized
+from forge_vlm.images.pixels import native_grid, native_patches
 
 transformers = pytest.importorskip("transformers")
 

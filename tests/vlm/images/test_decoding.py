@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from forge_core.errors import DataError
-from forge_vlm.images.decoding import ImageError, convert, decode
+from forge_vlm.images.pixels import ImageError, convert, decode
 
 
 def noise(mode: str = "RGB", width: int = 12, height: int = 7) -> Image.Image:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from forge_vlm.images.cutting import cut, tile_pixels
+from forge_vlm.images.pixels import cut, tile_pixels
 from forge_vlm.images.processing import Processing
 from forge_vlm.images.tiling import Tiling
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from annotated_types import Ge, Gt, Le
 
 from forge_core.component import IDENTITY, Component
-from forge_vlm.adapters.grid import side, windows
-from forge_vlm.context import AdapterContext
+from forge_vlm.context import AdapterContext, side, windows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from forge_vlm.adapters.projection import Projection
+    from forge_vlm.adapters import Projection
 
 Hidden = Annotated[int, Ge(0), Le(2)]
 
 
 def projection(context: AdapterContext, inputs: int, hidden: int, hidden_dim: int | None, bias: bool) -> "Projection":
     """From `inputs` to the decoder's width; a hidden layer has that width too, when nothing else is said."""
-    from forge_vlm.adapters.projection import Projection
+    from forge_vlm.adapters import Projection
 
     width = context.dim if hidden_dim is None else hidden_dim
     return Projection(inputs, context.dim, hidden=hidden, hidden_dim=width, bias=bias, std=context.init_std)
@@ -104,10 +103,10 @@ class AveragePool(Component):
         return (-(-side(n, "average_pool") // self.window)) ** 2
 
     def build(self, context: AdapterContext) -> "nn.Module":
-        from forge_vlm.adapters import pooling
+        from forge_vlm import adapters
 
         self.tokens(context.tokens)
-        return pooling.AveragePool(self.window, projection(context, context.width, self.hidden, self.hidden_dim, self.bias))
+        return adapters.AveragePool(self.window, projection(context, context.width, self.hidden, self.hidden_dim, self.bias))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,11 +137,11 @@ class AttentionPool(Component):
             raise ValueError(f"heads {self.heads} of attention_pool must divide the {context.width} numbers of a feature")
 
     def build(self, context: AdapterContext) -> "nn.Module":
-        from forge_vlm.adapters import pooling
+        from forge_vlm import adapters
 
         self.check(context)
         leave = projection(context, context.width, self.hidden, self.hidden_dim, self.bias)
-        return pooling.AttentionPool(context.width, self.window, self.heads, context.init_std, leave)
+        return adapters.AttentionPool(context.width, self.window, self.heads, context.init_std, leave)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +164,11 @@ class PixelShuffle(Component):
         return windows(n, self.factor, "pixel_shuffle.factor")
 
     def build(self, context: AdapterContext) -> "nn.Module":
-        from forge_vlm.adapters import pooling
+        from forge_vlm import adapters
 
         self.tokens(context.tokens)
         inputs = context.width * self.factor**2
-        return pooling.PixelShuffle(self.factor, projection(context, inputs, self.hidden, self.hidden_dim, self.bias))
+        return adapters.PixelShuffle(self.factor, projection(context, inputs, self.hidden, self.hidden_dim, self.bias))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +202,7 @@ class Perceiver(Component):
             raise ValueError(f"heads {self.heads} of perceiver must divide the decoder's dim {context.dim}")
 
     def build(self, context: AdapterContext) -> "nn.Module":
-        from forge_vlm.adapters import perceiver
+        from forge_vlm import adapters
 
         self.check(context)
         sizes: dict[str, Any] = {
@@ -212,4 +211,4 @@ class Perceiver(Component):
             "heads": self.heads,
             "ffn_dim": 4 * context.dim if self.ffn_dim is None else self.ffn_dim,
         }
-        return perceiver.Perceiver(context.width, context.dim, **sizes, std=context.init_std)
+        return adapters.Perceiver(context.width, context.dim, **sizes, std=context.init_std)

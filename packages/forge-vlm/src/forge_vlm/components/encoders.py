@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Gt
 
 from forge_core.component import FREE, IDENTITY, Component
-from forge_vlm.encoders.hf.config import Tower, read_tower
 from forge_vlm.encoders.shape import Positions, VisionShape
+from forge_vlm.encoders.towers import Tower, read_tower
 from forge_vlm.images.processing import Processing, Resample
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from forge_vlm.encoders.hf.weights import TowerWeights
+    from forge_vlm.encoders.tower_weights import TowerWeights
 
 
 class Transformer(Component):
@@ -173,7 +173,7 @@ class Published(Transformer):
     @classmethod
     def examples(cls, folder: Path) -> "Iterable[Published]":
         """A small tower with random weights, and some of its hidden states for larger images."""
-        from forge_vlm.encoders.hf.example import write_tower
+        from forge_vlm.encoders.tower_weights import write_tower
 
         if not cls.families:
             return ()
@@ -225,7 +225,7 @@ class Published(Transformer):
 
     def weights(self) -> "TowerWeights":
         """What a run starts from, by names relative to the module."""
-        from forge_vlm.encoders.hf.weights import TowerWeights
+        from forge_vlm.encoders.tower_weights import TowerWeights
 
         return TowerWeights(Path(self.path), self.tower)
 
@@ -246,7 +246,7 @@ class SigLIP2(Published):
     families: ClassVar[tuple[str, ...]] = ("siglip2", "siglip")
 
     patches: Annotated[int, Gt(0)] | None = None
-    """Patches of an image at most: images keep their proportions, as NaFlex was trained (`forge_vlm.images.native`). When absent
+    """Patches of an image at most: images keep their proportions, as NaFlex was trained (`forge_vlm.images.pixels`). When absent
     images are square."""
 
     def __post_init__(self) -> None:
@@ -327,6 +327,6 @@ class Features(Component):
         return ()
 
     def build(self) -> "nn.Module":
-        from forge_vlm.encoders import features
+        from forge_vlm.encoders import vit
 
-        return features.Features(self.count, self.dim)
+        return vit.Features(self.count, self.dim)

@@ -40,7 +40,7 @@ class JointDecoder(Component):
         return (cls(), cls(image_attention="bidirectional_image"), cls(image_attention="prefix"))
 
     def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.joint import Joint
+        from forge_vlm.fusion.early import Joint
 
         return Joint(context, image_attention=self.image_attention)
 
@@ -91,7 +91,7 @@ class MixtureOfTransformers(Component):
     """As for `joint_decoder`."""
 
     def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.mot import MixtureOfTransformers
+        from forge_vlm.fusion.modalities import MixtureOfTransformers
 
         return MixtureOfTransformers(context, image_attention=self.image_attention)
 
@@ -137,6 +137,6 @@ class MoMa(Component):
         ]
 
     def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.moma import MoMa
+        from forge_vlm.fusion.routed import MoMa
 
         return MoMa(context, routing=self.routing, rate=self.rate)

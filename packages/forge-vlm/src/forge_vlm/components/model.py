@@ -13,9 +13,8 @@ from forge_models.outline import outline
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
-from forge_vlm.context import WHOLE_STREAM, AdapterContext, FusionContext
-from forge_vlm.images.native_shape import Native
-from forge_vlm.modality import Modalities
+from forge_vlm.context import WHOLE_STREAM, AdapterContext, FusionContext, Modalities
+from forge_vlm.images.processing import Native
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -172,14 +171,14 @@ class VLM(Decoder):
 
     def starts_from(self, weights: "Weights") -> "Weights":
         """What `[start]` takes of given weights: those of a text model make the beginning of every modality."""
-        from forge_vlm.weights.from_text import from_text
+        from forge_vlm.from_text import from_text
 
         return from_text(weights, self, self.modality_ids.names)
 
     def fixed_rows(self) -> "tuple[Tensor, dict[str, Tensor]]":
-        """Tokens and images for a comparison of logits; see `forge_vlm.made_up.fixed_rows`."""
+        """Tokens and images for a comparison of logits; see `forge_vlm.model.fixed_rows`."""
         from forge_models.hf.streamed_forward import fixed_tokens
-        from forge_vlm import made_up
+        from forge_vlm import model
 
         token = self.placeholder
         if token is None:
@@ -188,7 +187,7 @@ class VLM(Decoder):
             tokens = fixed_tokens(self)
             return tokens.masked_fill(tokens == token, token - 1), {}
         shape = self.vision.input_shape
-        return made_up.fixed_rows(self.vocab_size, self.max_length, token, self.per_image, shape, self.chosen_fusion.in_stream)
+        return model.fixed_rows(self.vocab_size, self.max_length, token, self.per_image, shape, self.chosen_fusion.in_stream)
 
     def outline(self) -> Outline:
         """What strategies have to know before it is built."""

@@ -78,7 +78,7 @@ class ImageSource(SourceComponent):
 
     def texts(self) -> "Texts":
         from forge_vlm.data.chat import chat_of
-        from forge_vlm.data.text import TextOf
+        from forge_vlm.data.documents import TextOf
 
         return TextOf(self.read(), self.fields, chat_of(self.template), self.split, self.held_out)
 
@@ -115,7 +115,7 @@ class ImageJsonl(ImageSource):
         return (cls(path=example_images.jsonl(folder), **_SMALL),)
 
     def read(self) -> "Examples":
-        from forge_vlm.data.readers.jsonl import JsonlExamples
+        from forge_vlm.data.image_readers import JsonlExamples
 
         return JsonlExamples(self.path, self.folder, self.images)
 
@@ -143,7 +143,7 @@ class ImageWebdataset(ImageSource):
         return (cls(path=example_images.shards(folder), **_SMALL),)
 
     def read(self) -> "Examples":
-        from forge_vlm.data.readers.webdataset import TarExamples
+        from forge_vlm.data.image_readers import TarExamples
 
         return TarExamples(self.path, self.text, self.images, self.ignore, self.text_records)
 
@@ -170,7 +170,7 @@ class ImageDataset(ImageSource):
         return (cls(path=example_images.dataset(folder), **_SMALL),)
 
     def read(self) -> "Examples":
-        from forge_vlm.data.readers.datasets import DatasetExamples
+        from forge_vlm.data.image_readers import DatasetExamples
 
         return DatasetExamples(self.path, self.subset, self.dataset_split, self.images)
 
@@ -212,7 +212,7 @@ class VideoCsv(VideoSource):
         return (cls(path=example_images.videos(folder), frames=2, timestamps=False, **_SMALL),)
 
     def read(self) -> "Examples":
-        from forge_vlm.data.readers.video import VideoExamples
+        from forge_vlm.data.video_readers import VideoExamples
 
         return VideoExamples(self.path, self.folder, self.file, self.text, self.images, self.frames, self.timestamps)
 
@@ -242,7 +242,7 @@ class VideoFrames(VideoSource):
         return (cls(path=example_images.frames(folder), frames=2, timestamps=False, **_SMALL),)
 
     def read(self) -> "Examples":
-        from forge_vlm.data.readers.frames import FrameExamples
+        from forge_vlm.data.video_readers import FrameExamples
 
         return FrameExamples(self.path, self.folder, self.video, self.images, self.fps, self.frames, self.timestamps)
 
@@ -263,6 +263,6 @@ class Digits(ImageSource):
         return (cls(**_SMALL, split="held_out"),)
 
     def read(self) -> "Examples":
-        from forge_vlm.data.readers.digits import DigitExamples
+        from forge_vlm.data.image_readers import DigitExamples
 
         return DigitExamples(self.text, self.images, self.each)

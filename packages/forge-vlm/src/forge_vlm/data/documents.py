@@ -1,11 +1,15 @@
 """A document as parts in their order: words, and images by reference."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from itertools import islice
 from typing import Any, Protocol
 
+from forge_core.errors import DataError
+from forge_data.sources.records.parts import in_split
 from forge_data.sources.records.values import text_of
 from forge_vlm.data.chat import Chat, Turn
 
@@ -270,3 +274,28 @@ def _piece(piece: Any, field: str) -> str | Picture:
         if len(named) == 1 and isinstance(named[0], str) and named[0]:
             return _picture(named[0])
     raise Broken(f"has in {field!r} a piece that is neither text nor an image: {str(piece)[:80]}")
+
+
+@dataclass(frozen=True)
+class TextOf:
+    """Documents without their images, as `Texts`; broken ones are left out, and told when the source is prepared."""
+
+    examples: Examples
+    fields: Fields
+    chat: Chat
+    split: str
+    held_out: float
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the records and of how they are read."""
+        made = f"{self.fields} {self.chat.identity} {self.split} {self.held_out}"
+        return sha256(f"{self.examples.fingerprint} {made}".encode()).hexdigest()
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """(name, text) of every document."""
+        for name, record in self.examples:
+            if in_split(name, self.split, self.held_out):
+                with suppress(Broken, DataError):
+                    parts = parts_of(record, self.fields, self.chat)
+                    yield name, "".join(part.text for part in parts if isinstance(part, Words))

@@ -8,10 +8,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from forge_core.errors import DataError
-from forge_vlm.images.cutting import cut, tile_pixels
-from forge_vlm.images.native import native_grid, native_item
-from forge_vlm.images.native_shape import Native
-from forge_vlm.images.processing import Processing
+from forge_vlm.images.pixels import cut, native_grid, native_item, tile_pixels
+from forge_vlm.images.processing import Native, Processing
 from forge_vlm.images.tiling import Tiling
 
 

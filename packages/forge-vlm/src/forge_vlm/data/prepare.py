@@ -29,7 +29,7 @@ from forge_vlm.data.chat import Chat
 from forge_vlm.data.documents import MARKER, Broken, Clip, Examples, Fields, Picture, Words, is_conversation, parts_of
 from forge_vlm.data.inputs import ImageInputs, identity
 from forge_vlm.data.store import FACTS, FILES, TOKENS, VERSION, Facts, IllustratedStore
-from forge_vlm.images.decoding import ImageError, decode
+from forge_vlm.images.pixels import ImageError, decode
 
 ENCODING = 2
 """Of the rules by which a document becomes ids: what other rules made is not taken for this."""

@@ -27,7 +27,7 @@ from forge_core.errors import DataError
 from forge_data.store.checksums import Checksum
 from forge_data.store.reader import StoreSource
 from forge_vlm.data.inputs import ImageInputs
-from forge_vlm.images.decoding import decode
+from forge_vlm.images.pixels import decode
 
 VERSION = 1
 FACTS = "images.json"

@@ -17,9 +17,7 @@ from forge_models.generation.cache import LayerCache
 from forge_models.interp.tap import inside, tap, tap_alike
 from forge_models.shape import DecoderShape
 from forge_vlm.context import FusionContext
-from forge_vlm.fusion.fusion import Inputs, Plain
-from forge_vlm.idle import with_zero_gradient
-from forge_vlm.places import seen_images
+from forge_vlm.fusion.fusion import Inputs, Plain, seen_images, with_zero_gradient
 
 
 class CrossAttention(nn.Module):

@@ -23,7 +23,7 @@ from forge_models.hf.writer import added_token, special_tokens, write_folder, wr
 from forge_vlm.components.adapters import MLP, Linear
 from forge_vlm.components.fusions import JointDecoder, MoMa
 from forge_vlm.components.model import VLM
-from forge_vlm.hf import texts, towers
+from forge_vlm.hf import text_and_vision
 from forge_vlm.images.processing import FILE
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ class Llava:
         model = weights.model
         if type(model) is not VLM:
             return [f"a {type(model).__name__} is not a model 'vlm'"]
-        tilers = (f"data.sources.tiling = {name!r}: the processor of LLaVA has no tiles" for name in texts.tilers(weights))
+        tilers = (
+            f"data.sources.tiling = {name!r}: the processor of LLaVA has no tiles" for name in text_and_vision.tilers(weights)
+        )
         return [*_misfits(model), *tilers]
 
     def read(self, path: Path, ignore: Sequence[str] = ()) -> Any:
@@ -82,19 +84,19 @@ class Llava:
         config = _config(model)
         config["text_config"] |= special_tokens(weights, MODEL_TYPE, tokenizer or weights.facts.tokenizer)
         prefix = TOWER if config["vision_config"]["model_type"] == "dinov2" else TOWER + INNER
-        constants, dtype = towers.constants_of(model.vision, prefix), weights.tensors["embed.weight"].dtype
+        constants, dtype = text_and_vision.constants_of(model.vision, prefix), weights.tensors["embed.weight"].dtype
         if isinstance(model.chosen_adapter, Linear):
             constants |= _identity(model)
 
         def texts_of(folder: Path) -> None:
-            write_json(folder / FILE, towers.preprocessor_of(model.vision.processing))
+            write_json(folder / FILE, text_and_vision.preprocessor_of(model.vision.processing))
             if token := added_token(folder, model.placeholder):
                 write_json(folder / PROCESSOR, _processor(model, config, token))
 
         write_folder(
             path,
             weights,
-            _places(texts.family_of(model), model, prefix),
+            _places(text_and_vision.family_of(model), model, prefix),
             config,
             tokenizer=tokenizer,
             max_shard_bytes=max_shard_bytes,
@@ -118,10 +120,10 @@ class Llava:
 
     def examples(self, folder: Path) -> Iterable[Component]:
         """See `HfModel`."""
-        from forge_vlm.encoders.hf.example import write_tower
+        from forge_vlm.encoders.tower_weights import write_tower
 
         sizes: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "vocab_size": 40}
-        for name, encoder in (("clip", towers.CLIP), ("siglip", towers.SigLIP)):
+        for name, encoder in (("clip", text_and_vision.CLIP), ("siglip", text_and_vision.SigLIP)):
             write_tower(folder / name, name)
             tower = encoder(path=str(folder / name), feature_layers=(-1,))
             yield VLM(**sizes, max_length=64, encoder=tower, fusion=JointDecoder())
@@ -142,7 +144,7 @@ class LlavaFolder(Placed):
         encoder = self.model.vision
         places = _places(family, self.model, TOWER)
         layers = int(values["vision_config"].get("num_hidden_layers", encoder.tower.family.defaults["num_hidden_layers"]))
-        unused = towers.left_of(encoder, TOWER, layers)
+        unused = text_and_vision.left_of(encoder, TOWER, layers)
         left = {name for name in self.names if not name.startswith(unused) and not name.endswith(DERIVED)}
         left -= {theirs for place in places.values() for theirs in place.names}
         if self.model.tied_embeddings and HEAD in left:
@@ -175,7 +177,7 @@ def _misfits(model: VLM) -> Iterator[str]:
         return
     if model.modalities:
         yield f"modalities = {', '.join(model.modalities)}: LLaVA has text and images"
-    yield from towers.tower_misfits(encoder)
+    yield from text_and_vision.tower_misfits(encoder)
     if getattr(encoder, "feature_layers", None) == () and encoder.shape.last_norm:
         yield "encoder.feature_layers is empty, so features are normed, and LLaVA takes hidden states; train with [-1]"
     if type(adapter) not in (MLP, Linear):
@@ -186,18 +188,18 @@ def _misfits(model: VLM) -> Iterator[str]:
         yield f"adapter.hidden_dim = {adapter.hidden_dim}: LLaVA's projector is as wide as the decoder, {model.dim}"
     if model.soft_cap is not None:
         yield f"soft_cap = {model.soft_cap}: the head of LLaVA has none"
-    yield from texts.text_misfits(model)
+    yield from text_and_vision.text_misfits(model)
 
 
 def _config(model: VLM) -> dict[str, Any]:
     """The keys of `config.json` for a model without misfits."""
-    encoder, adapter, family = model.vision, model.chosen_adapter, texts.family_of(model)
+    encoder, adapter, family = model.vision, model.chosen_adapter, text_and_vision.family_of(model)
     outputs = encoder.shape.outputs or (-1,)
     return {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
-        "text_config": config_of(family, texts.decoder_of(model)),
-        "vision_config": towers.tower_config(encoder),
+        "text_config": config_of(family, text_and_vision.decoder_of(model)),
+        "vision_config": text_and_vision.tower_config(encoder),
         "image_token_index": model.placeholder,
         "image_seq_length": model.per_image,
         "projector_hidden_act": "gelu" if isinstance(adapter, MLP) else "linear",
@@ -234,8 +236,10 @@ def model_of(values: Mapping[str, Any], folder: Path, where: str, ignore: Sequen
             raise Unsupported(f"{where}: {name} is not a table with a model_type")
         tables[name] = table
     text, kind = tables["text_config"], tables["vision_config"]["model_type"]
-    if kind not in towers.READERS:
-        raise Unsupported(f"{where}: vision_config.model_type {kind!r} is not implemented; only {', '.join(towers.READERS)} are")
+    if kind not in text_and_vision.READERS:
+        raise Unsupported(
+            f"{where}: vision_config.model_type {kind!r} is not implemented; only {', '.join(text_and_vision.READERS)} are"
+        )
     family = family_of(text, f"{where} text_config")
     decoder = decoder_of(family, {**(LLAMA if text["model_type"] == "llama" else {}), **text}, f"{where} text_config")
     if decoder.soft_cap is not None:
@@ -258,7 +262,7 @@ def model_of(values: Mapping[str, Any], folder: Path, where: str, ignore: Sequen
     token = keys.integer("image_token_id" if keys.given("image_token_id") else "image_token_index")
     keys.given("image_token_index")
     keys.finish()
-    encoder = towers.READERS[kind](
+    encoder = text_and_vision.READERS[kind](
         path=str(folder), feature_layers=tuple(layers), class_feature=strategy == "full" and kind != "siglip_vision_model"
     )
     fields = {item: getattr(decoder, item) for item in vars(decoder)}
@@ -273,7 +277,10 @@ def _places(family: Family, model: VLM, tower: str) -> dict[str, Place]:
     """Global name -> place of every tensor; `tower` is before the names of the vision tower's."""
     from forge_models.hf.names import shapes_of
 
-    found = {**texts.text_places(family, texts.decoder_of(model), TEXT), **towers.tower_places(model.vision, tower)}
+    found = {
+        **text_and_vision.text_places(family, text_and_vision.decoder_of(model), TEXT),
+        **text_and_vision.tower_places(model.vision, tower),
+    }
     for name, shape in shapes_of(model).items():
         if name.startswith("adapter."):
             _, _, at, slot = name.split(".")

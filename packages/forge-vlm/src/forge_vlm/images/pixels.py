@@ -1,12 +1,93 @@
-"""PIL images to what an encoder takes: resizing of 8 bits, then floats by a table. Equal to transformers' processors on PIL."""
+"""Image files to pixels of 8 bits, upright, with the channels that are asked for. What cannot be read is one kind of error.
+
+Every mode of PIL is converted or refused, none by accident:
+
+- The orientation in EXIF is applied.
+- What is transparent lies on white: an alpha channel, or the transparent color of a palette.
+- Palettes, CMYK, YCbCr and HSV become RGB. One channel is made of three by the luma of ITU-R 601.
+- Brightness of 16 bits is rounded to 8. Colors of 16 bits are read by PIL as their upper 8.
+- Brightness of 32 bits or as floats has no known range, and LAB no known white: both are refused.
+- Of an animation, or a file of several pages, the first picture is taken.
+"""
 
 from functools import lru_cache
+from io import BytesIO
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from forge_vlm.images.processing import Processing, Resample
+from forge_core.errors import DataError
+from forge_vlm.images.processing import Native, Processing, Resample
+from forge_vlm.images.tiling import Tiles, Tiling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+MODES = {1: "L", 3: "RGB"}
+"""Channels -> PIL's mode."""
+_WIDE = ("I;16", "I;16L", "I;16B", "I;16N")
+_CONVERTED = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
+
+
+class ImageError(DataError):
+    """An image that cannot be decoded; `path` says which."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path}: {why}")
+        self.path, self.why = path, why
+
+    def __reduce__(self) -> tuple[Any, ...]:  # it travels from a worker of a loader to the trainer
+        return ImageError, (self.path, self.why)
+
+
+def decode(source: Path | bytes, channels: int = 3, path: str = "") -> Image.Image:
+    """The image in a file, or in the bytes of one, with 1 or 3 channels.
+
+    Args:
+        source: the file, or what it holds.
+        channels: 1 for brightness, 3 for red, green and blue.
+        path: what messages call it; the file's name when empty.
+
+    Raises:
+        ImageError: it cannot be read, is damaged or cut short, too large, or of a mode that is refused.
+    """
+    name = path or (str(source) if isinstance(source, Path) else "an image in memory")
+    try:
+        with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:
+            image.load()  # open reads the head only
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+            upright = ImageOps.exif_transpose(image) if turned else image
+    except UnidentifiedImageError as cause:  # its own message names the object in memory
+        raise ImageError(name, "the image cannot be decoded: Pillow knows no such format, or the file is damaged") from cause
+    except Exception as cause:  # decoders raise OSError, SyntaxError, struct.error and others for damage
+        raise ImageError(name, f"the image cannot be decoded: {cause}") from cause
+    return convert(upright, channels, name)
+
+
+def convert(image: Image.Image, channels: int = 3, path: str = "an image") -> Image.Image:
+    """An image of any mode with 1 or 3 channels of 8 bits. The orientation in EXIF is not looked at.
+
+    Raises:
+        ImageError: the mode, or the number of channels, is refused.
+    """
+    if channels not in MODES:
+        raise ImageError(path, f"{channels} channels are not implemented; 1 and 3 are")
+    if image.mode in _WIDE:
+        wide = np.asarray(image).astype(np.uint32)
+        image = Image.fromarray(((wide + 128) // 257).astype(np.uint8))
+    if image.mode not in _CONVERTED:
+        raise ImageError(path, f"mode {image.mode} is refused, because its range is not known; save it with 8 or 16 bits")
+    if image.mode.endswith(("A", "a")) or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+    if channels == 1 and image.mode not in ("1", "L"):
+        image = image.convert("RGB")
+    return image if image.mode == MODES[channels] else image.convert(MODES[channels])
 
 
 def resize(image: Image.Image, width: int, height: int, resample: Resample) -> Image.Image:
@@ -51,3 +132,91 @@ def _table(processing: Processing) -> NDArray[np.float32]:
     scaled = (np.arange(256, dtype=np.float64) * processing.scale).astype(np.float32)
     mean, std = (np.array(each, np.float32)[:, None] for each in (processing.mean, processing.std))
     return (scaled - mean) / std
+
+
+class Cut(NamedTuple):
+    """Tiles of one image, and how they lie: the grid row by row, the whole image before or behind it."""
+
+    images: list[Image.Image]
+    tiles: Tiles
+
+
+def cut(image: Image.Image, tiling: Tiling, processing: Processing) -> Cut:
+    """The tiles of an image that was decoded."""
+    size, resample = processing.size, processing.resample
+    tiles = tiling.tiles(*image.size, size)
+    if not tiles.steps:
+        return Cut([fit(image, processing)], tiles)
+    resized = image
+    for width, height in tiles.steps:
+        resized = resize(resized, width, height, resample)
+    grid: list[Image.Image] = []
+    if tiles.rows:
+        across, down = tiles.columns * size, tiles.rows * size
+        whole = resized
+        if resized.size != (across, down):
+            whole = Image.new(image.mode, (across, down))
+            whole.paste(resized, tiles.place)
+        corners = ((column * size, row * size) for row in range(tiles.rows) for column in range(tiles.columns))
+        grid = [whole.crop((left, top, left + size, top + size)) for left, top in corners]
+    if tiles.whole == "first":
+        return Cut([resize(image, size, size, resample), *grid], tiles)
+    if tiles.whole == "last":  # of the image on the grid, as Idefics3 does
+        return Cut([*grid, resize(resized, size, size, resample)], tiles)
+    return Cut(grid, tiles)
+
+
+def tile_pixels(image: Image.Image, tiling: Tiling, processing: Processing) -> tuple[NDArray[np.float32], Tiles]:
+    """(tiles, channels, size, size) fp32 of an image that was decoded, and how the tiles lie."""
+    found = cut(image, tiling, processing)
+    return np.stack([pixels(each, processing) for each in found.images]), found.tiles
+
+
+LEAST, MOST, STEP = 1e-6, 100.0, 1e-5
+"""Scales between which the largest one is looked for, and how exactly: those of SigLIP 2."""
+
+
+def native_item(image: Image.Image, processing: Processing, native: Native) -> NDArray[np.float32]:
+    """(most + 1, channels * patch * patch) fp32 of an image that was decoded.
+
+    Raises:
+        ValueError: it is too long for so many patches.
+    """
+    found, grid = native_patches(image, processing, native.patch, native.most)
+    last = np.zeros((1, found.shape[1]), np.float32)
+    last[0, :2] = grid
+    return np.concatenate((found, last))
+
+
+def taken_apart(items: "Tensor") -> "tuple[Tensor, Tensor]":
+    """Items (N, most + 1, numbers) -> patches (N, most, numbers) and grids (N, 2) int64."""
+    return items[:, :-1], items[:, -1, :2].long()
+
+
+def native_grid(width: int, height: int, patch: int, most: int) -> tuple[int, int]:
+    """(rows, columns) of patches: the image at the largest scale whose patches, rounded up, are not more than `most`."""
+
+    def counts(scale: float) -> tuple[int, int]:
+        rows, columns = (max(1, ceil(side * scale / patch)) for side in (height, width))
+        return rows, columns
+
+    low, high = LEAST, MOST
+    while high - low >= STEP:
+        scale = (low + high) / 2
+        rows, columns = counts(scale)
+        low, high = (scale, high) if rows * columns <= most else (low, scale)
+    return counts(low)
+
+
+def native_patches(
+    image: Image.Image, processing: Processing, patch: int, most: int
+) -> tuple[NDArray[np.float32], tuple[int, int]]:
+    """(most, channels * patch * patch) fp32, patches row by row and then zeros, and their (rows, columns)."""
+    rows, columns = native_grid(*image.size, patch, most)
+    if rows * columns > most:
+        raise ValueError(
+            f"an image of {image.width} x {image.height} is too long for {most} patches; raise patches of the encoder"
+        )
+    found = pixels(resize(image, columns * patch, rows * patch, processing.resample), processing)
+    cut = found.reshape(len(found), rows, patch, columns, patch).transpose(1, 3, 0, 2, 4).reshape(rows * columns, -1)
+    return np.concatenate((cut, np.zeros((most - len(cut), cut.shape[1]), np.float32))), (rows, columns)

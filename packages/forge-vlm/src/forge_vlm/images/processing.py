@@ -147,3 +147,18 @@ def _is_number(value: Any) -> bool:
 
 def _is_positive(value: Any) -> bool:
     return _is_number(value) and value > 0
+
+
+@dataclass(frozen=True)
+class Native:
+    """How an encoder takes images of any proportions.
+
+    Attributes:
+        patch: height and width of a patch in pixels.
+        most: patches of an image at most.
+        each: the model has a placeholder for each patch, and not as many for every image.
+    """
+
+    patch: int
+    most: int
+    each: bool

@@ -1,16 +1,16 @@
-"""Images as tokens of the sequence, in one decoder (LLaVA, Liu et al., 2023)."""
+"""Images as tokens of the sequence, in one decoder (LLaVA, Liu et al., 2023), with the prefix that sees all of itself."""
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
+from forge_core.batch import IGNORE
 from forge_models.blocks.block import Block
 from forge_models.blocks.visible import mask as causal_mask
 from forge_models.shape import DecoderShape
 from forge_vlm.context import FusionContext
-from forge_vlm.fusion.fusion import Inputs, Plain
-from forge_vlm.fusion.prefix import prefix_of
-from forge_vlm.places import image_blocks
+from forge_vlm.fusion.fusion import Inputs, Plain, image_blocks
 
 ImageAttention = Literal["causal", "bidirectional_image", "prefix"]
 
@@ -56,3 +56,32 @@ class Joint(Plain):
     def seen(self, mask: Any, inputs: Inputs, window: int | None, x: Tensor) -> Any:
         """See `Fusion`."""
         return seen_with_images(mask, self.image_attention, self.context, inputs, window, x)
+
+
+def prefix_of(tokens: Tensor, image_token: int, documents: Tensor | None, given: Tensor | None) -> Tensor:
+    """(B, T) bool: what a batch marks as its prefix (`given`); without it all up to the last image of a document."""
+    if given is not None:
+        return given
+    here = tokens == image_token
+    return _up_to_last(here if documents is None else here & (documents >= 0), documents)
+
+
+def seen_labels(labels: Tensor, prefix: Tensor, documents: Tensor | None) -> Tensor:
+    """(B, T) bool: labels of tokens that their place sees: of all places of a prefix but its last one."""
+    both = prefix[:, :-1] & prefix[:, 1:]
+    if documents is not None:
+        both = both & (documents[:, :-1] == documents[:, 1:])
+    seen = torch.zeros_like(prefix)
+    seen[:, :-1] = both & (labels[:, :-1] != IGNORE)
+    return seen
+
+
+def _up_to_last(here: Tensor, documents: Tensor | None) -> Tensor:
+    """(B, T) bool: places that have an image token at or behind them in their document."""
+    length = here.shape[1]
+    places = torch.arange(length, device=here.device).expand_as(here)
+    following = places.masked_fill(~here, length).flip(1).cummin(1).values.flip(1)
+    found = following < length
+    if documents is None:
+        return found
+    return found & (documents.gather(1, following.clamp(max=length - 1)) == documents)

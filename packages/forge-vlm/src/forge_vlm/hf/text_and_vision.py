@@ -1,19 +1,25 @@
-"""A vision tower as a part of a folder in the Hugging Face format: its keys, the places of its tensors, its preprocessor."""
+"""Text decoder and vision tower as parts of a folder in the Hugging Face format: keys, places of tensors, preprocessor."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from forge_models.hf.names import Place
+from forge_core.protocols.weights import Weights
+from forge_models.components.decoder import Decoder
+from forge_models.hf.config import Unsupported
+from forge_models.hf.family import Family
+from forge_models.hf.names import Place, places_in
+from forge_models.hf.writer import chosen
 from forge_vlm.components.encoders import CLIP, DINOv2, Published, SigLIP
-from forge_vlm.encoders.hf.config import ACTIVATIONS, tower_fields, width
-from forge_vlm.encoders.hf.families import FAMILIES, TowerFamily
-from forge_vlm.encoders.hf.weights import their_name
+from forge_vlm.components.model import VLM
 from forge_vlm.encoders.shape import VisionShape
+from forge_vlm.encoders.tower_weights import their_name
+from forge_vlm.encoders.towers import ACTIVATIONS, FAMILIES, TowerFamily, tower_fields, width
 from forge_vlm.images.processing import RESAMPLES, Processing
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 READERS: Mapping[str, type[Published]] = {"clip_vision_model": CLIP, "siglip_vision_model": SigLIP, "dinov2": DINOv2}
 """`model_type` of a tower -> the encoder that reads it."""
@@ -138,3 +144,40 @@ def _reshaped(family: TowerFamily, shape: VisionShape, name: str, size: tuple[in
     if family.name == "dinov2" and name in ("embed.class_token", "embed.positions"):
         return (1, 1, *size) if name == "embed.class_token" else (1, *size)
     return ()
+
+
+def decoder_of(model: VLM) -> Decoder:
+    """The text model that is left of a model without images."""
+    return Decoder(**{item.name: getattr(model, item.name) for item in fields(Decoder)})
+
+
+def family_of(model: VLM) -> Family:
+    """The first family that says all that the decoder is.
+
+    Raises:
+        Unsupported: none does; names per family what it cannot say.
+    """
+    return chosen(decoder_of(model), None)
+
+
+def text_misfits(model: VLM) -> list[str]:
+    """Why no family of text models can say what the decoder is; empty when one can."""
+    try:
+        family_of(model)
+    except Unsupported as cause:
+        return str(cause).splitlines()
+    return []
+
+
+def text_places(family: Family, decoder: Decoder, prefix: str) -> dict[str, Place]:
+    """Global name -> place of every tensor of the decoder; their names begin with `prefix`."""
+    places = places_in(family, decoder)
+    return {name: replace(place, names=tuple(prefix + theirs for theirs in place.names)) for name, place in places.items()}
+
+
+def tilers(weights: Weights) -> list[str]:
+    """The tilers by which the run behind weights cut images, `square` aside."""
+    data = weights.facts.recipe.get("data") or {}
+    sources = data.get("sources") or () if isinstance(data, Mapping) else ()
+    tilings: list[Any] = [source.get("tiling") or {} for source in sources if isinstance(source, Mapping)]
+    return sorted({tiling.get("name", "square") for tiling in tilings} - {"square"})

@@ -1,0 +1,288 @@
+"""MoMa, a group of experts for each modality (Lin et al., 2024), and its routing: expert choice and thresholds."""
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.protocols.model import ExpertDispatcher
+from forge_core.specs import Init, ModuleSpec, TensorSpec
+from forge_models.blocks.layers import unfilled
+from forge_models.blocks.mlp import STREAM
+from forge_models.context import BlockContext
+from forge_models.interp.tap import tap
+from forge_models.moe.dispatch import LocalDispatch
+from forge_models.moe.experts import Experts
+from forge_models.moe.layer import ExpertLayer
+from forge_models.moe.losses import attach
+from forge_models.shape import DecoderShape, MoEShape
+from forge_vlm.context import FusionContext
+from forge_vlm.fusion.fusion import Inputs, Plain
+from forge_vlm.fusion.modalities import Groups, ModalityBlock
+
+Routing = Literal["token_choice", "expert_choice", "threshold"]
+
+
+class MoMa(Plain):
+    """See `forge_vlm.components.fusions.MoMa`."""
+
+    def __init__(self, context: FusionContext, *, routing: Routing = "token_choice", rate: float = 0.05) -> None:
+        super().__init__(context)
+        self.routing: Routing = routing
+        self.rate = rate
+
+    def block(self, shape: DecoderShape, layer: int) -> nn.Module:
+        """See `Fusion`."""
+        layers: dict[Routing, Any] = {
+            "token_choice": ExpertLayer,
+            "expert_choice": ExpertChoice,
+            "threshold": partial(Threshold, rate=self.rate),
+        }
+        return ModalityBlock(shape, layer, self.context.modalities.names, untied=False, experts=layers[self.routing])
+
+    def shared(self, inputs: Inputs) -> dict[str, Any]:
+        """The places of each modality's tokens."""
+        modalities = self.context.modalities
+        return {"groups": Groups.of(modalities.of(inputs.tokens), len(modalities.names))}
+
+
+class ScoredExperts(nn.Module):
+    """sum over the experts e that a token is with of sigmoid(W x)_e * expert_e(x); a token that is with none passes.
+
+    A `forge_core.protocols.model.Observer` like `ExpertLayer`. Subclasses say in `choose` who is with whom.
+    """
+
+    takes_sequences = True
+
+    def __init__(self, shape: MoEShape, mlp: Any, context: BlockContext) -> None:
+        super().__init__()
+        self.shape, self.context = shape, context
+        self.weight = unfilled(shape.experts, context.dim)
+        widths = {**vars(context), "ffn_dim": shape.ffn_dim}
+        self.experts = Experts(BlockContext(**widths), shape.experts, mlp.activation, mlp.gated, shape.kernel)
+        self.dispatch: ExpertDispatcher = LocalDispatch()
+        self._scale: Tensor | None = None
+        self._found: Tensor | None = None
+        self._totals: Tensor | None = None
+
+    def forward(
+        self,
+        x: Tensor,
+        token_mask: Tensor | None = None,
+        tokens: Tensor | None = None,
+        cached: bool = False,
+        sequences: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(1, n, dim) -> ((1, n, dim), what `observe` takes; None in evaluation).
+
+        Args:
+            x: tokens of one modality, in their order.
+            token_mask: (1, n) False for padding, which no expert sees.
+            tokens: not read.
+            cached: not read: who is with whom in evaluation depends on each token alone.
+            sequences: (1, n) int64, ascending: the sequence of each token.
+        """
+        del tokens, cached
+        assert sequences is not None
+        flat, count = x.flatten(0, -2), self.shape.experts
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = tap("router.logits", F.linear(flat.to(wide), self.weight.to(wide)))
+        chosen, loss, in_evaluation = self.choose(flat, logits, sequences.flatten())
+        if token_mask is not None:
+            chosen = chosen & token_mask.flatten().unsqueeze(1)
+        every = torch.arange(count, device=x.device).expand_as(chosen)
+        experts = every.masked_fill(~chosen, -1)
+        y = self.dispatch(flat, experts, logits.sigmoid(), self.experts, count).view_as(x)
+        if not self.training:
+            return y, None
+        if loss is not None:
+            loss = loss.sum(1) if token_mask is None else loss.sum(1) * token_mask.flatten()
+            y = attach(y, loss.sum(), self._scale)
+        with torch.no_grad():
+            load = chosen.sum(0).double()
+            seen = load.new_full((1,), len(flat)) if token_mask is None else token_mask.sum().double().view(1)
+            agree = seen * count
+            if in_evaluation is not None:
+                same = chosen == in_evaluation
+                agree = (same if token_mask is None else same & token_mask.flatten().unsqueeze(1)).sum().double().view(1)
+            rest = [agree, *self.counted(logits, token_mask)]
+            return y, torch.cat([load, seen, *rest])
+
+    def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(chosen (n, experts) bool, a loss (n, experts) with its graph or None, what evaluation would choose (n, experts) bool,
+        None where that is `chosen`). Padding is masked by the caller."""
+        raise NotImplementedError
+
+    def counted(self, logits: Tensor, token_mask: Tensor | None) -> list[Tensor]:
+        """Further statistics, (k,) fp64 each, sums over tokens."""
+        del logits, token_mask
+        return []
+
+    def width(self) -> int:
+        """Length of the vector of statistics."""
+        return self.shape.experts + 2
+
+    def observe(self, router_stats: Tensor) -> None:
+        """Adds the statistics of a forward to this step's sum."""
+        router_stats = router_stats.detach()
+        self._found = router_stats if self._found is None else self._found + router_stats
+
+    def before_step(self, scale: Tensor) -> None:
+        """See `Observer`."""
+        self._scale, self._found = scale, None
+
+    def statistics(self) -> Tensor:
+        """See `Observer`."""
+        if self._found is None:
+            return torch.zeros(self.width(), dtype=torch.float64, device=self.weight.device)
+        return self._found
+
+    @torch.no_grad()
+    def after_step(self, totals: Tensor, skip: Tensor) -> None:
+        """See `Observer`."""
+        del skip
+        self._found, self._totals = None, totals
+
+    def report(self) -> dict[str, Tensor]:
+        """See `Observer`: `load` of each expert in units of their mean, and its extremes; `used`, experts of a token;
+        `agreement`, the share of decisions that evaluation would make alike."""
+        if self._totals is None:
+            return {}
+        count = self.shape.experts
+        load, (tokens, agree) = self._totals[:count], self._totals[count : count + 2]
+        relative, tokens = load / load.mean().clamp(min=1e-9), tokens.clamp(min=1)
+        found = {"load": relative, "load_max": relative.max(), "load_min": relative.min()}
+        return found | {"used": load.sum() / tokens, "agreement": agree / (tokens * count)}
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """The matrix of scores; experts have their own."""
+        return {"weight": TensorSpec((None, "embed"), Init("normal", self.context.init_std), "router")}
+
+    def module_specs(self) -> dict[str, ModuleSpec]:
+        """Layout of the hidden states, and of the tensors that enter with them."""
+        return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,))}
+
+
+STEPS = 4096
+"""Scores are compared in steps of 1 / STEPS: of two tokens that are alike, such as the first two of a sequence where they are the
+same word, the earlier one is taken, and not the one that rounding favors in this layout."""
+
+
+def highest(scores: Tensor, sequences: Tensor) -> Tensor:
+    """(n, experts) bool: of a sequence's s tokens, each expert takes the ceil(s / experts) of the highest scores, the earlier one
+    among equals. Sequences never compete with each other.
+
+    Args:
+        scores: (n, experts).
+        sequences: (n,) int64, ascending.
+    """
+    tokens, count = scores.shape
+    by_score = (scores * STEPS).round().argsort(dim=0, descending=True, stable=True)
+    order = by_score.gather(0, sequences[by_score].argsort(dim=0, stable=True))
+    # Sorted by sequence, place p is of the sequence that token p has.
+    first = torch.searchsorted(sequences, sequences)
+    size = torch.searchsorted(sequences, sequences, right=True) - first
+    rank = torch.arange(tokens, device=scores.device) - first
+    taken = rank < -(-size // count)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, order, taken.unsqueeze(1).expand_as(order))
+
+
+class ExpertChoice(ScoredExperts):
+    """Which tokens an expert takes depends on those behind them: not what a model can do that writes one token after the other.
+    So a second router, of the token alone, learns to foresee the choice, and makes it in evaluation. It reads detached inputs,
+    and changes nothing that the model learns.
+    """
+
+    def __init__(self, shape: MoEShape, mlp: Any, context: BlockContext) -> None:
+        super().__init__(shape, mlp, context)
+        self.foresight = unfilled(shape.experts, context.dim)
+        self.foresight_bias = unfilled(shape.experts)
+
+    def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """See `ScoredExperts`; the loss is the cross-entropy of each foreseen decision."""
+        foreseen = F.linear(x.detach().to(logits.dtype), self.foresight.to(logits.dtype), self.foresight_bias.to(logits.dtype))
+        if not self.training:
+            return foreseen > 0, None, None
+        chosen = highest(logits.detach(), sequences)
+        loss = F.binary_cross_entropy_with_logits(foreseen, chosen.to(foreseen.dtype), reduction="none")
+        return chosen, loss, foreseen > 0
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """The matrices of scores and of foresight."""
+        foresight = TensorSpec((None, "embed"), Init("normal", self.context.init_std), "router")
+        return {**super().tensor_specs(), "foresight": foresight, "foresight_bias": TensorSpec((None,), Init("zeros"), "vector")}
+
+
+BINS = 512
+"""Of the histogram of scores, between 0 and 1."""
+
+
+class Threshold(ScoredExperts):
+    """The threshold is a running mean of the score that 1 / experts of a step's tokens exceed, so that an expert has its even
+    share on average (Expert Threshold routing, 2026). Who is with whom depends on the token alone, in training as in evaluation.
+
+    Scores of a step are counted in `BINS` bins over all ranks, so every layout and every micro-batch gives the same threshold.
+    """
+
+    threshold: Tensor
+
+    def __init__(self, shape: MoEShape, mlp: Any, context: BlockContext, *, rate: float = 0.05) -> None:
+        super().__init__(shape, mlp, context)
+        self.rate = rate
+        self.register_buffer("threshold", torch.full((shape.experts,), torch.nan))
+
+    def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """See `ScoredExperts`. The buffer holds the threshold less 1/2, where scores of an untrained router lie."""
+        del x, sequences
+        chosen = logits.detach().sigmoid() > self.threshold + 0.5
+        return chosen, None, None
+
+    def counted(self, logits: Tensor, token_mask: Tensor | None) -> list[Tensor]:
+        """The histogram of each expert's scores."""
+        bins = (logits.sigmoid() * BINS).long().clamp(max=BINS - 1)
+        ones = torch.ones_like(bins, dtype=torch.float64)
+        if token_mask is not None:
+            ones = ones * token_mask.flatten().unsqueeze(1)
+        counts = torch.zeros(BINS, bins.shape[1], dtype=torch.float64, device=bins.device).scatter_add_(0, bins, ones)
+        return [counts.flatten()]
+
+    def width(self) -> int:
+        """See `ScoredExperts`."""
+        return super().width() + BINS * self.shape.experts
+
+    @torch.no_grad()
+    def after_step(self, totals: Tensor, skip: Tensor) -> None:
+        """See `Observer`."""
+        super().after_step(totals, skip)
+        counts = totals[super().width() :].view(BINS, -1)
+        upper = quantile(counts, 1 - 1 / self.shape.experts).to(self.threshold.dtype) - 0.5
+        moved = self.threshold + self.rate * (upper - self.threshold)
+        still = (skip > 0) | (counts.sum(0) == 0)
+        self.threshold.copy_(torch.where(still, self.threshold, moved))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Threshold":
+        """Keeps the threshold at fp32 or more where parameters become bf16: small moves would be lost in it."""
+        kept = self.threshold
+        super()._apply(fn, recurse)
+        if torch.finfo(self.threshold.dtype).bits < torch.finfo(kept.dtype).bits:
+            self.threshold = kept.to(self.threshold.device, torch.promote_types(self.threshold.dtype, torch.float32))
+        return self
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """The matrix of scores and the threshold."""
+        return super().tensor_specs() | {"threshold": TensorSpec((None,), Init("zeros"), "vector")}
+
+
+def quantile(counts: Tensor, share: float) -> Tensor:
+    """(experts,) fp64: the value below which `share` of the values in [0, 1] lie, from (bins, experts) counts in equal bins;
+    values are taken to be spread evenly inside a bin."""
+    bins = len(counts)
+    total = counts.cumsum(0)
+    wanted = share * total[-1]
+    place = (total < wanted).sum(0).clamp(max=bins - 1)
+    at = place.unsqueeze(0)
+    before = total.gather(0, at)[0] - counts.gather(0, at)[0]
+    inside = ((wanted - before) / counts.gather(0, at)[0].clamp(min=1)).clamp(0, 1)
+    return (place + inside) / bins
