@@ -25,7 +25,7 @@ from forge_train.report.found import find
 from forge_train.run.loop import fit
 from forge_vlm.components.fusions import JointDecoder
 from forge_vlm.context import Modalities
-from forge_vlm.hooks import ModalitiesHook, ModalityObjective, largest, shares, swapped
+from forge_vlm.hooks import ModalitiesHook, ModalityObjective, predict, swap_images, token_shares
 from harness.pool import World
 from train.runs import TINY, prepared
 from vlm.tiny import MODELS, build
@@ -45,7 +45,7 @@ def test_each_row_gets_images_of_another_row() -> None:
     """Images 0, 1 | 2 | 10 | 11 of four rows, by two places: 2, 10 | 11 | 0 | 1. Row 1 of the first batch has no image."""
     one = _batch([[0, 1], [-1, -1], [2, -1]], [[1, 2], [3, 4], [5, -100]], 0.0)
     two = _batch([[0], [1]], [[6, -100], [-100, -100]], 10.0)
-    (first, second), labels = swapped([one, two])
+    (first, second), labels = swap_images([one, two])
     assert first.extras["images"].flatten().tolist() == [2.0, 10.0, 11.0]
     assert second.extras["images"].flatten().tolist() == [0.0, 1.0]
     assert labels == 2 + 1 + 1 + 0
@@ -57,10 +57,10 @@ def test_images_that_no_other_row_can_give_stay() -> None:
     """Row 0 has two images and row 1 has one. A shift by two would give row 0 one of the images that it had before."""
     few = _batch([[0, 1], [2, -1]], [[1, 2], [3, 4]], 0.0)
     plain = Batch(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64))
-    found, labels = swapped([few, plain])
+    found, labels = swap_images([few, plain])
     assert labels == 0 and torch.equal(found[0].extras["images"], few.extras["images"]) and found[1] is plain
     wide = _batch([[0], [1]], [[1, -100], [1, 1]], 5.0, (2,))  # of another shape: only among themselves
-    (kept, _, other), labels = swapped([few, plain, wide])
+    (kept, _, other), labels = swap_images([few, plain, wide])
     assert kept is few and labels == 3 and other.extras["images"][:, 0].tolist() == [6.0, 5.0]
 
 
@@ -100,10 +100,10 @@ def test_logits_exist_for_a_few_positions_at_a_time(monkeypatch: pytest.MonkeyPa
             seen.append(some.shape[1])
             return some @ weight.T
 
-    assert torch.equal(largest(Head(), hidden), (hidden @ weight.T).argmax(-1)) and seen == [3, 3, 2]
+    assert torch.equal(predict(Head(), hidden), (hidden @ weight.T).argmax(-1)) and seen == [3, 3, 2]
     gathering = SimpleNamespace(weight=weight)
     with pytest.raises(ValueError, match="sequence_parallel = false"):
-        largest(type("", (), {"weight": weight, "__call__": lambda _, some: torch.cat([some, some], 1) @ weight.T})(), hidden)
+        predict(type("", (), {"weight": weight, "__call__": lambda _, some: torch.cat([some, some], 1) @ weight.T})(), hidden)
     assert gathering.weight is weight
 
 
@@ -233,7 +233,7 @@ def test_shares_are_those_of_tokens_that_are_not_padding() -> None:
     first = Batch(torch.tensor([[1, 9, 9, 2], [3, 9, 0, 0]]), documents, documents=documents)
     second = Batch(torch.tensor([[9, 9]]), documents)
     run: Any = SimpleNamespace(batches=[first, second], topology=Topology.of(Layout.parse("1"), CPU))
-    assert shares(run, Modalities({"image": (9, 10)})) == {"modality/text/share": 3 / 8, "modality/image/share": 5 / 8}
+    assert token_shares(run, Modalities({"image": (9, 10)})) == {"modality/text/share": 3 / 8, "modality/image/share": 5 / 8}
 
 
 def test_its_time_is_no_time_of_training(monkeypatch: pytest.MonkeyPatch) -> None:

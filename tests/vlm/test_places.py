@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forge_vlm.fusion import fusion
-from forge_vlm.fusion.fusion import agree, feature_places, image_blocks, seen_images
+from forge_vlm.fusion.fusion import check_placeholders, feature_places, image_blocks, seen_images
 
 I = 9  # noqa: E741 (an image's placeholder)
 
@@ -41,10 +41,10 @@ def test_placeholders_take_the_vectors_of_their_row_in_order() -> None:
 def test_rows_with_other_images_than_placeholders_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host names the row. A device is given a condition, which here is seen where it is given."""
     tokens, none = torch.tensor([[1, I, I, 2]]), torch.tensor([[-1]])
-    agree(tokens, I, torch.tensor([[0]]), 2)
+    check_placeholders(tokens, I, torch.tensor([[0]]), 2)
     with pytest.raises(ValueError, match=r"row 0 has 2 placeholders .* text may not hold that id"):
-        agree(tokens, I, none, 2)
+        check_placeholders(tokens, I, none, 2)
     monkeypatch.setattr(fusion, "on_host", lambda _: False)
-    agree(tokens, I, torch.tensor([[0]]), 2)
+    check_placeholders(tokens, I, torch.tensor([[0]]), 2)
     with pytest.raises(RuntimeError, match="not as many as the images"):
-        agree(tokens, I, none, 2)
+        check_placeholders(tokens, I, none, 2)

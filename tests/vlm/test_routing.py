@@ -9,8 +9,8 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.mlps import SwiGLU
 from forge_models.conformance.trial import filled, on_meta, specs_of
 from forge_vlm.context import Modalities
-from forge_vlm.fusion.modalities import ByModality, Groups
-from forge_vlm.fusion.routed import BINS, ExpertChoice, Threshold, highest, quantile
+from forge_vlm.fusion.modalities import ByModality, ModalityGroups
+from forge_vlm.fusion.routed import SCORE_BINS, ExpertChoice, ThresholdRouting, choose_by_expert, histogram_quantile
 from vlm.tiny import EXPERTS, PARTS, SIZES
 
 SHAPE = Decoder(**SIZES, **PARTS, moe=EXPERTS).shape
@@ -32,7 +32,7 @@ def test_every_token_meets_the_copy_of_its_modality() -> None:
     module = ByModality(copies)
     modality = torch.tensor([[0, 2, 1, 0], [1, 1, 2, 0]])
     x = torch.randn(2, 4, 3, dtype=torch.float64)
-    found = module(x, Groups.of(modality, 3))
+    found = module(x, ModalityGroups.of(modality, 3))
     every = list(copies.values())
     for row in range(2):
         for place in range(4):
@@ -43,11 +43,13 @@ def test_every_token_meets_the_copy_of_its_modality() -> None:
 def test_an_expert_takes_the_highest_of_each_sequence() -> None:
     scores = torch.tensor([[0.1, 0.9], [0.3, 0.2], [0.2, 0.8], [0.9, 0.1], [0.5, 0.5], [0.5, 0.5 + 1e-9]])
     sequences = torch.tensor([0, 0, 0, 4, 4, 4])
-    taken = highest(scores, sequences)  # ceil(3 / 2) = 2 of each sequence
+    taken = choose_by_expert(scores, sequences)  # ceil(3 / 2) = 2 of each sequence
     assert taken.int().tolist() == [[0, 1], [1, 0], [1, 1], [1, 0], [1, 1], [0, 1]]
-    assert highest(scores[:5, :1].expand(-1, 4), sequences[:5]).sum(0).tolist() == [2, 2, 2, 2]  # ceil(3 / 4) + ceil(2 / 4)
+    four = choose_by_expert(scores[:5, :1].expand(-1, 4), sequences[:5])
+    assert four.sum(0).tolist() == [2, 2, 2, 2]  # ceil(3 / 4) + ceil(2 / 4)
     alike = torch.tensor([[0.5, 0.5], [0.5 + 1e-9, 0.5 - 1e-9]])
-    assert highest(alike, torch.tensor([0, 0])).int().tolist() == [[1, 1], [0, 0]], "the earlier one, and not by rounding"
+    earlier = choose_by_expert(alike, torch.tensor([0, 0]))
+    assert earlier.int().tolist() == [[1, 1], [0, 0]], "the earlier one, and not by rounding"
 
 
 def test_the_router_that_foresees_changes_nothing_that_the_model_learns() -> None:
@@ -83,7 +85,7 @@ def test_foresight_learns_the_choice() -> None:
 
 
 def test_padding_is_with_no_expert() -> None:
-    for module in (layer(ExpertChoice), layer(Threshold)):
+    for module in (layer(ExpertChoice), layer(ThresholdRouting)):
         module.train()
         x = torch.randn(1, 6, 16, dtype=torch.float64)
         mask = torch.tensor([[True, True, False, True, False, True]])
@@ -98,19 +100,19 @@ def test_trials_c5_agreement_counts_no_padding() -> None:
     x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     mask = (torch.arange(9) % 3 > 0).unsqueeze(0)
     sequences = torch.arange(9).unsqueeze(0) // 3
-    for module in (layer(ExpertChoice), layer(Threshold)):
+    for module in (layer(ExpertChoice), layer(ThresholdRouting)):
         logits = x[0] @ module.weight.T
         in_training, in_evaluation = (module.train(mode).choose(x[0], logits, sequences[0])[0] for mode in (True, False))
         module.train().observe(module(x, mask, sequences=sequences)[1])
         module.after_step(module.statistics(), torch.tensor(0.0))
         wanted = (in_training == in_evaluation)[mask[0]].double().mean()
         assert module.report()["agreement"] == wanted <= 1
-        assert isinstance(module, Threshold) or wanted < 1
+        assert isinstance(module, ThresholdRouting) or wanted < 1
 
 
 def test_a_token_gets_of_each_expert_that_it_is_with_by_the_sigmoid_of_its_score() -> None:
     """Token by token; scores of several experts do not share one sum, as a softmax would have it."""
-    for module in (layer(ExpertChoice), layer(Threshold)):
+    for module in (layer(ExpertChoice), layer(ThresholdRouting)):
         module.train()
         x = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         sequences = torch.zeros(1, 7, dtype=torch.int64)
@@ -143,14 +145,14 @@ def test_padding_teaches_foresight_nothing() -> None:
 def test_a_quantile_of_counts() -> None:
     """Against torch's of the values themselves, to the width of a bin."""
     values = torch.rand(4000, 3, dtype=torch.float64)
-    counts = torch.stack([torch.histc(column, BINS, 0, 1) for column in values.unbind(1)], 1)
+    counts = torch.stack([torch.histc(column, SCORE_BINS, 0, 1) for column in values.unbind(1)], 1)
     for share in (0.25, 0.5, 0.75, 0.9):
-        assert torch.allclose(quantile(counts, share), values.quantile(share, 0), rtol=0, atol=2 / BINS)
+        assert torch.allclose(histogram_quantile(counts, share), values.quantile(share, 0), rtol=0, atol=2 / SCORE_BINS)
 
 
 def test_a_threshold_follows_the_scores_and_not_the_micro_batches() -> None:
     """Each expert then has its share of the tokens."""
-    module = layer(Threshold, rate=1.0).train()
+    module = layer(ThresholdRouting, rate=1.0).train()
     with torch.no_grad():
         module.threshold.zero_()
     x = torch.randn(1, 400, 16, dtype=torch.float64)

@@ -18,7 +18,7 @@ from forge_data.storage.files import find
 from forge_data.storage.fingerprints import digest_of
 from forge_vlm.components.sources import ImageJsonl, ImageWebdataset, VideoCsv, VideoFrames
 from forge_vlm.data.example_images import video
-from forge_vlm.data.image_readers import natural
+from forge_vlm.data.image_readers import natural_key
 from forge_vlm.data.video_readers import VideoExamples
 from vlm.data.test_stores import EOS, GIVEN, documents, opened, square
 from vlm.data.test_video import grays
@@ -125,7 +125,7 @@ def test_names_are_sorted_with_their_numbers_as_numbers() -> None:
         "b.png",
     ]
     expected = ["1.png", "02.png", "2.png", *ordered[3:]]
-    assert sorted(set(ordered), key=natural) == expected
+    assert sorted(set(ordered), key=natural_key) == expected
 
 
 def test_trials_b3_frames_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:

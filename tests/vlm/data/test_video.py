@@ -13,7 +13,7 @@ from PIL import Image
 from forge_core.errors import DataError
 from forge_vlm.components.sources import VideoCsv, VideoFrames
 from forge_vlm.data.example_images import video
-from forge_vlm.data.video_readers import VideoExamples, chosen
+from forge_vlm.data.video_readers import VideoExamples, choose_frames
 from vlm.data.test_stores import EOS, GIVEN, HOLE, documents, opened
 
 FRAME = [HOLE, HOLE]
@@ -35,7 +35,7 @@ FRAME = [HOLE, HOLE]
     ],
 )
 def test_frames_are_chosen_by_their_times(times: list[float], count: int, wanted: list[int]) -> None:
-    assert chosen(times, count) == wanted
+    assert choose_frames(times, count) == wanted
 
 
 def grays(source: Any) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from forge_core.errors import ForgeError
-from forge_vlm.images.pixels import fit, pixels
+from forge_vlm.images.pixels import fit_square, pixels
 from forge_vlm.images.processing import FILE, Processing, read_processing
 
 transformers = pytest.importorskip("transformers")
@@ -49,14 +49,14 @@ def test_pixels_are_those_of_the_processor(case: str, width: int, height: int, t
     processing = read_processing(tmp_path, 99, 3)
     image = photo(width, height)
     wanted = processed(processor, image)
-    found = pixels(fit(image, processing), processing)
+    found = pixels(fit_square(image, processing), processing)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, wanted, atol=1e-6, rtol=0)
     exact = Processing(size=processing.size, mean=(0,) * 3, std=(1,) * 3, scale=1, shortest=processing.shortest)
     again = {"do_rescale": False, "do_normalize": False}
     if case in ("siglip", "clip", "clip_large", "dinov2"):
         bytes_of_theirs = np.asarray(processor(images=image, return_tensors="np", **again)["pixel_values"][0])
-        np.testing.assert_array_equal(pixels(fit(image, exact), exact), bytes_of_theirs)
+        np.testing.assert_array_equal(pixels(fit_square(image, exact), exact), bytes_of_theirs)
 
 
 def test_brightness_alone() -> None:

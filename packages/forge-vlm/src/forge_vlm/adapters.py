@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from forge_core.specs import Init, TensorSpec
 from forge_models.blocks.layers import Linear, linear_specs, unfilled
 from forge_models.blocks.norm import LayerNorm
-from forge_vlm.context import side
+from forge_vlm.context import grid_side
 from forge_vlm.encoders.vit import attend
 
 
@@ -37,7 +37,7 @@ class Projection(nn.Module):
         return found
 
 
-class AveragePool(nn.Module):
+class AveragePoolAdapter(nn.Module):
     """The mean of each window, then a projection. Where windows do not fit, those at the right and at the bottom are smaller."""
 
     def __init__(self, window: int, projection: Projection) -> None:
@@ -47,13 +47,13 @@ class AveragePool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, n, width) -> (N, ceil(sqrt(n) / window)^2, dim)."""
-        grid = side(x.shape[1], "average_pool")
+        grid = grid_side(x.shape[1], "average_pool")
         image = x.transpose(1, 2).unflatten(2, (grid, grid))
         pooled = F.avg_pool2d(image, self.window, ceil_mode=True, count_include_pad=False)
         return self.projection(pooled.flatten(2).transpose(1, 2))
 
 
-class PixelShuffle(nn.Module):
+class PixelShuffleAdapter(nn.Module):
     """The features of each window side by side, then a projection (Shi et al., 2016, the other way around; Idefics3, 2024)."""
 
     def __init__(self, factor: int, projection: Projection) -> None:
@@ -63,10 +63,10 @@ class PixelShuffle(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, n, width) -> (N, n / factor^2, dim)."""
-        return self.projection(in_windows(x, self.factor).flatten(2))
+        return self.projection(split_windows(x, self.factor).flatten(2))
 
 
-class AttentionPool(nn.Module):
+class AttentionPoolAdapter(nn.Module):
     """Attention inside of each window whose query is the window's mean (Molmo, Deitke et al., 2024), then a projection."""
 
     def __init__(self, width: int, window: int, heads: int, std: float, projection: Projection) -> None:
@@ -80,7 +80,7 @@ class AttentionPool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, n, width) -> (N, n / window^2, dim)."""
-        cut = in_windows(x, self.window)
+        cut = split_windows(x, self.window)
         batch, count = cut.shape[:2]
         cut = cut.flatten(0, 1)
         q, k, v = (self._heads(y) for y in (self.q_proj(cut.mean(1, keepdim=True)), self.k_proj(cut), self.v_proj(cut)))
@@ -100,17 +100,17 @@ class AttentionPool(nn.Module):
         }
 
 
-def in_windows(x: Tensor, size: int) -> Tensor:
+def split_windows(x: Tensor, size: int) -> Tensor:
     """(N, n, width) -> (N, windows, size * size, width): windows row by row, in each its features row by row."""
-    rows = side(x.shape[1], "a window") // size
+    rows = grid_side(x.shape[1], "a window") // size
     return x.unflatten(1, (rows, size, rows, size)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
-EPS = 1e-6
+NORM_EPS = 1e-6
 """Of the norms."""
 
 
-class Perceiver(nn.Module):
+class PerceiverAdapter(nn.Module):
     """Latents, layers in which they look at the features, a norm. Its outputs do not depend on the order of features."""
 
     def __init__(self, width: int, dim: int, *, latents: int, layers: int, heads: int, ffn_dim: int, std: float) -> None:
@@ -121,7 +121,7 @@ class Perceiver(nn.Module):
         self.layers = nn.ModuleDict(
             {str(at): PerceiverLayer(dim, heads, ffn_dim, std, std / sqrt(2 * layers)) for at in range(layers)}
         )
-        self.norm = LayerNorm(dim, EPS)
+        self.norm = LayerNorm(dim, NORM_EPS)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
         """(N, n, width) -> (N, latents, dim). `seen` (N, n) is False for padding, which changes nothing; None = there is none."""
@@ -143,13 +143,13 @@ class PerceiverLayer(nn.Module):
     def __init__(self, dim: int, heads: int, ffn_dim: int, std: float, output_std: float) -> None:
         super().__init__()
         self.heads, self.std, self.output_std = heads, std, output_std
-        self.latent_norm = LayerNorm(dim, EPS)
-        self.feature_norm = LayerNorm(dim, EPS)
+        self.latent_norm = LayerNorm(dim, NORM_EPS)
+        self.feature_norm = LayerNorm(dim, NORM_EPS)
         self.q_proj = Linear(dim, dim)
         self.k_proj = Linear(dim, dim)
         self.v_proj = Linear(dim, dim)
         self.o_proj = Linear(dim, dim)
-        self.mlp_norm = LayerNorm(dim, EPS)
+        self.mlp_norm = LayerNorm(dim, NORM_EPS)
         self.up_proj = Linear(dim, ffn_dim)
         self.down_proj = Linear(ffn_dim, dim)
 

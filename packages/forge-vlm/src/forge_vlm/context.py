@@ -97,7 +97,7 @@ class FusionContext:
     varies: bool = False
 
 
-def side(tokens: int, what: str) -> int:
+def grid_side(tokens: int, what: str) -> int:
     """Rows, which are as many as columns, of `tokens` features.
 
     Raises:
@@ -112,13 +112,13 @@ def side(tokens: int, what: str) -> int:
     return root
 
 
-def windows(tokens: int, size: int, what: str) -> int:
+def count_windows(tokens: int, size: int, what: str) -> int:
     """Windows of size x size of which `tokens` features consist.
 
     Raises:
         ValueError: they are not a square, or windows of this size leave something over.
     """
-    root = side(tokens, what)
+    root = grid_side(tokens, what)
     if root % size:
         raise ValueError(f"{what} {size} must divide the {root} x {root} grid of {tokens} features")
     return (root // size) ** 2

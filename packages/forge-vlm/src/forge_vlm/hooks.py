@@ -18,7 +18,7 @@ from forge_core.protocols.data import EvaluationSet
 from forge_core.protocols.model import LossTerms
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_vlm.context import Modalities
-from forge_vlm.images.pixels import taken_apart
+from forge_vlm.images.pixels import split_native
 from forge_vlm.model import VisionLanguageModel
 
 
@@ -78,7 +78,7 @@ class ModalitiesHook(Hook):
         run.watch.enter(f"hook modalities after step {run.state.step}", "modalities")
         run.judge()
         started = perf_counter()
-        values = shares(run, known) | gates(run)
+        values = token_shares(run, known) | gate_values(run)
         for name, held_out in run.evaluations.items() if self.batches else ():
             values |= self._evaluated(run, known, name, held_out)
         run.measured.update({name: (run.state.step, value) for name, value in values.items()})
@@ -96,7 +96,7 @@ class ModalitiesHook(Hook):
             if count := found.metrics[f"tokens/{modality}"]:
                 values[f"modality/{name}/{modality}/loss"] = found.metrics[f"loss/{modality}"] / count
                 values[f"modality/{name}/{modality}/accuracy"] = found.metrics[f"correct/{modality}"] / count
-        others, mine = swapped(batches, run.model.parts[0].context.varies)
+        others, mine = swap_images(batches, run.model.parts[0].context.varies)
         labels = torch.full((), float(mine if _reads(run) else 0), dtype=torch.float64, device=topology.device)
         if count := float(topology.all_reduce(labels)):
             total = sum(found.metrics[f"loss/{modality}"] for modality in known.names)
@@ -111,7 +111,7 @@ def modalities_of(run: Run) -> Modalities | None:
     return part.context.modalities if isinstance(part, VisionLanguageModel) else None
 
 
-def shares(run: Run, known: Modalities) -> dict[str, float]:
+def token_shares(run: Run, known: Modalities) -> dict[str, float]:
     """Collective: `modality/NAME/share` of the tokens of the step's batches on all ranks."""
     counts = torch.zeros(len(known.names), dtype=torch.float64)
     for batch in run.batches:  # ranks that read the same rows are as many for each row
@@ -122,7 +122,7 @@ def shares(run: Run, known: Modalities) -> dict[str, float]:
     return {f"modality/{name}/share": count / max(sum(total), 1) for name, count in zip(known.names, total, strict=True)}
 
 
-def gates(run: Run) -> dict[str, float]:
+def gate_values(run: Run) -> dict[str, float]:
     """Collective: `gate/BLOCK/PART` of every cross block; a gate is where its rank has it."""
     every: Mapping[str, object] = run.model.specs.tensors
     names = {name: f"gate/{name.removesuffix(end)}/{part}" for name in every for end, part in GATES.items() if name.endswith(end)}
@@ -159,7 +159,7 @@ class ModalityObjective:
             ValueError: ranks have parts of sequences.
         """
         total, nll, _ = head.loss(hidden, labels)
-        counted, correct = labels != IGNORE, largest(head, hidden) == labels
+        counted, correct = labels != IGNORE, predict(head, hidden) == labels
         place, found = self.modalities.of(labels), {}
         for number, name in enumerate(self.modalities.names):
             here = counted & (place == number)
@@ -170,7 +170,7 @@ class ModalityObjective:
 
 
 @torch.no_grad()
-def largest(head: Any, hidden: Tensor) -> Tensor:
+def predict(head: Any, hidden: Tensor) -> Tensor:
     """(B, T) int64: the id with the largest logit; logits of a few positions exist at a time."""
     rows, length, width = hidden.shape
     size = max(1, chunk_rows(head.weight.shape[0], width, hidden.element_size()) // max(1, rows))
@@ -186,7 +186,7 @@ def largest(head: Any, hidden: Tensor) -> Tensor:
     return torch.cat(found, 1)
 
 
-OF_ROWS = ("image_rows", "prefix")
+ROW_EXTRAS = ("image_rows", "prefix")
 """Extras with one entry for each row; the others have one for each image."""
 
 
@@ -196,7 +196,7 @@ class _Image(NamedTuple):
     number: int
 
 
-def swapped(batches: Sequence[Batch], varies: bool = False) -> tuple[list[Batch], int]:
+def swap_images(batches: Sequence[Batch], varies: bool = False) -> tuple[list[Batch], int]:
     """The batches with images moved between rows, within and across batches, and how many labels the rows have whose images are
     others now.
 
@@ -208,7 +208,7 @@ def swapped(batches: Sequence[Batch], varies: bool = False) -> tuple[list[Batch]
         if "images" not in batch.extras:
             continue
         items = batch.extras["images"]
-        sizes = taken_apart(items)[1].prod(1).tolist() if varies else [0] * len(items)
+        sizes = split_native(items)[1].prod(1).tolist() if varies else [0] * len(items)
         for row, images in enumerate(batch.extras["image_rows"].tolist()):
             for image in (each for each in images if each >= 0):
                 groups.setdefault((*items.shape[1:], sizes[image]), []).append(_Image(number, row, image))
@@ -230,7 +230,7 @@ def _with(batch: Batch, sources: Mapping[int, _Image], batches: Sequence[Batch])
         return batch
     moved: dict[str, Tensor] = {}
     for name, own in batch.extras.items():
-        if name not in OF_ROWS:
+        if name not in ROW_EXTRAS:
             every = [sources.get(number) for number in range(len(own))]
             moved[name] = torch.stack(
                 [own[number] if one is None else batches[one.batch].extras[name][one.number] for number, one in enumerate(every)]

@@ -16,11 +16,11 @@ from forge_models.generation.cache import KVCache
 from forge_models.interp.tap import scope, show
 from forge_models.torch_private import assert_async
 from forge_vlm.context import WHOLE_STREAM, FusionContext
-from forge_vlm.encoders.vit import present
+from forge_vlm.encoders.vit import patch_mask
 from forge_vlm.fusion.early import prefix_of, seen_labels
-from forge_vlm.fusion.fusion import Fusion, Inputs, Misplaced, agree, feature_places, on_host, with_zero_gradient
+from forge_vlm.fusion.fusion import Fusion, Inputs, Misplaced, check_placeholders, feature_places, on_host, with_zero_gradient
 from forge_vlm.fusion.modalities import is_real
-from forge_vlm.images.pixels import taken_apart
+from forge_vlm.images.pixels import split_native
 
 
 class VisionLanguageModel(Decoder):
@@ -131,8 +131,8 @@ class VisionLanguageModel(Decoder):
         if is_real(tokens) and not torch.compiler.is_compiling():
             counts = None
             if self.context.varies:
-                counts = tokens.new_zeros(0) if images is None else taken_apart(images)[1].prod(1).clamp(min=1)
-            agree(tokens, token, rows, self.context.per_image, counts)
+                counts = tokens.new_zeros(0) if images is None else split_native(images)[1].prod(1).clamp(min=1)
+            check_placeholders(tokens, token, rows, self.context.per_image, counts)
         return images, rows
 
     def _vectors(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -141,9 +141,9 @@ class VisionLanguageModel(Decoder):
         adapter: Any = self.adapter
         if not self.context.native:
             return adapter(encoder(images.to(self._dtype))), None
-        patches, grids = taken_apart(images)  # before any cast: bf16 has no 257
+        patches, grids = split_native(images)  # before any cast: bf16 has no 257
         features = encoder(patches.to(self._dtype), grids)
-        here = present(grids, features.shape[1])
+        here = patch_mask(grids, features.shape[1])
         return (adapter(features), here) if self.context.each else (adapter(features, here), None)
 
     def example_inputs(self) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ class VisionLanguageModel(Decoder):
         token = self.context.image_token
         if token is None:
             return batch
-        batch = with_images(batch, self.context, self.image_shape)
+        batch = with_random_images(batch, self.context, self.image_shape)
         seen = self._seen_labels(batch.labels, batch.tokens, {"documents": batch.documents})
         return batch if seen is None else replace(batch, labels=batch.labels.masked_fill(seen, IGNORE))
 
@@ -229,7 +229,7 @@ class VisionLanguageModel(Decoder):
         return {role: frozenset(of) for role, of in found.items()}
 
 
-def with_images(batch: Batch, context: FusionContext, shape: tuple[int, ...]) -> Batch:
+def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, ...]) -> Batch:
     """The batch with 0, 1 or 2 images in each row, in the places of other tokens, which lose their labels; without an image it
     has no extras.
 

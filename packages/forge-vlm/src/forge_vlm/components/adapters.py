@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from annotated_types import Ge, Gt, Le
 
 from forge_core.component import IDENTITY, Component
-from forge_vlm.context import AdapterContext, side, windows
+from forge_vlm.context import AdapterContext, count_windows, grid_side
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -100,13 +100,15 @@ class AveragePool(Component):
 
     def tokens(self, n: int) -> int:
         """ceil(sqrt(n) / window)^2."""
-        return (-(-side(n, "average_pool") // self.window)) ** 2
+        return (-(-grid_side(n, "average_pool") // self.window)) ** 2
 
     def build(self, context: AdapterContext) -> "nn.Module":
         from forge_vlm import adapters
 
         self.tokens(context.tokens)
-        return adapters.AveragePool(self.window, projection(context, context.width, self.hidden, self.hidden_dim, self.bias))
+        return adapters.AveragePoolAdapter(
+            self.window, projection(context, context.width, self.hidden, self.hidden_dim, self.bias)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ class AttentionPool(Component):
 
     def tokens(self, n: int) -> int:
         """n / window^2."""
-        return windows(n, self.window, "attention_pool.window")
+        return count_windows(n, self.window, "attention_pool.window")
 
     def check(self, context: AdapterContext) -> None:
         """Faults that need the encoder's sizes."""
@@ -141,7 +143,7 @@ class AttentionPool(Component):
 
         self.check(context)
         leave = projection(context, context.width, self.hidden, self.hidden_dim, self.bias)
-        return adapters.AttentionPool(context.width, self.window, self.heads, context.init_std, leave)
+        return adapters.AttentionPoolAdapter(context.width, self.window, self.heads, context.init_std, leave)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,14 +163,14 @@ class PixelShuffle(Component):
 
     def tokens(self, n: int) -> int:
         """n / factor^2."""
-        return windows(n, self.factor, "pixel_shuffle.factor")
+        return count_windows(n, self.factor, "pixel_shuffle.factor")
 
     def build(self, context: AdapterContext) -> "nn.Module":
         from forge_vlm import adapters
 
         self.tokens(context.tokens)
         inputs = context.width * self.factor**2
-        return adapters.PixelShuffle(self.factor, projection(context, inputs, self.hidden, self.hidden_dim, self.bias))
+        return adapters.PixelShuffleAdapter(self.factor, projection(context, inputs, self.hidden, self.hidden_dim, self.bias))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,4 +213,4 @@ class Perceiver(Component):
             "heads": self.heads,
             "ffn_dim": 4 * context.dim if self.ffn_dim is None else self.ffn_dim,
         }
-        return adapters.Perceiver(context.width, context.dim, **sizes, std=context.init_std)
+        return adapters.PerceiverAdapter(context.width, context.dim, **sizes, std=context.init_std)

@@ -329,4 +329,4 @@ class Features(Component):
     def build(self) -> "nn.Module":
         from forge_vlm.encoders import vit
 
-        return vit.Features(self.count, self.dim)
+        return vit.StoredFeatures(self.count, self.dim)

@@ -40,9 +40,9 @@ class JointDecoder(Component):
         return (cls(), cls(image_attention="bidirectional_image"), cls(image_attention="prefix"))
 
     def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.early import Joint
+        from forge_vlm.fusion.early import JointFusion
 
-        return Joint(context, image_attention=self.image_attention)
+        return JointFusion(context, image_attention=self.image_attention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,9 @@ class CrossAttention(Component):
         return tuple(layer for layer in range(layers) if (layer + 1) % self.every == 0)
 
     def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.cross import Cross
+        from forge_vlm.fusion.cross import CrossAttentionFusion
 
-        return Cross(context, every=self.every)
+        return CrossAttentionFusion(context, every=self.every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +91,9 @@ class MixtureOfTransformers(Component):
     """As for `joint_decoder`."""
 
     def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.modalities import MixtureOfTransformers
+        from forge_vlm.fusion.modalities import MoTFusion
 
-        return MixtureOfTransformers(context, image_attention=self.image_attention)
+        return MoTFusion(context, image_attention=self.image_attention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +137,6 @@ class MoMa(Component):
         ]
 
     def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.routed import MoMa
+        from forge_vlm.fusion.routed import MoMaFusion
 
-        return MoMa(context, routing=self.routing, rate=self.rate)
+        return MoMaFusion(context, routing=self.routing, rate=self.rate)

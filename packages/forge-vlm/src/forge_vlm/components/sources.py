@@ -78,21 +78,21 @@ class ImageSource(SourceComponent):
 
     def texts(self) -> "Texts":
         from forge_vlm.data.chat import chat_of
-        from forge_vlm.data.documents import TextOf
+        from forge_vlm.data.documents import RecordTexts
 
-        return TextOf(self.read(), self.fields, chat_of(self.template), self.split, self.held_out)
+        return RecordTexts(self.read(), self.fields, chat_of(self.template), self.split, self.held_out)
 
     def build(self, context: "SourceContext") -> "Source":
         from forge_vlm.data.chat import chat_of
         from forge_vlm.data.inputs import inputs_of
-        from forge_vlm.data.prepare import Wanted, prepared
+        from forge_vlm.data.prepare import Preparation, prepare
 
         given = {"placeholder": self.placeholder, "per_image": self.per_image, "size": self.size}
         inputs = inputs_of(context.model, self.label or self.format, self.tiling, **given)
         chat = chat_of(self.template).knowing(context.tokenizer.special_tokens if context.tokenizer else {})
         length = context.sequence_length
-        wanted = Wanted(self.fields, chat, inputs, self.split, self.held_out, self.skip, length, self.too_long)
-        return prepared(self.read(), wanted, context, self.format)
+        wanted = Preparation(self.fields, chat, inputs, self.split, self.held_out, self.skip, length, self.too_long)
+        return prepare(self.read(), wanted, context, self.format)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ class Clip:
     """
 
     def __init__(self, frames: Frames | Callable[[], Frames], told: bool = True) -> None:
-        """`frames`: the frames, or a function that reads which there are when they are first asked for; it may raise `Broken`."""
+        """`frames`: the frames, or a function that reads which there are when they are first asked for; it may raise `BrokenRecord`."""
         self.told = told
         self._frames = frames
 
@@ -58,7 +58,7 @@ class Clip:
         """The frames that were chosen.
 
         Raises:
-            Broken: the clip cannot be read.
+            BrokenRecord: the clip cannot be read.
         """
         return self._frames() if callable(self._frames) else self._frames
 
@@ -66,7 +66,7 @@ class Clip:
         """The frames, as a document has them. What is said of time is not learned.
 
         Raises:
-            Broken: the clip cannot be read.
+            BrokenRecord: the clip cannot be read.
         """
         found: list[Words | Picture] = []
         for seconds, reference in self.frames:
@@ -83,7 +83,7 @@ class Record(dict[str, Any]):
         self.place = place
 
 
-class Broken(ValueError):
+class BrokenRecord(ValueError):
     """A record that makes no document; says why."""
 
 
@@ -117,8 +117,8 @@ class Examples(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
-    def __iter__(self) -> Iterator[tuple[str, "Mapping[str, Any] | Broken"]]:
-        """(name, record) of each; its field of images has references or a `Clip`. `Broken` is one that cannot be read, and says
+    def __iter__(self) -> Iterator[tuple[str, "Mapping[str, Any] | BrokenRecord"]]:
+        """(name, record) of each; its field of images has references or a `Clip`. `BrokenRecord` is one that cannot be read, and says
         where it is; a `Record` knows its place."""
         ...
 
@@ -131,22 +131,22 @@ class Examples(Protocol):
         ...
 
 
-def is_conversation(record: "Mapping[str, Any] | Broken", fields: Fields) -> bool:
+def is_conversation(record: "Mapping[str, Any] | BrokenRecord", fields: Fields) -> bool:
     """Whether a chat template writes the record, with all special tokens that it has."""
     return isinstance(record, Mapping) and record.get(fields.messages) is not None
 
 
-def parts_of(record: "Mapping[str, Any] | Broken", fields: Fields, chat: Chat) -> list[Words | Picture]:
+def parts_of(record: "Mapping[str, Any] | BrokenRecord", fields: Fields, chat: Chat) -> list[Words | Picture]:
     """The parts of a record's document.
 
     Raises:
-        Broken: it is broken, has neither text nor turns, other markers than images, or text that is not valid Unicode.
+        BrokenRecord: it is broken, has neither text nor turns, other markers than images, or text that is not valid Unicode.
         DataError: the chat template refuses its turns.
     """
-    if isinstance(record, Broken):
+    if isinstance(record, BrokenRecord):
         raise record
     if not isinstance(record, Mapping):
-        raise Broken("is not a record")
+        raise BrokenRecord("is not a record")
     images = _references(record.get(fields.images), fields.images)
     tokens = False
     if is_conversation(record, fields):
@@ -154,10 +154,10 @@ def parts_of(record: "Mapping[str, Any] | Broken", fields: Fields, chat: Chat) -
     else:
         text = record.get(fields.text)
         if not isinstance(text, str):
-            raise Broken(f"has neither turns in {fields.messages!r} nor text in {fields.text!r}")
+            raise BrokenRecord(f"has neither turns in {fields.messages!r} nor text in {fields.text!r}")
         words = [Words(text)]
     if fault := next((fault for each in words if (fault := text_of(each.text)[1])), ""):
-        raise Broken(f"has text that {fault}")
+        raise BrokenRecord(f"has text that {fault}")
     if tokens:
         found = [*map(_token, images), *words]
     else:
@@ -165,7 +165,7 @@ def parts_of(record: "Mapping[str, Any] | Broken", fields: Fields, chat: Chat) -
             words = [Words(MARKER * len(images), learned=False), *words]
         found = list(_placed(words, images))
     if not any(isinstance(part, Words) and part.learned for part in found):
-        raise Broken("has no text to learn")
+        raise BrokenRecord("has no text to learn")
     return found
 
 
@@ -210,7 +210,7 @@ def _placed(words: Sequence[Words], images: Sequence[Parts]) -> Iterator[Words |
     """Words cut at the markers, an image in the place of each, or the frames of a clip."""
     markers = sum(each.text.count(MARKER) for each in words)
     if markers != len(images):
-        raise Broken(f"has {markers} {MARKER} and {len(images)} images")
+        raise BrokenRecord(f"has {markers} {MARKER} and {len(images)} images")
     left = iter(images)
     for each in words:
         for place, text in enumerate(each.text.split(MARKER)):
@@ -222,7 +222,9 @@ def _placed(words: Sequence[Words], images: Sequence[Parts]) -> Iterator[Words |
 
 def _token(image: Parts) -> Picture:
     if len(image) != 1 or not isinstance(image[0], Picture):
-        raise Broken(f"has a clip where the chat template writes the token of one image; write {MARKER} in its text instead")
+        raise BrokenRecord(
+            f"has a clip where the chat template writes the token of one image; write {MARKER} in its text instead"
+        )
     return replace(image[0], token=True)
 
 
@@ -230,24 +232,24 @@ def _references(value: Any, field: str) -> list[Parts]:
     """What stands in the place of each marker."""
     found = [] if value is None else [value] if isinstance(value, str | Clip) else value
     if not isinstance(found, list) or not all(isinstance(each, str | Clip) and each for each in found):
-        raise Broken(f"has in {field!r} {value!r}; expected the name of an image, or a list of names")
+        raise BrokenRecord(f"has in {field!r} {value!r}; expected the name of an image, or a list of names")
     return [each.parts() if isinstance(each, Clip) else [_picture(each)] for each in found]
 
 
 def _picture(reference: str) -> Picture:
     """An image by its name, which has to be one of a file."""
     if fault := text_of(reference)[1]:
-        raise Broken(f"names an image {reference!r}, which {fault}")
+        raise BrokenRecord(f"names an image {reference!r}, which {fault}")
     if "\0" in reference:
-        raise Broken(f"names an image {reference!r}, which holds a NUL")
+        raise BrokenRecord(f"names an image {reference!r}, which holds a NUL")
     if reference.startswith("data:"):
-        raise Broken(f"has an image inside the record, {reference[:30]!r}...; write it to a file, and its name here")
+        raise BrokenRecord(f"has an image inside the record, {reference[:30]!r}...; write it to a file, and its name here")
     return Picture(reference)
 
 
 def _turns(value: Any, field: str) -> list[Turn]:
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
-        raise Broken(f"has in {field!r} no list of turns")
+        raise BrokenRecord(f"has in {field!r} no list of turns")
     return [_turn(turn, field) for turn in value]
 
 
@@ -257,7 +259,7 @@ def _turn(turn: Mapping[str, Any], field: str) -> Turn:
     role = {"human": "user", "gpt": "assistant"}.get(role, role) if isinstance(role, str) else None
     more = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value") and value is not None}
     if role is None or not (isinstance(content, str | list) or (content is None and more)):
-        raise Broken(f"has in {field!r} a turn without role or content: {str(dict(turn))[:80]}")
+        raise BrokenRecord(f"has in {field!r} a turn without role or content: {str(dict(turn))[:80]}")
     return Turn(role, content, more)
 
 
@@ -273,11 +275,11 @@ def _piece(piece: Any, field: str) -> str | Picture:
             return Picture("")
         if len(named) == 1 and isinstance(named[0], str) and named[0]:
             return _picture(named[0])
-    raise Broken(f"has in {field!r} a piece that is neither text nor an image: {str(piece)[:80]}")
+    raise BrokenRecord(f"has in {field!r} a piece that is neither text nor an image: {str(piece)[:80]}")
 
 
 @dataclass(frozen=True)
-class TextOf:
+class RecordTexts:
     """Documents without their images, as `Texts`; broken ones are left out, and told when the source is prepared."""
 
     examples: Examples
@@ -296,6 +298,6 @@ class TextOf:
         """(name, text) of every document."""
         for name, record in self.examples:
             if in_split(name, self.split, self.held_out):
-                with suppress(Broken, DataError):
+                with suppress(BrokenRecord, DataError):
                     parts = parts_of(record, self.fields, self.chat)
                     yield name, "".join(part.text for part in parts if isinstance(part, Words))

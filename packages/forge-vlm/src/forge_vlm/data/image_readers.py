@@ -16,7 +16,7 @@ from forge_data.sources.records.jsonl import SUFFIXES, each_line
 from forge_data.storage.file import File
 from forge_data.storage.files import find, local_path, read_bytes
 from forge_data.storage.fingerprints import digest_of
-from forge_vlm.data.documents import Broken, Record
+from forge_vlm.data.documents import BrokenRecord, Record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +46,7 @@ class JsonlExamples:
         """Of the records and the folder."""
         return digest_of(self._files, f"jsonl {self._folder.identity}")
 
-    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | Broken]]:
+    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
         """(file and byte of its line, record) of each."""
         for file in self._files:
             for name, place, record in _list(file) if file.name.endswith(".json") else _lines(file):
@@ -68,12 +68,12 @@ class JsonlExamples:
         return Record(record, place)
 
 
-def _lines(file: File) -> Iterator[tuple[str, str, dict[str, Any] | Broken]]:
+def _lines(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRecord]]:
     for offset, place, record in each_line(file):
-        yield f"{file.name}:{offset}", place, record if isinstance(record, dict) else Broken(f"{place} {record}")
+        yield f"{file.name}:{offset}", place, record if isinstance(record, dict) else BrokenRecord(f"{place} {record}")
 
 
-def _list(file: File) -> Iterator[tuple[str, str, dict[str, Any] | Broken]]:
+def _list(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRecord]]:
     """A file that is one list, as those of LLaVA are."""
     try:
         found = json.loads(local_path(file).read_text(encoding="utf-8-sig"))
@@ -86,10 +86,14 @@ def _list(file: File) -> Iterator[tuple[str, str, dict[str, Any] | Broken]]:
         raise DataError(f"{file.where} is not a list of records; give JSON lines, or a list")
     for number, record in enumerate(found):
         place = f"{file.where}, record {number + 1}"
-        yield f"{file.name}:{number}", place, record if isinstance(record, dict) else Broken(f"{place} is not a JSON object")
+        yield (
+            f"{file.name}:{number}",
+            place,
+            record if isinstance(record, dict) else BrokenRecord(f"{place} is not a JSON object"),
+        )
 
 
-TEXTS = ("txt", "caption", "text")
+TEXT_SUFFIXES = ("txt", "caption", "text")
 _COMPRESSED = tuple(f".{kind}" for kind in ("tar.gz", "tgz", "tar.bz2", "tbz2", "tar.xz", "txz", "tar.zst", "tzst"))
 
 
@@ -129,7 +133,7 @@ class TarExamples:
         """Of the shards, and how they are read."""
         return digest_of(self._files, f"webdataset by number {sorted(self._ignore)} {self._text_records}")
 
-    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | Broken]]:
+    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
         """(shard and key, record) of each."""
         for file in self._files:
             try:
@@ -138,8 +142,8 @@ class TarExamples:
                         place = f"{file.where}, record {key}"
                         try:
                             yield f"{file.name}/{key}", Record(self._record(tar, members, file.name), place)
-                        except Broken as broken:
-                            yield f"{file.name}/{key}", Broken(f"{place} {broken}")
+                        except BrokenRecord as broken:
+                            yield f"{file.name}/{key}", BrokenRecord(f"{place} {broken}")
             except (tarfile.TarError, EOFError) as error:
                 raise DataError(f"{file.where} is not an uncompressed tar, or damaged: {error}") from error
 
@@ -159,7 +163,7 @@ class TarExamples:
         """The fields of one record.
 
         Raises:
-            Broken: a member is of no known kind, or there twice, or cannot be read, or there is no image.
+            BrokenRecord: a member is of no known kind, or there twice, or cannot be read, or there is no image.
         """
         images: dict[str, str] = {}
         texts: dict[str, str] = {}
@@ -169,24 +173,24 @@ class TarExamples:
             if kind in self._ignore:
                 continue
             if kind in seen:
-                raise Broken(f"has two members {member.name}; give each record a key of its own")
+                raise BrokenRecord(f"has two members {member.name}; give each record a key of its own")
             seen.add(kind)
             regular = member.isreg() and not member.issparse()
             if regular and is_image(f".{kind}"):
                 images[kind] = f"{shard}#{member.offset_data}+{member.size}"
-            elif regular and kind in TEXTS:
+            elif regular and kind in TEXT_SUFFIXES:
                 texts[kind] = _content(tar, member)
             elif regular and kind == "json":
                 fields = _fields(tar, member)
             else:
-                raise Broken(f"has the member {member.name}, {_fault(kind, member)}")
+                raise BrokenRecord(f"has the member {member.name}, {_fault(kind, member)}")
         if len(set(texts.values())) > 1:
-            raise Broken(f"has several texts ({', '.join(texts)}); name the ones to leave out in ignore")
+            raise BrokenRecord(f"has several texts ({', '.join(texts)}); name the ones to leave out in ignore")
         if not images and (fields.get(self._images) or not self._text_records):
-            raise Broken("has no image; set text_records = true where records without images are text")
+            raise BrokenRecord("has no image; set text_records = true where records without images are text")
         if texts:
             fields[self._text] = next(iter(texts.values()))
-        return fields | {self._images: [images[kind] for kind in sorted(images, key=natural)]}
+        return fields | {self._images: [images[kind] for kind in sorted(images, key=natural_key)]}
 
 
 def _grouped(tar: tarfile.TarFile) -> Iterator[tuple[str, list[tuple[str, tarfile.TarInfo]]]]:
@@ -213,7 +217,7 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
     try:
         return content.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Broken(f"has the member {member.name}, which is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise BrokenRecord(f"has the member {member.name}, which is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def _fields(tar: tarfile.TarFile, member: tarfile.TarInfo) -> dict[str, Any]:
@@ -221,9 +225,9 @@ def _fields(tar: tarfile.TarFile, member: tarfile.TarInfo) -> dict[str, Any]:
         found = json.loads(_content(tar, member))
     except (ValueError, RecursionError) as error:
         why = "brackets are nested too deeply" if isinstance(error, RecursionError) else error
-        raise Broken(f"has the member {member.name}, which is not valid JSON: {why}") from error
+        raise BrokenRecord(f"has the member {member.name}, which is not valid JSON: {why}") from error
     if not isinstance(found, dict):
-        raise Broken(f"has the member {member.name}, which is not a JSON object")
+        raise BrokenRecord(f"has the member {member.name}, which is not a JSON object")
     return found
 
 
@@ -232,9 +236,9 @@ def _fault(kind: str, member: tarfile.TarInfo) -> str:
     _, dot, last = kind.rpartition(".")
     if not member.isreg() or member.issparse():
         return "which is a link or another special file; write the tar with --dereference"
-    if dot and (last in (*TEXTS, "json")):
+    if dot and (last in (*TEXT_SUFFIXES, "json")):
         return f"and a name is cut at its first dot, so it is of the kind {kind!r}; use no dots before the suffix"
-    known = f"known are images that Pillow reads, {', '.join(TEXTS)} and json"
+    known = f"known are images that Pillow reads, {', '.join(TEXT_SUFFIXES)} and json"
     return f"and the kind {kind!r} is not known; {known}. Name it in ignore to leave it out"
 
 
@@ -322,12 +326,12 @@ def _counts(column: Any) -> list[int]:
     return [int(valid) for valid in column.is_valid().to_pylist()]
 
 
-NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def caption(digits: "list[int]") -> str:
     """What is said of some images in their order."""
-    return " ".join(NAMES[digit] for digit in digits)
+    return " ".join(DIGIT_NAMES[digit] for digit in digits)
 
 
 class DigitExamples:
@@ -457,7 +461,7 @@ def _suffixes() -> frozenset[str]:
     return frozenset(suffix[1:] for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN)
 
 
-def natural(name: str) -> tuple[list[tuple[int, str]], str]:
+def natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
     """A key that sorts names with their numbers as numbers: `2.png` before `10.png`; of equal numbers `02` before `2`."""
     parts = re.split("([0-9]+)", name)  # text and digits in turn; it begins and ends with text
     digits = (part.lstrip("0") for part in parts[1::2])

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from forge_core.errors import DataError
-from forge_vlm.images.pixels import cut, native_grid, native_item, tile_pixels
+from forge_vlm.images.pixels import cut_tiles, native_grid, native_item, tile_pixels
 from forge_vlm.images.processing import Native, Processing
 from forge_vlm.images.tiling import Tiling
 
@@ -82,7 +82,7 @@ class ImageInputs:
 
     def pictures(self, image: Image.Image) -> list[Image.Image]:
         """Its tiles, as a person sees them."""
-        return [image] if self.native is not None else cut(image, self.tiling, self.processing).images
+        return [image] if self.native is not None else cut_tiles(image, self.tiling, self.processing).images
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ def inputs_of(
     return ImageInputs(placeholder, per_image, Processing(size=size, mean=half, std=half), 3, tiling)
 
 
-def identity(inputs: ImageInputs) -> str:
+def identity_of_inputs(inputs: ImageInputs) -> str:
     """Equal where tokens and tiles are; statistics of the pixels are left out, since nothing that is stored depends on them."""
     processing = replace(inputs.processing, mean=(), std=(), scale=1.0)
     native = "" if inputs.native is None else f"/{inputs.native}"

@@ -26,8 +26,8 @@ from forge_data.storage.workspace_lock import locked
 from forge_data.store.writer import StoreWriter, dtype_for
 from forge_data.tokenizers.adapt import identity_of
 from forge_vlm.data.chat import Chat
-from forge_vlm.data.documents import MARKER, Broken, Clip, Examples, Fields, Picture, Words, is_conversation, parts_of
-from forge_vlm.data.inputs import ImageInputs, identity
+from forge_vlm.data.documents import MARKER, BrokenRecord, Clip, Examples, Fields, Picture, Words, is_conversation, parts_of
+from forge_vlm.data.inputs import ImageInputs, identity_of_inputs
 from forge_vlm.data.store import FACTS, FILES, TOKENS, VERSION, Facts, IllustratedStore
 from forge_vlm.images.pixels import ImageError, decode
 
@@ -42,7 +42,7 @@ _EVERY = 10_000
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Preparation:
     """What is made of the records.
 
     Attributes:
@@ -65,11 +65,11 @@ class Wanted:
     too_long: str = "error"
 
 
-class TooLong(Broken):
+class TooLong(BrokenRecord):
     """A document that fits no row."""
 
 
-def prepared(examples: Examples, wanted: Wanted, context: SourceContext, name: str) -> IllustratedStore:
+def prepare(examples: Examples, wanted: Preparation, context: SourceContext, name: str) -> IllustratedStore:
     """The store of these records in the workspace; made when it is not there yet.
 
     Raises:
@@ -78,7 +78,9 @@ def prepared(examples: Examples, wanted: Wanted, context: SourceContext, name: s
     tokenizer = context.tokenizer
     if tokenizer is None:
         raise DataError(f"source {name!r} has text and needs a tokenizer; add [data.tokenizer] with name = 'bpe' or 'bytes'")
-    made = f"{wanted.fields} {wanted.chat.identity} {identity(wanted.inputs)} {wanted.split} {wanted.held_out} {ENCODING}"
+    made = (
+        f"{wanted.fields} {wanted.chat.identity} {identity_of_inputs(wanted.inputs)} {wanted.split} {wanted.held_out} {ENCODING}"
+    )
     known = f"{VERSION} {examples.fingerprint} {identity_of(tokenizer)} {made}"
     # A store whose documents all fit is the same for every longer row and needs no name of its own.
     whole, fitted = (
@@ -145,7 +147,7 @@ def encode(
             document only where it does not end with it.
 
     Raises:
-        Broken: an image cannot be decoded, or is too long, or text holds the placeholder.
+        BrokenRecord: an image cannot be decoded, or is too long, or text holds the placeholder.
         DataError: an image is missing.
     """
     pictures = [_picture(part, inputs, fetch) for part in parts if isinstance(part, Picture)]
@@ -183,9 +185,9 @@ def _picture(part: Picture, inputs: ImageInputs, fetch: Callable[[str], bytes] |
         image = decode(content, inputs.channels, part.reference)
         counts = inputs.placeholders(*image.size)
     except ImageError as error:
-        raise Broken(str(error)) from error
+        raise BrokenRecord(str(error)) from error
     except ValueError as error:
-        raise Broken(f"{part.reference}: {error}; raise patches of the encoder") from error
+        raise BrokenRecord(f"{part.reference}: {error}; raise patches of the encoder") from error
     return part.reference, xxhash.xxh3_64_intdigest(content), list(counts)
 
 
@@ -196,7 +198,7 @@ def _text_of(parts: "list[Words | Picture]", tokenizer: Tokenizer, placeholder: 
     again. Otherwise an image parts the text as such a token does.
 
     Raises:
-        Broken: text holds the placeholder, or the chat template does not write it once for each image.
+        BrokenRecord: text holds the placeholder, or the chat template does not write it once for each image.
     """
     by_token = [isinstance(part, Picture) and part.token for part in parts]
     spelled = any(isinstance(part, Picture) and not part.token for part in parts) and _spells(tokenizer, placeholder)
@@ -210,7 +212,7 @@ def _text_of(parts: "list[Words | Picture]", tokenizer: Tokenizer, placeholder: 
     held = np.flatnonzero(taken)
     if any(by_token):
         if len(held) != sum(by_token) or stands:
-            raise Broken(
+            raise BrokenRecord(
                 f"has {sum(by_token)} images, for which the chat template writes {len(held)} times the token {placeholder}, the "
                 f"placeholder of images; set `placeholder` to the id that it writes, or write {MARKER} in the template"
             )
@@ -218,7 +220,7 @@ def _text_of(parts: "list[Words | Picture]", tokenizer: Tokenizer, placeholder: 
     elif spelled and sorted(places[held, 0].tolist()) == stands:
         before = held - np.arange(len(held))
     elif len(held):
-        raise Broken(f"has text that the tokenizer writes with id {placeholder}, the placeholder of images")
+        raise BrokenRecord(f"has text that the tokenizer writes with id {placeholder}, the placeholder of images")
     else:
         before = np.searchsorted(places[:, 0], stands)
     return ids[~taken], learned[~taken], before.tolist()
@@ -229,7 +231,7 @@ def _spells(tokenizer: Tokenizer, placeholder: int) -> bool:
     return tokenizer.encode_pieces([(MARKER, True)])[0].tolist() == [placeholder]
 
 
-def truncated(document: Encoded, longest: int, placeholder: int) -> Encoded:
+def truncate(document: Encoded, longest: int, placeholder: int) -> Encoded:
     """The first `longest` tokens of a document, without an image that does not fit as a whole.
 
     Raises:
@@ -260,7 +262,7 @@ def truncated(document: Encoded, longest: int, placeholder: int) -> Encoded:
 
 def _write(
     examples: Examples,
-    wanted: Wanted,
+    wanted: Preparation,
     tokenizer: Tokenizer,
     paths: tuple[Path, Path],
     name: str,
@@ -293,7 +295,7 @@ def _write(
     report(f"prepared {name}: {facts.images:,} images in {facts.tiles:,} tiles{cut}{left}, to {path}")
 
 
-def _left(facts: Facts, wanted: Wanted) -> str:
+def _left(facts: Facts, wanted: Preparation) -> str:
     broken = f"{facts.skipped} broken records"
     return (
         broken if wanted.too_long != "skip" else f"{broken} and {facts.too_long} documents of more than {wanted.longest} tokens"
@@ -325,7 +327,7 @@ class _Files:
 
 def _write_files(
     examples: Examples,
-    wanted: Wanted,
+    wanted: Preparation,
     tokenizer: Tokenizer,
     folder: Path,
     name: str,
@@ -342,7 +344,7 @@ def _write_files(
         store = stack.enter_context(StoreWriter(folder / TOKENS, dtype=dtype, source=examples.what))
         files.add("firsts", [0])
         for found in _encoded(examples, wanted, tokenizer, workers):
-            if isinstance(found, Fault):
+            if isinstance(found, LeftOut):
                 too_long += found.too_long
                 (skips.left_out if found.too_long and wanted.too_long == "skip" else skips.broken)(found.message)
                 continue
@@ -373,7 +375,7 @@ def _write_files(
         text=text,
         sizes=files.sizes,
         checksums=checksums,
-        identity=identity(wanted.inputs),
+        identity=identity_of_inputs(wanted.inputs),
         skipped=skips.count,
         counts={str(token): count for token, count in sorted(counts.items())},
         too_long=too_long,
@@ -382,19 +384,19 @@ def _write_files(
 
 
 @dataclass(frozen=True)
-class Fault:
+class LeftOut:
     """Why a record is left out."""
 
     message: str
     too_long: bool
 
 
-def _fault(name: str, record: Mapping[str, Any] | Broken, error: Broken | DataError) -> Fault:
+def _fault(name: str, record: Mapping[str, Any] | BrokenRecord, error: BrokenRecord | DataError) -> LeftOut:
     message = str(error) if error is record else f"{getattr(record, 'place', name)}: {error}"
-    return Fault(message, isinstance(error, TooLong))
+    return LeftOut(message, isinstance(error, TooLong))
 
 
-def _refuse_early(examples: Examples, wanted: Wanted, tokenizer: Tokenizer) -> None:
+def _refuse_early(examples: Examples, wanted: Preparation, tokenizer: Tokenizer) -> None:
     """Counts the faults that are known without an image, so that many images are not decoded in vain.
 
     Raises:
@@ -410,11 +412,11 @@ def _refuse_early(examples: Examples, wanted: Wanted, tokenizer: Tokenizer) -> N
             parts = parts_of(record, wanted.fields, wanted.chat)
             if wanted.too_long == "error":
                 _refuse_long(parts, wanted, tokenizer, not is_conversation(record, wanted.fields))
-        except (Broken, DataError) as error:
+        except (BrokenRecord, DataError) as error:
             skips.broken(_fault(name, record, error).message)
 
 
-def _refuse_long(parts: "list[Words | Picture]", wanted: Wanted, tokenizer: Tokenizer, bare: bool) -> None:
+def _refuse_long(parts: "list[Words | Picture]", wanted: Preparation, tokenizer: Tokenizer, bare: bool) -> None:
     """Refuses a document that is too long whatever its images are like.
 
     Raises:
@@ -429,17 +431,17 @@ def _refuse_long(parts: "list[Words | Picture]", wanted: Wanted, tokenizer: Toke
         raise _too_long(length, wanted, "at least " if images and wanted.inputs.varies else "")
 
 
-def _too_long(length: int, wanted: Wanted, about: str = "") -> TooLong:
+def _too_long(length: int, wanted: Preparation, about: str = "") -> TooLong:
     return TooLong(
         f"has {about}{length} tokens, images included, and a row has {wanted.longest}; shorten it, raise data.sequence_length, "
         "or set too_long = 'skip' or 'truncate' in the source"
     )
 
 
-def _encoded(examples: Examples, wanted: Wanted, tokenizer: Tokenizer, workers: int) -> Iterator[Encoded | Fault]:
+def _encoded(examples: Examples, wanted: Preparation, tokenizer: Tokenizer, workers: int) -> Iterator[Encoded | LeftOut]:
     """Documents in their order; threads decode and encode them."""
 
-    def one(name: str, record: Mapping[str, Any] | Broken) -> Encoded | Fault:
+    def one(name: str, record: Mapping[str, Any] | BrokenRecord) -> Encoded | LeftOut:
         """The document, or what is wrong with it."""
         try:
             parts = parts_of(record, wanted.fields, wanted.chat)
@@ -450,12 +452,12 @@ def _encoded(examples: Examples, wanted: Wanted, tokenizer: Tokenizer, workers: 
             if len(document.ids) <= wanted.longest:
                 return document
             if wanted.too_long == "truncate":
-                return truncated(document, wanted.longest, wanted.inputs.placeholder)
+                return truncate(document, wanted.longest, wanted.inputs.placeholder)
             raise _too_long(len(document.ids), wanted)
-        except (Broken, DataError) as error:
+        except (BrokenRecord, DataError) as error:
             return _fault(name, record, error)
 
-    waiting: deque[Future[Encoded | Fault]] = deque()
+    waiting: deque[Future[Encoded | LeftOut]] = deque()
     with ThreadPoolExecutor(workers, "forge-images") as pool:
         try:
             for name, record in examples:

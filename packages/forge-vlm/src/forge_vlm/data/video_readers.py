@@ -17,10 +17,10 @@ from forge_data.sources.records.jsonl import SUFFIXES, each_line
 from forge_data.storage.file import File
 from forge_data.storage.files import find, find_one
 from forge_data.storage.fingerprints import digest_of
-from forge_vlm.data.documents import Broken, Clip, Frames, Record
-from forge_vlm.data.image_readers import ImageFiles, is_image, natural
+from forge_vlm.data.documents import BrokenRecord, Clip, Frames, Record
+from forge_vlm.data.image_readers import ImageFiles, is_image, natural_key
 
-NOTES = ("txt", "text", "caption", "md", "json", "jsonl", "csv", "tsv", "xml", "yaml", "yml", "srt", "vtt")
+NOTE_SUFFIXES = ("txt", "text", "caption", "md", "json", "jsonl", "csv", "tsv", "xml", "yaml", "yml", "srt", "vtt")
 """Suffixes of text, which may lie among the frames of a clip."""
 
 
@@ -52,17 +52,20 @@ class FrameExamples:
         how = f"{self._video} {self._fps} {self._count} {self._told}"
         return digest_of(self._files, f"frames by number {self._folder.identity} {how}")
 
-    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | Broken]]:
+    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
         """(file and byte of its line, record) of each; one without a video is text."""
         for file in self._files:
             for offset, place, record in each_line(file):
                 name = f"{file.name}:{offset}"
                 if isinstance(record, str):
-                    yield name, Broken(f"{place} {record}")
+                    yield name, BrokenRecord(f"{place} {record}")
                     continue
                 named = record.get(self._video)
                 if record.get(self._images) is not None:
-                    yield name, Broken(f"{place}: has {self._images!r}, and this source reads clips alone; give images their own")
+                    yield (
+                        name,
+                        BrokenRecord(f"{place}: has {self._images!r}, and this source reads clips alone; give images their own"),
+                    )
                     continue
                 clip = None if named is None else Clip(partial(self._frames, file, dict(record)), self._told)
                 yield name, Record(record | {self._images: clip}, place)
@@ -79,18 +82,20 @@ class FrameExamples:
             listed = [each.name for each in directory.iterdir() if each.is_file() and not each.name.startswith(".")]
         except (OSError, ValueError):  # it is not there; a NUL in its name
             listed = []
-        files = sorted(filter(is_image, listed), key=natural)
+        files = sorted(filter(is_image, listed), key=natural_key)
         if not isinstance(name, str) or not name or not (files or listed):
-            raise Broken(f"{directory} has no frame")
-        unknown = sorted(each for each in listed if not is_image(each) and each.rpartition(".")[2].lower() not in NOTES)
+            raise BrokenRecord(f"{directory} has no frame")
+        unknown = sorted(each for each in listed if not is_image(each) and each.rpartition(".")[2].lower() not in NOTE_SUFFIXES)
         if unknown:
-            raise Broken(f"{directory} has {unknown[0]}, which Pillow does not read by its suffix; convert it, or move it away")
+            raise BrokenRecord(
+                f"{directory} has {unknown[0]}, which Pillow does not read by its suffix; convert it, or move it away"
+            )
         if not files:
-            raise Broken(f"{directory} has no frame")
+            raise BrokenRecord(f"{directory} has no frame")
         fps, times = record.get("fps", self._fps), record.get("times")
         if times is None:
             if not _is_number(fps) or fps <= 0:
-                raise Broken(f"{directory}: fps {fps!r} is not a positive number")
+                raise BrokenRecord(f"{directory}: fps {fps!r} is not a positive number")
             times = [number / fps for number in range(len(files))]
         if (
             not isinstance(times, list)
@@ -98,8 +103,8 @@ class FrameExamples:
             or len(times) != len(files)
             or any(after <= before for before, after in pairwise(times))
         ):
-            raise Broken(f"{directory}: times must ascend, one for each of {len(files)} frames")
-        return tuple((float(times[n]), f"{reference}/{files[n]}") for n in chosen(times, self._count))
+            raise BrokenRecord(f"{directory}: times must ascend, one for each of {len(files)} frames")
+        return tuple((float(times[n]), f"{reference}/{files[n]}") for n in choose_frames(times, self._count))
 
 
 def _is_number(value: Any) -> bool:
@@ -161,17 +166,17 @@ class VideoExamples:
             [self._file], f"video as shown {self._folder.identity} {self._name} {self._text} {self._count} {self._told}"
         )
 
-    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | Broken]]:
+    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
         """(row of the table, record) of each."""
         table = self._table()
         _, head = next(table)
         for number, (line, values) in enumerate(table):
             name, place = f"{self._file.name}:{number}", f"{self._file.where}, row {number + 1} (line {line})"
             if len(values) != len(head):
-                yield name, Broken(f"{place} has {len(values)} columns, and the head {len(head)}; quote a text with commas")
+                yield name, BrokenRecord(f"{place} has {len(values)} columns, and the head {len(head)}; quote a text with commas")
                 continue
             if any("\udc80" <= letter <= "\udcff" for value in values for letter in value):
-                yield name, Broken(f"{place} is not UTF-8")
+                yield name, BrokenRecord(f"{place} is not UTF-8")
                 continue
             row = dict(zip(head, values, strict=True))
             clip = Clip(
@@ -201,7 +206,7 @@ class VideoExamples:
 
     def _chosen(self, name: str) -> Frames:
         times = self._times(name)
-        numbers = chosen(times, self._count)
+        numbers = choose_frames(times, self._count)
         listed = ",".join(map(str, numbers))
         return tuple((times[number] - times[0], f"{name}#{listed}@{number}") for number in numbers)
 
@@ -216,7 +221,7 @@ class VideoExamples:
         try:
             with av.open(str(self._folder.path(name))) as container:
                 if not container.streams.video:
-                    raise Broken(f"{name} has no video")
+                    raise BrokenRecord(f"{name} has no video")
                 stream = container.streams.video[0]
                 packets = [packet for packet in container.demux(stream) if packet.size]
                 stamps = sorted({packet.pts for packet in packets if packet.pts is not None})
@@ -234,14 +239,14 @@ class VideoExamples:
                     return found
             with av.open(str(self._folder.path(name))) as container:
                 times = [frame.time for frame in container.decode(video=0)]
-        except Broken:
+        except BrokenRecord:
             raise
         except (av.FFmpegError, OSError, IndexError, ValueError) as error:
-            raise Broken(f"{name} cannot be decoded: {error}") from error
+            raise BrokenRecord(f"{name} cannot be decoded: {error}") from error
         if not times:
-            raise Broken(f"{name} has no frame")
+            raise BrokenRecord(f"{name} has no frame")
         if None in times or any(after <= before for before, after in pairwise(times)):
-            raise Broken(f"{name} has frames without times that ascend; encode it again")
+            raise BrokenRecord(f"{name} has frames without times that ascend; encode it again")
         return times
 
     def _decoded(self, name: str, numbers: tuple[int, ...]) -> list[bytes]:
@@ -279,7 +284,7 @@ def _library() -> Any:
     return av
 
 
-def chosen(times: Sequence[float], count: int) -> list[int]:
+def choose_frames(times: Sequence[float], count: int) -> list[int]:
     """Numbers of at most `count` frames, ascending: for each of `count` equally distant moments from the first time to the last
     the frame nearest to it, each frame once. One frame is the one in the middle.
 

@@ -26,10 +26,10 @@ PREFIXES = (
     "",
 )
 """Before the names of a vision tower: in a model around it, next to a text tower, and in most files of one alone."""
-OTHERS = ("text_model.*", "text_projection.*", "visual_projection.*", "logit_scale", "logit_bias", "classifier.*")
+OTHER_TENSORS = ("text_model.*", "text_projection.*", "visual_projection.*", "logit_scale", "logit_bias", "classifier.*")
 
 
-class Place(NamedTuple):
+class TensorSource(NamedTuple):
     """Where one of our tensors lies: its name in the files, and how it is made of what is there; None: just as it is."""
 
     theirs: str
@@ -81,16 +81,16 @@ class TowerWeights:
             return self._whole(place)[box]
         return self._files[place.theirs].get_slice(place.theirs)[box]
 
-    def _whole(self, place: Place) -> Tensor:
+    def _whole(self, place: TensorSource) -> Tensor:
         stored = self._files[place.theirs].get_tensor(place.theirs)
         return stored if place.change is None else place.change(stored)
 
-    def _all_places(self) -> Iterator[tuple[str, Place]]:
+    def _all_places(self) -> Iterator[tuple[str, TensorSource]]:
         with torch.device("meta"):
             built = VisionTransformer(self._tower.shape)
         for name, parameter in built.named_parameters():
             rest, theirs = their_name(self._tower.family, self._tower.shape, name)
-            yield name, Place(self._prefix + theirs, tuple(parameter.shape), self._change(rest))
+            yield name, TensorSource(self._prefix + theirs, tuple(parameter.shape), self._change(rest))
 
     def _change(self, name: str) -> Callable[[Tensor], Tensor] | None:
         """How a tensor is made, by its name outside of its block."""
@@ -101,7 +101,9 @@ class TowerWeights:
                 return lambda stored: stored.reshape(cut).permute(0, 3, 1, 2).flatten(1)
             return lambda stored: stored.flatten(1)
         if name == "embed.positions":
-            return lambda stored: interpolated(stored.reshape(-1, shape.dim), self._tower.grid, shape.grid, family.antialias)
+            return lambda stored: interpolate_positions(
+                stored.reshape(-1, shape.dim), self._tower.grid, shape.grid, family.antialias
+            )
         if name == "embed.class_token":
             return torch.flatten
         if shape.gated and name.startswith(("mlp.gate_proj", "mlp.up_proj")):
@@ -137,7 +139,7 @@ class TowerWeights:
         for theirs in self._files:
             inside = theirs.removeprefix(self._prefix)
             around = "vision_tower." in self._prefix and not theirs.startswith(self._prefix)
-            if around or any(fnmatchcase(theirs, pattern) for pattern in OTHERS):
+            if around or any(fnmatchcase(theirs, pattern) for pattern in OTHER_TENSORS):
                 others += 1
             elif theirs not in used and not inside.startswith((*family.left, *later)):
                 faults.append(f"{theirs}: unexpected for the tower that config.json describes")
@@ -163,7 +165,7 @@ def their_name(family: TowerFamily, shape: VisionShape, name: str) -> tuple[str,
     return rest, before + (f"{theirs[module]}.{slot}" if found is None else found)
 
 
-def interpolated(positions: Tensor, old: int, new: int, antialias: bool) -> Tensor:
+def interpolate_positions(positions: Tensor, old: int, new: int, antialias: bool) -> Tensor:
     """The table (old * old or one more, dim) for a grid of new x new patches; a first row, of the class token, stays."""
     if old == new:
         return positions

@@ -183,7 +183,7 @@ GATED: Mapping[str, str] = MappingProxyType(
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "gelu_quick"}
 )
-HINT = "if it changes no feature, name it in ignore of the encoder"
+IGNORE_HINT = "if it changes no feature, name it in ignore of the encoder"
 
 
 class Tower(NamedTuple):
@@ -243,7 +243,7 @@ def tower_fields(
     Raises:
         ConfigError: every key that is missing, wrong, or not understood.
     """
-    keys = Keys(values, family.defaults, where, family.ignores, ignore, HINT)
+    keys = Keys(values, family.defaults, where, family.ignores, ignore, IGNORE_HINT)
     layers, dim = keys.integer("num_hidden_layers"), keys.integer("hidden_size")
     patch, channels = keys.integer("patch_size"), keys.integer("num_channels")
     positions = isqrt(keys.integer("num_patches")) * patch if "num_patches" in family.defaults else keys.integer("image_size")
@@ -287,10 +287,10 @@ def _vision(values: Mapping[str, Any], families: Sequence[str], where: str) -> t
 def _ffn_dim(keys: Keys, family: TowerFamily, dim: int, gated: bool) -> int:
     if "mlp_ratio" not in family.defaults:
         return keys.integer("intermediate_size")
-    return width(dim, keys.integer("mlp_ratio"), gated)
+    return ffn_width(dim, keys.integer("mlp_ratio"), gated)
 
 
-def width(dim: int, ratio: int, gated: bool) -> int:
+def ffn_width(dim: int, ratio: int, gated: bool) -> int:
     """Hidden width of DINOv2's feed-forward part, which its files have as a ratio."""
     # Two thirds, rounded up to a multiple of 8: as many weights as without a gate (Oquab et al., 2023).
     return -(-(2 * dim * ratio // 3) // 8) * 8 if gated else dim * ratio

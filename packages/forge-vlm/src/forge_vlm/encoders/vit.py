@@ -40,7 +40,7 @@ class VisionTransformer(nn.Module):
                 "grids (rows and columns of patches) go with an encoder of images of any proportions, and with no other"
             )
         x = self.embed(images, grids)
-        here = None if grids is None else present(grids, x.shape[1])
+        here = None if grids is None else patch_mask(grids, x.shape[1])
         seen = None if here is None else here[:, None, None]
         if self.entry_norm is not None:
             x = self.entry_norm(x)
@@ -85,13 +85,13 @@ class PatchEmbedding(nn.Module):
             raise ValueError(
                 f"images have the shape {tuple(images.shape[1:])}, and the encoder takes {shape.input_shape}: {what}"
             )
-        flat = patches(images, shape.patch_size) if grids is None else images
+        flat = cut_patches(images, shape.patch_size) if grids is None else images
         x = self.proj(flat.to(self.proj.weight.dtype))
         if grids is not None:
             assert self.positions is not None
-            return x + resized(self.positions, grids, x.shape[1])
+            return x + resize_positions(self.positions, grids, x.shape[1])
         if self.positions is None:
-            x = x + sincos(shape.grid, shape.dim, x.device).to(x.dtype)
+            x = x + sincos_positions(shape.grid, shape.dim, x.device).to(x.dtype)
         if self.class_token is not None:
             x = torch.cat((self.class_token.to(x.dtype).expand(len(x), 1, -1), x), 1)
         return x if self.positions is None else x + self.positions
@@ -107,14 +107,14 @@ class PatchEmbedding(nn.Module):
         return specs
 
 
-def patches(images: Tensor, size: int) -> Tensor:
+def cut_patches(images: Tensor, size: int) -> Tensor:
     """(N, C, H, W) -> (N, H // size * W // size, C * size * size): whole patches row by row, each channel by channel."""
     height, width = (side // size * size for side in images.shape[2:])
     cut = images[..., :height, :width].unflatten(3, (-1, size)).unflatten(2, (-1, size))
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
-def sincos(grid: int, dim: int, device: torch.device) -> Tensor:
+def sincos_positions(grid: int, dim: int, device: torch.device) -> Tensor:
     """(grid * grid, dim) fp32: sine and cosine of the column, then of the row, each of dim / 4 frequencies 10000^(-4 i / dim)
     (Chen et al., 2021, "An Empirical Study of Training Self-Supervised Vision Transformers")."""
     frequencies = 10000.0 ** (-torch.arange(dim // 4, device=device, dtype=torch.float32) * 4 / dim)
@@ -238,12 +238,12 @@ class ImageBlock(nn.Module):
         return x + (inner if self.mlp_scale is None else self.mlp_scale(inner))
 
 
-def present(grids: Tensor, length: int) -> Tensor:
+def patch_mask(grids: Tensor, length: int) -> Tensor:
     """(N, 2) rows and columns -> (N, length) bool, True for patches. An image without any has one: attention stays finite."""
     return torch.arange(length, device=grids.device) < grids.prod(1, keepdim=True).clamp(min=1)
 
 
-def resized(table: Tensor, grids: Tensor, length: int) -> Tensor:
+def resize_positions(table: Tensor, grids: Tensor, length: int) -> Tensor:
     """A square table of positions (g * g, dim) -> (N, length, dim), for the grid of each image, row by row.
 
     As bilinear interpolation with antialiasing makes it, which is a weighted sum of the table; padding has the last row's.
@@ -266,7 +266,7 @@ def _weights(index: Tensor, count: Tensor, side: int) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
-class Features(nn.Module):
+class StoredFeatures(nn.Module):
     """The identity on features of a known size."""
 
     def __init__(self, tokens: int, width: int) -> None:

@@ -17,10 +17,10 @@ from forge_models.generation.cache import LayerCache
 from forge_models.interp.tap import inside, tap, tap_alike
 from forge_models.shape import DecoderShape
 from forge_vlm.context import FusionContext
-from forge_vlm.fusion.fusion import Inputs, Plain, seen_images, with_zero_gradient
+from forge_vlm.fusion.fusion import FusionBase, Inputs, seen_images, with_zero_gradient
 
 
-class CrossAttention(nn.Module):
+class ImageCrossAttention(nn.Module):
     """softmax(q k^T / sqrt(head_dim)) v with queries of text and keys and values of images, all normed per head, unrotated."""
 
     def __init__(self, context: BlockContext) -> None:
@@ -94,7 +94,7 @@ class GatedCross(nn.Module):
         norm: Any = shape.norm
         mlp: Any = shape.mlp
         self.attention_norm: nn.Module = norm.build(shape.dim)
-        self.attention = CrossAttention(context)
+        self.attention = ImageCrossAttention(context)
         self.mlp_norm: nn.Module = norm.build(shape.dim)
         self.mlp: nn.Module = mlp.build(context)
         self.attention_gate = unfilled(1)
@@ -152,7 +152,7 @@ class CrossBlock(Block):
         return super().forward(x, rotation, attention_mask, cache, **routing)
 
 
-class Cross(Plain):
+class CrossAttentionFusion(FusionBase):
     """See `forge_vlm.components.fusions.CrossAttention`."""
 
     in_stream = False

@@ -10,7 +10,7 @@ from forge_models.blocks.block import Block
 from forge_models.blocks.visible import mask as causal_mask
 from forge_models.shape import DecoderShape
 from forge_vlm.context import FusionContext
-from forge_vlm.fusion.fusion import Inputs, Plain, image_blocks
+from forge_vlm.fusion.fusion import FusionBase, Inputs, image_blocks
 
 ImageAttention = Literal["causal", "bidirectional_image", "prefix"]
 
@@ -42,7 +42,7 @@ def seen_with_images(
     return seen | both.unsqueeze(1)
 
 
-class Joint(Plain):
+class JointFusion(FusionBase):
     """See `forge_vlm.components.fusions.JointDecoder`."""
 
     def __init__(self, context: FusionContext, *, image_attention: ImageAttention = "causal") -> None:

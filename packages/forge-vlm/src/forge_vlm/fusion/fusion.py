@@ -54,7 +54,7 @@ class Fusion(Protocol):
         ...
 
 
-class Plain:
+class FusionBase:
     """A fusion that shares nothing and leaves attention causal."""
 
     in_stream = True
@@ -138,7 +138,9 @@ def on_host(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def agree(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int, counts: Tensor | None = None) -> None:
+def check_placeholders(
+    tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int, counts: Tensor | None = None
+) -> None:
     """Refuses a batch whose placeholders are not as many as its images need.
 
     On the host it says which row; on a device, for which the host does not wait, the kernel that looks ends the process.
@@ -147,7 +149,7 @@ def agree(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int, 
         Misplaced: on the host.
     """
     if on_host(tokens):
-        if fault := misplaced(tokens, image_token, image_rows, per_image, counts):
+        if fault := placeholder_fault(tokens, image_token, image_rows, per_image, counts):
             raise Misplaced(fault)
         return
     equal = (tokens == image_token).sum(1) == _needed(image_rows, per_image, counts)
@@ -159,7 +161,7 @@ def _needed(image_rows: Tensor, per_image: int, counts: Tensor | None) -> Tensor
     return (image_rows >= 0).sum(1) * per_image if counts is None else _of_rows(counts, image_rows).sum(1)
 
 
-def misplaced(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int, counts: Tensor | None = None) -> str:
+def placeholder_fault(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int, counts: Tensor | None = None) -> str:
     """How the numbers of placeholders and images disagree, naming the row; empty when they do not. It waits for the device."""
     found = (tokens == image_token).sum(1)
     images, needed = (image_rows >= 0).sum(1), _needed(image_rows, per_image, counts)

@@ -18,10 +18,10 @@ from forge_models.moe.losses import Rows
 from forge_models.shape import DecoderShape, MoEShape
 from forge_vlm.context import TEXT, FusionContext
 from forge_vlm.fusion.early import ImageAttention, seen_with_images
-from forge_vlm.fusion.fusion import Inputs, Plain, no_tokens_of, with_zero_gradient
+from forge_vlm.fusion.fusion import FusionBase, Inputs, no_tokens_of, with_zero_gradient
 
 
-class MixtureOfTransformers(Plain):
+class MoTFusion(FusionBase):
     """See `forge_vlm.components.fusions.MixtureOfTransformers`."""
 
     def __init__(self, context: FusionContext, *, image_attention: ImageAttention = "causal") -> None:
@@ -35,7 +35,7 @@ class MixtureOfTransformers(Plain):
     def shared(self, inputs: Inputs) -> dict[str, Any]:
         """The places of each modality's tokens."""
         modalities = self.context.modalities
-        return {"groups": Groups.of(modalities.of(inputs.tokens), len(modalities.names))}
+        return {"groups": ModalityGroups.of(modalities.of(inputs.tokens), len(modalities.names))}
 
     def seen(self, mask: Any, inputs: Inputs, window: int | None, x: Tensor) -> Any:
         """See `Fusion`."""
@@ -47,12 +47,12 @@ def is_real(x: Tensor) -> bool:
     return not x.is_meta and type(x) is Tensor
 
 
-def even(total: int, count: int) -> list[int]:
+def even_split(total: int, count: int) -> list[int]:
     """Sizes of `count` parts that are as equal as can be: what is taken of tokens whose values are not known."""
     return [total // count + (place < total % count) for place in range(count)]
 
 
-class Groups(NamedTuple):
+class ModalityGroups(NamedTuple):
     """The places of each modality's tokens.
 
     Attributes:
@@ -68,10 +68,10 @@ class Groups(NamedTuple):
     whole: int | None = None
 
     @classmethod
-    def of(cls, modality: Tensor, count: int) -> "Groups":
+    def of(cls, modality: Tensor, count: int) -> "ModalityGroups":
         """Of (B, T) numbers of modalities below `count`. The host waits for their sizes: once for a whole forward."""
         flat = modality.flatten()
-        sizes = torch.bincount(flat, minlength=count).tolist() if is_real(flat) else even(len(flat), count)
+        sizes = torch.bincount(flat, minlength=count).tolist() if is_real(flat) else even_split(len(flat), count)
         if max(sizes) == len(flat):
             every, whole = torch.arange(len(flat), device=flat.device), sizes.index(len(flat))
             return cls(tuple(every if place == whole else every[:0] for place in range(count)), every, len(modality), whole)
@@ -112,7 +112,7 @@ class ByModality(nn.ModuleDict):
         """Modules in it that a text model does not have."""
         return tuple(name for name in self if name != TEXT)
 
-    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+    def forward(self, x: Tensor, groups: ModalityGroups) -> Tensor:
         """(B, T, width) -> (B, T, what the copies make)."""
         parts = zip(self.items(), groups.apart(x), strict=True)
         return groups.together([inside(f"{name}.", copy, part) for (name, copy), part in parts], x)
@@ -169,7 +169,7 @@ class ModalityBlock(nn.Module):
         rotation: Rotation,
         attention_mask: Any,
         cache: LayerCache | None = None,
-        groups: Groups | None = None,
+        groups: ModalityGroups | None = None,
         **routing: Tensor | None,
     ) -> Tensor | tuple[Tensor, Any]:
         """(B, T, dim) -> (B, T, dim); a sparse block also returns the router statistics of its layers of experts.
@@ -199,16 +199,16 @@ class ModalityBlock(nn.Module):
         experts: Any = self.mlp
         return [(layer, found) for layer, found in zip(experts.layers.values(), router_stats, strict=True) if found is not None]
 
-    def _normed(self, x: Tensor, norm: nn.Module | None, groups: Groups) -> Tensor:
+    def _normed(self, x: Tensor, norm: nn.Module | None, groups: ModalityGroups) -> Tensor:
         if norm is None:
             return x
         return norm(x, groups) if self.untied else norm(x)
 
-    def _end(self, x: Tensor, inner: Tensor, groups: Groups) -> Tensor:
+    def _end(self, x: Tensor, inner: Tensor, groups: ModalityGroups) -> Tensor:
         added = tap("mlp.added", self._scaled(tap("mlp.output", inner), self.mlp_post_norm, groups))
         return tap("residual_after", x + added)
 
-    def _scaled(self, inner: Tensor, norm: nn.Module | None, groups: Groups) -> Tensor:
+    def _scaled(self, inner: Tensor, norm: nn.Module | None, groups: ModalityGroups) -> Tensor:
         inner = self._normed(inner, norm, groups)
         return inner if self.multiplier == 1 else inner * self.multiplier
 
@@ -248,7 +248,7 @@ class UntiedAttention(Attention):
         self._specs = first.tensor_specs()
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, rotation: Rotation, attention_mask: Any, cache: LayerCache | None, groups: Groups
+        self, x: Tensor, rotation: Rotation, attention_mask: Any, cache: LayerCache | None, groups: ModalityGroups
     ) -> Tensor:
         """(B, T, dim) -> (B, T, dim)."""
         parts = groups.apart(x)
@@ -316,7 +316,7 @@ class ModalityExperts(nn.Module):
     def forward(
         self,
         x: Tensor,
-        groups: Groups,
+        groups: ModalityGroups,
         token_mask: Tensor | None = None,
         tokens: Tensor | None = None,
         documents: Tensor | None = None,

@@ -19,13 +19,13 @@ from forge_models.moe.layer import ExpertLayer
 from forge_models.moe.losses import attach
 from forge_models.shape import DecoderShape, MoEShape
 from forge_vlm.context import FusionContext
-from forge_vlm.fusion.fusion import Inputs, Plain
-from forge_vlm.fusion.modalities import Groups, ModalityBlock
+from forge_vlm.fusion.fusion import FusionBase, Inputs
+from forge_vlm.fusion.modalities import ModalityBlock, ModalityGroups
 
 Routing = Literal["token_choice", "expert_choice", "threshold"]
 
 
-class MoMa(Plain):
+class MoMaFusion(FusionBase):
     """See `forge_vlm.components.fusions.MoMa`."""
 
     def __init__(self, context: FusionContext, *, routing: Routing = "token_choice", rate: float = 0.05) -> None:
@@ -38,17 +38,17 @@ class MoMa(Plain):
         layers: dict[Routing, Any] = {
             "token_choice": ExpertLayer,
             "expert_choice": ExpertChoice,
-            "threshold": partial(Threshold, rate=self.rate),
+            "threshold": partial(ThresholdRouting, rate=self.rate),
         }
         return ModalityBlock(shape, layer, self.context.modalities.names, untied=False, experts=layers[self.routing])
 
     def shared(self, inputs: Inputs) -> dict[str, Any]:
         """The places of each modality's tokens."""
         modalities = self.context.modalities
-        return {"groups": Groups.of(modalities.of(inputs.tokens), len(modalities.names))}
+        return {"groups": ModalityGroups.of(modalities.of(inputs.tokens), len(modalities.names))}
 
 
-class ScoredExperts(nn.Module):
+class ExpertsByScore(nn.Module):
     """sum over the experts e that a token is with of sigmoid(W x)_e * expert_e(x); a token that is with none passes.
 
     A `forge_core.protocols.model.Observer` like `ExpertLayer`. Subclasses say in `choose` who is with whom.
@@ -165,12 +165,12 @@ class ScoredExperts(nn.Module):
         return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,))}
 
 
-STEPS = 4096
+SCORE_STEPS = 4096
 """Scores are compared in steps of 1 / STEPS: of two tokens that are alike, such as the first two of a sequence where they are the
 same word, the earlier one is taken, and not the one that rounding favors in this layout."""
 
 
-def highest(scores: Tensor, sequences: Tensor) -> Tensor:
+def choose_by_expert(scores: Tensor, sequences: Tensor) -> Tensor:
     """(n, experts) bool: of a sequence's s tokens, each expert takes the ceil(s / experts) of the highest scores, the earlier one
     among equals. Sequences never compete with each other.
 
@@ -179,7 +179,7 @@ def highest(scores: Tensor, sequences: Tensor) -> Tensor:
         sequences: (n,) int64, ascending.
     """
     tokens, count = scores.shape
-    by_score = (scores * STEPS).round().argsort(dim=0, descending=True, stable=True)
+    by_score = (scores * SCORE_STEPS).round().argsort(dim=0, descending=True, stable=True)
     order = by_score.gather(0, sequences[by_score].argsort(dim=0, stable=True))
     # Sorted by sequence, place p is of the sequence that token p has.
     first = torch.searchsorted(sequences, sequences)
@@ -189,7 +189,7 @@ def highest(scores: Tensor, sequences: Tensor) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, order, taken.unsqueeze(1).expand_as(order))
 
 
-class ExpertChoice(ScoredExperts):
+class ExpertChoice(ExpertsByScore):
     """Which tokens an expert takes depends on those behind them: not what a model can do that writes one token after the other.
     So a second router, of the token alone, learns to foresee the choice, and makes it in evaluation. It reads detached inputs,
     and changes nothing that the model learns.
@@ -201,11 +201,11 @@ class ExpertChoice(ScoredExperts):
         self.foresight_bias = unfilled(shape.experts)
 
     def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """See `ScoredExperts`; the loss is the cross-entropy of each foreseen decision."""
+        """See `ExpertsByScore`; the loss is the cross-entropy of each foreseen decision."""
         foreseen = F.linear(x.detach().to(logits.dtype), self.foresight.to(logits.dtype), self.foresight_bias.to(logits.dtype))
         if not self.training:
             return foreseen > 0, None, None
-        chosen = highest(logits.detach(), sequences)
+        chosen = choose_by_expert(logits.detach(), sequences)
         loss = F.binary_cross_entropy_with_logits(foreseen, chosen.to(foreseen.dtype), reduction="none")
         return chosen, loss, foreseen > 0
 
@@ -215,15 +215,15 @@ class ExpertChoice(ScoredExperts):
         return {**super().tensor_specs(), "foresight": foresight, "foresight_bias": TensorSpec((None,), Init("zeros"), "vector")}
 
 
-BINS = 512
+SCORE_BINS = 512
 """Of the histogram of scores, between 0 and 1."""
 
 
-class Threshold(ScoredExperts):
+class ThresholdRouting(ExpertsByScore):
     """The threshold is a running mean of the score that 1 / experts of a step's tokens exceed, so that an expert has its even
     share on average (Expert Threshold routing, 2026). Who is with whom depends on the token alone, in training as in evaluation.
 
-    Scores of a step are counted in `BINS` bins over all ranks, so every layout and every micro-batch gives the same threshold.
+    Scores of a step are counted in `SCORE_BINS` bins over all ranks, so every layout and every micro-batch gives the same threshold.
     """
 
     threshold: Tensor
@@ -234,35 +234,35 @@ class Threshold(ScoredExperts):
         self.register_buffer("threshold", torch.full((shape.experts,), torch.nan))
 
     def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """See `ScoredExperts`. The buffer holds the threshold less 1/2, where scores of an untrained router lie."""
+        """See `ExpertsByScore`. The buffer holds the threshold less 1/2, where scores of an untrained router lie."""
         del x, sequences
         chosen = logits.detach().sigmoid() > self.threshold + 0.5
         return chosen, None, None
 
     def counted(self, logits: Tensor, token_mask: Tensor | None) -> list[Tensor]:
         """The histogram of each expert's scores."""
-        bins = (logits.sigmoid() * BINS).long().clamp(max=BINS - 1)
+        bins = (logits.sigmoid() * SCORE_BINS).long().clamp(max=SCORE_BINS - 1)
         ones = torch.ones_like(bins, dtype=torch.float64)
         if token_mask is not None:
             ones = ones * token_mask.flatten().unsqueeze(1)
-        counts = torch.zeros(BINS, bins.shape[1], dtype=torch.float64, device=bins.device).scatter_add_(0, bins, ones)
+        counts = torch.zeros(SCORE_BINS, bins.shape[1], dtype=torch.float64, device=bins.device).scatter_add_(0, bins, ones)
         return [counts.flatten()]
 
     def width(self) -> int:
-        """See `ScoredExperts`."""
-        return super().width() + BINS * self.shape.experts
+        """See `ExpertsByScore`."""
+        return super().width() + SCORE_BINS * self.shape.experts
 
     @torch.no_grad()
     def after_step(self, totals: Tensor, skip: Tensor) -> None:
         """See `Observer`."""
         super().after_step(totals, skip)
-        counts = totals[super().width() :].view(BINS, -1)
-        upper = quantile(counts, 1 - 1 / self.shape.experts).to(self.threshold.dtype) - 0.5
+        counts = totals[super().width() :].view(SCORE_BINS, -1)
+        upper = histogram_quantile(counts, 1 - 1 / self.shape.experts).to(self.threshold.dtype) - 0.5
         moved = self.threshold + self.rate * (upper - self.threshold)
         still = (skip > 0) | (counts.sum(0) == 0)
         self.threshold.copy_(torch.where(still, self.threshold, moved))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "Threshold":
+    def _apply(self, fn: Any, recurse: bool = True) -> "ThresholdRouting":
         """Keeps the threshold at fp32 or more where parameters become bf16: small moves would be lost in it."""
         kept = self.threshold
         super()._apply(fn, recurse)
@@ -275,7 +275,7 @@ class Threshold(ScoredExperts):
         return super().tensor_specs() | {"threshold": TensorSpec((None,), Init("zeros"), "vector")}
 
 
-def quantile(counts: Tensor, share: float) -> Tensor:
+def histogram_quantile(counts: Tensor, share: float) -> Tensor:
     """(experts,) fp64: the value below which `share` of the values in [0, 1] lie, from (bins, experts) counts in equal bins;
     values are taken to be spread evenly inside a bin."""
     bins = len(counts)

@@ -67,7 +67,8 @@ class Llava:
         if type(model) is not VLM:
             return [f"a {type(model).__name__} is not a model 'vlm'"]
         tilers = (
-            f"data.sources.tiling = {name!r}: the processor of LLaVA has no tiles" for name in text_and_vision.tilers(weights)
+            f"data.sources.tiling = {name!r}: the processor of LLaVA has no tiles"
+            for name in text_and_vision.tilers_of_run(weights)
         )
         return [*_misfits(model), *tilers]
 
@@ -84,12 +85,12 @@ class Llava:
         config = _config(model)
         config["text_config"] |= special_tokens(weights, MODEL_TYPE, tokenizer or weights.facts.tokenizer)
         prefix = TOWER if config["vision_config"]["model_type"] == "dinov2" else TOWER + INNER
-        constants, dtype = text_and_vision.constants_of(model.vision, prefix), weights.tensors["embed.weight"].dtype
+        constants, dtype = text_and_vision.tower_constants(model.vision, prefix), weights.tensors["embed.weight"].dtype
         if isinstance(model.chosen_adapter, Linear):
             constants |= _identity(model)
 
         def texts_of(folder: Path) -> None:
-            write_json(folder / FILE, text_and_vision.preprocessor_of(model.vision.processing))
+            write_json(folder / FILE, text_and_vision.preprocessor_config(model.vision.processing))
             if token := added_token(folder, model.placeholder):
                 write_json(folder / PROCESSOR, _processor(model, config, token))
 
@@ -144,7 +145,7 @@ class LlavaFolder(Placed):
         encoder = self.model.vision
         places = _places(family, self.model, TOWER)
         layers = int(values["vision_config"].get("num_hidden_layers", encoder.tower.family.defaults["num_hidden_layers"]))
-        unused = text_and_vision.left_of(encoder, TOWER, layers)
+        unused = text_and_vision.unused_tensors(encoder, TOWER, layers)
         left = {name for name in self.names if not name.startswith(unused) and not name.endswith(DERIVED)}
         left -= {theirs for place in places.values() for theirs in place.names}
         if self.model.tied_embeddings and HEAD in left:
@@ -236,9 +237,9 @@ def model_of(values: Mapping[str, Any], folder: Path, where: str, ignore: Sequen
             raise Unsupported(f"{where}: {name} is not a table with a model_type")
         tables[name] = table
     text, kind = tables["text_config"], tables["vision_config"]["model_type"]
-    if kind not in text_and_vision.READERS:
+    if kind not in text_and_vision.TOWER_READERS:
         raise Unsupported(
-            f"{where}: vision_config.model_type {kind!r} is not implemented; only {', '.join(text_and_vision.READERS)} are"
+            f"{where}: vision_config.model_type {kind!r} is not implemented; only {', '.join(text_and_vision.TOWER_READERS)} are"
         )
     family = family_of(text, f"{where} text_config")
     decoder = decoder_of(family, {**(LLAMA if text["model_type"] == "llama" else {}), **text}, f"{where} text_config")
@@ -262,7 +263,7 @@ def model_of(values: Mapping[str, Any], folder: Path, where: str, ignore: Sequen
     token = keys.integer("image_token_id" if keys.given("image_token_id") else "image_token_index")
     keys.given("image_token_index")
     keys.finish()
-    encoder = text_and_vision.READERS[kind](
+    encoder = text_and_vision.TOWER_READERS[kind](
         path=str(folder), feature_layers=tuple(layers), class_feature=strategy == "full" and kind != "siglip_vision_model"
     )
     fields = {item: getattr(decoder, item) for item in vars(decoder)}

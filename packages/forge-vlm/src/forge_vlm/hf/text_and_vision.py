@@ -14,16 +14,16 @@ from forge_vlm.components.encoders import CLIP, DINOv2, Published, SigLIP
 from forge_vlm.components.model import VLM
 from forge_vlm.encoders.shape import VisionShape
 from forge_vlm.encoders.tower_weights import their_name
-from forge_vlm.encoders.towers import ACTIVATIONS, FAMILIES, TowerFamily, tower_fields, width
+from forge_vlm.encoders.towers import ACTIVATIONS, FAMILIES, TowerFamily, ffn_width, tower_fields
 from forge_vlm.images.processing import RESAMPLES, Processing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-READERS: Mapping[str, type[Published]] = {"clip_vision_model": CLIP, "siglip_vision_model": SigLIP, "dinov2": DINOv2}
+TOWER_READERS: Mapping[str, type[Published]] = {"clip_vision_model": CLIP, "siglip_vision_model": SigLIP, "dinov2": DINOv2}
 """`model_type` of a tower -> the encoder that reads it."""
-MOST_RATIO = 64
+MAX_MLP_RATIO = 64
 """Of the widths in DINOv2's feed-forward part, which its files have as a ratio."""
 
 
@@ -31,9 +31,9 @@ def tower_misfits(encoder: Any) -> list[str]:
     """Why an encoder is not one of the towers of transformers; empty when it is."""
     name = type(encoder).__name__
     if not isinstance(encoder, Published):
-        return [f"encoder = {name}: it is not a tower of transformers; those are {', '.join(READERS)}"]
+        return [f"encoder = {name}: it is not a tower of transformers; those are {', '.join(TOWER_READERS)}"]
     family = encoder.tower.family
-    if family.tower not in READERS:
+    if family.tower not in TOWER_READERS:
         return [f"encoder = {name} of model_type {family.tower}: its images are patches with a mask, which this format lacks"]
     try:
         again = tower_shape(tower_config(encoder), encoder.shape.outputs, encoder.shape.class_feature)
@@ -74,7 +74,7 @@ def tower_config(encoder: Published) -> dict[str, Any]:
     if "mlp_ratio" not in family.defaults:
         more = {"vision_use_head": False} if "vision_use_head" in family.ignores else {}
         return written | {"intermediate_size": shape.ffn_dim} | more
-    ratios = {width(shape.dim, ratio, shape.gated): ratio for ratio in range(MOST_RATIO, 0, -1)}
+    ratios = {ffn_width(shape.dim, ratio, shape.gated): ratio for ratio in range(MAX_MLP_RATIO, 0, -1)}
     written |= {"mlp_ratio": ratios.get(shape.ffn_dim, 0), "use_swiglu_ffn": shape.gated}
     return written | {"qkv_bias": shape.qkv_bias, "use_mask_token": False}
 
@@ -100,7 +100,7 @@ def tower_places(encoder: Published, prefix: str) -> dict[str, Place]:
     return found
 
 
-def constants_of(encoder: Published, prefix: str) -> "dict[str, Tensor]":
+def tower_constants(encoder: Published, prefix: str) -> "dict[str, Tensor]":
     """The norm behind the last block where no feature is normed: transformers builds it, and nothing here reads its output."""
     import torch
 
@@ -110,14 +110,14 @@ def constants_of(encoder: Published, prefix: str) -> "dict[str, Tensor]":
     return {f"{prefix}{family.names['norm']}.{slot}": torch.full((dim,), float(slot == "weight")) for slot in ("weight", "bias")}
 
 
-def left_of(encoder: Published, prefix: str, layers: int) -> tuple[str, ...]:
+def unused_tensors(encoder: Published, prefix: str, layers: int) -> tuple[str, ...]:
     """Beginnings of the names of tensors of a stored tower of `layers` blocks that features do not need."""
     family, shape = encoder.tower.family, encoder.shape
     unused = [each for each in family.left if not (shape.last_norm and each.startswith(family.names["norm"]))]
     return tuple(prefix + each for each in (*unused, *(family.block.format(at) for at in range(shape.blocks, layers))))
 
 
-def preprocessor_of(processing: Processing) -> dict[str, Any]:
+def preprocessor_config(processing: Processing) -> dict[str, Any]:
     """The keys of `preprocessor_config.json`."""
     square = {"height": processing.size, "width": processing.size}
     edge = processing.shortest
@@ -175,7 +175,7 @@ def text_places(family: Family, decoder: Decoder, prefix: str) -> dict[str, Plac
     return {name: replace(place, names=tuple(prefix + theirs for theirs in place.names)) for name, place in places.items()}
 
 
-def tilers(weights: Weights) -> list[str]:
+def tilers_of_run(weights: Weights) -> list[str]:
     """The tilers by which the run behind weights cut images, `square` aside."""
     data = weights.facts.recipe.get("data") or {}
     sources = data.get("sources") or () if isinstance(data, Mapping) else ()

@@ -97,7 +97,7 @@ def resize(image: Image.Image, width: int, height: int, resample: Resample) -> I
     return image.resize((width, height), Image.Resampling[resample.upper()])
 
 
-def fit(image: Image.Image, processing: Processing) -> Image.Image:
+def fit_square(image: Image.Image, processing: Processing) -> Image.Image:
     """The image as one square of the encoder's size: stretched, or the middle of it."""
     size, shortest = processing.size, processing.shortest
     if shortest is None:
@@ -134,19 +134,19 @@ def _table(processing: Processing) -> NDArray[np.float32]:
     return (scaled - mean) / std
 
 
-class Cut(NamedTuple):
+class TiledImage(NamedTuple):
     """Tiles of one image, and how they lie: the grid row by row, the whole image before or behind it."""
 
     images: list[Image.Image]
     tiles: Tiles
 
 
-def cut(image: Image.Image, tiling: Tiling, processing: Processing) -> Cut:
+def cut_tiles(image: Image.Image, tiling: Tiling, processing: Processing) -> TiledImage:
     """The tiles of an image that was decoded."""
     size, resample = processing.size, processing.resample
     tiles = tiling.tiles(*image.size, size)
     if not tiles.steps:
-        return Cut([fit(image, processing)], tiles)
+        return TiledImage([fit_square(image, processing)], tiles)
     resized = image
     for width, height in tiles.steps:
         resized = resize(resized, width, height, resample)
@@ -160,19 +160,19 @@ def cut(image: Image.Image, tiling: Tiling, processing: Processing) -> Cut:
         corners = ((column * size, row * size) for row in range(tiles.rows) for column in range(tiles.columns))
         grid = [whole.crop((left, top, left + size, top + size)) for left, top in corners]
     if tiles.whole == "first":
-        return Cut([resize(image, size, size, resample), *grid], tiles)
+        return TiledImage([resize(image, size, size, resample), *grid], tiles)
     if tiles.whole == "last":  # of the image on the grid, as Idefics3 does
-        return Cut([*grid, resize(resized, size, size, resample)], tiles)
-    return Cut(grid, tiles)
+        return TiledImage([*grid, resize(resized, size, size, resample)], tiles)
+    return TiledImage(grid, tiles)
 
 
 def tile_pixels(image: Image.Image, tiling: Tiling, processing: Processing) -> tuple[NDArray[np.float32], Tiles]:
     """(tiles, channels, size, size) fp32 of an image that was decoded, and how the tiles lie."""
-    found = cut(image, tiling, processing)
+    found = cut_tiles(image, tiling, processing)
     return np.stack([pixels(each, processing) for each in found.images]), found.tiles
 
 
-LEAST, MOST, STEP = 1e-6, 100.0, 1e-5
+MIN_SCALE, MAX_SCALE, SCALE_STEP = 1e-6, 100.0, 1e-5
 """Scales between which the largest one is looked for, and how exactly: those of SigLIP 2."""
 
 
@@ -188,7 +188,7 @@ def native_item(image: Image.Image, processing: Processing, native: Native) -> N
     return np.concatenate((found, last))
 
 
-def taken_apart(items: "Tensor") -> "tuple[Tensor, Tensor]":
+def split_native(items: "Tensor") -> "tuple[Tensor, Tensor]":
     """Items (N, most + 1, numbers) -> patches (N, most, numbers) and grids (N, 2) int64."""
     return items[:, :-1], items[:, -1, :2].long()
 
@@ -200,8 +200,8 @@ def native_grid(width: int, height: int, patch: int, most: int) -> tuple[int, in
         rows, columns = (max(1, ceil(side * scale / patch)) for side in (height, width))
         return rows, columns
 
-    low, high = LEAST, MOST
-    while high - low >= STEP:
+    low, high = MIN_SCALE, MAX_SCALE
+    while high - low >= SCALE_STEP:
         scale = (low + high) / 2
         rows, columns = counts(scale)
         low, high = (scale, high) if rows * columns <= most else (low, scale)

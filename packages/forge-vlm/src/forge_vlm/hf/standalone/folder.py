@@ -146,7 +146,7 @@ def write_code(folder: Path, model: VLM) -> None:
     """Adds the code, and the preprocessor where there is one."""
     shutil.copyfile(Path(__file__).with_name(CODE), folder / CODE)
     if model.images == "encoder" and hasattr(model.vision, "processing"):
-        write_json(folder / FILE, text_and_vision.preprocessor_of(model.vision.processing))
+        write_json(folder / FILE, text_and_vision.preprocessor_config(model.vision.processing))
 
 
 def foreign(folder: Path) -> str:
