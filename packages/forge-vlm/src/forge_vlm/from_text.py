@@ -22,8 +22,8 @@ from forge_core.component import Component
 from forge_core.protocols.weights import StoredTensor, Weights, WeightsInfo
 
 TABLES = ("embed.weight", "head.weight")
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
-_ROWS = 4096
+_MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
+_ROWS_AT_ONCE = 4096
 """Of a table that are read at a time."""
 
 
@@ -93,8 +93,10 @@ class FromText:
         """(dim,) of the rows of a table, summed in fp64."""
         if name not in self._grown:
             rows, dim = self._text.tensors[name].shape
-            starts = range(0, rows, _ROWS)
-            parts = [self._text.box(name, (start, 0), (min(_ROWS, rows - start), dim)).double().sum(0) for start in starts]
+            starts = range(0, rows, _ROWS_AT_ONCE)
+            parts = [
+                self._text.box(name, (start, 0), (min(_ROWS_AT_ONCE, rows - start), dim)).double().sum(0) for start in starts
+            ]
             self._grown[name] = torch.stack(parts).sum(0) / rows
         return self._grown[name]
 
@@ -112,7 +114,7 @@ def counterparts(name: str, modalities: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_expert(name: str) -> bool:
-    return ".experts." in name and name.endswith(_MATRICES)
+    return ".experts." in name and name.endswith(_MLP_MATRICES)
 
 
 def from_text(weights: Weights, model: Any, names: Sequence[str]) -> Weights:

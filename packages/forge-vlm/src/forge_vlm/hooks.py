@@ -97,7 +97,7 @@ class ModalitiesHook(Hook):
                 values[f"modality/{name}/{modality}/loss"] = found.metrics[f"loss/{modality}"] / count
                 values[f"modality/{name}/{modality}/accuracy"] = found.metrics[f"correct/{modality}"] / count
         others, mine = swap_images(batches, run.model.parts[0].context.varies)
-        labels = torch.full((), float(mine if _reads(run) else 0), dtype=torch.float64, device=topology.device)
+        labels = torch.full((), float(mine if _counts_its_rows(run) else 0), dtype=torch.float64, device=topology.device)
         if count := float(topology.all_reduce(labels)):
             total = sum(found.metrics[f"loss/{modality}"] for modality in known.names)
             given = run.step.evaluate(others, objective, objective.metrics).metrics
@@ -135,7 +135,7 @@ def gate_values(run: Run) -> dict[str, float]:
     return dict(zip(names.values(), run.topology.all_reduce(values.to(run.topology.device)).tolist(), strict=True))
 
 
-def _reads(run: Run) -> bool:
+def _counts_its_rows(run: Run) -> bool:
     """Whether this rank speaks for the rows that it reads: of the ranks that read the same ones, one does."""
     return all(run.topology.coordinates[axis] == 0 for axis in ("tp", "pp", "cp"))
 
@@ -190,7 +190,7 @@ ROW_EXTRAS = ("image_rows", "prefix")
 """Extras with one entry for each row; the others have one for each image."""
 
 
-class _Image(NamedTuple):
+class _ImagePlace(NamedTuple):
     batch: int
     row: int
     number: int
@@ -203,7 +203,7 @@ def swap_images(batches: Sequence[Batch], varies: bool = False) -> tuple[list[Ba
     Images of one shape, and where it `varies` (`FusionContext`) of as many patches, move along their order by as many places as a
     row has at most, so that no row keeps one of its images. Where they are too few for that they stay.
     """
-    groups: dict[tuple[int, ...], list[_Image]] = {}
+    groups: dict[tuple[int, ...], list[_ImagePlace]] = {}
     for number, batch in enumerate(batches):
         if "images" not in batch.extras:
             continue
@@ -211,8 +211,8 @@ def swap_images(batches: Sequence[Batch], varies: bool = False) -> tuple[list[Ba
         sizes = split_native(items)[1].prod(1).tolist() if varies else [0] * len(items)
         for row, images in enumerate(batch.extras["image_rows"].tolist()):
             for image in (each for each in images if each >= 0):
-                groups.setdefault((*items.shape[1:], sizes[image]), []).append(_Image(number, row, image))
-    sources: list[dict[int, _Image]] = [{} for _ in batches]
+                groups.setdefault((*items.shape[1:], sizes[image]), []).append(_ImagePlace(number, row, image))
+    sources: list[dict[int, _ImagePlace]] = [{} for _ in batches]
     rows: set[tuple[int, int]] = set()
     for images in groups.values():
         most = max(Counter((one.batch, one.row) for one in images).values(), default=0)
@@ -222,10 +222,10 @@ def swap_images(batches: Sequence[Batch], varies: bool = False) -> tuple[list[Ba
             sources[one.batch][one.number] = images[(place + most) % len(images)]
             rows.add((one.batch, one.row))
     labels = sum(int((batches[number].labels[row] != IGNORE).sum()) for number, row in rows)
-    return [_with(batch, found, batches) for batch, found in zip(batches, sources, strict=True)], labels
+    return [_with_images_of(batch, found, batches) for batch, found in zip(batches, sources, strict=True)], labels
 
 
-def _with(batch: Batch, sources: Mapping[int, _Image], batches: Sequence[Batch]) -> Batch:
+def _with_images_of(batch: Batch, sources: Mapping[int, _ImagePlace], batches: Sequence[Batch]) -> Batch:
     if not sources:
         return batch
     moved: dict[str, Tensor] = {}

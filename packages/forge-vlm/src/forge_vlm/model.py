@@ -251,7 +251,7 @@ def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, .
         place = seed % 3
         while len(found) < seed % 3:
             draw = torch.Generator().manual_seed(seed + len(found) + 1)
-            image, per_image = _image(context, shape, draw, seed + len(found))
+            image, per_image = _random_image(context, shape, draw, seed + len(found))
             if place + per_image >= len(ids):
                 break
             run = documents[place : place + per_image]
@@ -274,7 +274,7 @@ def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, .
     return replace(batch, tokens=tokens, labels=labels, extras={"images": torch.stack(images), "image_rows": numbers})
 
 
-def _image(context: FusionContext, shape: tuple[int, ...], draw: torch.Generator, seed: int) -> tuple[torch.Tensor, int]:
+def _random_image(context: FusionContext, shape: tuple[int, ...], draw: torch.Generator, seed: int) -> tuple[torch.Tensor, int]:
     """An image and its placeholders; where images keep their proportions, of a few patches in one or two rows."""
     image = torch.randn(shape, generator=draw)
     if not context.native:

@@ -49,7 +49,7 @@ class JsonlExamples:
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
         """(file and byte of its line, record) of each."""
         for file in self._files:
-            for name, place, record in _list(file) if file.name.endswith(".json") else _lines(file):
+            for name, place, record in _read_list(file) if file.name.endswith(".json") else _read_lines(file):
                 yield name, self._resolved(file, place, record) if isinstance(record, dict) else record
 
     def fetch(self, reference: str) -> bytes:
@@ -68,12 +68,12 @@ class JsonlExamples:
         return Record(record, place)
 
 
-def _lines(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRecord]]:
+def _read_lines(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRecord]]:
     for offset, place, record in each_line(file):
         yield f"{file.name}:{offset}", place, record if isinstance(record, dict) else BrokenRecord(f"{place} {record}")
 
 
-def _list(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRecord]]:
+def _read_list(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRecord]]:
     """A file that is one list, as those of LLaVA are."""
     try:
         found = json.loads(local_path(file).read_text(encoding="utf-8-sig"))
@@ -94,7 +94,7 @@ def _list(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRecord]
 
 
 TEXT_SUFFIXES = ("txt", "caption", "text")
-_COMPRESSED = tuple(f".{kind}" for kind in ("tar.gz", "tgz", "tar.bz2", "tbz2", "tar.xz", "txz", "tar.zst", "tzst"))
+_COMPRESSED_TARS = tuple(f".{kind}" for kind in ("tar.gz", "tgz", "tar.bz2", "tbz2", "tar.xz", "txz", "tar.zst", "tzst"))
 
 
 class TarExamples:
@@ -117,9 +117,9 @@ class TarExamples:
             DataError: the file does not exist, or is compressed.
         """
         self.what = path
-        self._files = find(path, (".tar", *_COMPRESSED), "tar")
+        self._files = find(path, (".tar", *_COMPRESSED_TARS), "tar")
         for file in self._files:
-            if file.name.lower().endswith(_COMPRESSED):
+            if file.name.lower().endswith(_COMPRESSED_TARS):
                 raise DataError(
                     f"{file.where} is compressed, and images are read from the middle of a shard; decompress it (gunzip, unxz), "
                     "or give a pattern such as '*.tar' that leaves it out"
@@ -138,7 +138,7 @@ class TarExamples:
         for file in self._files:
             try:
                 with tarfile.open(local_path(file), "r:") as tar:
-                    for key, members in _grouped(tar):
+                    for key, members in _group_members(tar):
                         place = f"{file.where}, record {key}"
                         try:
                             yield f"{file.name}/{key}", Record(self._record(tar, members, file.name), place)
@@ -179,11 +179,11 @@ class TarExamples:
             if regular and is_image(f".{kind}"):
                 images[kind] = f"{shard}#{member.offset_data}+{member.size}"
             elif regular and kind in TEXT_SUFFIXES:
-                texts[kind] = _content(tar, member)
+                texts[kind] = _member_text(tar, member)
             elif regular and kind == "json":
-                fields = _fields(tar, member)
+                fields = _member_fields(tar, member)
             else:
-                raise BrokenRecord(f"has the member {member.name}, {_fault(kind, member)}")
+                raise BrokenRecord(f"has the member {member.name}, {_member_fault(kind, member)}")
         if len(set(texts.values())) > 1:
             raise BrokenRecord(f"has several texts ({', '.join(texts)}); name the ones to leave out in ignore")
         if not images and (fields.get(self._images) or not self._text_records):
@@ -193,7 +193,7 @@ class TarExamples:
         return fields | {self._images: [images[kind] for kind in sorted(images, key=natural_key)]}
 
 
-def _grouped(tar: tarfile.TarFile) -> Iterator[tuple[str, list[tuple[str, tarfile.TarInfo]]]]:
+def _group_members(tar: tarfile.TarFile) -> Iterator[tuple[str, list[tuple[str, tarfile.TarInfo]]]]:
     """(key, (kind, member) of each member) of neighbors with one key."""
     key, members = "", list[tuple[str, tarfile.TarInfo]]()
     for member in tar:
@@ -211,7 +211,7 @@ def _grouped(tar: tarfile.TarFile) -> Iterator[tuple[str, list[tuple[str, tarfil
         yield key, members
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+def _member_text(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
     content = tar.extractfile(member)
     assert content is not None, "it is a regular file"
     try:
@@ -220,9 +220,9 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
         raise BrokenRecord(f"has the member {member.name}, which is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _fields(tar: tarfile.TarFile, member: tarfile.TarInfo) -> dict[str, Any]:
+def _member_fields(tar: tarfile.TarFile, member: tarfile.TarInfo) -> dict[str, Any]:
     try:
-        found = json.loads(_content(tar, member))
+        found = json.loads(_member_text(tar, member))
     except (ValueError, RecursionError) as error:
         why = "brackets are nested too deeply" if isinstance(error, RecursionError) else error
         raise BrokenRecord(f"has the member {member.name}, which is not valid JSON: {why}") from error
@@ -231,7 +231,7 @@ def _fields(tar: tarfile.TarFile, member: tarfile.TarInfo) -> dict[str, Any]:
     return found
 
 
-def _fault(kind: str, member: tarfile.TarInfo) -> str:
+def _member_fault(kind: str, member: tarfile.TarInfo) -> str:
     """Why a member of this kind is not read."""
     _, dot, last = kind.rpartition(".")
     if not member.isreg() or member.issparse():
@@ -242,7 +242,7 @@ def _fault(kind: str, member: tarfile.TarInfo) -> str:
     return f"and the kind {kind!r} is not known; {known}. Name it in ignore to leave it out"
 
 
-_ROWS = 256
+_ROWS_AT_ONCE = 256
 
 
 class DatasetExamples:
@@ -289,10 +289,10 @@ class DatasetExamples:
         columns = [name for name in self._dataset.column_names if name != self._images]
         others = self._dataset.select_columns(columns) if columns else None
         pictures = self._dataset.select_columns([self._images]).with_format("arrow")
-        for start in range(0, len(self._dataset), _ROWS):
-            stop = min(start + _ROWS, len(self._dataset))
+        for start in range(0, len(self._dataset), _ROWS_AT_ONCE):
+            stop = min(start + _ROWS_AT_ONCE, len(self._dataset))
             found = others[start:stop] if others is not None else {}
-            for row, count in enumerate(_counts(pictures[start:stop][self._images]), start):
+            for row, count in enumerate(_image_counts(pictures[start:stop][self._images]), start):
                 record = {name: values[row - start] for name, values in found.items()}
                 record[self._images] = [f"{row}.{number}" for number in range(count)]
                 yield f"{split}:{row}", Record(record, f"{self.what}, row {row}")
@@ -314,7 +314,7 @@ class DatasetExamples:
         return content
 
 
-def _counts(column: Any) -> list[int]:
+def _image_counts(column: Any) -> list[int]:
     """Images in each value of an Arrow column; their content is not read."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -451,11 +451,11 @@ class ImageFiles:
 
 def is_image(name: str) -> bool:
     """Whether Pillow reads files with the suffix of this name."""
-    return name.rpartition(".")[2].lower() in _suffixes()
+    return name.rpartition(".")[2].lower() in _image_suffixes()
 
 
 @lru_cache(1)
-def _suffixes() -> frozenset[str]:
+def _image_suffixes() -> frozenset[str]:
     from PIL import Image
 
     return frozenset(suffix[1:] for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN)

@@ -33,11 +33,11 @@ from forge_vlm.images.pixels import ImageError, decode
 
 ENCODING = 2
 """Of the rules by which a document becomes ids: what other rules made is not taken for this."""
-_AHEAD = 64
+_DOCUMENTS_IN_FLIGHT = 64
 """Documents that are worked on at a time, for each thread."""
-_ADDED = 16
+_MAX_ADDED_TOKENS = 16
 """Tokens that a tokenizer adds to a document at most, such as the one of its end."""
-_EVERY = 10_000
+_REPORT_EVERY = 10_000
 """Documents between two messages."""
 
 
@@ -280,7 +280,7 @@ def _write(
         facts = _write_files(examples, wanted, tokenizer, owned.path, name, workers, report, skips)
         path = fitted if facts.too_long or (path / FACTS).exists() else path
         if skips.messages:
-            name_skipped(_left(facts, wanted), skips.messages, path, report)
+            name_skipped(_what_was_left_out(facts, wanted), skips.messages, path, report)
         write_file(owned.path / FACTS, facts.as_json().encode())
         sync_path(owned.path)
         publish(owned.path, path)
@@ -291,11 +291,11 @@ def _write(
     cut = (
         f", {facts.too_long} documents cut to {wanted.longest} tokens" if facts.too_long and wanted.too_long == "truncate" else ""
     )
-    left = f", {_left(facts, wanted)} left out" if skips.messages else ""
+    left = f", {_what_was_left_out(facts, wanted)} left out" if skips.messages else ""
     report(f"prepared {name}: {facts.images:,} images in {facts.tiles:,} tiles{cut}{left}, to {path}")
 
 
-def _left(facts: Facts, wanted: Preparation) -> str:
+def _what_was_left_out(facts: Facts, wanted: Preparation) -> str:
     broken = f"{facts.skipped} broken records"
     return (
         broken if wanted.too_long != "skip" else f"{broken} and {facts.too_long} documents of more than {wanted.longest} tokens"
@@ -362,7 +362,7 @@ def _write_files(
             counts.update(found.ids[found.learned].tolist())
             tokens, images, text = tokens + len(found.ids), images + len(found.tiles), text + (not found.tiles)
             documents += 1
-            if documents % _EVERY == 0:
+            if documents % _REPORT_EVERY == 0:
                 report(f"preparing {name}: {documents:,} documents, {images:,} images")
         if not documents:
             raise DataError(f"{examples.what} has no document in the split {wanted.split!r}")
@@ -424,7 +424,7 @@ def _refuse_long(parts: "list[Words | Picture]", wanted: Preparation, tokenizer:
     """
     images = sum(isinstance(part, Picture) for part in parts)
     size = sum(len(part.text.encode(errors="replace")) for part in parts if isinstance(part, Words))
-    if size + images * wanted.inputs.fewest + _ADDED <= wanted.longest:
+    if size + images * wanted.inputs.fewest + _MAX_ADDED_TOKENS <= wanted.longest:
         return  # a token is at least a byte of text
     length = len(encode(parts, tokenizer, wanted.inputs, None, bare).ids)
     if length > wanted.longest:
@@ -464,7 +464,7 @@ def _encoded(examples: Examples, wanted: Preparation, tokenizer: Tokenizer, work
                 if not in_split(name, wanted.split, wanted.held_out):
                     continue
                 waiting.append(pool.submit(one, name, record))
-                while len(waiting) >= _AHEAD * workers:
+                while len(waiting) >= _DOCUMENTS_IN_FLIGHT * workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

@@ -115,13 +115,13 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-_HIDDEN = ("vp8", "vp9", "av1")
+_CODECS_WITH_HIDDEN_FRAMES = ("vp8", "vp9", "av1")
 """Codecs that have packets without a frame of their own."""
-_NEAR = 1e-3
+_TIME_TOLERANCE = 1e-3
 """Seconds by which the times of a frame and of its packet may differ: some containers round them."""
-_EXPECTED = 4096
+_MAX_CLIPS_WITH_TIMES = 4096
 """Clips whose times are kept until they are decoded."""
-_CLIPS = 16
+_MAX_DECODED_CLIPS = 16
 """Whose frames are held, so that those of one clip are decoded together."""
 
 
@@ -155,8 +155,8 @@ class VideoExamples:
             raise DataError(f"{path} has no column {missing[0]!r}; it has {', '.join(head)}")
         if next(table, None) is None:
             raise DataError(f"{path} has no row")
-        _library()
-        self._frames = lru_cache(_CLIPS)(self._decoded)
+        _import_pyav()
+        self._frames = lru_cache(_MAX_DECODED_CLIPS)(self._decoded)
         self._expected: dict[str, list[float]] = {}
 
     @property
@@ -217,7 +217,7 @@ class VideoExamples:
         not sure: packets are marked as discarded (by an edit list, as cutting without encoding writes it), lie before the start,
         have no time of their own, or do not begin with a key frame and its time; and for codecs with hidden frames.
         """
-        av = _library()
+        av = _import_pyav()
         try:
             with av.open(str(self._folder.path(name))) as container:
                 if not container.streams.video:
@@ -231,10 +231,10 @@ class VideoExamples:
                     and packets[0].is_keyframe
                     and packets[0].pts == stamps[0] >= 0
                     and not any(packet.is_discard or packet.is_corrupt for packet in packets)
-                    and stream.codec_context.codec.canonical_name not in _HIDDEN
+                    and stream.codec_context.codec.canonical_name not in _CODECS_WITH_HIDDEN_FRAMES
                 ):
                     self._expected[name] = found = [float(stamp * stream.time_base) for stamp in stamps]
-                    while len(self._expected) > _EXPECTED:
+                    while len(self._expected) > _MAX_CLIPS_WITH_TIMES:
                         self._expected.pop(next(iter(self._expected)), None)
                     return found
             with av.open(str(self._folder.path(name))) as container:
@@ -255,13 +255,13 @@ class VideoExamples:
         Where the times of a clip were just read from its packets, its frames must have them: in a damaged one some packets are no
         frame.
         """
-        av = _library()
+        av = _import_pyav()
         path, times = self._folder.path(name), self._expected.pop(name, None)
         found: list[bytes] = []
         try:
             with av.open(str(path)) as container:
                 for number, frame in enumerate(container.decode(video=0)):
-                    if times is not None and (number >= len(times) or abs((frame.time or 0.0) - times[number]) > _NEAR):
+                    if times is not None and (number >= len(times) or abs((frame.time or 0.0) - times[number]) > _TIME_TOLERANCE):
                         raise DataError(f"{path} has packets without a frame before {frame.time} s; encode it again")
                     if number in numbers:
                         content = BytesIO()
@@ -276,7 +276,7 @@ class VideoExamples:
         return found
 
 
-def _library() -> Any:
+def _import_pyav() -> Any:
     try:
         import av
     except ImportError as error:

@@ -176,7 +176,7 @@ def interpolate_positions(positions: Tensor, old: int, new: int, antialias: bool
     return torch.cat((first, image[0].permute(1, 2, 0).flatten(0, 1).to(positions.dtype)))
 
 
-DIM, LAYERS, FFN, PATCH, GRID, CHANNELS = 16, 2, 32, 4, 2, 3
+_DIM, _LAYERS, _FFN_DIM, _PATCH, _GRID, _CHANNELS = 16, 2, 32, 4, 2, 3
 
 
 def write_tower(folder: Path, name: str) -> None:
@@ -193,40 +193,40 @@ def write_tower(folder: Path, name: str) -> None:
     family = FAMILIES[name]
     config: dict[str, Any] = {
         "model_type": family.tower,
-        "hidden_size": DIM,
-        "num_hidden_layers": LAYERS,
+        "hidden_size": _DIM,
+        "num_hidden_layers": _LAYERS,
         "num_attention_heads": 2,
-        "patch_size": PATCH,
-        **({"num_patches": GRID**2} if "num_patches" in family.defaults else {"image_size": GRID * PATCH}),
-        **({"mlp_ratio": FFN // DIM} if "mlp_ratio" in family.defaults else {"intermediate_size": FFN}),
+        "patch_size": _PATCH,
+        **({"num_patches": _GRID**2} if "num_patches" in family.defaults else {"image_size": _GRID * _PATCH}),
+        **({"mlp_ratio": _FFN_DIM // _DIM} if "mlp_ratio" in family.defaults else {"intermediate_size": _FFN_DIM}),
     }
-    preprocessor = {"image_mean": [0.5] * CHANNELS, "image_std": [0.5] * CHANNELS, "resample": 3}
+    preprocessor = {"image_mean": [0.5] * _CHANNELS, "image_std": [0.5] * _CHANNELS, "resample": 3}
     draw = np.random.default_rng(0)
-    tensors = {theirs: draw.normal(0, 0.1, shape).astype(np.float32) for theirs, shape in _shapes(name).items()}
+    tensors = {theirs: draw.normal(0, 0.1, shape).astype(np.float32) for theirs, shape in _example_shapes(name).items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / FILE).write_text(json.dumps(preprocessor), encoding="utf-8")
     save_file(tensors, str(folder / "model.safetensors"))
 
 
-def _shapes(name: str) -> dict[str, tuple[int, ...]]:
+def _example_shapes(name: str) -> dict[str, tuple[int, ...]]:
     """Of the tensors of a tower alone, by their names in the files."""
     family = FAMILIES[name]
-    pixels = (PATCH, PATCH, CHANNELS)
-    vectors = {"norm": (DIM,), "entry_norm": (DIM,), "embed.class_token": (DIM,)}
-    tables = {"embed.positions": (GRID**2 + bool(family.shape.get("class_token")), DIM)}
-    matrices = {"mlp.up_proj": (FFN, DIM), "mlp.down_proj": (DIM, FFN)}
+    pixels = (_PATCH, _PATCH, _CHANNELS)
+    vectors = {"norm": (_DIM,), "entry_norm": (_DIM,), "embed.class_token": (_DIM,)}
+    tables = {"embed.positions": (_GRID**2 + bool(family.shape.get("class_token")), _DIM)}
+    matrices = {"mlp.up_proj": (_FFN_DIM, _DIM), "mlp.down_proj": (_DIM, _FFN_DIM)}
     found: dict[str, tuple[int, ...]] = {}
 
     def add(ours: str, theirs: str) -> None:
         if ours.endswith(("positions", "class_token", "scale.weight")):
-            found[theirs] = vectors.get(ours) or tables.get(ours) or (DIM,)
+            found[theirs] = vectors.get(ours) or tables.get(ours) or (_DIM,)
             return
-        weight: tuple[int, ...] = (DIM, DIM)
+        weight: tuple[int, ...] = (_DIM, _DIM)
         if ours == "embed.proj":
-            weight = (DIM, prod(pixels)) if family.columns else (DIM, CHANNELS, PATCH, PATCH)
+            weight = (_DIM, prod(pixels)) if family.columns else (_DIM, _CHANNELS, _PATCH, _PATCH)
         elif ours.endswith("norm"):
-            weight = (DIM,)
+            weight = (_DIM,)
         found[f"{theirs}.weight"] = matrices.get(ours, weight)
         if ours != "embed.proj" or family.shape.get("patch_bias", True):
             found[f"{theirs}.bias"] = found[f"{theirs}.weight"][:1]
@@ -235,7 +235,7 @@ def _shapes(name: str) -> dict[str, tuple[int, ...]]:
         unused = ours in ("embed.class_token", "entry_norm") and not family.shape.get("class_token")
         if not unused:
             add(ours, theirs)
-    for layer in range(LAYERS):
+    for layer in range(_LAYERS):
         for ours, theirs in family.inner.items():
             add(ours, family.block.format(layer) + theirs)
     return found

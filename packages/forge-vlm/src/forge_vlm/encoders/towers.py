@@ -44,7 +44,7 @@ class TowerFamily(NamedTuple):
     columns: bool = False
 
 
-_EMBED = MappingProxyType(
+_SIGLIP_NAMES = MappingProxyType(
     {
         "embed.proj": "embeddings.patch_embedding",
         "embed.class_token": "embeddings.class_embedding",
@@ -53,7 +53,7 @@ _EMBED = MappingProxyType(
         "norm": "post_layernorm",
     }
 )
-_INNER = MappingProxyType(
+_SIGLIP_BLOCK_NAMES = MappingProxyType(
     {
         "attention_norm": "layer_norm1",
         "attention.q_proj": "self_attn.q_proj",
@@ -65,8 +65,10 @@ _INNER = MappingProxyType(
         "mlp.down_proj": "mlp.fc2",
     }
 )
-_SIZES = MappingProxyType({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3})
-_TRAINING = MappingProxyType({"initializer_factor": ANY, "initializer_range": ANY, "dropout": NONE, "tie_word_embeddings": ANY})
+_DEFAULT_SIZES = MappingProxyType({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3})
+_TRAINING_KEYS = MappingProxyType(
+    {"initializer_factor": ANY, "initializer_range": ANY, "dropout": NONE, "tie_word_embeddings": ANY}
+)
 """Of runs that train the tower, where what is drawn is replaced by stored weights; and what a tower has nothing to do with."""
 
 SIGLIP = TowerFamily(
@@ -75,7 +77,7 @@ SIGLIP = TowerFamily(
     tower="siglip_vision_model",
     defaults=MappingProxyType(
         {
-            **_SIZES,
+            **_DEFAULT_SIZES,
             "intermediate_size": 3072,
             "image_size": 224,
             "patch_size": 16,
@@ -83,11 +85,11 @@ SIGLIP = TowerFamily(
             "layer_norm_eps": 1e-6,
         }
     ),
-    ignores=MappingProxyType({**_TRAINING, "vision_use_head": ANY, "projection_dim": ANY}),
+    ignores=MappingProxyType({**_TRAINING_KEYS, "vision_use_head": ANY, "projection_dim": ANY}),
     shape=MappingProxyType({}),
-    names=_EMBED,
+    names=_SIGLIP_NAMES,
     block="encoder.layers.{}.",
-    inner=_INNER,
+    inner=_SIGLIP_BLOCK_NAMES,
     left=("head.", "embeddings.position_ids", "post_layernorm."),
 )
 SIGLIP2 = SIGLIP._replace(
@@ -104,7 +106,7 @@ CLIP = TowerFamily(
     tower="clip_vision_model",
     defaults=MappingProxyType(
         {
-            **_SIZES,
+            **_DEFAULT_SIZES,
             "intermediate_size": 3072,
             "image_size": 224,
             "patch_size": 32,
@@ -112,11 +114,11 @@ CLIP = TowerFamily(
             "layer_norm_eps": 1e-5,
         }
     ),
-    ignores=MappingProxyType({**_TRAINING, "projection_dim": ANY, "vocab_size": ANY}),
+    ignores=MappingProxyType({**_TRAINING_KEYS, "projection_dim": ANY, "vocab_size": ANY}),
     shape=MappingProxyType({"class_token": True, "patch_bias": False, "entry_norm": True, "final_norm": False}),
-    names=_EMBED,
+    names=_SIGLIP_NAMES,
     block="encoder.layers.{}.",
-    inner=_INNER,
+    inner=_SIGLIP_BLOCK_NAMES,
     left=("embeddings.position_ids", "post_layernorm."),
 )
 DINOV2 = TowerFamily(
@@ -125,7 +127,7 @@ DINOV2 = TowerFamily(
     tower="dinov2",
     defaults=MappingProxyType(
         {
-            **_SIZES,
+            **_DEFAULT_SIZES,
             "mlp_ratio": 4,
             "image_size": 224,
             "patch_size": 14,
@@ -137,7 +139,7 @@ DINOV2 = TowerFamily(
     ),
     ignores=MappingProxyType(
         {
-            **_TRAINING,
+            **_TRAINING_KEYS,
             "hidden_dropout_prob": NONE,
             "attention_probs_dropout_prob": NONE,
             "drop_path_rate": NONE,
@@ -219,7 +221,7 @@ def read_tower(
         ValueError: `feature_layers` or `size` do not fit it.
     """
     values, where = read_config(folder), str(folder / CONFIG)
-    family, values = _vision(values, families, where)
+    family, values = _vision_config(values, families, where)
     fields, positions = tower_fields(family, values, where, ignore)
     layers, patch, channels = fields["layers"], fields["patch_size"], fields["channels"]
     fields["class_feature"] = class_feature
@@ -267,7 +269,7 @@ def tower_fields(
     return fields, positions
 
 
-def _vision(values: Mapping[str, Any], families: Sequence[str], where: str) -> tuple[TowerFamily, dict[str, Any]]:
+def _vision_config(values: Mapping[str, Any], families: Sequence[str], where: str) -> tuple[TowerFamily, dict[str, Any]]:
     """The family, and the keys of its vision tower."""
     kind = values.get("model_type")
     for family in (FAMILIES[name] for name in families):

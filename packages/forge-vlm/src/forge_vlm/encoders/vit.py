@@ -251,12 +251,12 @@ def resize_positions(table: Tensor, grids: Tensor, length: int) -> Tensor:
     side = isqrt(len(table))
     token = torch.arange(length, device=grids.device)
     rows, columns = grids.clamp(min=1).unbind(1)
-    down = _weights(token // columns[:, None], rows, side)
-    across = _weights(token % columns[:, None], columns, side)
+    down = _interpolation_weights(token // columns[:, None], rows, side)
+    across = _interpolation_weights(token % columns[:, None], columns, side)
     return ((down[..., None] * across[..., None, :]).flatten(2).to(table.dtype) @ table).to(table.dtype)
 
 
-def _weights(index: Tensor, count: Tensor, side: int) -> Tensor:
+def _interpolation_weights(index: Tensor, count: Tensor, side: int) -> Tensor:
     """Of `side` values in the one at `index` (N, T) of `count` (N,) values: (N, T, side) fp32, a triangle around its center that
     is as wide as the coarser of both spacings."""
     scale = (side / count.float())[:, None, None]

@@ -63,7 +63,7 @@ def prefix_of(tokens: Tensor, image_token: int, documents: Tensor | None, given:
     if given is not None:
         return given
     here = tokens == image_token
-    return _up_to_last(here if documents is None else here & (documents >= 0), documents)
+    return _up_to_last_image(here if documents is None else here & (documents >= 0), documents)
 
 
 def seen_labels(labels: Tensor, prefix: Tensor, documents: Tensor | None) -> Tensor:
@@ -76,7 +76,7 @@ def seen_labels(labels: Tensor, prefix: Tensor, documents: Tensor | None) -> Ten
     return seen
 
 
-def _up_to_last(here: Tensor, documents: Tensor | None) -> Tensor:
+def _up_to_last_image(here: Tensor, documents: Tensor | None) -> Tensor:
     """(B, T) bool: places that have an image token at or behind them in their document."""
     length = here.shape[1]
     places = torch.arange(length, device=here.device).expand_as(here)

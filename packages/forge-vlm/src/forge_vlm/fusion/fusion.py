@@ -86,7 +86,7 @@ def feature_places(tokens: Tensor, image_token: int, image_rows: Tensor, per_ima
     here = tokens == image_token
     order = (here.cumsum(1) - 1).clamp(min=0)
     if counts is not None:
-        each = _of_rows(counts, image_rows)
+        each = _counts_in_rows(counts, image_rows)
         ends = each.cumsum(1)
         slot = torch.searchsorted(ends, order, right=True).clamp(max=image_rows.shape[1] - 1)
         image = image_rows.gather(1, slot)
@@ -97,7 +97,7 @@ def feature_places(tokens: Tensor, image_token: int, image_rows: Tensor, per_ima
     return (image * per_image + order % per_image).masked_fill(~here | (image < 0), -1)
 
 
-def _of_rows(counts: Tensor, image_rows: Tensor) -> Tensor:
+def _counts_in_rows(counts: Tensor, image_rows: Tensor) -> Tensor:
     """(B, M): of (images,) numbers those of each row's images, 0 where a row has fewer."""
     if not len(counts):
         return torch.zeros_like(image_rows)
@@ -152,19 +152,19 @@ def check_placeholders(
         if fault := placeholder_fault(tokens, image_token, image_rows, per_image, counts):
             raise Misplaced(fault)
         return
-    equal = (tokens == image_token).sum(1) == _needed(image_rows, per_image, counts)
+    equal = (tokens == image_token).sum(1) == _placeholders_needed(image_rows, per_image, counts)
     assert_async(equal.all(), f"placeholders (id {image_token}) are not as many as the images of a row need")
 
 
-def _needed(image_rows: Tensor, per_image: int, counts: Tensor | None) -> Tensor:
+def _placeholders_needed(image_rows: Tensor, per_image: int, counts: Tensor | None) -> Tensor:
     """(B,) placeholders of each row."""
-    return (image_rows >= 0).sum(1) * per_image if counts is None else _of_rows(counts, image_rows).sum(1)
+    return (image_rows >= 0).sum(1) * per_image if counts is None else _counts_in_rows(counts, image_rows).sum(1)
 
 
 def placeholder_fault(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int, counts: Tensor | None = None) -> str:
     """How the numbers of placeholders and images disagree, naming the row; empty when they do not. It waits for the device."""
     found = (tokens == image_token).sum(1)
-    images, needed = (image_rows >= 0).sum(1), _needed(image_rows, per_image, counts)
+    images, needed = (image_rows >= 0).sum(1), _placeholders_needed(image_rows, per_image, counts)
     wrong = (found != needed).nonzero().flatten().tolist()
     if not wrong:
         return ""

@@ -92,7 +92,7 @@ def tower_places(encoder: Published, prefix: str) -> dict[str, Place]:
     for name, parameter in built.named_parameters():
         rest, theirs = their_name(family, shape, name)
         size = tuple(parameter.shape)
-        place = Place(size, (prefix + theirs,), reshaped=_reshaped(family, shape, rest, size))
+        place = Place(size, (prefix + theirs,), reshaped=_stored_shape(family, shape, rest, size))
         if shape.gated and rest.startswith(("mlp.gate_proj", "mlp.up_proj")):
             start = 0 if rest.startswith("mlp.gate_proj") else shape.ffn_dim
             place = replace(place, fused=(0, start, 2 * shape.ffn_dim))
@@ -137,7 +137,7 @@ def preprocessor_config(processing: Processing) -> dict[str, Any]:
     }
 
 
-def _reshaped(family: TowerFamily, shape: VisionShape, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
+def _stored_shape(family: TowerFamily, shape: VisionShape, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a tensor there, by its name outside of its block; empty where it is that of ours."""
     if name == "embed.proj.weight":
         return (shape.dim, shape.channels, shape.patch_size, shape.patch_size)

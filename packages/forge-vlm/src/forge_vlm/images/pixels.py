@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 MODES = {1: "L", 3: "RGB"}
 """Channels -> PIL's mode."""
-_WIDE = ("I;16", "I;16L", "I;16B", "I;16N")
-_CONVERTED = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
+_SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
+_CONVERTED_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
 
 
 class ImageError(DataError):
@@ -77,10 +77,10 @@ def convert(image: Image.Image, channels: int = 3, path: str = "an image") -> Im
     """
     if channels not in MODES:
         raise ImageError(path, f"{channels} channels are not implemented; 1 and 3 are")
-    if image.mode in _WIDE:
+    if image.mode in _SIXTEEN_BIT_MODES:
         wide = np.asarray(image).astype(np.uint32)
         image = Image.fromarray(((wide + 128) // 257).astype(np.uint8))
-    if image.mode not in _CONVERTED:
+    if image.mode not in _CONVERTED_MODES:
         raise ImageError(path, f"mode {image.mode} is refused, because its range is not known; save it with 8 or 16 bits")
     if image.mode.endswith(("A", "a")) or "transparency" in image.info:
         image = image.convert("RGBA")
@@ -115,7 +115,7 @@ def pixels(image: Image.Image, processing: Processing) -> NDArray[np.float32]:
     Raises:
         ValueError: the image has not as many channels as there are statistics.
     """
-    table = _table(processing)
+    table = _level_table(processing)
     levels = np.asarray(image)
     levels = levels[..., None] if levels.ndim == 2 else levels
     if levels.shape[-1] != len(table) or levels.dtype != np.uint8:
@@ -127,7 +127,7 @@ def pixels(image: Image.Image, processing: Processing) -> NDArray[np.float32]:
 
 
 @lru_cache(maxsize=32)
-def _table(processing: Processing) -> NDArray[np.float32]:
+def _level_table(processing: Processing) -> NDArray[np.float32]:
     """(channels, 256): what becomes of each of the 256 values, in the order of operations of the processors."""
     scaled = (np.arange(256, dtype=np.float64) * processing.scale).astype(np.float32)
     mean, std = (np.array(each, np.float32)[:, None] for each in (processing.mean, processing.std))

@@ -15,11 +15,11 @@ FILE = "preprocessor_config.json"
 
 RESAMPLES: tuple[Resample, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """In the order of PIL's numbers, which the file has."""
-_READ = (
+_READ_KEYS = (
     *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize"),
     *("image_mean", "image_std", "patch_size", "max_num_patches"),
 )
-_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
+_IGNORED_KEYS: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
     {
         "processor_class": None,
         "image_processor_type": None,
@@ -84,8 +84,8 @@ def read_processing(folder: Path, size: int, channels: int) -> Processing:
     if not isinstance(values, dict):
         raise ForgeError(f"{path} holds no JSON object")
     for key, value in values.items():
-        allowed = _WITHOUT_EFFECT.get(key, ())
-        if key not in _READ and value is not None and allowed is not None and value not in allowed:
+        allowed = _IGNORED_KEYS.get(key, ())
+        if key not in _READ_KEYS and value is not None and allowed is not None and value not in allowed:
             raise ForgeError(f"{path}: {key} {value!r} is not implemented; remove the key if it changes no pixel")
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if values.get(key, True) is not True:
