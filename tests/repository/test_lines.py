@@ -9,7 +9,7 @@ from forge_core.lines import lines_of
 
 ROOT = Path(__file__).parents[2]
 MACHINES = {
-    "an error's own message": ("pickled.py", "probes.py", "memory.py", "compiler.py", "texts.py", "parts.py"),
+    "an error's own message": ("pickled.py", "probes.py", "memory.py", "compiler.py", "text_and_vision.py", "parts.py"),
     "files of the system": ("machine.py",),
     "what programs print": ("runner.py", "gpus.py", "cases.py"),
     "a docstring": ("descriptions.py",),

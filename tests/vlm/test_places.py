@@ -42,9 +42,9 @@ def test_rows_with_other_images_than_placeholders_are_refused(monkeypatch: pytes
     """A host names the row. A device is given a condition, which here is seen where it is given."""
     tokens, none = torch.tensor([[1, I, I, 2]]), torch.tensor([[-1]])
     check_placeholders(tokens, I, torch.tensor([[0]]), 2)
-    with pytest.raises(ValueError, match=r"row 0 has 2 placeholders .* text may not hold that id"):
+    with pytest.raises(ValueError, match=r"row 0 has 2 placeholders .* text must not contain that id"):
         check_placeholders(tokens, I, none, 2)
     monkeypatch.setattr(fusion, "on_host", lambda _: False)
     check_placeholders(tokens, I, torch.tensor([[0]]), 2)
-    with pytest.raises(RuntimeError, match="not as many as the images"):
+    with pytest.raises(RuntimeError, match="more or fewer placeholders"):
         check_placeholders(tokens, I, none, 2)

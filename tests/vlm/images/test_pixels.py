@@ -117,5 +117,5 @@ def test_settings_that_are_not_implemented_are_refused(values: dict, message: st
 def test_a_larger_size_keeps_the_margin() -> None:
     processing = Processing(size=16, mean=(0,), std=(1,), shortest=20)
     assert (processing.at(32).size, processing.at(32).shortest) == (32, 40)
-    with pytest.raises(ValueError, match="size 16 cannot be cut out of an image whose shorter edge is 15"):
+    with pytest.raises(ValueError, match="size 16 cannot be cropped from an image whose shorter edge is 15"):
         Processing(size=16, mean=(0,), std=(1,), shortest=15)

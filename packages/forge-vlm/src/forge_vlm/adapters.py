@@ -1,4 +1,8 @@
-"""Modules that turn features of an image into tokens of the decoder: projections, pooling of windows, the perceiver."""
+"""Modules that turn features of an image into tokens of the decoder: projections, pooling of windows, the perceiver.
+
+A projection keeps the number of features. Pooling makes one token of each window of the grid. The perceiver has a fixed number of
+learned tokens that attend to all features.
+"""
 
 from itertools import pairwise
 from math import sqrt
@@ -12,9 +16,12 @@ from forge_models.blocks.norm import LayerNorm
 from forge_vlm.context import grid_side
 from forge_vlm.encoders.vit import attend
 
+NORM_EPS = 1e-6
+"""Epsilon of the perceiver's norms."""
+
 
 class Projection(nn.Module):
-    """A matrix behind each of `hidden` hidden layers with exact gelu between: 0 is a linear map, 1 the connector of LLaVA-1.5."""
+    """Matrices with an exact gelu between them: `hidden` = 0 is a linear map, 1 is the connector of LLaVA-1.5."""
 
     def __init__(self, inputs: int, outputs: int, *, hidden: int, hidden_dim: int, bias: bool, std: float) -> None:
         super().__init__()
@@ -38,7 +45,7 @@ class Projection(nn.Module):
 
 
 class AveragePoolAdapter(nn.Module):
-    """The mean of each window, then a projection. Where windows do not fit, those at the right and at the bottom are smaller."""
+    """The mean of each window, then a projection. Windows at the right and bottom edges may be smaller than the others."""
 
     def __init__(self, window: int, projection: Projection) -> None:
         super().__init__()
@@ -67,7 +74,7 @@ class PixelShuffleAdapter(nn.Module):
 
 
 class AttentionPoolAdapter(nn.Module):
-    """Attention inside of each window whose query is the window's mean (Molmo, Deitke et al., 2024), then a projection."""
+    """Attention inside of each window, with the window's mean as the query (Molmo, Deitke et al., 2024), then a projection."""
 
     def __init__(self, width: int, window: int, heads: int, std: float, projection: Projection) -> None:
         super().__init__()
@@ -101,17 +108,14 @@ class AttentionPoolAdapter(nn.Module):
 
 
 def split_windows(x: Tensor, size: int) -> Tensor:
-    """(N, n, width) -> (N, windows, size * size, width): windows row by row, in each its features row by row."""
+    """(N, n, width) -> (N, windows, size * size, width): windows row by row, and the features of each window row by row."""
     rows = grid_side(x.shape[1], "a window") // size
     return x.unflatten(1, (rows, size, rows, size)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
-NORM_EPS = 1e-6
-"""Of the norms."""
-
-
 class PerceiverAdapter(nn.Module):
-    """Latents, layers in which they look at the features, a norm. Its outputs do not depend on the order of features."""
+    """Learned latents attend to all features in every layer; a norm follows (Perceiver, Jaegle et al., 2021; as in Flamingo and
+    Idefics2). The output does not depend on the order of the features."""
 
     def __init__(self, width: int, dim: int, *, latents: int, layers: int, heads: int, ffn_dim: int, std: float) -> None:
         super().__init__()
@@ -124,7 +128,7 @@ class PerceiverAdapter(nn.Module):
         self.norm = LayerNorm(dim, NORM_EPS)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """(N, n, width) -> (N, latents, dim). `seen` (N, n) is False for padding, which changes nothing; None = there is none."""
+        """(N, n, width) -> (N, latents, dim). `seen` (N, n) is False for padding, which is ignored; None: no padding."""
         mask = None if seen is None else seen[:, None, None]
         features = self.entry(x)
         latents = self.latents.to(features.dtype).expand(len(x), -1, -1)
@@ -138,7 +142,7 @@ class PerceiverAdapter(nn.Module):
 
 
 class PerceiverLayer(nn.Module):
-    """Latents attend to features, then each goes through a feed-forward part; both are added."""
+    """Latents attend to the features, then pass through a feed-forward part; both have a residual connection."""
 
     def __init__(self, dim: int, heads: int, ffn_dim: int, std: float, output_std: float) -> None:
         super().__init__()

@@ -1,4 +1,8 @@
-"""What a vision-language model tells its parts: sizes, the modality of each token, the grid of features. Needs no torch."""
+"""What a vision-language model tells its parts: sizes, the modality of each token, the grid of features.
+
+The modality of a token is a function of its id alone, so every part of a model computes it by itself. Plain data: importing this
+module needs no torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,31 +14,32 @@ from forge_models.shape import DecoderShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 TEXT = "text"
-"""The modality of every id that no other one claims."""
+"""The modality of every id that no other modality claims."""
+WHOLE_STREAM = "model.fusion, which looks at the tokens of whole rows"
+"""Why the residual stream of such a model is not cut along the sequence."""
 
 
 @dataclass(frozen=True)
 class Modalities:
-    """Ranges of ids by modality. Their order means nothing: names are sorted, and text is first.
+    """Ranges of token ids by modality. Their order does not matter: names are sorted, with text first.
 
     Attributes:
-        ranges: name -> (first id, one past the last). One id is a placeholder, whose vector comes from an encoder; more are
-            discrete tokens, such as those of a quantized image (Chameleon, 2024).
+        ranges: name -> (first id, one past the last). A range of one id is a placeholder, whose vector comes from an encoder; a
+            longer range holds discrete tokens, such as those of a quantized image (Chameleon, 2024).
     """
 
     ranges: Mapping[str, tuple[int, int]]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Text, then the others by name."""
+        """Text, then the other modalities in alphabetical order."""
         return (TEXT, *sorted(self.ranges))
 
     def fault(self, vocab_size: int) -> str:
-        """Why these ranges cannot be those of a model; empty when they can."""
+        """Why a model cannot have these ranges; empty when it can."""
         if TEXT in self.ranges:
-            return f"modality {TEXT!r} is every id that others do not claim; remove it"
+            return f"modality {TEXT!r} is every id that no other modality claims; remove it"
         end, before = 0, ""
         for name, (first, last) in sorted(self.ranges.items(), key=lambda item: item[1]):
             if not 0 < first < last <= vocab_size:
@@ -45,7 +50,7 @@ class Modalities:
         return ""
 
     def of(self, tokens: "Tensor") -> "Tensor":
-        """(B, T) ids -> (B, T) int64 places in `names`."""
+        """(B, T) ids -> (B, T) int64 indices into `names`."""
         found = tokens.new_zeros(tokens.shape)
         for place, name in enumerate(self.names[1:], 1):
             first, end = self.ranges[name]
@@ -53,19 +58,15 @@ class Modalities:
         return found
 
 
-WHOLE_STREAM = "model.fusion, which looks at the tokens of whole rows"
-"""Why the residual stream of such a model is not cut along the sequence."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class AdapterContext:
-    """Sizes on both sides of an adapter, as `build(context)` of its component sees them.
+    """Sizes on both sides of an adapter; its component receives them in `build(context)`.
 
     Attributes:
         width: of the encoder's features.
-        tokens: that the encoder makes of one image.
+        tokens: features of one image.
         dim: width of the decoder's residual stream.
-        init_std: standard deviation of matrices at the start.
+        init_std: standard deviation of the initial matrices.
     """
 
     width: int
@@ -82,10 +83,10 @@ class FusionContext:
         shape: of the decoder.
         modalities: of its tokens.
         image_token: id of the placeholder of encoded images; None for a model whose images are discrete tokens.
-        per_image: placeholders of an image: one for each of its vectors, or one where images stay out of the stream.
-        native: images keep their proportions; see `forge_vlm.images.pixels`.
-        each: then an image has as many vectors as patches, and what else the adapter makes is padding.
-        varies: images have different numbers of placeholders, `per_image` at most.
+        per_image: placeholders of an image: one per vector, or a single one where images stay out of the stream.
+        native: images keep their proportions; see `native_item` in `forge_vlm.images.pixels`.
+        each: with `native`, an image has one vector per patch, and the adapter's other outputs are padding.
+        varies: images have different numbers of placeholders, at most `per_image`.
     """
 
     shape: DecoderShape
@@ -98,25 +99,25 @@ class FusionContext:
 
 
 def grid_side(tokens: int, what: str) -> int:
-    """Rows, which are as many as columns, of `tokens` features.
+    """Rows (and columns) of a square grid of `tokens` features.
 
     Raises:
-        ValueError: they are not a square.
+        ValueError: `tokens` is not a square number.
     """
     root = isqrt(tokens)
     if root * root != tokens:
         raise ValueError(
-            f"{what} needs a square grid of features, and {tokens} are none; if one of them is the class token, leave it out "
-            "(encoder.class_feature = false, or encoder.class_token = false)"
+            f"{what} needs a square grid of features, and {tokens} is not a square number; if one feature is the class token, "
+            "leave it out (encoder.class_feature = false, or encoder.class_token = false)"
         )
     return root
 
 
 def count_windows(tokens: int, size: int, what: str) -> int:
-    """Windows of size x size of which `tokens` features consist.
+    """Number of windows of size x size in a square grid of `tokens` features.
 
     Raises:
-        ValueError: they are not a square, or windows of this size leave something over.
+        ValueError: the grid is not square, or `size` does not divide it.
     """
     root = grid_side(tokens, what)
     if root % size:

@@ -1,15 +1,16 @@
-"""Hook `modalities`: loss, accuracy and share of each modality, the gates of cross blocks, and what images are worth."""
+"""Hook `modalities`: loss, accuracy and share of each modality, the gates of cross blocks, and what images are worth.
+
+The value of images is the loss with the images of other rows minus the loss with the right ones. torch is imported in functions.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from time import perf_counter
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-import torch
 from annotated_types import Ge, Gt
-from torch import Tensor
 
 from forge_core.batch import IGNORE, Batch
 from forge_core.component import FREE, Component
@@ -18,41 +19,44 @@ from forge_core.protocols.data import EvaluationSet
 from forge_core.protocols.model import LossTerms
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_vlm.context import Modalities
-from forge_vlm.images.pixels import split_native
-from forge_vlm.model import VisionLanguageModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GATES = {".cross.attention_gate": "attention", ".cross.mlp_gate": "mlp"}
+"""Endings of the names of gates -> the part of the block that the gate scales."""
+ROW_EXTRAS = ("image_rows", "prefix")
+"""Extras of a batch with one entry per row; the others have one entry per image."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModalityStatistics(Component):
-    """What each modality has of a vision-language model: loss and accuracy on held-out sets, what images are worth there, shares
-    of the training tokens, and the gates of cross blocks. Loads of experts by modality are what hook `routing` logs."""
+    """Measures each modality of a vision-language model: loss and accuracy on held-out sets, what images are worth there, the
+    share of the training tokens, and the gates of cross blocks. Hook `routing` logs the load of experts by modality."""
 
     key_class: ClassVar = FREE
 
     every: Annotated[int, Gt(0)] = 500
-    """Steps from one measurement to the next; one more follows the last step."""
+    """Steps between two measurements; the last step is measured too."""
     batches: Annotated[int, Ge(0)] = 8
     """Micro-batches of each set of `[data.evaluation]` that a rank evaluates, twice where they have images; 0 = none."""
 
-    def build(self) -> "Hook":
-
+    def build(self) -> Hook:
         return ModalitiesHook(every=self.every, batches=self.batches)
 
 
-GATES = {".cross.attention_gate": "attention", ".cross.mlp_gate": "mlp"}
-"""How parameters of gates are called, and their part of a block."""
-
-
 class ModalitiesHook(Hook):
-    """Every N steps and after the last one, on all ranks together:
+    """Measures every N steps and after the last one, on all ranks together:
 
-    `modality/NAME/share` (of the step's training tokens, paddings left out); of each held-out set `modality/SET/NAME/loss` (nats
-    per token whose label is of the modality) and `.../accuracy` (share of these labels that have the largest logit); where it has
-    images, `modality/SET/image_gain`: the loss with the images of other rows less that with the right ones, in nats per token of
-    the rows whose images are others; and `gate/blocks.N/attention` and `.../mlp`, the tanh of the gates of a cross block.
+    - `modality/NAME/share`: of the step's training tokens, without padding.
+    - `modality/SET/NAME/loss` and `.../accuracy`: on a held-out set, over the labels of this modality; nats per token, and the
+      share of labels with the largest logit.
+    - `modality/SET/image_gain`, for a set with images: the loss with the images of other rows minus the loss with the right ones,
+      in nats per token of the rows whose images were swapped.
+    - `gate/blocks.N/attention` and `.../mlp`: tanh of the gates of a cross block.
 
-    Rows are given images of rows of the same rank, so other numbers of data ranks give other pairs. Of another model than a
-    vision-language one nothing is measured.
+    Images are swapped between rows of one rank, so the pairs depend on the number of data ranks. A model that is not a
+    vision-language model is not measured.
     """
 
     observes = True
@@ -86,7 +90,9 @@ class ModalitiesHook(Hook):
         run.paused += perf_counter() - started
 
     def _evaluated(self, run: Run, known: Modalities, name: str, held_out: EvaluationSet) -> dict[str, float]:
-        """Collective."""
+        """Collective: the metrics of one held-out set."""
+        import torch
+
         topology, objective = run.topology, ModalityObjective(known)
         every = held_out.batches(topology.data_rank, topology.data_size, run.job.train.micro_batch)
         batches = list(islice(every, self.batches))
@@ -106,15 +112,19 @@ class ModalitiesHook(Hook):
 
 
 def modalities_of(run: Run) -> Modalities | None:
-    """Of the run's model; None where it is another one than a vision-language model."""
+    """Of the run's model; None unless it is a vision-language model."""
+    from forge_vlm.model import VisionLanguageModel
+
     part = run.model.parts[0]
     return part.context.modalities if isinstance(part, VisionLanguageModel) else None
 
 
 def token_shares(run: Run, known: Modalities) -> dict[str, float]:
     """Collective: `modality/NAME/share` of the tokens of the step's batches on all ranks."""
+    import torch
+
     counts = torch.zeros(len(known.names), dtype=torch.float64)
-    for batch in run.batches:  # ranks that read the same rows are as many for each row
+    for batch in run.batches:  # every row is read by the same number of ranks
         place = known.of(batch.tokens)
         place = place if batch.real is None else place[batch.real]
         counts += torch.bincount(place.flatten(), minlength=len(known.names))
@@ -123,7 +133,9 @@ def token_shares(run: Run, known: Modalities) -> dict[str, float]:
 
 
 def gate_values(run: Run) -> dict[str, float]:
-    """Collective: `gate/BLOCK/PART` of every cross block; a gate is where its rank has it."""
+    """Collective: `gate/BLOCK/PART` of every cross block; each gate comes from the rank that owns it."""
+    import torch
+
     every: Mapping[str, object] = run.model.specs.tensors
     names = {name: f"gate/{name.removesuffix(end)}/{part}" for name in every for end, part in GATES.items() if name.endswith(end)}
     if not names:
@@ -136,27 +148,27 @@ def gate_values(run: Run) -> dict[str, float]:
 
 
 def _counts_its_rows(run: Run) -> bool:
-    """Whether this rank speaks for the rows that it reads: of the ranks that read the same ones, one does."""
+    """True on one rank of those that read the same rows."""
     return all(run.topology.coordinates[axis] == 0 for axis in ("tp", "pp", "cp"))
 
 
 @dataclass(frozen=True)
 class ModalityObjective:
-    """The negative log-likelihood, and as metrics its sum over the labels of each modality (`loss/NAME`), their number
-    (`tokens/NAME`), and how many have the largest logit (`correct/NAME`)."""
+    """The negative log-likelihood as an objective for evaluations. For each modality its metrics are the sum over the labels
+    (`loss/NAME`), their number (`tokens/NAME`), and how many of them have the largest logit (`correct/NAME`)."""
 
     modalities: Modalities
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Their names, the same on all ranks."""
+        """Names of the metrics, the same on all ranks."""
         return tuple(f"{what}/{name}" for name in self.modalities.names for what in ("loss", "tokens", "correct"))
 
-    def __call__(self, head: Any, hidden: Tensor, labels: Tensor) -> LossTerms:
+    def __call__(self, head: Any, hidden: "Tensor", labels: "Tensor") -> LossTerms:
         """`hidden` (B, T, embed), `labels` (B, T).
 
         Raises:
-            ValueError: ranks have parts of sequences.
+            ValueError: a rank has a part of each sequence only.
         """
         total, nll, _ = head.loss(hidden, labels)
         counted, correct = labels != IGNORE, predict(head, hidden) == labels
@@ -169,25 +181,23 @@ class ModalityObjective:
         return LossTerms(total, counted.sum(), found)
 
 
-@torch.no_grad()
-def predict(head: Any, hidden: Tensor) -> Tensor:
-    """(B, T) int64: the id with the largest logit; logits of a few positions exist at a time."""
+def predict(head: Any, hidden: "Tensor") -> "Tensor":
+    """(B, T) int64: the id with the largest logit. Logits are computed for a few positions at a time."""
+    import torch
+
     rows, length, width = hidden.shape
     size = max(1, chunk_rows(head.weight.shape[0], width, hidden.element_size()) // max(1, rows))
-    found = []
+    predictions = []
     for start in range(0, length, size):
-        logits = head(hidden[:, start : start + size])
+        with torch.no_grad():
+            logits = head(hidden[:, start : start + size])
         if logits.shape[1] != min(size, length - start):
             raise ValueError(
                 "hook 'modalities' needs whole sequences on every rank; set transforms.tensor.sequence_parallel = false, or "
                 "hooks.batches = 0"
             )
-        found.append(logits.argmax(-1))
-    return torch.cat(found, 1)
-
-
-ROW_EXTRAS = ("image_rows", "prefix")
-"""Extras with one entry for each row; the others have one for each image."""
+        predictions.append(logits.argmax(-1))
+    return torch.cat(predictions, 1)
 
 
 class _ImagePlace(NamedTuple):
@@ -197,12 +207,14 @@ class _ImagePlace(NamedTuple):
 
 
 def swap_images(batches: Sequence[Batch], varies: bool = False) -> tuple[list[Batch], int]:
-    """The batches with images moved between rows, within and across batches, and how many labels the rows have whose images are
-    others now.
+    """The batches with images moved between rows, within and across batches, and the number of labels in rows whose images moved.
 
-    Images of one shape, and where it `varies` (`FusionContext`) of as many patches, move along their order by as many places as a
-    row has at most, so that no row keeps one of its images. Where they are too few for that they stay.
+    Images move within groups of the same shape, and of the same number of patches where that varies (`varies` of
+    `FusionContext`). In a group each image moves on by the largest number of images that a row has in it, so no row keeps one of
+    its own. A group that is too small for that stays as it is.
     """
+    from forge_vlm.images.pixels import split_native
+
     groups: dict[tuple[int, ...], list[_ImagePlace]] = {}
     for number, batch in enumerate(batches):
         if "images" not in batch.extras:
@@ -226,6 +238,9 @@ def swap_images(batches: Sequence[Batch], varies: bool = False) -> tuple[list[Ba
 
 
 def _with_images_of(batch: Batch, sources: Mapping[int, _ImagePlace], batches: Sequence[Batch]) -> Batch:
+    """The batch with its images replaced: `sources` has, by the number of an image, where the new one comes from."""
+    import torch
+
     if not sources:
         return batch
     moved: dict[str, Tensor] = {}

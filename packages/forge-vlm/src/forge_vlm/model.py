@@ -1,4 +1,7 @@
-"""A decoder that sees images: encoder, adapter and fusion around `forge_models.decoder.Decoder`."""
+"""A decoder that sees images: encoder, adapter and fusion around `forge_models.decoder.Decoder`.
+
+At the end: batches with images of random numbers, for checks; each row's images are a function of its tokens.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -24,11 +27,11 @@ from forge_vlm.images.pixels import split_native
 
 
 class VisionLanguageModel(Decoder):
-    """A decoder whose blocks, masks and embedded stream are those of a `Fusion`.
+    """A decoder whose blocks, masks and embedded stream come from a `Fusion`.
 
-    `encoder` and `adapter` make (images, per_image, dim) of images; both are None for a model whose images are discrete tokens.
-    They run in every forward that is trained, on an empty batch where rows have none, so that all ranks exchange the same; a
-    forward without gradients and images leaves them out.
+    `encoder` and `adapter` turn images into (images, per_image, dim) vectors; both are None where images are discrete tokens.
+    They run in every training forward, on an empty batch if no row has an image, so that the collectives of all ranks match. A
+    forward without gradients and without images skips them.
     """
 
     inputs: ClassVar[frozenset[str]] = frozenset({"images", "image_rows", "prefix"})
@@ -230,8 +233,8 @@ class VisionLanguageModel(Decoder):
 
 
 def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, ...]) -> Batch:
-    """The batch with 0, 1 or 2 images in each row, in the places of other tokens, which lose their labels; without an image it
-    has no extras.
+    """The batch with 0, 1 or 2 images in each row. They replace other tokens, which lose their labels. A batch without any image
+    gets no extras.
 
     Args:
         batch: tokens and labels on the host; tokens that are the placeholder become 1.

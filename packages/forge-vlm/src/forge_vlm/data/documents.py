@@ -1,4 +1,4 @@
-"""A document as parts in their order: words, and images by reference."""
+"""A document as parts in order: words, and images by reference. `RecordTexts` has only the text, to train a tokenizer on."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,12 +14,12 @@ from forge_data.sources.records.values import text_of
 from forge_vlm.data.chat import Chat, Turn
 
 MARKER = "<image>"
-"""Where an image stands in the text of a record."""
+"""Marks the place of an image in the text of a record."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """Some text. `learned`: whether the model is trained to say it; `trusted`: whether it may spell control tokens."""
+    """Text. `learned`: the model is trained to produce it; `trusted`: it may spell control tokens."""
 
     text: str
     learned: bool = True
@@ -28,28 +28,26 @@ class Words:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image, as its reader names it. `token`: it stands where the chat template wrote the token of an image."""
+    """An image, by the reference of its reader. `token`: it stands where the chat template wrote the token of an image."""
 
     reference: str
     token: bool = False
 
 
 Parts = Sequence[Words | Picture]
-
-
 Frames = tuple[tuple[float, str], ...]
-"""(seconds, reference) of each frame of a video, in the order of their times."""
+"""(seconds, reference) of each frame of a video, in the order of time."""
 
 
 class Clip:
-    """Some frames of a video.
+    """Selected frames of a video.
 
     Attributes:
-        told: whether each time stands before its frame.
+        told: the time of each frame stands before it.
     """
 
     def __init__(self, frames: Frames | Callable[[], Frames], told: bool = True) -> None:
-        """`frames`: the frames, or a function that reads which there are when they are first asked for; it may raise `BrokenRecord`."""
+        """`frames`: the frames, or a function that finds them on first use and may raise `BrokenRecord`."""
         self.told = told
         self._frames = frames
 
@@ -63,7 +61,7 @@ class Clip:
         return self._frames() if callable(self._frames) else self._frames
 
     def parts(self) -> Parts:
-        """The frames, as a document has them. What is said of time is not learned.
+        """The frames as parts of a document. Times are not learned.
 
         Raises:
             BrokenRecord: the clip cannot be read.
@@ -76,7 +74,7 @@ class Clip:
 
 
 class Record(dict[str, Any]):
-    """A record that knows its place, for messages: its file, and its line or number there."""
+    """A record with its place for messages: file, and line or number."""
 
     def __init__(self, fields: Mapping[str, Any], place: str) -> None:
         super().__init__(fields)
@@ -84,19 +82,19 @@ class Record(dict[str, Any]):
 
 
 class BrokenRecord(ValueError):
-    """A record that makes no document; says why."""
+    """A record that cannot become a document; the message says why."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Which fields of a record are read.
+    """The fields of a record that are read.
 
     Attributes:
-        text: a field of text, `MARKER` where an image stands; without one, all images stand before the text.
-        messages: a field of turns, read where a record has it: `{"role", "content"}`, or `{"from", "value"}` as LLaVA has them. A
-            content is text, or a list of `{"type": "text", "text"}` and of images: `{"type": "image"}`, the next of the field
+        text: field with text, and `MARKER` in place of each image. Without markers all images stand before the text.
+        messages: field with turns, which is preferred to `text`: `{"role", "content"}`, or LLaVA's `{"from", "value"}`. A content
+            is text, or a list of `{"type": "text", "text"}` and of images: `{"type": "image"}` for the next image of the field
             `images`, or `{"type": "image", "path"}` and `{"type": "image_url", "image_url": {"url"}}`, which name their own.
-        images: a field with the reference of an image, or a list of them. A record without it is text.
+        images: field with the reference of an image, or a list of them. A record without it is text.
     """
 
     text: str = "text"
@@ -105,11 +103,11 @@ class Fields:
 
 
 class Examples(Protocol):
-    """Records with images, in a fixed order, readable as often as needed.
+    """Records with images, in a fixed order. They can be read repeatedly.
 
     Attributes:
-        what: for messages.
-        fingerprint: changes with the records; whether an image changed is seen when it is read.
+        what: name for messages.
+        fingerprint: changes with the records. A changed image is only noticed when it is read.
     """
 
     what: str
@@ -118,21 +116,21 @@ class Examples(Protocol):
     def fingerprint(self) -> str: ...
 
     def __iter__(self) -> Iterator[tuple[str, "Mapping[str, Any] | BrokenRecord"]]:
-        """(name, record) of each; its field of images has references or a `Clip`. `BrokenRecord` is one that cannot be read, and says
-        where it is; a `Record` knows its place."""
+        """(name, record) of each; its field of images has references or a `Clip`. A record that cannot be read is a
+        `BrokenRecord`, whose message has its place."""
         ...
 
     def fetch(self, reference: str) -> bytes:
         """The file of an image.
 
         Raises:
-            DataError: it is not there; names it.
+            DataError: the file does not exist; names it.
         """
         ...
 
 
 def is_conversation(record: "Mapping[str, Any] | BrokenRecord", fields: Fields) -> bool:
-    """Whether a chat template writes the record, with all special tokens that it has."""
+    """Whether a chat template writes the record, special tokens included."""
     return isinstance(record, Mapping) and record.get(fields.messages) is not None
 
 
@@ -140,7 +138,8 @@ def parts_of(record: "Mapping[str, Any] | BrokenRecord", fields: Fields, chat: C
     """The parts of a record's document.
 
     Raises:
-        BrokenRecord: it is broken, has neither text nor turns, other markers than images, or text that is not valid Unicode.
+        BrokenRecord: it is broken, has neither text nor turns, has a different number of markers and images, or text that is not
+            valid Unicode.
         DataError: the chat template refuses its turns.
     """
     if isinstance(record, BrokenRecord):
@@ -172,7 +171,7 @@ def parts_of(record: "Mapping[str, Any] | BrokenRecord", fields: Fields, chat: C
 def _conversation(
     record: Mapping[str, Any], fields: Fields, chat: Chat, images: Sequence[Parts]
 ) -> tuple[list[Words], list[Parts], bool]:
-    """The words of a conversation, its images as they stand in it, and whether the template wrote a token of its own for each."""
+    """The words of a conversation, its images in order, and whether the template wrote a token of its own for each image."""
     left = iter(images)
     placed: list[Parts] = []
     turns = []
@@ -198,7 +197,7 @@ def _conversation(
 
 
 def _as_pieces(text: str) -> list[dict[str, str]]:
-    """Text with markers as the list of pieces that some templates need."""
+    """Text with markers as a list of pieces, which some templates need."""
     found: list[dict[str, str]] = []
     for place, part in enumerate(text.split(MARKER)):
         found += [{"type": "image"}] if place else []
@@ -207,7 +206,7 @@ def _as_pieces(text: str) -> list[dict[str, str]]:
 
 
 def _placed(words: Sequence[Words], images: Sequence[Parts]) -> Iterator[Words | Picture]:
-    """Words cut at the markers, an image in the place of each, or the frames of a clip."""
+    """Words cut at the markers, with an image, or the frames of a clip, in place of each marker."""
     markers = sum(each.text.count(MARKER) for each in words)
     if markers != len(images):
         raise BrokenRecord(f"has {markers} {MARKER} and {len(images)} images")
@@ -229,7 +228,7 @@ def _token(image: Parts) -> Picture:
 
 
 def _references(value: Any, field: str) -> list[Parts]:
-    """What stands in the place of each marker."""
+    """The parts that replace each marker."""
     found = [] if value is None else [value] if isinstance(value, str | Clip) else value
     if not isinstance(found, list) or not all(isinstance(each, str | Clip) and each for each in found):
         raise BrokenRecord(f"has in {field!r} {value!r}; expected the name of an image, or a list of names")
@@ -237,7 +236,7 @@ def _references(value: Any, field: str) -> list[Parts]:
 
 
 def _picture(reference: str) -> Picture:
-    """An image by its name, which has to be one of a file."""
+    """An image by its name, which must be the name of a file."""
     if fault := text_of(reference)[1]:
         raise BrokenRecord(f"names an image {reference!r}, which {fault}")
     if "\0" in reference:
@@ -264,7 +263,7 @@ def _turn(turn: Mapping[str, Any], field: str) -> Turn:
 
 
 def _piece(piece: Any, field: str) -> str | Picture:
-    """The text of a piece, or its image, with an empty name where the image is the next of the field of images."""
+    """The text of a piece, or its image, with an empty name for the next image of the field of images."""
     kind = piece.get("type") if isinstance(piece, dict) else None
     if kind == "text" and isinstance(piece.get("text"), str):
         return piece["text"]
@@ -280,7 +279,7 @@ def _piece(piece: Any, field: str) -> str | Picture:
 
 @dataclass(frozen=True)
 class RecordTexts:
-    """Documents without their images, as `Texts`; broken ones are left out, and told when the source is prepared."""
+    """The text of documents, without their images, as `Texts`. Broken records are left out; preparing the source reports them."""
 
     examples: Examples
     fields: Fields
@@ -290,7 +289,7 @@ class RecordTexts:
 
     @property
     def fingerprint(self) -> str:
-        """Of the records and of how they are read."""
+        """Changes with the records and with how they are read."""
         made = f"{self.fields} {self.chat.identity} {self.split} {self.held_out}"
         return sha256(f"{self.examples.fingerprint} {made}".encode()).hexdigest()
 

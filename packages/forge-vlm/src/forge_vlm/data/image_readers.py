@@ -1,4 +1,7 @@
-"""Readers of documents with images: JSON lines, WebDataset, datasets of Hugging Face, digits."""
+"""Readers of documents with images: JSON lines, WebDataset, datasets of Hugging Face, and the digits of scikit-learn.
+
+Each reader has the protocol `Examples`. At the end: how names of image files are resolved and sorted.
+"""
 
 import json
 import re
@@ -22,16 +25,23 @@ if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset
 
+TEXT_SUFFIXES = ("txt", "caption", "text")
+"""Members of a WebDataset record that are text."""
+DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_COMPRESSED_TARS = tuple(f".{kind}" for kind in ("tar.gz", "tgz", "tar.bz2", "tbz2", "tar.xz", "txz", "tar.zst", "tzst"))
+_ROWS_AT_ONCE = 256
+"""Rows of a dataset that are read together."""
+
 
 class JsonlExamples:
-    """The records of some files; a reference is the path of an image, see `ImageFiles`."""
+    """JSON lines whose records name image files in a folder; a reference is the path of an image, see `ImageFiles`."""
 
     def __init__(self, path: str, folder: str | None, images: str) -> None:
         """
         Args:
             path: of the records.
-            folder: of the images; by default that of the file that a record comes from.
-            images: field that names an image, or a list of them.
+            folder: of the images; by default the folder of the record's file.
+            images: field that names an image, or a list of images.
 
         Raises:
             DataError: the file does not exist.
@@ -57,7 +67,7 @@ class JsonlExamples:
         return self._folder.read(reference)
 
     def _resolved(self, file: File, place: str, record: dict[str, Any]) -> Record:
-        """The record with references in the place of names; what is no name stays, and is refused as it is."""
+        """The record with references in place of names. Other values stay, and are refused later."""
         named = record.get(self._images)
         if isinstance(named, str) and named:
             record[self._images] = self._folder.reference(file, named)
@@ -74,7 +84,7 @@ def _read_lines(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenR
 
 
 def _read_list(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRecord]]:
-    """A file that is one list, as those of LLaVA are."""
+    """A file that is one JSON list, such as those of LLaVA."""
     try:
         found = json.loads(local_path(file).read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -93,25 +103,22 @@ def _read_list(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRe
         )
 
 
-TEXT_SUFFIXES = ("txt", "caption", "text")
-_COMPRESSED_TARS = tuple(f".{kind}" for kind in ("tar.gz", "tgz", "tar.bz2", "tbz2", "tar.xz", "txz", "tar.zst", "tzst"))
-
-
 class TarExamples:
-    """The records of some shards: `.json` gives fields, a text file the field of text; images are sorted by name, see `natural`.
+    """Shards of WebDataset: tar files whose members with one key are one record (`0001.jpg`, `0001.txt`, `0001.json`).
 
-    As in WebDataset, a name is cut at its first dot: the part before it, with the directory, is the key of the record, the rest
+    A `.json` member gives fields and a text file gives the field of text. Images are sorted by name, see `natural_key`. As in
+    WebDataset, a name is split at its first dot: the part before it, with the directory, is the key of the record, and the rest
     is the kind of the member. Members of a record are neighbors. Names that begin with a dot are left out. A reference is shard,
-    offset and size, so that an image is read without the tar's table.
+    offset and size, so an image is read without the tar's table.
     """
 
     def __init__(self, path: str, text: str, images: str, ignore: Sequence[str] = (), text_records: bool = False) -> None:
         """
         Args:
             path: of the shards.
-            text, images: fields into which text files and images are put.
-            ignore: kinds of members that are left out.
-            text_records: whether a record without an image is text.
+            text, images: fields that receive the text and the images.
+            ignore: kinds of members to leave out.
+            text_records: a record without an image is text, and not broken.
 
         Raises:
             DataError: the file does not exist, or is compressed.
@@ -130,7 +137,7 @@ class TarExamples:
 
     @property
     def fingerprint(self) -> str:
-        """Of the shards, and how they are read."""
+        """Changes with the shards and with how they are read."""
         return digest_of(self._files, f"webdataset by number {sorted(self._ignore)} {self._text_records}")
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
@@ -163,7 +170,7 @@ class TarExamples:
         """The fields of one record.
 
         Raises:
-            BrokenRecord: a member is of no known kind, or there twice, or cannot be read, or there is no image.
+            BrokenRecord: a member is of an unknown kind, a duplicate, or unreadable, or there is no image.
         """
         images: dict[str, str] = {}
         texts: dict[str, str] = {}
@@ -194,7 +201,7 @@ class TarExamples:
 
 
 def _group_members(tar: tarfile.TarFile) -> Iterator[tuple[str, list[tuple[str, tarfile.TarInfo]]]]:
-    """(key, (kind, member) of each member) of neighbors with one key."""
+    """(key, [(kind, member)]) of neighboring members with the same key."""
     key, members = "", list[tuple[str, tarfile.TarInfo]]()
     for member in tar:
         folder, _, name = member.name.rpartition("/")
@@ -232,7 +239,7 @@ def _member_fields(tar: tarfile.TarFile, member: tarfile.TarInfo) -> dict[str, A
 
 
 def _member_fault(kind: str, member: tarfile.TarInfo) -> str:
-    """Why a member of this kind is not read."""
+    """Why a member of this kind is refused."""
     _, dot, last = kind.rpartition(".")
     if not member.isreg() or member.issparse():
         return "which is a link or another special file; write the tar with --dereference"
@@ -242,11 +249,8 @@ def _member_fault(kind: str, member: tarfile.TarInfo) -> str:
     return f"and the kind {kind!r} is not known; {known}. Name it in ignore to leave it out"
 
 
-_ROWS_AT_ONCE = 256
-
-
 class DatasetExamples:
-    """The rows of a dataset; images are those of one column, each an image or a list of images, as their encoded files."""
+    """The rows of a dataset of the Hugging Face library; one column has an image or a list of images, as encoded files."""
 
     def __init__(self, path: str, subset: str | None, dataset_split: str, images: str) -> None:
         """
@@ -268,7 +272,7 @@ class DatasetExamples:
 
     @property
     def fingerprint(self) -> str:
-        """The dataset's own, which knows its rows."""
+        """The dataset's own fingerprint, which depends on its rows."""
         return f"huggingface {fingerprint_of(self._dataset)} {self._images}"
 
     @cached_property
@@ -284,7 +288,7 @@ class DatasetExamples:
         return found
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(split and row, record) of each; an image is named by its row and its number there."""
+        """(split and row, record) of each; an image is named by its row and its number within the row."""
         split = self._options["dataset_split"]
         columns = [name for name in self._dataset.column_names if name != self._images]
         others = self._dataset.select_columns(columns) if columns else None
@@ -315,7 +319,7 @@ class DatasetExamples:
 
 
 def _image_counts(column: Any) -> list[int]:
-    """Images in each value of an Arrow column; their content is not read."""
+    """Number of images in each value of an Arrow column; their content is not read."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -326,16 +330,14 @@ def _image_counts(column: Any) -> list[int]:
     return [int(valid) for valid in column.is_valid().to_pylist()]
 
 
-DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-
-
 def caption(digits: "list[int]") -> str:
-    """What is said of some images in their order."""
+    """The caption of some digits."""
     return " ".join(DIGIT_NAMES[digit] for digit in digits)
 
 
 class DigitExamples:
-    """Each record shows some neighbors of the data set and is captioned with their names; an image is named by its number."""
+    """The handwritten digits of scikit-learn: 1,797 images of 8 x 8 (Alpaydin and Kaynak, 1998). Each record has some neighbors
+    of the data set and a caption with their names; an image is named by its number."""
 
     def __init__(self, text: str, images: str, each: int = 1) -> None:
         """
@@ -352,7 +354,7 @@ class DigitExamples:
 
     @property
     def fingerprint(self) -> str:
-        """Of the images and their labels."""
+        """Changes with the images and their labels."""
         import xxhash
 
         pixels, labels = self._data
@@ -387,20 +389,20 @@ class DigitExamples:
 
 
 class ImageFiles:
-    """Resolves the names of image files: relative to `folder`, or to the directory of the file that a record comes from.
+    """Resolves names of image files: relative to `folder`, or to the directory of the record's file.
 
     A reference is a path relative to `base`, so one base resolves the records of all directories.
 
     Attributes:
         base: directory to which references are relative.
-        identity: equal where equal names give equal references and files.
+        identity: equal if the same names resolve to the same references and files.
     """
 
     def __init__(self, files: Sequence[File], folder: str | None) -> None:
         """
         Args:
             files: the files of records.
-            folder: directory of the images; None is the directory of each file.
+            folder: directory of the images; None: the directory of each file.
 
         Raises:
             DataError: `folder` is empty.
@@ -426,10 +428,10 @@ class ImageFiles:
         return name if prefix == "." or Path(name).is_absolute() else f"{prefix}/{name}"
 
     def path(self, reference: str) -> Path:
-        """Where the file is.
+        """The path of the file.
 
         Raises:
-            DataError: it would be next to a file of records that a URL names.
+            DataError: the records come from a URL, and no folder is given.
         """
         path = self.base / reference
         if self._remote and not Path(reference).is_absolute():
@@ -462,7 +464,7 @@ def _image_suffixes() -> frozenset[str]:
 
 
 def natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
-    """A key that sorts names with their numbers as numbers: `2.png` before `10.png`; of equal numbers `02` before `2`."""
+    """A sort key that compares numbers in names as numbers: `2.png` before `10.png`; of equal numbers, `02` before `2`."""
     parts = re.split("([0-9]+)", name)  # text and digits in turn; it begins and ends with text
     digits = (part.lstrip("0") for part in parts[1::2])
     lengths = [0] * len(parts)

@@ -1,4 +1,8 @@
-"""Readers of clips: folders of frames, and video files; which frames of a clip are taken."""
+"""Readers of clips: folders of image files listed in JSON lines, and video files listed in a CSV file.
+
+PyAV decodes a video from its start, so a frame does not depend on which other frames are wanted. At the end: which frames of a
+clip are taken.
+"""
 
 import csv
 import string
@@ -21,17 +25,25 @@ from forge_vlm.data.documents import BrokenRecord, Clip, Frames, Record
 from forge_vlm.data.image_readers import ImageFiles, is_image, natural_key
 
 NOTE_SUFFIXES = ("txt", "text", "caption", "md", "json", "jsonl", "csv", "tsv", "xml", "yaml", "yml", "srt", "vtt")
-"""Suffixes of text, which may lie among the frames of a clip."""
+"""Suffixes of text files, which may lie among the frames of a clip."""
+_CODECS_WITH_HIDDEN_FRAMES = ("vp8", "vp9", "av1")
+"""Codecs with packets that have no frame of their own."""
+_TIME_TOLERANCE = 1e-3
+"""Seconds by which the times of a frame and of its packet may differ, since some containers round them."""
+_MAX_CLIPS_WITH_TIMES = 4096
+"""Clips whose times are kept until they are decoded."""
+_MAX_DECODED_CLIPS = 16
+"""Clips whose decoded frames are kept: the frames of a clip are decoded together and read one by one."""
 
 
 class FrameExamples:
-    """The records of some files; a reference is the path of a frame, see `ImageFiles`."""
+    """Clips as directories of image files, listed in JSON lines; a reference is the path of a frame, see `ImageFiles`."""
 
     def __init__(self, path: str, folder: str | None, video: str, images: str, fps: float, count: int, told: bool) -> None:
         """
         Args:
             path: of the JSON lines.
-            folder: of the clips' directories; by default that of the file that a record comes from.
+            folder: of the clips' directories; by default the folder of the record's file.
             video: field that names a clip's directory.
             images: field of a record into which its frames are put.
             fps: frames of a second, where a record does not say.
@@ -115,25 +127,16 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-_CODECS_WITH_HIDDEN_FRAMES = ("vp8", "vp9", "av1")
-"""Codecs that have packets without a frame of their own."""
-_TIME_TOLERANCE = 1e-3
-"""Seconds by which the times of a frame and of its packet may differ: some containers round them."""
-_MAX_CLIPS_WITH_TIMES = 4096
-"""Clips whose times are kept until they are decoded."""
-_MAX_DECODED_CLIPS = 16
-"""Whose frames are held, so that those of one clip are decoded together."""
-
-
 class VideoExamples:
-    """The rows of a CSV file; a reference is the path of a clip, the numbers of its chosen frames, and that of one."""
+    """Video files listed in a CSV file; a reference has the path of a clip, the numbers of its chosen frames, and the number of
+    one frame."""
 
     def __init__(self, path: str, folder: str | None, file: str, text: str, images: str, count: int, told: bool) -> None:
         """
         Args:
             path: of the CSV file.
-            folder: of the clips; by default that of the file.
-            file: name of a clip, with columns in braces.
+            folder: of the clips; by default the folder of the CSV file.
+            file: name of a clip, with names of columns in braces.
             text: column of the text.
             images: field of a record into which its frames are put.
             count: frames of a clip at most.
@@ -161,7 +164,7 @@ class VideoExamples:
 
     @property
     def fingerprint(self) -> str:
-        """Of the table, the folder, and how frames are chosen."""
+        """Changes with the table, the folder, and how frames are chosen."""
         return digest_of(
             [self._file], f"video as shown {self._folder.identity} {self._name} {self._text} {self._count} {self._told}"
         )
@@ -213,9 +216,9 @@ class VideoExamples:
     def _times(self, name: str) -> list[float]:
         """Seconds of every frame that a player shows, ascending.
 
-        They are those of the packets, which costs no decoding, where each packet is one frame. The clip is decoded where that is
-        not sure: packets are marked as discarded (by an edit list, as cutting without encoding writes it), lie before the start,
-        have no time of their own, or do not begin with a key frame and its time; and for codecs with hidden frames.
+        Where each packet is one frame, these are the times of the packets, and nothing is decoded. The clip is decoded if that is
+        not certain: if packets are marked as discarded (by an edit list, which cutting without encoding writes), lie before the
+        start, have no time of their own, or do not begin with a key frame and its time; and for codecs with hidden frames.
         """
         av = _import_pyav()
         try:
@@ -250,10 +253,10 @@ class VideoExamples:
         return times
 
     def _decoded(self, name: str, numbers: tuple[int, ...]) -> list[bytes]:
-        """Frames by their numbers, in the order of presentation, upright as they are stored.
+        """Frames by their numbers, in the order of presentation, with the orientation in which they are stored.
 
-        Where the times of a clip were just read from its packets, its frames must have them: in a damaged one some packets are no
-        frame.
+        If the times of a clip were read from its packets, its frames must have the same times: in a damaged clip some packets
+        have no frame.
         """
         av = _import_pyav()
         path, times = self._folder.path(name), self._expected.pop(name, None)
@@ -285,8 +288,8 @@ def _import_pyav() -> Any:
 
 
 def choose_frames(times: Sequence[float], count: int) -> list[int]:
-    """Numbers of at most `count` frames, ascending: for each of `count` equally distant moments from the first time to the last
-    the frame nearest to it, each frame once. One frame is the one in the middle.
+    """Numbers of at most `count` frames, ascending: the nearest frame to each of `count` equally spaced moments from the first
+    time to the last, each frame once. A single frame is the one in the middle.
 
     Args:
         times: in seconds, ascending.

@@ -1,4 +1,7 @@
-"""The tensors of a published vision tower, by the names of our module, and a small tower for checks."""
+"""The tensors of a published vision tower, by the names of our module. Tensors that nobody asks for are not read.
+
+`write_tower` writes a small tower with random weights in the Hugging Face format, for checks.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +28,15 @@ PREFIXES = (
     *("model.vision_tower.vision_model.", "model.vision_tower.", "vision_tower.vision_model.", "vision_tower.", "vision_model."),
     "",
 )
-"""Before the names of a vision tower: in a model around it, next to a text tower, and in most files of one alone."""
+"""Prefixes of the names of a vision tower: in a larger model, next to a text tower, and in most files of a tower alone."""
 OTHER_TENSORS = ("text_model.*", "text_projection.*", "visual_projection.*", "logit_scale", "logit_bias", "classifier.*")
+"""Patterns of tensors that do not belong to the vision tower."""
+_DIM, _LAYERS, _FFN_DIM, _PATCH, _GRID, _CHANNELS = 16, 2, 32, 4, 2, 3
+"""Sizes of the small tower that `write_tower` writes."""
 
 
 class TensorSource(NamedTuple):
-    """Where one of our tensors lies: its name in the files, and how it is made of what is there; None: just as it is."""
+    """Where one of our tensors comes from: its name in the files, and the function to apply (None: used as stored)."""
 
     theirs: str
     shape: tuple[int, ...]
@@ -38,18 +44,18 @@ class TensorSource(NamedTuple):
 
 
 class TowerWeights:
-    """The weights of a folder for a tower as it is built, from memory-mapped files.
+    """The weights in a folder for the module of a tower, from memory-mapped files.
 
     Attributes:
         tensors: shape and dtype of every parameter of the module, by its name there.
-        facts: where they come from, and what of the folder was left out.
+        facts: where they come from, and which tensors of the folder were left out.
     """
 
     def __init__(self, folder: Path, tower: Tower) -> None:
-        """Opens and checks everything but the values.
+        """Opens the files and checks everything but the values.
 
         Raises:
-            Unsupported: a tensor or a file that is not understood, missing, or left over.
+            Unsupported: a tensor or a file is not understood, missing, or left over.
         """
         self._folder, self._tower = folder, tower
         files = located(folder)
@@ -74,7 +80,7 @@ class TowerWeights:
         return {name: self._whole(self._places[name]) for name in names}
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
-        """The box of one tensor that begins at `offset`. Only the table of positions and the first layers are read whole."""
+        """The box of one tensor that begins at `offset`. Tensors that are changed, such as positions, are read whole."""
         place = self._places[name]
         box = tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
         if place.change is not None:
@@ -93,7 +99,7 @@ class TowerWeights:
             yield name, TensorSource(self._prefix + theirs, tuple(parameter.shape), self._change(rest))
 
     def _change(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        """How a tensor is made, by its name outside of its block."""
+        """The function to apply to a stored tensor, by its name outside of its block."""
         family, shape = self._tower.family, self._tower.shape
         if name == "embed.proj.weight":
             if family.columns:
@@ -121,7 +127,7 @@ class TowerWeights:
         return dtype
 
     def _checked(self) -> Iterator[str]:
-        """Notes of what is left out; refuses what should not be there, and shapes that do not fit."""
+        """Notes about tensors that are left out. Refuses unexpected tensors and shapes that do not fit."""
         family, shape, grid = self._tower.family, self._tower.shape, self._tower.grid
         faults: list[str] = []
         for name, place in self._places.items():
@@ -166,7 +172,7 @@ def their_name(family: TowerFamily, shape: VisionShape, name: str) -> tuple[str,
 
 
 def interpolate_positions(positions: Tensor, old: int, new: int, antialias: bool) -> Tensor:
-    """The table (old * old or one more, dim) for a grid of new x new patches; a first row, of the class token, stays."""
+    """The table (old * old, or one more, dim) for a grid of new x new patches. A first row, of the class token, is kept."""
     if old == new:
         return positions
     first, table = positions[: len(positions) - old * old], positions[len(positions) - old * old :]
@@ -176,11 +182,8 @@ def interpolate_positions(positions: Tensor, old: int, new: int, antialias: bool
     return torch.cat((first, image[0].permute(1, 2, 0).flatten(0, 1).to(positions.dtype)))
 
 
-_DIM, _LAYERS, _FFN_DIM, _PATCH, _GRID, _CHANNELS = 16, 2, 32, 4, 2, 3
-
-
 def write_tower(folder: Path, name: str) -> None:
-    """Writes the folder's files: two blocks of width 16 over 2 x 2 patches.
+    """Writes a tower of a family: two blocks of width 16 over 2 x 2 patches.
 
     Raises:
         ForgeError: the family is not known.
@@ -189,7 +192,7 @@ def write_tower(folder: Path, name: str) -> None:
     from safetensors.numpy import save_file
 
     if name not in FAMILIES:
-        raise ForgeError(f"{name!r} is none of the families of vision towers: {', '.join(FAMILIES)}")
+        raise ForgeError(f"{name!r} is not a family of vision towers; those are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     config: dict[str, Any] = {
         "model_type": family.tower,
@@ -210,7 +213,7 @@ def write_tower(folder: Path, name: str) -> None:
 
 
 def _example_shapes(name: str) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a tower alone, by their names in the files."""
+    """Shapes of the tensors of a vision tower alone, by their names in the files."""
     family = FAMILIES[name]
     pixels = (_PATCH, _PATCH, _CHANNELS)
     vectors = {"norm": (_DIM,), "entry_norm": (_DIM,), "embed.class_token": (_DIM,)}

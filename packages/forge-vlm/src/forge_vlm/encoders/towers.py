@@ -1,4 +1,7 @@
-"""Published vision towers: names of their tensors, and their shape from `config.json`. Needs no torch."""
+"""Published vision towers: the names of their tensors, and their shape from `config.json`.
+
+Every key of the file is read, ignored for a stated reason, or refused. Importing this module needs no torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from math import isqrt
@@ -17,17 +20,17 @@ class TowerFamily(NamedTuple):
 
     Attributes:
         name: of the encoder that reads it.
-        whole: `model_type` of a model with two towers, whose `vision_config` is read; empty: there is none.
+        whole: `model_type` of a model with a text tower too, whose `vision_config` is read; empty if there is none.
         tower: `model_type` of a vision tower alone.
-        defaults: of keys that are absent.
-        ignores: keys without effect on features, with the values under which that holds.
-        shape: what is the same for all towers of the family.
+        defaults: values of keys that are absent.
+        ignores: keys without effect on features, with the values for which that is true.
+        shape: fields of `VisionShape` that are the same for the whole family.
         names: our names of modules and parameters outside of blocks -> theirs.
-        block: path of a block, `{}` stands for its number.
-        inner: names inside of a block -> theirs.
-        left: beginnings of names of tensors that features do not need.
-        antialias: positions are resized bilinearly with antialiasing, elsewhere by bicubic interpolation.
-        columns: patches lie in the projection's columns pixel by pixel, elsewhere channel by channel.
+        block: path of a block; `{}` stands for its number.
+        inner: our names inside of a block -> theirs.
+        left: prefixes of tensors that features do not need.
+        antialias: positions are resized bilinearly with antialiasing; otherwise by bicubic interpolation.
+        columns: the projection reads a patch pixel by pixel; otherwise channel by channel.
     """
 
     name: str
@@ -69,7 +72,7 @@ _DEFAULT_SIZES = MappingProxyType({"hidden_size": 768, "num_hidden_layers": 12, 
 _TRAINING_KEYS = MappingProxyType(
     {"initializer_factor": ANY, "initializer_range": ANY, "dropout": NONE, "tie_word_embeddings": ANY}
 )
-"""Of runs that train the tower, where what is drawn is replaced by stored weights; and what a tower has nothing to do with."""
+"""Keys of training and initialization, which have no effect on stored weights."""
 
 SIGLIP = TowerFamily(
     name="siglip",
@@ -179,7 +182,7 @@ FAMILIES: Mapping[str, TowerFamily] = MappingProxyType({family.name: family for 
 GATED: Mapping[str, str] = MappingProxyType(
     {"mlp.gate_proj": "mlp.weights_in", "mlp.up_proj": "mlp.weights_in", "mlp.down_proj": "mlp.weights_out"}
 )
-"""Names of the gated feed-forward part of DINOv2: its first two matrices are stored as one."""
+"""Our names in the gated feed-forward part of DINOv2 -> theirs: the first two matrices are stored as one."""
 
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
@@ -189,13 +192,13 @@ IGNORE_HINT = "if it changes no feature, name it in ignore of the encoder"
 
 
 class Tower(NamedTuple):
-    """What a folder says, without tensors.
+    """The description of a stored tower, without its tensors.
 
     Attributes:
-        family: how its tensors are called.
-        shape: of what is built.
-        grid: patches in a row for which it has positions; the shape may have another one.
-        processing: how images become its pixels.
+        family: how its tensors are named.
+        shape: of the module to build.
+        grid: patches in a row of the stored table of positions; `shape` may have another grid.
+        processing: how images become pixels.
     """
 
     family: TowerFamily
@@ -214,11 +217,11 @@ def read_tower(
     class_feature: bool = False,
     ignore: Sequence[str] = (),
 ) -> Tower:
-    """What the folder holds, for images of `size` pixels (by default those of its preprocessor), or of up to `flexible` patches.
+    """The tower in a folder, for images of `size` pixels (default: the size of its preprocessor) or of up to `flexible` patches.
 
     Raises:
-        ConfigError, Unsupported, ForgeError: a key that is not understood, or a model that is none of `families`.
-        ValueError: `feature_layers` or `size` do not fit it.
+        ConfigError, Unsupported, ForgeError: a key that is not understood, or a model of another family than `families`.
+        ValueError: `feature_layers` or `size` do not fit the tower.
     """
     values, where = read_config(folder), str(folder / CONFIG)
     family, values = _vision_config(values, families, where)
@@ -240,10 +243,10 @@ def read_tower(
 def tower_fields(
     family: TowerFamily, values: Mapping[str, Any], where: str, ignore: Sequence[str] = ()
 ) -> tuple[dict[str, Any], int]:
-    """Fields of `VisionShape` that a configuration of a tower says, and the image size of its table of positions, in pixels.
+    """Fields of `VisionShape` from the configuration of a tower, and the image size of its table of positions, in pixels.
 
     Raises:
-        ConfigError: every key that is missing, wrong, or not understood.
+        ConfigError: names every key that is missing, wrong, or not understood.
     """
     keys = Keys(values, family.defaults, where, family.ignores, ignore, IGNORE_HINT)
     layers, dim = keys.integer("num_hidden_layers"), keys.integer("hidden_size")
@@ -293,6 +296,6 @@ def _ffn_dim(keys: Keys, family: TowerFamily, dim: int, gated: bool) -> int:
 
 
 def ffn_width(dim: int, ratio: int, gated: bool) -> int:
-    """Hidden width of DINOv2's feed-forward part, which its files have as a ratio."""
-    # Two thirds, rounded up to a multiple of 8: as many weights as without a gate (Oquab et al., 2023).
+    """Hidden width of DINOv2's feed-forward part, which `config.json` gives as a ratio."""
+    # With a gate, two thirds rounded up to a multiple of 8 give as many weights as without it (Oquab et al., 2023).
     return -(-(2 * dim * ratio // 3) // 8) * 8 if gated else dim * ratio

@@ -1,4 +1,8 @@
-"""Encoders as modules: the vision transformer, for square images or images of any proportions, and stored features."""
+"""Encoders as modules: the vision transformer, for square images or images of any proportions, and stored features.
+
+Images of any proportions share a batch as padded rows of patches (NaFlex, Tschannen et al., 2025). Their grids are tensors on the
+device: the host never waits for them, and shapes do not depend on them. No module here has parallel code.
+"""
 
 from collections.abc import Callable, Mapping
 from math import isqrt, sqrt
@@ -16,7 +20,7 @@ from forge_vlm.encoders.shape import VisionShape
 
 
 class VisionTransformer(nn.Module):
-    """Vision transformer of a shape (Dosovitskiy et al., 2021). Blocks that no output needs are not built."""
+    """A vision transformer (Dosovitskiy et al., 2021). Blocks behind the last output are not built."""
 
     def __init__(self, shape: VisionShape) -> None:
         super().__init__()
@@ -29,15 +33,15 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor, grids: Tensor | None = None) -> Tensor:
         """Images (N, channels, image_size, image_size), normalized -> features (N, tokens, width).
 
-        A flexible encoder takes patches (N, tokens, patch_dim), row by row and padded, and `grids` (N, 2) int, their rows and
-        columns; its features of padding are 0.
+        A flexible encoder takes patches (N, tokens, patch_dim), row by row and padded, and `grids` (N, 2) int, the rows and
+        columns of each image; features of padding are 0.
 
         Raises:
-            ValueError: images of another size, or grids where there should be none.
+            ValueError: images of another size, grids without a flexible encoder, or a flexible encoder without grids.
         """
         if (grids is not None) != bool(self.shape.flexible):
             raise ValueError(
-                "grids (rows and columns of patches) go with an encoder of images of any proportions, and with no other"
+                "an encoder of images of any proportions needs grids (rows and columns of patches); other encoders take none"
             )
         x = self.embed(images, grids)
         here = None if grids is None else patch_mask(grids, x.shape[1])
@@ -63,12 +67,12 @@ class VisionTransformer(nn.Module):
         return tuple(f"layers.{name}" for name in self.layers)
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """None: no strategy lays out tokens of images. `tensor_specs()` are those of each module inside."""
+        """Empty: no strategy lays out tokens of images."""
         return {}
 
 
 class PatchEmbedding(nn.Module):
-    """Patches, each a linear function of its pixels, with their positions and, if there is one, the class token before them."""
+    """A linear map of each patch plus its position; the class token, if there is one, comes first."""
 
     def __init__(self, shape: VisionShape) -> None:
         super().__init__()
@@ -83,7 +87,7 @@ class PatchEmbedding(nn.Module):
         if images.shape[1:] != shape.input_shape:
             what = "channels, height, width" if grids is None else "patches, numbers in a patch"
             raise ValueError(
-                f"images have the shape {tuple(images.shape[1:])}, and the encoder takes {shape.input_shape}: {what}"
+                f"images have the shape {tuple(images.shape[1:])}, but the encoder takes {shape.input_shape}: {what}"
             )
         flat = cut_patches(images, shape.patch_size) if grids is None else images
         x = self.proj(flat.to(self.proj.weight.dtype))
@@ -134,9 +138,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v, (N, heads, T, head_dim). `seen` is False for what is not seen; None = all is.
+    """softmax(q k^T / sqrt(head_dim)) v, (N, heads, T, head_dim). `seen` is False for keys to ignore; None: attend to all.
 
-    Of no image (N = 0) it is empty, and has a gradient all the same: kernels on a GPU refuse that.
+    For N = 0 the result is empty but has a gradient; attention kernels of GPUs refuse empty batches.
     """
     if not len(q):
         return q + k.sum(2, keepdim=True) + v.sum(2, keepdim=True)
@@ -239,14 +243,14 @@ class ImageBlock(nn.Module):
 
 
 def patch_mask(grids: Tensor, length: int) -> Tensor:
-    """(N, 2) rows and columns -> (N, length) bool, True for patches. An image without any has one: attention stays finite."""
+    """(N, 2) rows and columns -> (N, length) bool, True for patches. An empty image has one, so that attention stays finite."""
     return torch.arange(length, device=grids.device) < grids.prod(1, keepdim=True).clamp(min=1)
 
 
 def resize_positions(table: Tensor, grids: Tensor, length: int) -> Tensor:
-    """A square table of positions (g * g, dim) -> (N, length, dim), for the grid of each image, row by row.
+    """A square table of positions (g * g, dim) -> (N, length, dim): resized to the grid of each image, row by row.
 
-    As bilinear interpolation with antialiasing makes it, which is a weighted sum of the table; padding has the last row's.
+    Equals bilinear interpolation with antialiasing, written as a weighted sum of the table. Padding has the last row's positions.
     """
     side = isqrt(len(table))
     token = torch.arange(length, device=grids.device)
@@ -257,8 +261,10 @@ def resize_positions(table: Tensor, grids: Tensor, length: int) -> Tensor:
 
 
 def _interpolation_weights(index: Tensor, count: Tensor, side: int) -> Tensor:
-    """Of `side` values in the one at `index` (N, T) of `count` (N,) values: (N, T, side) fp32, a triangle around its center that
-    is as wide as the coarser of both spacings."""
+    """(N, T, side) fp32: weights of `side` old values in the new value at `index` (N, T) of `count` (N,) new values.
+
+    A triangle around the new value's center, as wide as the coarser of the two spacings.
+    """
     scale = (side / count.float())[:, None, None]
     center = (torch.minimum(index, count[:, None] - 1)[..., None] + 0.5) * scale
     distance = (torch.arange(side, device=index.device) + 0.5 - center).abs()
@@ -267,7 +273,7 @@ def _interpolation_weights(index: Tensor, count: Tensor, side: int) -> Tensor:
 
 
 class StoredFeatures(nn.Module):
-    """The identity on features of a known size."""
+    """Features that were computed before, in place of images: the identity, with a check of their size."""
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
@@ -280,7 +286,7 @@ class StoredFeatures(nn.Module):
             ValueError: features of another size.
         """
         if images.shape[1:] != self.size:
-            raise ValueError(f"features have the shape {tuple(images.shape[1:])}, and {self.size} are expected: tokens, width")
+            raise ValueError(f"features have the shape {tuple(images.shape[1:])}, expected {self.size}: tokens, width")
         return images
 
     @property

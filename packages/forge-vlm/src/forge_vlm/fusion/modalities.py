@@ -1,4 +1,8 @@
-"""Weights of each modality: the mixture of transformers, its block, attention, experts, and how tokens are grouped."""
+"""Weights of each modality: the mixture of transformers, its block, attention, experts, and how tokens are grouped.
+
+Tokens are sorted by modality once in a forward. A module with one copy for each modality runs every copy on its own tokens, then
+all tokens return to their places. A copy without tokens runs too, so that ranks never differ in what they exchange.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +26,7 @@ from forge_vlm.fusion.fusion import FusionBase, Inputs, no_tokens_of, with_zero_
 
 
 class MoTFusion(FusionBase):
-    """See `forge_vlm.components.fusions.MixtureOfTransformers`."""
+    """Every modality has its own weights, and all share one attention (Liang et al., 2024, equations 2 and 3)."""
 
     def __init__(self, context: FusionContext, *, image_attention: ImageAttention = "causal") -> None:
         super().__init__(context)
@@ -43,12 +47,12 @@ class MoTFusion(FusionBase):
 
 
 def is_real(x: Tensor) -> bool:
-    """Whether a tensor has values: one on the meta device, or of a dry run, has none."""
+    """Whether a tensor has values; tensors on the meta device and those of a dry run do not."""
     return not x.is_meta and type(x) is Tensor
 
 
 def even_split(total: int, count: int) -> list[int]:
-    """Sizes of `count` parts that are as equal as can be: what is taken of tokens whose values are not known."""
+    """Sizes of `count` parts as equal as possible: the assumption for tokens without values."""
     return [total // count + (place < total % count) for place in range(count)]
 
 
@@ -57,9 +61,9 @@ class ModalityGroups(NamedTuple):
 
     Attributes:
         at: by modality, (n,) int64 places in the flattened (B * T) tokens, ascending.
-        back: (B * T,) int64: where in all of `at`, one after the other, each token is.
+        back: (B * T,) int64: the index of each token in the concatenation of `at`.
         rows: B.
-        whole: number of the modality that has all tokens, so that none has to move; None where several have some.
+        whole: number of the modality that has all tokens, so that no token has to move; None if several modalities have tokens.
     """
 
     at: tuple[Tensor, ...]
@@ -69,7 +73,7 @@ class ModalityGroups(NamedTuple):
 
     @classmethod
     def of(cls, modality: Tensor, count: int) -> "ModalityGroups":
-        """Of (B, T) numbers of modalities below `count`. The host waits for their sizes: once for a whole forward."""
+        """Groups of (B, T) numbers of modalities below `count`. The host waits for the sizes, once in a forward."""
         flat = modality.flatten()
         sizes = torch.bincount(flat, minlength=count).tolist() if is_real(flat) else even_split(len(flat), count)
         if max(sizes) == len(flat):
@@ -80,11 +84,11 @@ class ModalityGroups(NamedTuple):
         return cls(tuple(order.split(sizes)), back, len(modality))
 
     def rows_of(self, place: int) -> Rows:
-        """The rows of the tokens of modality number `place`, which `apart` makes one."""
+        """The rows from which the tokens of modality number `place` come; `apart` joins them into one row."""
         return Rows(self.at[place] // (len(self.back) // self.rows), self.rows)
 
     def apart(self, x: Tensor) -> list[Tensor]:
-        """(B, T, ...) -> by modality (1, n, ...)."""
+        """(B, T, ...) -> (1, n, ...) for each modality."""
         flat = x.flatten(0, 1)
         if self.whole is not None:
             none = no_tokens_of(x)
@@ -92,7 +96,7 @@ class ModalityGroups(NamedTuple):
         return [flat.index_select(0, at).unsqueeze(0) for at in self.at]
 
     def together(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-        """By modality (1, n, width) -> (B, T, width) with B and T of `like`."""
+        """(1, n, width) for each modality -> (B, T, width), with B and T of `like`."""
         if self.whole is not None:
             rest = [part for place, part in enumerate(parts) if place != self.whole]
             return with_zero_gradient(parts[self.whole].squeeze(0).unflatten(0, like.shape[:2]), *rest)
@@ -101,19 +105,19 @@ class ModalityGroups(NamedTuple):
 
 
 class ByModality(nn.ModuleDict):
-    """A module of (1, n, width) tokens for each modality. One without tokens runs all the same, so that ranks never differ in
-    what they exchange, and its gradient is zero, not absent."""
+    """A copy of a module for each modality, which takes (1, n, width) tokens. The gradient of a copy without tokens is zero, not
+    None."""
 
     def __init__(self, copies: Mapping[str, nn.Module]) -> None:
         super().__init__(copies)
 
     @property
     def added(self) -> tuple[str, ...]:
-        """Modules in it that a text model does not have."""
+        """Names of the copies that a text model does not have."""
         return tuple(name for name in self if name != TEXT)
 
     def forward(self, x: Tensor, groups: ModalityGroups) -> Tensor:
-        """(B, T, width) -> (B, T, what the copies make)."""
+        """(B, T, width) -> (B, T, output width of the copies)."""
         parts = zip(self.items(), groups.apart(x), strict=True)
         return groups.together([inside(f"{name}.", copy, part) for (name, copy), part in parts], x)
 
@@ -121,8 +125,8 @@ class ByModality(nn.ModuleDict):
 class ModalityBlock(nn.Module):
     """x + after(attention(before(x))), then the same with the feed-forward part, as `forge_models.blocks.block.Block`.
 
-    `untied`: attention and norms have weights for each modality too. In a `sparse` block experts of each modality stand in the
-    place of the feed-forward part.
+    The feed-forward part has weights for each modality; with `untied`, attention and norms too. A `sparse` block has a group of
+    experts for each modality instead of the feed-forward part.
     """
 
     def __init__(
@@ -177,10 +181,10 @@ class ModalityBlock(nn.Module):
         Args:
             x: the stream.
             rotation: rotation of this layer.
-            attention_mask: what the attention core prepared for this batch.
+            attention_mask: the mask that the attention core prepared for this batch.
             cache: keys and values of earlier tokens.
             groups: the places of each modality's tokens.
-            routing: what experts look at.
+            routing: further inputs of the experts.
         """
         assert groups is not None
         x = tap("residual", x)
@@ -195,7 +199,7 @@ class ModalityBlock(nn.Module):
         return self._end(x, inner, groups), router_stats
 
     def observed(self, router_stats: tuple[Tensor | None, ...]) -> list[tuple[Any, Tensor]]:
-        """Each layer of experts with its statistics; one that is frozen counts nothing."""
+        """Each layer of experts with its statistics; a frozen layer has none."""
         experts: Any = self.mlp
         return [(layer, found) for layer, found in zip(experts.layers.values(), router_stats, strict=True) if found is not None]
 
@@ -226,18 +230,18 @@ MATRICES = {"q_proj": (STREAM, HEADS), "k_proj": (STREAM, KV_HEADS), "v_proj": (
 
 
 class UntiedAttention(Attention):
-    """Its matrices and norms are those of one attention per modality; core, window and positions are one."""
+    """Attention over all tokens in their order, with projections and norms for each modality."""
 
     def __init__(self, copies: Mapping[str, nn.Module]) -> None:
         """
         Raises:
-            ValueError: an attention that is not of this form.
+            ValueError: the copies are of another class than `Attention`.
         """
         nn.Module.__init__(self)
         first = next(iter(copies.values()))
         if type(first) is not Attention:
             raise ValueError(
-                f"attention {type(first).__name__} has no form with weights for each modality; set model.attention.name = "
+                f"attention {type(first).__name__} cannot have weights for each modality; set model.attention.name = "
                 "'gqa', or model.fusion.name = 'joint_decoder'"
             )
         for name in ("context", "qk_norm", "soft_cap", "core", "window", "rotary", "scale"):
@@ -291,8 +295,11 @@ class UntiedAttention(Attention):
 
 
 class ModalityExperts(nn.Module):
-    """shared(x) + the experts of its modality for each token. `layers` are called as `forge_models.moe.layer.ExpertLayer` is,
-    with the tokens of their modality as one row, and where the layers need them the rows or sequences that they come from."""
+    """shared(x) + the experts of each token's modality (MoMa, Lin et al., 2024).
+
+    Each of `layers` is called like `forge_models.moe.layer.ExpertLayer`, with the tokens of its modality as one row. Layers that
+    need it also receive the row or sequence from which each token comes.
+    """
 
     def __init__(
         self,
@@ -310,7 +317,7 @@ class ModalityExperts(nn.Module):
 
     @property
     def added(self) -> tuple[str, ...]:
-        """Modules in it that a text model does not have."""
+        """Names of the layers that a text model does not have."""
         return tuple(f"layers.{name}" for name in self.layers if name != TEXT)
 
     def forward(
@@ -322,7 +329,7 @@ class ModalityExperts(nn.Module):
         documents: Tensor | None = None,
         cached: bool = False,
     ) -> tuple[Tensor, tuple[Tensor | None, ...] | None]:
-        """(B, T, dim) -> ((B, T, dim), the router statistics of each layer, None of one that is frozen; None in evaluation)."""
+        """(B, T, dim) -> ((B, T, dim), router statistics of each layer, or None if it is frozen; None in evaluation)."""
         parts = groups.apart(x)
         masks = [None] * len(parts) if token_mask is None else groups.apart(token_mask)
         ids = [None] * len(parts) if tokens is None else groups.apart(tokens)
@@ -345,7 +352,7 @@ class ModalityExperts(nn.Module):
 
 
 def _sequences(x: Tensor, documents: Tensor | None) -> Tensor:
-    """(B, T) int64, ascending over the flattened tokens: which sequence, a row or a document of one, each token belongs to."""
+    """(B, T) int64: the number of each token's document (of its row, without documents), ascending over the flattened tokens."""
     begins = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
     begins[:, 0] = 1
     if documents is not None:

@@ -1,4 +1,8 @@
-"""MoMa, a group of experts for each modality (Lin et al., 2024), and its routing: expert choice and thresholds."""
+"""MoMa: one attention, and a group of experts for each modality (Lin et al., 2024), with its own ways of routing.
+
+`token_choice` is the routing of text models. With the others the number of experts of a token varies: in `expert_choice` each
+expert takes the tokens that it scores highest; with `threshold` it takes those above its threshold, which follows the scores.
+"""
 
 from functools import partial
 from typing import Any, Literal
@@ -22,11 +26,16 @@ from forge_vlm.context import FusionContext
 from forge_vlm.fusion.fusion import FusionBase, Inputs
 from forge_vlm.fusion.modalities import ModalityBlock, ModalityGroups
 
+SCORE_STEPS = 4096
+"""Scores are compared in steps of 1 / SCORE_STEPS. Of two equal tokens, such as a repeated first word, the earlier one is taken,
+whatever rounding favors in the current layout."""
+SCORE_BINS = 512
+"""Bins of the histogram of scores between 0 and 1."""
 Routing = Literal["token_choice", "expert_choice", "threshold"]
 
 
 class MoMaFusion(FusionBase):
-    """See `forge_vlm.components.fusions.MoMa`."""
+    """A fusion whose blocks have a group of experts for each modality."""
 
     def __init__(self, context: FusionContext, *, routing: Routing = "token_choice", rate: float = 0.05) -> None:
         super().__init__(context)
@@ -49,9 +58,10 @@ class MoMaFusion(FusionBase):
 
 
 class ExpertsByScore(nn.Module):
-    """sum over the experts e that a token is with of sigmoid(W x)_e * expert_e(x); a token that is with none passes.
+    """sum over the experts e that select a token of sigmoid(W x)_e * expert_e(x). Tokens that no expert selects pass through
+    unchanged.
 
-    A `forge_core.protocols.model.Observer` like `ExpertLayer`. Subclasses say in `choose` who is with whom.
+    A `forge_core.protocols.model.Observer` like `ExpertLayer`. Subclasses decide in `choose` which expert takes which token.
     """
 
     takes_sequences = True
@@ -75,13 +85,13 @@ class ExpertsByScore(nn.Module):
         cached: bool = False,
         sequences: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(1, n, dim) -> ((1, n, dim), what `observe` takes; None in evaluation).
+        """(1, n, dim) -> ((1, n, dim), statistics for `observe`; None in evaluation).
 
         Args:
             x: tokens of one modality, in their order.
-            token_mask: (1, n) False for padding, which no expert sees.
-            tokens: not read.
-            cached: not read: who is with whom in evaluation depends on each token alone.
+            token_mask: (1, n) False for padding, which no expert takes.
+            tokens: not used.
+            cached: not used: in evaluation the choice depends on each token alone.
             sequences: (1, n) int64, ascending: the sequence of each token.
         """
         del tokens, cached
@@ -111,8 +121,8 @@ class ExpertsByScore(nn.Module):
             return y, torch.cat([load, seen, *rest])
 
     def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(chosen (n, experts) bool, a loss (n, experts) with its graph or None, what evaluation would choose (n, experts) bool,
-        None where that is `chosen`). Padding is masked by the caller."""
+        """(the choice (n, experts) bool; a loss (n, experts) with its graph, or None; the choice that evaluation would make, or
+        None if it is the same). The caller masks padding."""
         raise NotImplementedError
 
     def counted(self, logits: Tensor, token_mask: Tensor | None) -> list[Tensor]:
@@ -146,8 +156,8 @@ class ExpertsByScore(nn.Module):
         self._found, self._totals = None, totals
 
     def report(self) -> dict[str, Tensor]:
-        """See `Observer`: `load` of each expert in units of their mean, and its extremes; `used`, experts of a token;
-        `agreement`, the share of decisions that evaluation would make alike."""
+        """See `Observer`: `load` of each expert relative to the mean, and its extremes; `used`, the mean number of experts of a
+        token; `agreement`, the share of decisions that evaluation would make too."""
         if self._totals is None:
             return {}
         count = self.shape.experts
@@ -157,22 +167,17 @@ class ExpertsByScore(nn.Module):
         return found | {"used": load.sum() / tokens, "agreement": agree / (tokens * count)}
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """The matrix of scores; experts have their own."""
+        """The matrix of scores; experts have their own specs."""
         return {"weight": TensorSpec((None, "embed"), Init("normal", self.context.init_std), "router")}
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Layout of the hidden states, and of the tensors that enter with them."""
+        """Layout of the hidden states and of the tensors that accompany them."""
         return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,))}
 
 
-SCORE_STEPS = 4096
-"""Scores are compared in steps of 1 / STEPS: of two tokens that are alike, such as the first two of a sequence where they are the
-same word, the earlier one is taken, and not the one that rounding favors in this layout."""
-
-
 def choose_by_expert(scores: Tensor, sequences: Tensor) -> Tensor:
-    """(n, experts) bool: of a sequence's s tokens, each expert takes the ceil(s / experts) of the highest scores, the earlier one
-    among equals. Sequences never compete with each other.
+    """(n, experts) bool: in a sequence of s tokens each expert takes the ceil(s / experts) with the highest scores, the earlier
+    one of equals. Sequences never compete with each other.
 
     Args:
         scores: (n, experts).
@@ -181,7 +186,7 @@ def choose_by_expert(scores: Tensor, sequences: Tensor) -> Tensor:
     tokens, count = scores.shape
     by_score = (scores * SCORE_STEPS).round().argsort(dim=0, descending=True, stable=True)
     order = by_score.gather(0, sequences[by_score].argsort(dim=0, stable=True))
-    # Sorted by sequence, place p is of the sequence that token p has.
+    # `sequences` is ascending, so the place p of the sorted order belongs to the sequence of token p.
     first = torch.searchsorted(sequences, sequences)
     size = torch.searchsorted(sequences, sequences, right=True) - first
     rank = torch.arange(tokens, device=scores.device) - first
@@ -190,9 +195,11 @@ def choose_by_expert(scores: Tensor, sequences: Tensor) -> Tensor:
 
 
 class ExpertChoice(ExpertsByScore):
-    """Which tokens an expert takes depends on those behind them: not what a model can do that writes one token after the other.
-    So a second router, of the token alone, learns to foresee the choice, and makes it in evaluation. It reads detached inputs,
-    and changes nothing that the model learns.
+    """In training each expert takes the tokens that it scores highest (Zhou et al., 2022; MoMa, 2024, 2.2).
+
+    This is not causal: the choice depends on later tokens, so it cannot be used for autoregressive decoding. In evaluation a
+    second router chooses, which sees one token at a time and learns to predict the choice. It reads detached inputs and does not
+    change what the model learns.
     """
 
     def __init__(self, shape: MoEShape, mlp: Any, context: BlockContext) -> None:
@@ -201,7 +208,7 @@ class ExpertChoice(ExpertsByScore):
         self.foresight_bias = unfilled(shape.experts)
 
     def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """See `ExpertsByScore`; the loss is the cross-entropy of each foreseen decision."""
+        """See `ExpertsByScore`; the loss is the cross-entropy of each predicted decision."""
         foreseen = F.linear(x.detach().to(logits.dtype), self.foresight.to(logits.dtype), self.foresight_bias.to(logits.dtype))
         if not self.training:
             return foreseen > 0, None, None
@@ -210,20 +217,17 @@ class ExpertChoice(ExpertsByScore):
         return chosen, loss, foreseen > 0
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """The matrices of scores and of foresight."""
+        """The matrix of scores, and the second router."""
         foresight = TensorSpec((None, "embed"), Init("normal", self.context.init_std), "router")
         return {**super().tensor_specs(), "foresight": foresight, "foresight_bias": TensorSpec((None,), Init("zeros"), "vector")}
 
 
-SCORE_BINS = 512
-"""Of the histogram of scores, between 0 and 1."""
-
-
 class ThresholdRouting(ExpertsByScore):
-    """The threshold is a running mean of the score that 1 / experts of a step's tokens exceed, so that an expert has its even
-    share on average (Expert Threshold routing, 2026). Who is with whom depends on the token alone, in training as in evaluation.
+    """Each expert takes the tokens that it scores above its threshold (Expert Threshold routing, 2026).
 
-    Scores of a step are counted in `SCORE_BINS` bins over all ranks, so every layout and every micro-batch gives the same threshold.
+    The threshold is a running mean of the score that 1 / experts of a step's tokens exceed, so an expert gets its even share on
+    average. The choice depends on each token alone, in training and in evaluation. Scores of a step are counted in `SCORE_BINS`
+    bins over all ranks, so every layout and every micro-batch gives the same threshold.
     """
 
     threshold: Tensor
@@ -234,7 +238,7 @@ class ThresholdRouting(ExpertsByScore):
         self.register_buffer("threshold", torch.full((shape.experts,), torch.nan))
 
     def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """See `ExpertsByScore`. The buffer holds the threshold less 1/2, where scores of an untrained router lie."""
+        """See `ExpertsByScore`. The buffer holds the threshold minus 1/2, the score of an untrained router."""
         del x, sequences
         chosen = logits.detach().sigmoid() > self.threshold + 0.5
         return chosen, None, None
@@ -263,7 +267,7 @@ class ThresholdRouting(ExpertsByScore):
         self.threshold.copy_(torch.where(still, self.threshold, moved))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ThresholdRouting":
-        """Keeps the threshold at fp32 or more where parameters become bf16: small moves would be lost in it."""
+        """Keeps the threshold in fp32 or wider where parameters become bf16, which would lose its small moves."""
         kept = self.threshold
         super()._apply(fn, recurse)
         if torch.finfo(self.threshold.dtype).bits < torch.finfo(kept.dtype).bits:
@@ -276,8 +280,8 @@ class ThresholdRouting(ExpertsByScore):
 
 
 def histogram_quantile(counts: Tensor, share: float) -> Tensor:
-    """(experts,) fp64: the value below which `share` of the values in [0, 1] lie, from (bins, experts) counts in equal bins;
-    values are taken to be spread evenly inside a bin."""
+    """(experts,) fp64: the value below which `share` of the values in [0, 1] lie, from (bins, experts) counts in equal bins.
+    Values are assumed to be spread evenly inside a bin."""
     bins = len(counts)
     total = counts.cumsum(0)
     wanted = share * total[-1]

@@ -1,13 +1,17 @@
-"""Image files to pixels of 8 bits, upright, with the channels that are asked for. What cannot be read is one kind of error.
+"""From image files to the arrays that an encoder takes: decoding, resizing, tiles, and patches in native proportions.
 
-Every mode of PIL is converted or refused, none by accident:
+Pixels equal those of transformers' processors that use PIL. A file that cannot be read raises `ImageError`. `decode` returns
+upright images of 8 bits with 1 or 3 channels; every mode of PIL is either converted or refused:
 
 - The orientation in EXIF is applied.
-- What is transparent lies on white: an alpha channel, or the transparent color of a palette.
-- Palettes, CMYK, YCbCr and HSV become RGB. One channel is made of three by the luma of ITU-R 601.
-- Brightness of 16 bits is rounded to 8. Colors of 16 bits are read by PIL as their upper 8.
-- Brightness of 32 bits or as floats has no known range, and LAB no known white: both are refused.
-- Of an animation, or a file of several pages, the first picture is taken.
+- Transparent pixels become white, whether by an alpha channel or by the transparent color of a palette.
+- Palettes, CMYK, YCbCr and HSV become RGB. RGB becomes one channel by the luma of ITU-R 601.
+- Brightness of 16 bits is rounded to 8. PIL reads colors of 16 bits as their upper 8.
+- Brightness of 32 bits or in floats has no known range, and LAB no known white: both are refused.
+- The first picture of an animation, or of a file with several pages, is used.
+
+In native proportions (NaFlex, Tschannen et al., 2025) an image has as many whole patches as fit under a limit. In a batch it is
+one array: a row for each patch, padding, and a last row that begins with the image's rows and columns of patches.
 """
 
 from functools import lru_cache
@@ -32,45 +36,47 @@ MODES = {1: "L", 3: "RGB"}
 """Channels -> PIL's mode."""
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _CONVERTED_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
+MIN_SCALE, MAX_SCALE, SCALE_STEP = 1e-6, 100.0, 1e-5
+"""Bounds and precision of the search for the largest scale of an image in native proportions, as in SigLIP 2."""
 
 
 class ImageError(DataError):
-    """An image that cannot be decoded; `path` says which."""
+    """An image that cannot be decoded. `path` names it, `why` is the reason."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path}: {why}")
         self.path, self.why = path, why
 
-    def __reduce__(self) -> tuple[Any, ...]:  # it travels from a worker of a loader to the trainer
+    def __reduce__(self) -> tuple[Any, ...]:  # a loader's worker sends it to the trainer
         return ImageError, (self.path, self.why)
 
 
 def decode(source: Path | bytes, channels: int = 3, path: str = "") -> Image.Image:
-    """The image in a file, or in the bytes of one, with 1 or 3 channels.
+    """Decodes an image file, or its bytes, to 1 or 3 channels.
 
     Args:
-        source: the file, or what it holds.
+        source: the file, or its content.
         channels: 1 for brightness, 3 for red, green and blue.
-        path: what messages call it; the file's name when empty.
+        path: name of the image in messages; by default the file's name.
 
     Raises:
-        ImageError: it cannot be read, is damaged or cut short, too large, or of a mode that is refused.
+        ImageError: the image is missing, damaged, truncated, too large, or of a mode that is refused.
     """
     name = path or (str(source) if isinstance(source, Path) else "an image in memory")
     try:
         with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:
-            image.load()  # open reads the head only
+            image.load()  # open reads only the header
             turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
             upright = ImageOps.exif_transpose(image) if turned else image
     except UnidentifiedImageError as cause:  # its own message names the object in memory
         raise ImageError(name, "the image cannot be decoded: Pillow knows no such format, or the file is damaged") from cause
-    except Exception as cause:  # decoders raise OSError, SyntaxError, struct.error and others for damage
+    except Exception as cause:  # decoders raise OSError, SyntaxError, struct.error and others for damaged files
         raise ImageError(name, f"the image cannot be decoded: {cause}") from cause
     return convert(upright, channels, name)
 
 
 def convert(image: Image.Image, channels: int = 3, path: str = "an image") -> Image.Image:
-    """An image of any mode with 1 or 3 channels of 8 bits. The orientation in EXIF is not looked at.
+    """Converts an image of any mode to 1 or 3 channels of 8 bits. The orientation in EXIF is ignored.
 
     Raises:
         ImageError: the mode, or the number of channels, is refused.
@@ -91,14 +97,14 @@ def convert(image: Image.Image, channels: int = 3, path: str = "an image") -> Im
 
 
 def resize(image: Image.Image, width: int, height: int, resample: Resample) -> Image.Image:
-    """The image with this size, each side stretched as it has to be."""
+    """The image stretched to this size."""
     if image.size == (width, height):
         return image
     return image.resize((width, height), Image.Resampling[resample.upper()])
 
 
 def fit_square(image: Image.Image, processing: Processing) -> Image.Image:
-    """The image as one square of the encoder's size: stretched, or the middle of it."""
+    """The image as one square of the encoder's size: stretched, or its center."""
     size, shortest = processing.size, processing.shortest
     if shortest is None:
         return resize(image, size, size, processing.resample)
@@ -113,13 +119,15 @@ def pixels(image: Image.Image, processing: Processing) -> NDArray[np.float32]:
     """(channels, height, width) fp32: pixels between 0 and 255, times `scale`, minus `mean`, over `std`.
 
     Raises:
-        ValueError: the image has not as many channels as there are statistics.
+        ValueError: the image has another number of channels than `mean` and `std`.
     """
     table = _level_table(processing)
     levels = np.asarray(image)
     levels = levels[..., None] if levels.ndim == 2 else levels
     if levels.shape[-1] != len(table) or levels.dtype != np.uint8:
-        raise ValueError(f"an image of mode {image.mode} has not {len(table)} channels of 8 bits; decode or convert it first")
+        raise ValueError(
+            f"an image of mode {image.mode} does not have {len(table)} channels of 8 bits; decode or convert it first"
+        )
     out = np.empty((len(table), *levels.shape[:2]), np.float32)
     for channel, values in enumerate(table):
         np.take(values, levels[..., channel], out=out[channel], mode="clip")
@@ -128,21 +136,21 @@ def pixels(image: Image.Image, processing: Processing) -> NDArray[np.float32]:
 
 @lru_cache(maxsize=32)
 def _level_table(processing: Processing) -> NDArray[np.float32]:
-    """(channels, 256): what becomes of each of the 256 values, in the order of operations of the processors."""
+    """(channels, 256): the pixel value for each of the 256 levels, with the order of operations of transformers' processors."""
     scaled = (np.arange(256, dtype=np.float64) * processing.scale).astype(np.float32)
     mean, std = (np.array(each, np.float32)[:, None] for each in (processing.mean, processing.std))
     return (scaled - mean) / std
 
 
 class TiledImage(NamedTuple):
-    """Tiles of one image, and how they lie: the grid row by row, the whole image before or behind it."""
+    """Tiles of one image and their arrangement: the grid row by row, the whole image before or after it."""
 
     images: list[Image.Image]
     tiles: Tiles
 
 
 def cut_tiles(image: Image.Image, tiling: Tiling, processing: Processing) -> TiledImage:
-    """The tiles of an image that was decoded."""
+    """The tiles of a decoded image."""
     size, resample = processing.size, processing.resample
     tiles = tiling.tiles(*image.size, size)
     if not tiles.steps:
@@ -161,26 +169,22 @@ def cut_tiles(image: Image.Image, tiling: Tiling, processing: Processing) -> Til
         grid = [whole.crop((left, top, left + size, top + size)) for left, top in corners]
     if tiles.whole == "first":
         return TiledImage([resize(image, size, size, resample), *grid], tiles)
-    if tiles.whole == "last":  # of the image on the grid, as Idefics3 does
+    if tiles.whole == "last":  # resized from the image on the grid, as in Idefics3
         return TiledImage([*grid, resize(resized, size, size, resample)], tiles)
     return TiledImage(grid, tiles)
 
 
 def tile_pixels(image: Image.Image, tiling: Tiling, processing: Processing) -> tuple[NDArray[np.float32], Tiles]:
-    """(tiles, channels, size, size) fp32 of an image that was decoded, and how the tiles lie."""
+    """(tiles, channels, size, size) fp32 of a decoded image, and the arrangement of the tiles."""
     found = cut_tiles(image, tiling, processing)
     return np.stack([pixels(each, processing) for each in found.images]), found.tiles
 
 
-MIN_SCALE, MAX_SCALE, SCALE_STEP = 1e-6, 100.0, 1e-5
-"""Scales between which the largest one is looked for, and how exactly: those of SigLIP 2."""
-
-
 def native_item(image: Image.Image, processing: Processing, native: Native) -> NDArray[np.float32]:
-    """(most + 1, channels * patch * patch) fp32 of an image that was decoded.
+    """(most + 1, channels * patch * patch) fp32 of a decoded image.
 
     Raises:
-        ValueError: it is too long for so many patches.
+        ValueError: the image is too long for this number of patches.
     """
     found, grid = native_patches(image, processing, native.patch, native.most)
     last = np.zeros((1, found.shape[1]), np.float32)
@@ -194,7 +198,7 @@ def split_native(items: "Tensor") -> "tuple[Tensor, Tensor]":
 
 
 def native_grid(width: int, height: int, patch: int, most: int) -> tuple[int, int]:
-    """(rows, columns) of patches: the image at the largest scale whose patches, rounded up, are not more than `most`."""
+    """(rows, columns) of patches at the largest scale for which the image has at most `most` patches, rounded up."""
 
     def counts(scale: float) -> tuple[int, int]:
         rows, columns = (max(1, ceil(side * scale / patch)) for side in (height, width))
@@ -211,7 +215,7 @@ def native_grid(width: int, height: int, patch: int, most: int) -> tuple[int, in
 def native_patches(
     image: Image.Image, processing: Processing, patch: int, most: int
 ) -> tuple[NDArray[np.float32], tuple[int, int]]:
-    """(most, channels * patch * patch) fp32, patches row by row and then zeros, and their (rows, columns)."""
+    """(most, channels * patch * patch) fp32, patches row by row and then zeros, and the image's (rows, columns)."""
     rows, columns = native_grid(*image.size, patch, most)
     if rows * columns > most:
         raise ValueError(
