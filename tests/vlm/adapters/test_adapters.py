@@ -157,7 +157,7 @@ def test_a_class_token_among_patches_is_refused(component) -> None:
         ValueError, match=r"needs a square grid of features, and 17 is not a square.*encoder\.class_feature = false"
     ):
         component.tokens(17)
-    with pytest.raises(ValueError, match="17 are none"):
+    with pytest.raises(ValueError, match="17 is not a square number"):
         component.build(context(17))
 
 

@@ -163,5 +163,5 @@ def test_features_are_taken_as_they_are() -> None:
     x = trial.drawn(2, 4, 6)
     assert torch.equal(component.build()(x), x)
     assert (component.tokens, component.width, component.mean) == (4, 6, ())
-    with pytest.raises(ValueError, match=r"\(4, 6\) are expected"):
+    with pytest.raises(ValueError, match=r"expected \(4, 6\)"):
         component.build()(x[:, :3])

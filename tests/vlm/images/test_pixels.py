@@ -66,9 +66,9 @@ def test_brightness_alone() -> None:
 
 
 def test_channels_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="an image of mode L has not 3 channels"):
+    with pytest.raises(ValueError, match="an image of mode L does not have 3 channels"):
         pixels(Image.new("L", (2, 2)), Processing(size=2, mean=(0.5,) * 3, std=(0.5,) * 3))
-    with pytest.raises(ValueError, match="an image of mode F has not 1 channels"):
+    with pytest.raises(ValueError, match="an image of mode F does not have 1 channels"):
         pixels(Image.new("F", (2, 2)), Processing(size=2, mean=(0.5,), std=(0.5,)))
 
 
