@@ -208,9 +208,9 @@ def test_adapters_of_a_square_grid_are_refused(tower: Path, adapter: Any) -> Non
 
 
 def test_a_mask_of_whole_images_is_refused_where_they_differ(tower: Path) -> None:
-    with pytest.raises(ValueError, match=r"needs as many tokens of every image"):
+    with pytest.raises(ValueError, match=r"needs the same number of tokens for every image"):
         described(tower, fusion=JointDecoder(image_attention="bidirectional_image"))
-    with pytest.raises(ValueError, match=r"needs as many tokens of every image"):
+    with pytest.raises(ValueError, match=r"needs the same number of tokens for every image"):
         described(tower, "mot", fusion=MixtureOfTransformers(image_attention="bidirectional_image"))
 
 

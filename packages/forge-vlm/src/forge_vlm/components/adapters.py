@@ -1,9 +1,9 @@
 """Adapters, chosen inside `[model]`: `adapter = { name = "mlp" }`.
 
-`tokens(n)` says how many tokens of the decoder become of the n features of an image, and refuses an n that does not go.
+`tokens(n)` is the number of tokens that an image with n features becomes; it refuses an n that does not fit.
 
-`native` says how it takes images of any proportions, whose features are padded: `each` makes a token of every feature; `seen`
-makes as many of each image, and its module is given what is not padding, (N, n) bool. One without it does not take them.
+`native` is set by adapters that take images of any proportions, whose features are padded: `each` makes a token of every feature;
+`seen` makes the same number of every image, and its module receives a mask of what is not padding, (N, n) bool.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ Hidden = Annotated[int, Ge(0), Le(2)]
 
 
 def projection(context: AdapterContext, inputs: int, hidden: int, hidden_dim: int | None, bias: bool) -> "Projection":
-    """From `inputs` to the decoder's width; a hidden layer has that width too, when nothing else is said."""
+    """From `inputs` to the decoder's width, which is also the default width of hidden layers."""
     from forge_vlm.adapters import Projection
 
     width = context.dim if hidden_dim is None else hidden_dim
@@ -175,7 +175,7 @@ class PixelShuffle(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Perceiver(Component):
-    """Learned tokens that look at all features, layer by layer (Jaegle et al., 2021): as many tokens for any number of them."""
+    """Learned tokens attend to all features in each layer (Jaegle et al., 2021): the same number of tokens for any image."""
 
     key_class: ClassVar = IDENTITY
     native: ClassVar[str] = "seen"
