@@ -116,7 +116,8 @@ class VLM(Decoder):
         ):
             raise ValueError(
                 "fusion.image_attention = 'bidirectional_image' needs the same number of tokens for every image, and "
-                "encoder.patches gives a token for each patch; set image_attention = 'causal' or 'prefix', or adapter.name = 'perceiver'"
+                "encoder.patches gives a token for each patch; set image_attention = 'causal' or 'prefix', or adapter.name = "
+                "'perceiver'"
             )
 
     @property
