@@ -255,7 +255,7 @@ def test_a_store_has_a_placeholder_for_each_patch(tower: Path, corpus: Path, tmp
 
 def test_a_source_that_cuts_squares_is_refused(tower: Path, corpus: Path, tmp_path: Path) -> None:
     for more in ({"tiling": Tiling(name="anyres")}, {"size": 16}):
-        with pytest.raises(DataError, match=r"in their own proportions; leave tiling and size out"):
+        with pytest.raises(DataError, match=r"in their own proportions; remove tiling and size"):
             opened(corpus, described(tower), tmp_path, **more)
 
 

@@ -167,7 +167,7 @@ def test_an_image_that_changed_or_is_gone_is_named_when_it_is_read(tmp_path: Pat
     (tmp_path / "a.png").write_bytes(square(1))
     source = opened(ImageJsonl(path=written(tmp_path, [{"text": "a", "image": "a.png"}]), **GIVEN), tmp_path / "w")
     (tmp_path / "a.png").write_bytes(square(2))
-    with pytest.raises(DataError, match=r"a\.png is another image than when it was prepared; put it back, or remove"):
+    with pytest.raises(DataError, match=r"a\.png has changed since it was prepared; restore it, or remove"):
         source.load(0, 1)
     (tmp_path / "a.png").unlink()
     with pytest.raises(DataError, match=r"a\.png cannot be read: No such file"):

@@ -1,14 +1,15 @@
-"""A vision-language model that starts from a text model: each modality begins as a copy, so text is read as it was before.
-One that starts from a joint decoder also reads images as that did.
+"""A vision-language model that starts from a text model: every modality starts as a copy of its weights.
 
-    blocks.0.attention.q_proj.weight    a tensor of the text model's name is that tensor
-    ...q_proj.image.weight              what a modality has for itself begins as the text model's (mixture of transformers)
-    ...layers.image.experts.up_proj     every expert begins as the text model's feed-forward part (MoMa)
-    embed.weight, head.weight           more ids than the text model has begin as the mean of its rows (Hewitt, 2021)
+Text is then processed as by the text model. A model that starts from a joint decoder also processes images as that model did.
 
-What has no counterpart, such as encoder, adapter, cross blocks, routers and shared experts, is not in these weights and begins as
-drawn. Gates of cross blocks are drawn as 0, so text has the logits of the text model; with experts it has them where the weights
-of a token add up to one number and there is no shared expert.
+    blocks.0.attention.q_proj.weight    a tensor with the same name in the text model is copied
+    ...q_proj.image.weight              weights of a modality are copied from the text model (mixture of transformers)
+    ...layers.image.experts.up_proj     every expert is a copy of the text model's feed-forward part (MoMa)
+    embed.weight, head.weight           further ids start as the mean of the text model's rows (Hewitt, 2021)
+
+Tensors without a counterpart, such as encoder, adapter, cross blocks, routers and shared experts, are not in these weights and
+are initialized as usual. Gates of cross blocks start at 0, so text has the logits of the text model; with experts it has them if
+the weights of a token's experts have a constant sum and there is no shared expert.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,22 +25,22 @@ from forge_core.protocols.weights import StoredTensor, Weights, WeightsInfo
 TABLES = ("embed.weight", "head.weight")
 _MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
 _ROWS_AT_ONCE = 4096
-"""Of a table that are read at a time."""
+"""Rows of a table that are read together."""
 
 
 class FromText:
-    """`Weights` of a vision-language model, made from those of a text model when they are read."""
+    """`Weights` of a vision-language model, computed from those of a text model when they are read."""
 
     def __init__(
         self, text: Weights, model: Component, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str], total: float = 1.0
     ) -> None:
         """
         Args:
-            text: weights of a decoder, or of a vision-language model whose modalities have the same weights.
+            text: weights of a decoder, or of a vision-language model whose modalities share their weights.
             model: the component of the vision-language model.
             shapes: of its tensors by name.
             names: of its modalities.
-            total: what the weights of a token's experts add up to.
+            total: sum of the weights of a token's experts.
         """
         self._text, self.model = text, model
         self._sources: dict[str, str] = {}
@@ -57,16 +58,16 @@ class FromText:
             stored = (shape[0], *held.shape) if experts else shape if grows else held.shape
             self.tensors = {**self.tensors, name: StoredTensor(stored, held.dtype)}
             copied, grown = copied + (source != name), grown + grows
-        # Nothing is hidden: what has no place is refused or named by whoever takes these weights.
+        # Tensors without a place are kept: the caller refuses or names them.
         known = {*self._sources, *self._sources.values()}
         rest = [name for name in text.tensors if name not in known]
         self._sources |= {name: name for name in rest}
         self.tensors = {**self.tensors, **{name: text.tensors[name] for name in rest}}
         notes = []
         if copied:
-            notes.append(f"{copied} tensors begin as copies of those that all modalities had in common")
+            notes.append(f"{copied} tensors start as copies of those that all modalities had in common")
         if grown:
-            notes.append(f"{grown} tables have more ids than the text model; those begin as the mean of its rows")
+            notes.append(f"{grown} tables have more ids than the text model; those start as the mean of its rows")
         self._scale = 1 / total
         self.facts: WeightsInfo = replace(text.facts, notes=(*text.facts.notes, *notes), family="")
 
@@ -102,8 +103,8 @@ class FromText:
 
 
 def counterparts(name: str, modalities: Sequence[str]) -> tuple[str, ...]:
-    """Names that what a modality has for itself may have in a text model, the likest first: experts are experts there, or one
-    feed-forward part. Of another tensor there is none."""
+    """Possible names in a text model of a tensor that belongs to one modality, the most likely first: an expert may be an expert
+    there, or the feed-forward part. Empty for other tensors."""
     parts = name.split(".")
     own = [place for place, part in enumerate(parts) if place > 1 and part in modalities]
     if parts[0] != "blocks" or not own:
@@ -118,7 +119,7 @@ def _is_expert(name: str) -> bool:
 
 
 def from_text(weights: Weights, model: Any, names: Sequence[str]) -> Weights:
-    """Weights that a model of these modalities starts from: those of the same fusion as they are."""
+    """Weights that a model with these modalities starts from; those of the same fusion are unchanged."""
     source: Any = weights.model
     if type(source) is type(model) and type(source.chosen_fusion) is type(model.chosen_fusion):
         return weights

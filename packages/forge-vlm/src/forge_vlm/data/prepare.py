@@ -1,7 +1,8 @@
-"""Documents with images to a store: tokens, placeholders and what is learned; every image is decoded once, so none is a surprise.
+"""Writes documents with images to a store: tokens, placeholders, and which tokens are learned. Every image is decoded once.
 
-A record that makes no document, whose image cannot be decoded, or whose document is longer than a row is broken: it is named,
-counted, and left out while `skip` allows it. What is known without an image is known before any image is decoded.
+A record is broken if it cannot become a document, if an image cannot be decoded, or if its document is longer than a row. Broken
+records are named and counted, and left out as long as `skip` allows it. Faults that can be found without images are reported
+before any image is decoded.
 """
 
 from collections import Counter, deque
@@ -32,27 +33,27 @@ from forge_vlm.data.store import FACTS, FILES, TOKENS, VERSION, Facts, Illustrat
 from forge_vlm.images.pixels import ImageError, decode
 
 ENCODING = 2
-"""Of the rules by which a document becomes ids: what other rules made is not taken for this."""
+"""Version of the rules by which a document becomes ids. Stores of other versions are not reused."""
 _DOCUMENTS_IN_FLIGHT = 64
-"""Documents that are worked on at a time, for each thread."""
+"""Documents in progress per thread."""
 _MAX_ADDED_TOKENS = 16
-"""Tokens that a tokenizer adds to a document at most, such as the one of its end."""
+"""Maximum number of tokens that a tokenizer adds to a document, such as its end."""
 _REPORT_EVERY = 10_000
 """Documents between two messages."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is made of the records.
+    """How records become documents.
 
     Attributes:
         fields: of a record.
-        chat: how turns are written.
-        inputs: what the model takes of an image.
+        chat: the template of conversations.
+        inputs: how an image becomes placeholders and pixels.
         split, held_out: see `forge_data.sources.records.parts.in_split`.
-        skip: broken records that may be left out.
-        longest: tokens that a document may have, those of a row.
-        too_long: what becomes of a longer one: "error" counts it as broken, "skip" leaves it out, "truncate" cuts it.
+        skip: maximum number of broken records to leave out.
+        longest: maximum number of tokens of a document: the length of a row.
+        too_long: "error" counts a longer document as broken, "skip" leaves it out, "truncate" cuts it.
     """
 
     fields: Fields
@@ -66,14 +67,14 @@ class Preparation:
 
 
 class TooLong(BrokenRecord):
-    """A document that fits no row."""
+    """A document that does not fit into a row."""
 
 
 def prepare(examples: Examples, wanted: Preparation, context: SourceContext, name: str) -> IllustratedStore:
-    """The store of these records in the workspace; made when it is not there yet.
+    """The store of these records in the workspace. It is written if it does not exist yet.
 
     Raises:
-        DataError: no tokenizer, no document, too many broken records, or a workspace that cannot be written.
+        DataError: there is no tokenizer, no document, or too many broken records, or the workspace cannot be written.
     """
     tokenizer = context.tokenizer
     if tokenizer is None:
@@ -82,7 +83,7 @@ def prepare(examples: Examples, wanted: Preparation, context: SourceContext, nam
         f"{wanted.fields} {wanted.chat.identity} {identity_of_inputs(wanted.inputs)} {wanted.split} {wanted.held_out} {ENCODING}"
     )
     known = f"{VERSION} {examples.fingerprint} {identity_of(tokenizer)} {made}"
-    # A store whose documents all fit is the same for every longer row and needs no name of its own.
+    # A store in which all documents fit is the same for every longer row, so its name does not depend on the row.
     whole, fitted = (
         context.workspace / "stores" / f"{name}-{sha256(f'{known}{more}'.encode()).hexdigest()[:16]}"
         for more in ("", f" {wanted.longest} {wanted.too_long}")
@@ -115,8 +116,8 @@ def prepare(examples: Examples, wanted: Preparation, context: SourceContext, nam
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document: ids, which of them are learned, where each tile begins; references, digests and tiles of its images; whether
-    its end was cut off."""
+    """One document: ids, which of them are learned, and where each tile begins; references, digests and numbers of tiles of its
+    images; whether its end was cut off."""
 
     ids: np.ndarray
     learned: np.ndarray
@@ -134,20 +135,20 @@ def encode(
     fetch: Callable[[str], bytes] | None,
     bare: bool = True,
 ) -> Encoded:
-    """A document's tokens: its text, encoded as one text, and some placeholders for each tile of an image.
+    """A document's tokens: its text, encoded as a whole, and placeholders for each tile of an image.
 
-    Its end is learned where its last words are.
+    The end of the document is learned if its last words are.
 
     Args:
         parts: of the document.
         tokenizer: encodes the text.
-        inputs: what the model takes of an image.
-        fetch: reads an image; without it each image is as short as an image can be.
-        bare: whether the text lacks special tokens, so that it gets the tokenizer's own around it. Other text gets the end of the
-            document only where it does not end with it.
+        inputs: how an image becomes placeholders.
+        fetch: reads an image; if None, every image counts as the shortest possible one.
+        bare: the text has no special tokens yet, so the tokenizer's prefix and suffix are added. Other text gets the end of the
+            document only if it is missing.
 
     Raises:
-        BrokenRecord: an image cannot be decoded, or is too long, or text holds the placeholder.
+        BrokenRecord: an image cannot be decoded or is too long, or the text contains the placeholder.
         DataError: an image is missing.
     """
     pictures = [_picture(part, inputs, fetch) for part in parts if isinstance(part, Picture)]
@@ -157,7 +158,7 @@ def encode(
     closing = [*suffix, *([] if tokenizer.eos is None or ended else [tokenizer.eos])]
     last = next(part.learned for part in reversed(parts) if isinstance(part, Words))
     sizes = [sum(counts) for _, _, counts in pictures]
-    # Placeholders before id n of the text stand where so many ids do, and those of earlier images.
+    # An image that stands before id n of the text starts after n ids and the placeholders of earlier images.
     starts = np.array(before, dtype=np.int64) + np.cumsum([0, *sizes], dtype=np.int64)[:-1] + len(prefix)
     at = np.repeat(before, sizes).astype(np.int64)
     text = np.insert(ids, at, inputs.placeholder)
@@ -192,13 +193,13 @@ def _picture(part: Picture, inputs: ImageInputs, fetch: Callable[[str], bytes] |
 
 
 def _text_of(parts: "list[Words | Picture]", tokenizer: Tokenizer, placeholder: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Ids of a document's text, which of them are learned, and before how many of them each image stands.
+    """Ids of a document's text, which of them are learned, and the index of the id before which each image stands.
 
-    A tokenizer may have a token for images: its spelling in the place of an image, or what a chat template writes, is taken out
-    again. Otherwise an image parts the text as such a token does.
+    If the tokenizer has a token for images, that token is written in place of each image (here or by the chat template) and then
+    removed. Otherwise an image splits the text as such a token would.
 
     Raises:
-        BrokenRecord: text holds the placeholder, or the chat template does not write it once for each image.
+        BrokenRecord: the text contains the placeholder, or the chat template does not write it once for each image.
     """
     by_token = [isinstance(part, Picture) and part.token for part in parts]
     spelled = any(isinstance(part, Picture) and not part.token for part in parts) and _spells(tokenizer, placeholder)
@@ -227,7 +228,7 @@ def _text_of(parts: "list[Words | Picture]", tokenizer: Tokenizer, placeholder: 
 
 
 def _spells(tokenizer: Tokenizer, placeholder: int) -> bool:
-    """Whether the tokenizer has a token for images, whose spelling is the marker of records."""
+    """Whether the tokenizer writes the marker of records as one token, the placeholder of images."""
     return tokenizer.encode_pieces([(MARKER, True)])[0].tolist() == [placeholder]
 
 
@@ -235,7 +236,7 @@ def truncate(document: Encoded, longest: int, placeholder: int) -> Encoded:
     """The first `longest` tokens of a document, without an image that does not fit as a whole.
 
     Raises:
-        TooLong: nothing that is left is learned.
+        TooLong: no remaining token is learned.
     """
     stop, images, tiles = longest, 0, 0
     starts = [document.places[before] for before in accumulate(document.tiles[:-1], initial=0)] if document.tiles else []
@@ -269,7 +270,7 @@ def _write(
     workers: int,
     report: Callable[[str], None],
 ) -> None:
-    """Writes the first of `paths` where all documents fit into a row, else the second."""
+    """Writes the first of `paths` if all documents fit into a row, otherwise the second."""
     path, fitted = paths
     try:
         owned = Partial(path, directory=True)
@@ -303,7 +304,7 @@ def _what_was_left_out(facts: Facts, wanted: Preparation) -> str:
 
 
 class _Files:
-    """The files of a store but its tokens, and their checksums."""
+    """The files of a store, except for its tokens, and their checksums."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._files: dict[str, IO[bytes]] = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in FILES}
@@ -318,7 +319,7 @@ class _Files:
         self.sizes[name] += len(data)
 
     def finish(self) -> dict[str, str]:
-        """Flushes all to the disk; checksums of what was written, but for the references: an image may move."""
+        """Flushes all files to disk and returns their checksums, except for references, since an image may move."""
         for file in self._files.values():
             sync(file)
         hidden = ("references", "ends")
@@ -385,7 +386,7 @@ def _write_files(
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Why a record is left out."""
+    """A record that was left out, and why."""
 
     message: str
     too_long: bool
@@ -397,17 +398,17 @@ def _fault(name: str, record: Mapping[str, Any] | BrokenRecord, error: BrokenRec
 
 
 def _refuse_early(examples: Examples, wanted: Preparation, tokenizer: Tokenizer) -> None:
-    """Counts the faults that are known without an image, so that many images are not decoded in vain.
+    """Counts the faults that can be found without images, before many images are decoded in vain.
 
     Raises:
-        DataError: there are more than `skip` allows.
+        DataError: there are more faults than `skip` allows.
     """
     skips = Skips(wanted.skip)
     for name, record in examples:
         if not in_split(name, wanted.split, wanted.held_out):
             continue
         if isinstance(record, Mapping) and isinstance(record.get(wanted.fields.images), Clip):
-            continue  # which frames a clip has is read from its file
+            continue  # the frames of a clip are found by reading its file
         try:
             parts = parts_of(record, wanted.fields, wanted.chat)
             if wanted.too_long == "error":
@@ -417,15 +418,15 @@ def _refuse_early(examples: Examples, wanted: Preparation, tokenizer: Tokenizer)
 
 
 def _refuse_long(parts: "list[Words | Picture]", wanted: Preparation, tokenizer: Tokenizer, bare: bool) -> None:
-    """Refuses a document that is too long whatever its images are like.
+    """Refuses a document that is too long even with the shortest images.
 
     Raises:
-        TooLong: it is.
+        TooLong: the document is too long.
     """
     images = sum(isinstance(part, Picture) for part in parts)
     size = sum(len(part.text.encode(errors="replace")) for part in parts if isinstance(part, Words))
     if size + images * wanted.inputs.fewest + _MAX_ADDED_TOKENS <= wanted.longest:
-        return  # a token is at least a byte of text
+        return  # a token has at least one byte of text
     length = len(encode(parts, tokenizer, wanted.inputs, None, bare).ids)
     if length > wanted.longest:
         raise _too_long(length, wanted, "at least " if images and wanted.inputs.varies else "")

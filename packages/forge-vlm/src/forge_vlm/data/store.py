@@ -1,15 +1,15 @@
-"""A token store whose documents have images too, as a directory:
+"""A token store whose documents have images, as a directory:
 
     images.json          counts, checksums and identity; written last
-    tokens/              a token store, placeholders where images are
+    tokens/              a token store, with placeholders in place of images
     learned.bin          a byte for each token: whether it is predicted
     places.bin           uint64 token at which each tile begins, ascending
-    firsts.bin           uint64 first tile of each image, and behind the last one
+    firsts.bin           uint64 first tile of each image, then the number of tiles
     digests.bin          uint64 xxh3 of the file of each image
-    references.bin       how the reader names each image, UTF-8
-    ends.bin             uint64 where each of these names ends
+    references.bin       references of the images, UTF-8
+    ends.bin             uint64 end of each reference in references.bin
 
-Images themselves stay where they are: a run reads them there, and refuses one that is not what was prepared.
+Images stay where they are. A run reads them there and refuses an image that has changed since it was prepared.
 """
 
 import json
@@ -34,24 +34,24 @@ FACTS = "images.json"
 TOKENS = "tokens"
 FILES = {"learned": "u1", "places": "<u8", "firsts": "<u8", "digests": "<u8", "references": "u1", "ends": "<u8"}
 EXTRAS = ("images", "image_rows")
-"""What `forge_vlm.model.VisionLanguageModel` takes."""
+"""The inputs that `forge_vlm.model.VisionLanguageModel` takes."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What `images.json` says.
+    """The content of `images.json`.
 
     Attributes:
         version: of the format.
-        images, tiles: how many there are.
-        text: documents without an image.
+        images, tiles: number of images and of tiles.
+        text: number of documents without an image.
         sizes: bytes of each file.
         checksums: xxh3 of each file, hexadecimal.
-        identity: of what the model takes of an image.
-        skipped: broken records that were left out.
-        counts: of each id that is predicted, how often: index -> number.
-        too_long: documents that were cut or left out because they were longer than a row.
-        longest: tokens of the longest document; None in a store of an older Forge.
+        identity: of the model's image inputs.
+        skipped: number of broken records that were left out.
+        counts: id -> how often it is predicted.
+        too_long: number of documents that were cut or left out because they were longer than a row.
+        longest: tokens of the longest document; None in a store that an older Forge wrote.
     """
 
     version: int
@@ -67,7 +67,7 @@ class Facts:
     longest: int | None = None
 
     def as_json(self) -> str:
-        """The file."""
+        """The content of the file."""
         return json.dumps(asdict(self), indent=1)
 
 
@@ -84,13 +84,13 @@ class IllustratedStore:
 
         Args:
             path: of the store.
-            inputs: what the model takes of an image.
-            fetch: the file of an image by its reference.
-            tokenizer: fingerprint of what made the tokens.
-            vocab_size: ids of the text and of the placeholder.
+            inputs: how an image becomes placeholders and pixels.
+            fetch: reads the file of an image by its reference.
+            tokenizer: fingerprint of the tokenizer.
+            vocab_size: number of ids, including the placeholder.
 
         Raises:
-            DataError: a file is missing, or not as long as when it was written.
+            DataError: a file is missing, or has another size than when it was written.
         """
         self.path, self.name = path, str(path)
         self.tokenizer = tokenizer
@@ -140,11 +140,11 @@ class IllustratedStore:
         return int(np.diff(self.ends().astype(np.int64), prepend=0).max(initial=0))
 
     def checksums(self) -> list[Checksum]:
-        """Of the tokens' files, in the order of the stream."""
+        """Checksums of the token files, in the order of the stream."""
         return self._store.checksums()
 
     def counts(self) -> np.ndarray:
-        """(ids,) int64 how often each token id is predicted: placeholders and questions are not."""
+        """(ids,) int64: how often each token id is predicted. Placeholders and questions are not predicted."""
         found = np.zeros(1 + max(map(int, self.facts.counts), default=0), dtype=np.int64)
         for token, count in self.facts.counts.items():
             found[int(token)] = count
@@ -162,7 +162,7 @@ class IllustratedStore:
         """(stop - first, *item_shape) float32 tiles.
 
         Raises:
-            DataError: an image is missing, damaged, or another one than when the store was prepared; names it.
+            DataError: names an image that is missing, damaged, or has changed since the store was prepared.
         """
         found = np.empty((stop - first, *self.item_shape), dtype=np.float32)
         done = first
@@ -176,7 +176,7 @@ class IllustratedStore:
         return found
 
     def picture(self, item: int) -> bytes:
-        """A tile as PNG, as a person sees it.
+        """A tile as PNG, to look at.
 
         Raises:
             DataError: see `load`.
@@ -189,7 +189,7 @@ class IllustratedStore:
         return content.getvalue()
 
     def reference(self, image: int) -> str:
-        """How the reader names an image."""
+        """The reference of an image."""
         start = int(self._ends[image - 1]) if image else 0
         return self._references[start : int(self._ends[image])].tobytes().decode()
 
@@ -201,11 +201,11 @@ class IllustratedStore:
         return tiles
 
     def _content(self, image: int) -> bytes:
-        """The file of an image, which is the one that was prepared."""
+        """The file of an image, checked against its digest."""
         name = self.reference(image)
         content = self._fetch(name)
         if xxhash.xxh3_64_intdigest(content) != int(self._digests[image]):
-            raise DataError(f"{name} is another image than when it was prepared; put it back, or remove {self.path}")
+            raise DataError(f"{name} has changed since it was prepared; restore it, or remove {self.path}")
         return content
 
     def _mapped(self, name: str, dtype: str) -> np.ndarray:
@@ -214,9 +214,9 @@ class IllustratedStore:
         try:
             found = path.stat().st_size
         except OSError as error:
-            raise DataError(f"{path} is missing: {error.strerror}; remove {self.path}, and it is made again") from error
+            raise DataError(f"{path} is missing: {error.strerror}; remove {self.path}, and it is written again") from error
         if found != size:
-            raise DataError(f"{path} has {found} bytes, {size} when it was written; remove {self.path}, and it is made again")
+            raise DataError(f"{path} has {found} bytes, {size} when it was written; remove {self.path}, and it is written again")
         return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype)
 
 
@@ -225,7 +225,9 @@ def _facts(path: Path) -> Facts:
         values: dict[str, Any] = json.loads((path / FACTS).read_text(encoding="utf-8"))
         found = Facts(**values)
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path} is not a store with images: {error}; remove it, and it is made again") from error
+        raise DataError(f"{path} is not a store with images: {error}; remove it, and it is written again") from error
     if found.version != VERSION:
-        raise DataError(f"{path} has format version {found.version}, this Forge reads {VERSION}; remove it, and it is made again")
+        raise DataError(
+            f"{path} has format version {found.version}, this Forge reads {VERSION}; remove it, and it is written again"
+        )
     return found
