@@ -15,9 +15,9 @@ from forge_vlm.data import prepare
 from forge_vlm.data.inputs import ImageInputs
 from forge_vlm.images.processing import Native, Processing
 from forge_vlm.images.tiling import Tiling
-from vlm.data.test_readers import texts
+from vlm.data.test_image_readers import texts
 from vlm.data.test_stores import EOS, GIVEN, HOLE, documents, opened, square, written
-from vlm.data.test_video import grays
+from vlm.data.test_video_readers import grays
 
 
 @pytest.fixture

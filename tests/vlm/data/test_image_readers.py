@@ -21,7 +21,7 @@ from forge_vlm.data.example_images import video
 from forge_vlm.data.image_readers import natural_key
 from forge_vlm.data.video_readers import VideoExamples
 from vlm.data.test_stores import EOS, GIVEN, documents, opened, square
-from vlm.data.test_video import grays
+from vlm.data.test_video_readers import grays
 
 
 def texts(source: Any) -> list[str]:
