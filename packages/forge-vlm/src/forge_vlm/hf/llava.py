@@ -97,7 +97,7 @@ class Llava:
         write_folder(
             path,
             weights,
-            _places(text_and_vision.family_of(model), model, prefix),
+            _places(text_and_vision.text_family(model), model, prefix),
             config,
             tokenizer=tokenizer,
             max_shard_bytes=max_shard_bytes,
@@ -194,12 +194,12 @@ def _misfits(model: VLM) -> Iterator[str]:
 
 def _config(model: VLM) -> dict[str, Any]:
     """The keys of `config.json` for a model without misfits."""
-    encoder, adapter, family = model.vision, model.chosen_adapter, text_and_vision.family_of(model)
+    encoder, adapter, family = model.vision, model.chosen_adapter, text_and_vision.text_family(model)
     outputs = encoder.shape.outputs or (-1,)
     return {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
-        "text_config": config_of(family, text_and_vision.decoder_of(model)),
+        "text_config": config_of(family, text_and_vision.text_decoder(model)),
         "vision_config": text_and_vision.tower_config(encoder),
         "image_token_index": model.placeholder,
         "image_seq_length": model.per_image,
@@ -279,7 +279,7 @@ def _places(family: Family, model: VLM, tower: str) -> dict[str, Place]:
     from forge_models.hf.names import shapes_of
 
     found = {
-        **text_and_vision.text_places(family, text_and_vision.decoder_of(model), TEXT),
+        **text_and_vision.text_places(family, text_and_vision.text_decoder(model), TEXT),
         **text_and_vision.tower_places(model.vision, tower),
     }
     for name, shape in shapes_of(model).items():

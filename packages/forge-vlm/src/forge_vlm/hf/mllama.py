@@ -123,7 +123,7 @@ class Mllama:
         model = weights.model
         assert isinstance(model, VLM)
         places = _places(model)
-        config = config_of(Text(model.chosen_fusion.every), text_and_vision.decoder_of(model)) | {
+        config = config_of(Text(model.chosen_fusion.every), text_and_vision.text_decoder(model)) | {
             "image_token_index": model.placeholder
         }
         write_folder(
@@ -221,7 +221,7 @@ def _misfits(model: VLM) -> Iterator[str]:
         yield f"modalities = {', '.join(model.modalities)}: Mllama has text and images"
     if model.tied_embeddings:
         yield f"tied_embeddings = True: the embedding of Mllama has {MORE_ROWS} rows more than its head"
-    untied = replace(text_and_vision.decoder_of(model), tied_embeddings=False)
+    untied = replace(text_and_vision.text_decoder(model), tied_embeddings=False)
     yield from misfits(Text(model.chosen_fusion.every), untied)
     yield from shapes.vision_misfits(model)
 
@@ -240,7 +240,7 @@ def _places(model: VLM) -> dict[str, Place]:
             _, layer, _, part, *rest = name.split(".")
             at = cross[(int(layer) + 1) // model.chosen_fusion.every - 1]
             found[name] = Place(shape, (".".join(["model.layers", str(at), CROSS[part], *rest]),))
-    decoder = text_and_vision.decoder_of(model)
+    decoder = text_and_vision.text_decoder(model)
     for name, place in text_and_vision.text_places(Text(), decoder, "").items():
         if name.startswith("blocks."):
             layer = int(name.split(".")[1])

@@ -146,24 +146,24 @@ def _stored_shape(family: TowerFamily, shape: VisionShape, name: str, size: tupl
     return ()
 
 
-def decoder_of(model: VLM) -> Decoder:
+def text_decoder(model: VLM) -> Decoder:
     """The text model that is left of a model without images."""
     return Decoder(**{item.name: getattr(model, item.name) for item in fields(Decoder)})
 
 
-def family_of(model: VLM) -> Family:
+def text_family(model: VLM) -> Family:
     """The first family that says all that the decoder is.
 
     Raises:
         Unsupported: none does; names per family what it cannot say.
     """
-    return chosen(decoder_of(model), None)
+    return chosen(text_decoder(model), None)
 
 
 def text_misfits(model: VLM) -> list[str]:
     """Why no family of text models can say what the decoder is; empty when one can."""
     try:
-        family_of(model)
+        text_family(model)
     except Unsupported as cause:
         return str(cause).splitlines()
     return []
