@@ -1,4 +1,7 @@
-"""Text decoder and vision tower as parts of a folder in the Hugging Face format: keys, places of tensors, preprocessor."""
+"""Vision tower and text decoder as parts of a folder in the Hugging Face format: keys, places of tensors, preprocessor.
+
+A part that transformers cannot describe is a misfit; each misfit is one sentence for the user.
+"""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -24,38 +27,40 @@ if TYPE_CHECKING:
 TOWER_READERS: Mapping[str, type[Published]] = {"clip_vision_model": CLIP, "siglip_vision_model": SigLIP, "dinov2": DINOv2}
 """`model_type` of a tower -> the encoder that reads it."""
 MAX_MLP_RATIO = 64
-"""Of the widths in DINOv2's feed-forward part, which its files have as a ratio."""
+"""Largest ratio of widths to try for DINOv2's feed-forward part, whose configuration has the ratio instead of the width."""
 
 
 def tower_misfits(encoder: Any) -> list[str]:
-    """Why an encoder is not one of the towers of transformers; empty when it is."""
+    """Why an encoder is not a tower of transformers; empty if it is."""
     name = type(encoder).__name__
     if not isinstance(encoder, Published):
         return [f"encoder = {name}: it is not a tower of transformers; those are {', '.join(TOWER_READERS)}"]
     family = encoder.tower.family
     if family.tower not in TOWER_READERS:
-        return [f"encoder = {name} of model_type {family.tower}: its images are patches with a mask, which this format lacks"]
+        return [
+            f"encoder = {name} of model_type {family.tower}: its images are patches with a mask, which this format does not have"
+        ]
     try:
         again = tower_shape(tower_config(encoder), encoder.shape.outputs, encoder.shape.class_feature)
     except ValueError as cause:
         return [f"encoder = {name}: {cause}"]
     wanted = replace(encoder.shape, layers=again.layers, init_std=again.init_std)
     return [
-        f"encoder = {name}: {field} = {value!r}, this format would have {getattr(again, field)!r}"
+        f"encoder = {name}: {field} = {value!r}, this format would make it {getattr(again, field)!r}"
         for field, value in vars(wanted).items()
         if value != getattr(again, field)
     ]
 
 
 def tower_shape(values: Mapping[str, Any], outputs: tuple[int, ...], class_feature: bool) -> VisionShape:
-    """The shape that the keys of a tower say, with hidden states `outputs` as features."""
+    """The shape that the keys of a tower describe, with hidden states `outputs` as features."""
     family = next(family for family in FAMILIES.values() if family.tower == values["model_type"])
     fields, size = tower_fields(family, values, "vision_config")
     return VisionShape(**fields, class_feature=class_feature, image_size=size, outputs=outputs)
 
 
 def tower_config(encoder: Published) -> dict[str, Any]:
-    """The keys of a tower with the blocks that are built: those behind the last feature are left out."""
+    """The keys of a tower without the blocks after the last feature."""
     family, shape = encoder.tower.family, encoder.shape
     names = {ours: theirs for theirs, ours in reversed([*ACTIVATIONS.items()])}
     written: dict[str, Any] = {
@@ -101,7 +106,7 @@ def tower_places(encoder: Published, prefix: str) -> dict[str, Place]:
 
 
 def tower_constants(encoder: Published, prefix: str) -> "dict[str, Tensor]":
-    """The norm behind the last block where no feature is normed: transformers builds it, and nothing here reads its output."""
+    """The norm after the last block if no feature is normed: transformers builds it, and nothing reads its output."""
     import torch
 
     if encoder.shape.last_norm:
@@ -111,7 +116,7 @@ def tower_constants(encoder: Published, prefix: str) -> "dict[str, Tensor]":
 
 
 def unused_tensors(encoder: Published, prefix: str, layers: int) -> tuple[str, ...]:
-    """Beginnings of the names of tensors of a stored tower of `layers` blocks that features do not need."""
+    """Prefixes of tensors that features do not need, in a stored tower of `layers` blocks."""
     family, shape = encoder.tower.family, encoder.shape
     unused = [each for each in family.left if not (shape.last_norm and each.startswith(family.names["norm"]))]
     return tuple(prefix + each for each in (*unused, *(family.block.format(at) for at in range(shape.blocks, layers))))
@@ -138,7 +143,7 @@ def preprocessor_config(processing: Processing) -> dict[str, Any]:
 
 
 def _stored_shape(family: TowerFamily, shape: VisionShape, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor there, by its name outside of its block; empty where it is that of ours."""
+    """The stored shape of a tensor, by its name outside of its block; empty if it is the same as ours."""
     if name == "embed.proj.weight":
         return (shape.dim, shape.channels, shape.patch_size, shape.patch_size)
     if family.name == "dinov2" and name in ("embed.class_token", "embed.positions"):
@@ -147,21 +152,21 @@ def _stored_shape(family: TowerFamily, shape: VisionShape, name: str, size: tupl
 
 
 def text_decoder(model: VLM) -> Decoder:
-    """The text model that is left of a model without images."""
+    """The text model inside of a model with images."""
     return Decoder(**{item.name: getattr(model, item.name) for item in fields(Decoder)})
 
 
 def text_family(model: VLM) -> Family:
-    """The first family that says all that the decoder is.
+    """The first family that can describe the decoder.
 
     Raises:
-        Unsupported: none does; names per family what it cannot say.
+        Unsupported: there is none; names for each family what it cannot describe.
     """
     return chosen(text_decoder(model), None)
 
 
 def text_misfits(model: VLM) -> list[str]:
-    """Why no family of text models can say what the decoder is; empty when one can."""
+    """Why no family of text models can describe the decoder; empty if one can."""
     try:
         text_family(model)
     except Unsupported as cause:
@@ -176,7 +181,7 @@ def text_places(family: Family, decoder: Decoder, prefix: str) -> dict[str, Plac
 
 
 def tilers_of_run(weights: Weights) -> list[str]:
-    """The tilers by which the run behind weights cut images, `square` aside."""
+    """The tilers, other than `square`, with which the run that wrote the weights cut images."""
     data = weights.facts.recipe.get("data") or {}
     sources = data.get("sources") or () if isinstance(data, Mapping) else ()
     tilings: list[Any] = [source.get("tiling") or {} for source in sources if isinstance(source, Mapping)]
