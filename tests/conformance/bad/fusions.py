@@ -7,7 +7,7 @@ from torch import nn
 
 from forge_core.specs import Init, TensorSpec
 from forge_models.blocks.block import Block
-from forge_vlm.fusion.fusion import FusionBase
+from forge_vlm.fusion import FusionBase
 
 
 class Bad:
