@@ -37,11 +37,11 @@ class Projection(nn.Module):
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Parameters by name relative to this module."""
-        found: dict[str, TensorSpec] = {}
+        specs: dict[str, TensorSpec] = {}
         for name, layer in self.layers.items():
             assert isinstance(layer, Linear)
-            found |= linear_specs(f"layers.{name}", layer, (None, None), self.std)
-        return found
+            specs |= linear_specs(f"layers.{name}", layer, (None, None), self.std)
+        return specs
 
 
 class AveragePoolAdapter(nn.Module):

@@ -51,11 +51,11 @@ class Modalities:
 
     def of(self, tokens: "Tensor") -> "Tensor":
         """(B, T) ids -> (B, T) int64 indices into `names`."""
-        found = tokens.new_zeros(tokens.shape)
+        modalities = tokens.new_zeros(tokens.shape)
         for place, name in enumerate(self.names[1:], 1):
             first, end = self.ranges[name]
-            found = found.masked_fill((tokens >= first) & (tokens < end), place)
-        return found
+            modalities = modalities.masked_fill((tokens >= first) & (tokens < end), place)
+        return modalities
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,20 +90,20 @@ def count(model: Any) -> VisionCounts:
     own = {name: parameter.numel() for name, parameter in module.named_parameters()}
     vision = sum(own.values()) - text.parameters
     added = sum(own[name] for name in module.specs().roles.get("fusion", ()))
-    found: dict[str, Any] = {field.name: getattr(text, field.name) for field in fields(text)}
+    counts: dict[str, Any] = {field.name: getattr(text, field.name) for field in fields(text)}
     if model.images == "encoder":
         context = model.adapter_context
-        found |= {
+        counts |= {
             "encoder": _products(module.encoder, model.vision.input_shape, *([(2,)] if model.native is not None else [])),
             "adapter": _products(module.adapter, (context.tokens, context.width)),
             "vectors": model.chosen_adapter.tokens(context.tokens),
         }
     if hasattr(fusion, "blocks"):
-        found |= _cross(shape, fusion.blocks(shape.layers))
+        counts |= _cross(shape, fusion.blocks(shape.layers))
     else:
-        found["idle"] += added
-        found["matrix"] += _foresight(model, shape)
-    return VisionCounts(**found, vision=vision)
+        counts["idle"] += added
+        counts["matrix"] += _foresight(model, shape)
+    return VisionCounts(**counts, vision=vision)
 
 
 def _as_routed(model: Any) -> tuple[DecoderShape, Any]:

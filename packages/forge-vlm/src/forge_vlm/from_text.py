@@ -51,12 +51,12 @@ class FromText:
             source = next((each for each in (name, *counterparts(name, names)) if each in text.tensors), None)
             if source is None:
                 continue
-            held = text.tensors[source]
-            grows = name in TABLES and held.shape[1:] == shape[1:] and held.shape[0] < shape[0]
+            stored_tensor = text.tensors[source]
+            grows = name in TABLES and stored_tensor.shape[1:] == shape[1:] and stored_tensor.shape[0] < shape[0]
             experts = _is_expert(name) and not _is_expert(source)
             self._sources[name] = source
-            stored = (shape[0], *held.shape) if experts else shape if grows else held.shape
-            self.tensors = {**self.tensors, name: StoredTensor(stored, held.dtype)}
+            stored = (shape[0], *stored_tensor.shape) if experts else shape if grows else stored_tensor.shape
+            self.tensors = {**self.tensors, name: StoredTensor(stored, stored_tensor.dtype)}
             copied, grown = copied + (source != name), grown + grows
         # Tensors without a place are kept: the caller refuses or names them.
         known = {*self._sources, *self._sources.values()}
@@ -78,14 +78,14 @@ class FromText:
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
         """The box of one tensor that begins at `offset`."""
         source = self._sources[name]
-        held, shape = self._text.tensors[source], self.tensors[name].shape
-        if held.shape == shape:
+        stored, shape = self._text.tensors[source], self.tensors[name].shape
+        if stored.shape == shape:
             return self._text.box(source, offset, extent)
-        if len(held.shape) < len(shape):  # experts
-            one = self._text.box(source, offset[1:], extent[1:])
-            scaled = one * self._scale if name.endswith("down_proj") else one
-            return scaled.expand(extent[0], *one.shape).clone()
-        rows = min(max(held.shape[0] - offset[0], 0), extent[0])
+        if len(stored.shape) < len(shape):  # experts
+            expert = self._text.box(source, offset[1:], extent[1:])
+            scaled = expert * self._scale if name.endswith("down_proj") else expert
+            return scaled.expand(extent[0], *expert.shape).clone()
+        rows = min(max(stored.shape[0] - offset[0], 0), extent[0])
         known = self._text.box(source, offset, (rows, *extent[1:]))
         mean = self._mean(source)[offset[1] : offset[1] + extent[1]].to(known.dtype)
         return torch.cat([known, mean.expand(extent[0] - rows, -1)])

@@ -96,18 +96,18 @@ class ModalitiesHook(Hook):
         topology, objective = run.topology, ModalityObjective(known)
         every = held_out.batches(topology.data_rank, topology.data_size, run.job.train.micro_batch)
         batches = list(islice(every, self.batches))
-        found = run.step.evaluate(batches, objective, objective.metrics)
+        evaluation = run.step.evaluate(batches, objective, objective.metrics)
         values: dict[str, float] = {}
         for modality in known.names:
-            if count := found.metrics[f"tokens/{modality}"]:
-                values[f"modality/{name}/{modality}/loss"] = found.metrics[f"loss/{modality}"] / count
-                values[f"modality/{name}/{modality}/accuracy"] = found.metrics[f"correct/{modality}"] / count
-        others, mine = swap_images(batches, run.model.parts[0].context.varies)
-        labels = torch.full((), float(mine if _counts_its_rows(run) else 0), dtype=torch.float64, device=topology.device)
+            if count := evaluation.metrics[f"tokens/{modality}"]:
+                values[f"modality/{name}/{modality}/loss"] = evaluation.metrics[f"loss/{modality}"] / count
+                values[f"modality/{name}/{modality}/accuracy"] = evaluation.metrics[f"correct/{modality}"] / count
+        swapped_batches, labels_here = swap_images(batches, run.model.parts[0].context.varies)
+        labels = torch.full((), float(labels_here if _counts_its_rows(run) else 0), dtype=torch.float64, device=topology.device)
         if count := float(topology.all_reduce(labels)):
-            total = sum(found.metrics[f"loss/{modality}"] for modality in known.names)
-            given = run.step.evaluate(others, objective, objective.metrics).metrics
-            values[f"modality/{name}/image_gain"] = (sum(given[f"loss/{modality}"] for modality in known.names) - total) / count
+            total = sum(evaluation.metrics[f"loss/{modality}"] for modality in known.names)
+            swapped = run.step.evaluate(swapped_batches, objective, objective.metrics).metrics
+            values[f"modality/{name}/image_gain"] = (sum(swapped[f"loss/{modality}"] for modality in known.names) - total) / count
         return values
 
 
@@ -172,13 +172,13 @@ class ModalityObjective:
         """
         total, nll, _ = head.loss(hidden, labels)
         counted, correct = labels != IGNORE, predict(head, hidden) == labels
-        place, found = self.modalities.of(labels), {}
+        place, metrics = self.modalities.of(labels), {}
         for number, name in enumerate(self.modalities.names):
             here = counted & (place == number)
-            found[f"loss/{name}"] = nll.where(here, 0).sum()
-            found[f"tokens/{name}"] = here.sum()
-            found[f"correct/{name}"] = (correct & here).sum()
-        return LossTerms(total, counted.sum(), found)
+            metrics[f"loss/{name}"] = nll.where(here, 0).sum()
+            metrics[f"tokens/{name}"] = here.sum()
+            metrics[f"correct/{name}"] = (correct & here).sum()
+        return LossTerms(total, counted.sum(), metrics)
 
 
 def predict(head: Any, hidden: "Tensor") -> "Tensor":
@@ -234,7 +234,7 @@ def swap_images(batches: Sequence[Batch], varies: bool = False) -> tuple[list[Ba
             sources[one.batch][one.number] = images[(place + most) % len(images)]
             rows.add((one.batch, one.row))
     labels = sum(int((batches[number].labels[row] != IGNORE).sum()) for number, row in rows)
-    return [_with_images_of(batch, found, batches) for batch, found in zip(batches, sources, strict=True)], labels
+    return [_with_images_of(batch, images, batches) for batch, images in zip(batches, sources, strict=True)], labels
 
 
 def _with_images_of(batch: Batch, sources: Mapping[int, _ImagePlace], batches: Sequence[Batch]) -> Batch:
@@ -246,8 +246,11 @@ def _with_images_of(batch: Batch, sources: Mapping[int, _ImagePlace], batches: S
     moved: dict[str, Tensor] = {}
     for name, own in batch.extras.items():
         if name not in ROW_EXTRAS:
-            every = [sources.get(number) for number in range(len(own))]
+            places = [sources.get(number) for number in range(len(own))]
             moved[name] = torch.stack(
-                [own[number] if one is None else batches[one.batch].extras[name][one.number] for number, one in enumerate(every)]
+                [
+                    own[number] if place is None else batches[place.batch].extras[name][place.number]
+                    for number, place in enumerate(places)
+                ]
             )
     return replace(batch, extras={**batch.extras, **moved})

@@ -102,8 +102,8 @@ class VisionLanguageModel(Decoder):
             places = feature_places(tokens, token, image_rows, self.context.per_image, counts)
             vectors = visual.flatten(0, 1)[places.clamp(min=0)]
             x = torch.where((places >= 0).unsqueeze(-1), vectors, x)
-        told = Inputs(tokens, documents, visual, image_rows, cache, extras.get("prefix"), here)
-        return x, {"inputs": told, **self.fusion.shared(told)}
+        inputs = Inputs(tokens, documents, visual, image_rows, cache, extras.get("prefix"), here)
+        return x, {"inputs": inputs, **self.fusion.shared(inputs)}
 
     def _run_blocks(
         self,
@@ -113,8 +113,8 @@ class VisionLanguageModel(Decoder):
         cache: KVCache | None,
         shared: dict[str, Any],
     ) -> Tensor:
-        told = shared.pop("inputs")
-        masks = {window: self.fusion.seen(mask, told, window, x) for window, mask in masks.items()}
+        inputs = shared.pop("inputs")
+        masks = {window: self.fusion.seen(mask, inputs, window, x) for window, mask in masks.items()}
         return super()._run_blocks(x, rotations, masks, cache, shared)
 
     def _images(self, tokens: Tensor, extras: Mapping[str, Tensor], cache: KVCache | None) -> tuple[Tensor | None, Tensor | None]:
@@ -225,11 +225,11 @@ class VisionLanguageModel(Decoder):
         places = {"encoder": ["encoder"], "adapter": ["adapter"], "fusion": []}
         for path, module in self.named_modules():
             places["fusion"] += [f"{path}.{name}" for name in getattr(module, "added", ())]
-        found: dict[str, set[str]] = {}
+        roles: dict[str, set[str]] = {}
         for name in names:
             role = next((role for role, inside in places.items() if name.startswith(tuple(f"{at}." for at in inside))), "decoder")
-            found.setdefault(role, set()).add(name)
-        return {role: frozenset(of) for role, of in found.items()}
+            roles.setdefault(role, set()).add(name)
+        return {role: frozenset(of) for role, of in roles.items()}
 
 
 def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, ...]) -> Batch:
@@ -250,11 +250,11 @@ def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, .
     for row, ids in enumerate(batch.tokens.tolist()):
         seed = sum(place * token for place, token in enumerate(ids))
         documents = [0] * len(ids) if batch.documents is None else batch.documents[row].tolist()
-        found: list[int] = []
+        numbers_of_row: list[int] = []
         place = seed % 3
-        while len(found) < seed % 3:
-            draw = torch.Generator().manual_seed(seed + len(found) + 1)
-            image, per_image = _random_image(context, shape, draw, seed + len(found))
+        while len(numbers_of_row) < seed % 3:
+            draw = torch.Generator().manual_seed(seed + len(numbers_of_row) + 1)
+            image, per_image = _random_image(context, shape, draw, seed + len(numbers_of_row))
             if place + per_image >= len(ids):
                 break
             run = documents[place : place + per_image]
@@ -262,18 +262,18 @@ def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, .
                 place += 1
                 continue
             tokens[row, place : place + per_image] = image_token
-            found.append(len(images))
+            numbers_of_row.append(len(images))
             images.append(image)
             place += per_image + 1 + seed % 2
-        rows.append(found)
+        rows.append(numbers_of_row)
     before = torch.zeros_like(tokens, dtype=torch.bool)
     before[:, :-1] = tokens[:, 1:] == image_token
     labels[(tokens == image_token) | before] = IGNORE
     if not images:  # as a loader gives it
         return replace(batch, tokens=tokens, labels=labels)
     numbers = torch.full((len(rows), max(map(len, rows))), -1)
-    for row, found in enumerate(rows):
-        numbers[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
+    for row, numbers_of_row in enumerate(rows):
+        numbers[row, : len(numbers_of_row)] = torch.tensor(numbers_of_row, dtype=torch.int64)
     return replace(batch, tokens=tokens, labels=labels, extras={"images": torch.stack(images), "image_rows": numbers})
 
 

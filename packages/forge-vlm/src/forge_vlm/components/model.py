@@ -193,8 +193,8 @@ class VLM(Decoder):
 
     def outline(self) -> Outline:
         """What strategies need to know before the model is built."""
-        found = outline(self.shape)
-        return found._replace(matrices=None, experts=None, whole_stream=(*found.whole_stream, WHOLE_STREAM))
+        description = outline(self.shape)
+        return description._replace(matrices=None, experts=None, whole_stream=(*description.whole_stream, WHOLE_STREAM))
 
     def counts(self) -> "VisionCounts":
         """Weights and matrix products, including those of images.

@@ -66,11 +66,11 @@ class Clip:
         Raises:
             BrokenRecord: the clip cannot be read.
         """
-        found: list[Words | Picture] = []
+        parts: list[Words | Picture] = []
         for seconds, reference in self.frames:
-            found += [Words(f"{seconds:.1f}s", learned=False)] if self.told else []
-            found.append(Picture(reference))
-        return found
+            parts += [Words(f"{seconds:.1f}s", learned=False)] if self.told else []
+            parts.append(Picture(reference))
+        return parts
 
 
 class Record(dict[str, Any]):
@@ -158,14 +158,14 @@ def parts_of(record: "Mapping[str, Any] | BrokenRecord", fields: Fields, chat: C
     if fault := next((fault for each in words if (fault := text_of(each.text)[1])), ""):
         raise BrokenRecord(f"has text that {fault}")
     if tokens:
-        found = [*map(_token, images), *words]
+        parts = [*map(_token, images), *words]
     else:
         if images and not any(MARKER in each.text for each in words):
             words = [Words(MARKER * len(images), learned=False), *words]
-        found = list(_placed(words, images))
-    if not any(isinstance(part, Words) and part.learned for part in found):
+        parts = list(_placed(words, images))
+    if not any(isinstance(part, Words) and part.learned for part in parts):
         raise BrokenRecord("has no text to learn")
-    return found
+    return parts
 
 
 def _conversation(
@@ -198,11 +198,11 @@ def _conversation(
 
 def _as_pieces(text: str) -> list[dict[str, str]]:
     """Text with markers as a list of pieces, which some templates need."""
-    found: list[dict[str, str]] = []
+    pieces: list[dict[str, str]] = []
     for place, part in enumerate(text.split(MARKER)):
-        found += [{"type": "image"}] if place else []
-        found += [{"type": "text", "text": part}] if part else []
-    return found
+        pieces += [{"type": "image"}] if place else []
+        pieces += [{"type": "text", "text": part}] if part else []
+    return pieces
 
 
 def _placed(words: Sequence[Words], images: Sequence[Parts]) -> Iterator[Words | Picture]:
@@ -229,10 +229,10 @@ def _token(image: Parts) -> Picture:
 
 def _references(value: Any, field: str) -> list[Parts]:
     """The parts that replace each marker."""
-    found = [] if value is None else [value] if isinstance(value, str | Clip) else value
-    if not isinstance(found, list) or not all(isinstance(each, str | Clip) and each for each in found):
+    values = [] if value is None else [value] if isinstance(value, str | Clip) else value
+    if not isinstance(values, list) or not all(isinstance(each, str | Clip) and each for each in values):
         raise BrokenRecord(f"has in {field!r} {value!r}; expected the name of an image, or a list of names")
-    return [each.parts() if isinstance(each, Clip) else [_picture(each)] for each in found]
+    return [each.parts() if isinstance(each, Clip) else [_picture(each)] for each in values]
 
 
 def _picture(reference: str) -> Picture:

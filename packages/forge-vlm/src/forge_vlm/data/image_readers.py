@@ -86,15 +86,15 @@ def _read_lines(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenR
 def _read_list(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRecord]]:
     """A file that is one JSON list, such as those of LLaVA."""
     try:
-        found = json.loads(local_path(file).read_text(encoding="utf-8-sig"))
+        records = json.loads(local_path(file).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise DataError(f"{file.where} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         why = "brackets are nested too deeply" if isinstance(error, RecursionError) else error
         raise DataError(f"{file.where} is not valid JSON: {why}") from error
-    if not isinstance(found, list):
+    if not isinstance(records, list):
         raise DataError(f"{file.where} is not a list of records; give JSON lines, or a list")
-    for number, record in enumerate(found):
+    for number, record in enumerate(records):
         place = f"{file.where}, record {number + 1}"
         yield (
             f"{file.name}:{number}",
@@ -161,10 +161,10 @@ class TarExamples:
         file = self._by_name.get(name)
         if file is None:
             raise DataError(f"shard {name} of {self.what} is missing")
-        found = read_bytes(file, offset, offset + size)
-        if len(found) != size:
+        content = read_bytes(file, offset, offset + size)
+        if len(content) != size:
             raise DataError(f"{file.where} is truncated: it ends inside an image at byte {offset}")
-        return found
+        return content
 
     def _record(self, tar: tarfile.TarFile, members: Sequence[tuple[str, tarfile.TarInfo]], shard: str) -> dict[str, Any]:
         """The fields of one record.
@@ -229,13 +229,13 @@ def _member_text(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
 
 def _member_fields(tar: tarfile.TarFile, member: tarfile.TarInfo) -> dict[str, Any]:
     try:
-        found = json.loads(_member_text(tar, member))
+        fields = json.loads(_member_text(tar, member))
     except (ValueError, RecursionError) as error:
         why = "brackets are nested too deeply" if isinstance(error, RecursionError) else error
         raise BrokenRecord(f"has the member {member.name}, which is not valid JSON: {why}") from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise BrokenRecord(f"has the member {member.name}, which is not a JSON object")
-    return found
+    return fields
 
 
 def _member_fault(kind: str, member: tarfile.TarInfo) -> str:
@@ -279,13 +279,13 @@ class DatasetExamples:
     def _dataset(self) -> "Dataset":
         from datasets import Image, List
 
-        found = load(**self._options)
-        kind = found.features.get(self._images)
+        dataset = load(**self._options)
+        kind = dataset.features.get(self._images)
         if isinstance(kind, Image):
-            return found.cast_column(self._images, Image(decode=False))
+            return dataset.cast_column(self._images, Image(decode=False))
         if isinstance(getattr(kind, "feature", None), Image):
-            return found.cast_column(self._images, List(Image(decode=False)))
-        return found
+            return dataset.cast_column(self._images, List(Image(decode=False)))
+        return dataset
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(split and row, record) of each; an image is named by its row and its number within the row."""
@@ -295,9 +295,9 @@ class DatasetExamples:
         pictures = self._dataset.select_columns([self._images]).with_format("arrow")
         for start in range(0, len(self._dataset), _ROWS_AT_ONCE):
             stop = min(start + _ROWS_AT_ONCE, len(self._dataset))
-            found = others[start:stop] if others is not None else {}
+            rows = others[start:stop] if others is not None else {}
             for row, count in enumerate(_image_counts(pictures[start:stop][self._images]), start):
-                record = {name: values[row - start] for name, values in found.items()}
+                record = {name: values[row - start] for name, values in rows.items()}
                 record[self._images] = [f"{row}.{number}" for number in range(count)]
                 yield f"{split}:{row}", Record(record, f"{self.what}, row {row}")
 
@@ -367,9 +367,9 @@ class DigitExamples:
             from sklearn.datasets import load_digits
         except ImportError as error:
             raise DataError("source 'digits' needs scikit-learn; pip install 'forge-vlm[digits]'") from error
-        found: Any = load_digits()
-        ink = found.images * (255 / 16)
-        return (255 - ink).round().astype("uint8"), found.target.astype("int64")
+        digits: Any = load_digits()
+        ink = digits.images * (255 / 16)
+        return (255 - ink).round().astype("uint8"), digits.target.astype("int64")
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(number of the first image, record) of each."""

@@ -90,7 +90,7 @@ def prepare(examples: Examples, wanted: Preparation, context: SourceContext, nam
     )
     vocab_size = max(tokenizer.vocab_size, wanted.inputs.placeholder + 1)
 
-    def found() -> IllustratedStore | None:
+    def existing() -> IllustratedStore | None:
         for path in (whole, fitted):
             if (path / FACTS).exists():
                 store = IllustratedStore(path, wanted.inputs, examples.fetch, tokenizer.fingerprint, vocab_size)
@@ -98,13 +98,13 @@ def prepare(examples: Examples, wanted: Preparation, context: SourceContext, nam
                     return store
         return None
 
-    store = found()
+    store = existing()
     if store is None:
         with locked(context.workspace):
-            store = found()
+            store = existing()
             if store is None:
                 _write(examples, wanted, tokenizer, (whole, fitted), name, context.workers, context.report)
-                store = found()
+                store = existing()
     assert store is not None, "it was just written"
     if store.facts.skipped > wanted.skip:
         raise DataError(
@@ -344,24 +344,24 @@ def _write_files(
         files = _Files(folder, stack)
         store = stack.enter_context(StoreWriter(folder / TOKENS, dtype=dtype, source=examples.what))
         files.add("firsts", [0])
-        for found in _encoded(examples, wanted, tokenizer, workers):
-            if isinstance(found, LeftOut):
-                too_long += found.too_long
-                (skips.left_out if found.too_long and wanted.too_long == "skip" else skips.broken)(found.message)
+        for document in _encoded(examples, wanted, tokenizer, workers):
+            if isinstance(document, LeftOut):
+                too_long += document.too_long
+                (skips.left_out if document.too_long and wanted.too_long == "skip" else skips.broken)(document.message)
                 continue
-            too_long, longest = too_long + found.cut, max(longest, len(found.ids))
-            store.add(found.ids, np.array([len(found.ids)]))
-            files.add("learned", found.learned)
-            files.add("places", [tokens + place for place in found.places])
-            files.add("digests", np.array(found.digests, dtype=np.uint64))
-            for reference, count in zip(found.references, found.tiles, strict=True):
+            too_long, longest = too_long + document.cut, max(longest, len(document.ids))
+            store.add(document.ids, np.array([len(document.ids)]))
+            files.add("learned", document.learned)
+            files.add("places", [tokens + place for place in document.places])
+            files.add("digests", np.array(document.digests, dtype=np.uint64))
+            for reference, count in zip(document.references, document.tiles, strict=True):
                 data = np.frombuffer(reference.encode(), dtype=np.uint8)
                 tiles, named = tiles + count, named + len(data)
                 files.add("references", data)
                 files.add("ends", [named])
                 files.add("firsts", [tiles])
-            counts.update(found.ids[found.learned].tolist())
-            tokens, images, text = tokens + len(found.ids), images + len(found.tiles), text + (not found.tiles)
+            counts.update(document.ids[document.learned].tolist())
+            tokens, images, text = tokens + len(document.ids), images + len(document.tiles), text + (not document.tiles)
             documents += 1
             if documents % _REPORT_EVERY == 0:
                 report(f"preparing {name}: {documents:,} documents, {images:,} images")

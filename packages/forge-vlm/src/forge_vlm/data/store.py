@@ -145,10 +145,10 @@ class IllustratedStore:
 
     def counts(self) -> np.ndarray:
         """(ids,) int64: how often each token id is predicted. Placeholders and questions are not predicted."""
-        found = np.zeros(1 + max(map(int, self.facts.counts), default=0), dtype=np.int64)
+        counts = np.zeros(1 + max(map(int, self.facts.counts), default=0), dtype=np.int64)
         for token, count in self.facts.counts.items():
-            found[int(token)] = count
-        return found
+            counts[int(token)] = count
+        return counts
 
     def learned(self, start: int, stop: int) -> np.ndarray:
         """See `SourceWithItems`."""
@@ -164,16 +164,16 @@ class IllustratedStore:
         Raises:
             DataError: names an image that is missing, damaged, or has changed since the store was prepared.
         """
-        found = np.empty((stop - first, *self.item_shape), dtype=np.float32)
+        loaded = np.empty((stop - first, *self.item_shape), dtype=np.float32)
         done = first
         while done < stop:
             image = int(np.searchsorted(self._firsts, np.uint64(done), side="right")) - 1
             begin, after = int(self._firsts[image]), int(self._firsts[image + 1])
             tiles = self._tiles(image, after - begin)
             until = min(after, stop)
-            found[done - first : until - first] = tiles[done - begin : until - begin]
+            loaded[done - first : until - first] = tiles[done - begin : until - begin]
             done = until
-        return found
+        return loaded
 
     def picture(self, item: int) -> bytes:
         """A tile as PNG, to look at.
@@ -212,22 +212,22 @@ class IllustratedStore:
         path = self.path / f"{name}.bin"
         size = self.facts.sizes[name]
         try:
-            found = path.stat().st_size
+            actual = path.stat().st_size
         except OSError as error:
             raise DataError(f"{path} is missing: {error.strerror}; remove {self.path}, and it is written again") from error
-        if found != size:
-            raise DataError(f"{path} has {found} bytes, {size} when it was written; remove {self.path}, and it is written again")
+        if actual != size:
+            raise DataError(f"{path} has {actual} bytes, {size} when it was written; remove {self.path}, and it is written again")
         return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype)
 
 
 def _facts(path: Path) -> Facts:
     try:
         values: dict[str, Any] = json.loads((path / FACTS).read_text(encoding="utf-8"))
-        found = Facts(**values)
+        facts = Facts(**values)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path} is not a store with images: {error}; remove it, and it is written again") from error
-    if found.version != VERSION:
+    if facts.version != VERSION:
         raise DataError(
-            f"{path} has format version {found.version}, this Forge reads {VERSION}; remove it, and it is written again"
+            f"{path} has format version {facts.version}, this Forge reads {VERSION}; remove it, and it is written again"
         )
-    return found
+    return facts

@@ -145,11 +145,11 @@ class VideoExamples:
         Raises:
             DataError: the file does not exist, lacks a column, or PyAV is not installed.
         """
-        found = find_one(path)
-        if found is None or found.remote:
+        table_file = find_one(path)
+        if table_file is None or table_file.remote:
             raise DataError(f"{path} is not a file of this machine")
-        self.what, self._file = path, found
-        self._folder = ImageFiles([found], folder)
+        self.what, self._file = path, table_file
+        self._folder = ImageFiles([table_file], folder)
         self._name, self._text, self._images, self._count, self._told = file, text, images, count, told
         self._columns = [name for _, name, _, _ in string.Formatter().parse(file) if name]
         table = self._table()
@@ -236,10 +236,10 @@ class VideoExamples:
                     and not any(packet.is_discard or packet.is_corrupt for packet in packets)
                     and stream.codec_context.codec.canonical_name not in _CODECS_WITH_HIDDEN_FRAMES
                 ):
-                    self._expected[name] = found = [float(stamp * stream.time_base) for stamp in stamps]
+                    self._expected[name] = times_of_packets = [float(stamp * stream.time_base) for stamp in stamps]
                     while len(self._expected) > _MAX_CLIPS_WITH_TIMES:
                         self._expected.pop(next(iter(self._expected)), None)
-                    return found
+                    return times_of_packets
             with av.open(str(self._folder.path(name))) as container:
                 times = [frame.time for frame in container.decode(video=0)]
         except BrokenRecord:
@@ -260,7 +260,7 @@ class VideoExamples:
         """
         av = _import_pyav()
         path, times = self._folder.path(name), self._expected.pop(name, None)
-        found: list[bytes] = []
+        images: list[bytes] = []
         try:
             with av.open(str(path)) as container:
                 for number, frame in enumerate(container.decode(video=0)):
@@ -269,14 +269,14 @@ class VideoExamples:
                     if number in numbers:
                         content = BytesIO()
                         frame.to_image().save(content, "PPM")
-                        found.append(content.getvalue())
+                        images.append(content.getvalue())
                     if number == numbers[-1]:
                         break
         except (av.FFmpegError, OSError, IndexError, ValueError) as error:
             raise DataError(f"{path} cannot be decoded: {error}") from error
-        if len(found) != len(numbers):
-            raise DataError(f"{path} has fewer frames than times: {len(found)} of {len(numbers)} were decoded")
-        return found
+        if len(images) != len(numbers):
+            raise DataError(f"{path} has fewer frames than times: {len(images)} of {len(numbers)} were decoded")
+        return images
 
 
 def _import_pyav() -> Any:

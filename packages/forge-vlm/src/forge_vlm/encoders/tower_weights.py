@@ -166,9 +166,9 @@ def their_name(family: TowerFamily, shape: VisionShape, name: str) -> tuple[str,
     if name.startswith("layers."):
         _, number, rest = name.split(".", 2)
         before, theirs = family.block.format(number), {**family.inner, **(GATED if shape.gated else {})}
-    found = theirs.get(rest)
+    full = theirs.get(rest)
     module, _, slot = rest.rpartition(".")
-    return rest, before + (f"{theirs[module]}.{slot}" if found is None else found)
+    return rest, before + (f"{theirs[module]}.{slot}" if full is None else full)
 
 
 def interpolate_positions(positions: Tensor, old: int, new: int, antialias: bool) -> Tensor:
@@ -219,20 +219,20 @@ def _example_shapes(name: str) -> dict[str, tuple[int, ...]]:
     vectors = {"norm": (_DIM,), "entry_norm": (_DIM,), "embed.class_token": (_DIM,)}
     tables = {"embed.positions": (_GRID**2 + bool(family.shape.get("class_token")), _DIM)}
     matrices = {"mlp.up_proj": (_FFN_DIM, _DIM), "mlp.down_proj": (_DIM, _FFN_DIM)}
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
 
     def add(ours: str, theirs: str) -> None:
         if ours.endswith(("positions", "class_token", "scale.weight")):
-            found[theirs] = vectors.get(ours) or tables.get(ours) or (_DIM,)
+            shapes[theirs] = vectors.get(ours) or tables.get(ours) or (_DIM,)
             return
         weight: tuple[int, ...] = (_DIM, _DIM)
         if ours == "embed.proj":
             weight = (_DIM, prod(pixels)) if family.columns else (_DIM, _CHANNELS, _PATCH, _PATCH)
         elif ours.endswith("norm"):
             weight = (_DIM,)
-        found[f"{theirs}.weight"] = matrices.get(ours, weight)
+        shapes[f"{theirs}.weight"] = matrices.get(ours, weight)
         if ours != "embed.proj" or family.shape.get("patch_bias", True):
-            found[f"{theirs}.bias"] = found[f"{theirs}.weight"][:1]
+            shapes[f"{theirs}.bias"] = shapes[f"{theirs}.weight"][:1]
 
     for ours, theirs in family.names.items():
         unused = ours in ("embed.class_token", "entry_norm") and not family.shape.get("class_token")
@@ -241,4 +241,4 @@ def _example_shapes(name: str) -> dict[str, tuple[int, ...]]:
     for layer in range(_LAYERS):
         for ours, theirs in family.inner.items():
             add(ours, family.block.format(layer) + theirs)
-    return found
+    return shapes

@@ -87,7 +87,7 @@ def _up_to_last_image(here: Tensor, documents: Tensor | None) -> Tensor:
     length = here.shape[1]
     places = torch.arange(length, device=here.device).expand_as(here)
     following = places.masked_fill(~here, length).flip(1).cummin(1).values.flip(1)
-    found = following < length
+    followed = following < length
     if documents is None:
-        return found
-    return found & (documents.gather(1, following.clamp(max=length - 1)) == documents)
+        return followed
+    return followed & (documents.gather(1, following.clamp(max=length - 1)) == documents)

@@ -169,15 +169,15 @@ def _placeholders_needed(image_rows: Tensor, per_image: int, counts: Tensor | No
 
 def placeholder_fault(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int, counts: Tensor | None = None) -> str:
     """Which row has a wrong number of placeholders; empty when all are right. Waits for the device."""
-    found = (tokens == image_token).sum(1)
+    placeholders = (tokens == image_token).sum(1)
     images, needed = (image_rows >= 0).sum(1), _placeholders_needed(image_rows, per_image, counts)
-    wrong = (found != needed).nonzero().flatten().tolist()
+    wrong = (placeholders != needed).nonzero().flatten().tolist()
     if not wrong:
         return ""
     row = wrong[0]
     each = f"{per_image} tokens each" if counts is None else "a token for each patch"
     return (
-        f"row {row} has {int(found[row])} placeholders (id {image_token}) and {int(images[row])} images of {each}, "
+        f"row {row} has {int(placeholders[row])} placeholders (id {image_token}) and {int(images[row])} images of {each}, "
         f"which need {int(needed[row])}; text must not contain that id: set model.image_token to an id that no text has"
     )
 

@@ -201,7 +201,8 @@ class ModalityBlock(nn.Module):
     def observed(self, router_stats: tuple[Tensor | None, ...]) -> list[tuple[Any, Tensor]]:
         """Each layer of experts with its statistics; a frozen layer has none."""
         experts: Any = self.mlp
-        return [(layer, found) for layer, found in zip(experts.layers.values(), router_stats, strict=True) if found is not None]
+        layers = zip(experts.layers.values(), router_stats, strict=True)
+        return [(layer, statistics) for layer, statistics in layers if statistics is not None]
 
     def _normed(self, x: Tensor, norm: nn.Module | None, groups: ModalityGroups) -> Tensor:
         if norm is None:
@@ -220,10 +221,10 @@ class ModalityBlock(nn.Module):
         """Layout of the norms, which strategies may split along the sequence."""
         stream = ModuleSpec((STREAM,), (STREAM,))
         names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-        found = [(name, norm) for name in names if (norm := getattr(self, name)) is not None]
+        norms = [(name, norm) for name in names if (norm := getattr(self, name)) is not None]
         if self.untied:
-            return {f"{name}.{copy}": stream for name, norm in found for copy in norm}
-        return {name: stream for name, _ in found}
+            return {f"{name}.{copy}": stream for name, norm in norms for copy in norm}
+        return {name: stream for name, _ in norms}
 
 
 MATRICES = {"q_proj": (STREAM, HEADS), "k_proj": (STREAM, KV_HEADS), "v_proj": (STREAM, KV_HEADS), "o_proj": (HEADS, STREAM)}
@@ -256,23 +257,23 @@ class UntiedAttention(Attention):
     ) -> Tensor:
         """(B, T, dim) -> (B, T, dim)."""
         parts = groups.apart(x)
-        made = (
+        projected = (
             self._projected(parts, self.q_proj, self.q_norm),
             self._projected(parts, self.k_proj, self.k_norm),
             self._projected(parts, self.v_proj, None),
         )
-        q, k, v = (self._heads(groups.together(part, x)) for part in made)
+        q, k, v = (self._heads(groups.together(part, x)) for part in projected)
         out = self.attend(q, k, v, rotation, attention_mask, cache)
         projections: Any = self.o_proj
         return projections(out, groups)
 
     def _projected(self, parts: list[Tensor], matrices: Any, norms: Any) -> list[Tensor]:
-        made = [matrix(part) for matrix, part in zip(matrices.values(), parts, strict=True)]
+        projected = [matrix(part) for matrix, part in zip(matrices.values(), parts, strict=True)]
         if norms is None:
-            return made
+            return projected
         if self.qk_norm == "full":
-            return [norm(part) for norm, part in zip(norms.values(), made, strict=True)]
-        return [norm(self._heads(part)).transpose(1, 2).flatten(2) for norm, part in zip(norms.values(), made, strict=True)]
+            return [norm(part) for norm, part in zip(norms.values(), projected, strict=True)]
+        return [norm(self._heads(part)).transpose(1, 2).flatten(2) for norm, part in zip(norms.values(), projected, strict=True)]
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Parameters by name relative to this module, without those of its norms."""
@@ -339,16 +340,16 @@ class ModalityExperts(nn.Module):
             sources = groups.apart(_sequences(x, documents))
         elif self.balances_rows:
             sources = [groups.rows_of(place) for place in range(len(parts))]
-        made, found = [], []
+        outputs, statistics = [], []
         for (name, layer), part, mask, known, source in zip(self.layers.items(), parts, masks, ids, sources, strict=True):
             more = () if source is None else (source,)
             y, router_stats = inside(f"{name}.", layer, part, mask, known, cached, *more)
-            made.append(y)
-            found.append(router_stats)
-        y = groups.together(made, x)
+            outputs.append(y)
+            statistics.append(router_stats)
+        y = groups.together(outputs, x)
         if self.shared is not None:
             y = y + self.shared(x)
-        return y, tuple(found) if self.training else None
+        return y, tuple(statistics) if self.training else None
 
 
 def _sequences(x: Tensor, documents: Tensor | None) -> Tensor:

@@ -163,8 +163,8 @@ class ExpertsByScore(nn.Module):
         count = self.shape.experts
         load, (tokens, agree) = self._totals[:count], self._totals[count : count + 2]
         relative, tokens = load / load.mean().clamp(min=1e-9), tokens.clamp(min=1)
-        found = {"load": relative, "load_max": relative.max(), "load_min": relative.min()}
-        return found | {"used": load.sum() / tokens, "agreement": agree / (tokens * count)}
+        numbers = {"load": relative, "load_max": relative.max(), "load_min": relative.min()}
+        return numbers | {"used": load.sum() / tokens, "agreement": agree / (tokens * count)}
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """The matrix of scores; experts have their own specs."""

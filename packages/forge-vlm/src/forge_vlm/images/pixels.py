@@ -176,8 +176,8 @@ def cut_tiles(image: Image.Image, tiling: Tiling, processing: Processing) -> Til
 
 def tile_pixels(image: Image.Image, tiling: Tiling, processing: Processing) -> tuple[NDArray[np.float32], Tiles]:
     """(tiles, channels, size, size) fp32 of a decoded image, and the arrangement of the tiles."""
-    found = cut_tiles(image, tiling, processing)
-    return np.stack([pixels(each, processing) for each in found.images]), found.tiles
+    tiled = cut_tiles(image, tiling, processing)
+    return np.stack([pixels(each, processing) for each in tiled.images]), tiled.tiles
 
 
 def native_item(image: Image.Image, processing: Processing, native: Native) -> NDArray[np.float32]:
@@ -186,10 +186,10 @@ def native_item(image: Image.Image, processing: Processing, native: Native) -> N
     Raises:
         ValueError: the image is too long for this number of patches.
     """
-    found, grid = native_patches(image, processing, native.patch, native.most)
-    last = np.zeros((1, found.shape[1]), np.float32)
+    patches, grid = native_patches(image, processing, native.patch, native.most)
+    last = np.zeros((1, patches.shape[1]), np.float32)
     last[0, :2] = grid
-    return np.concatenate((found, last))
+    return np.concatenate((patches, last))
 
 
 def split_native(items: "Tensor") -> "tuple[Tensor, Tensor]":
@@ -221,6 +221,6 @@ def native_patches(
         raise ValueError(
             f"an image of {image.width} x {image.height} is too long for {most} patches; raise patches of the encoder"
         )
-    found = pixels(resize(image, columns * patch, rows * patch, processing.resample), processing)
-    cut = found.reshape(len(found), rows, patch, columns, patch).transpose(1, 3, 0, 2, 4).reshape(rows * columns, -1)
+    values = pixels(resize(image, columns * patch, rows * patch, processing.resample), processing)
+    cut = values.reshape(len(values), rows, patch, columns, patch).transpose(1, 3, 0, 2, 4).reshape(rows * columns, -1)
     return np.concatenate((cut, np.zeros((most - len(cut), cut.shape[1]), np.float32))), (rows, columns)

@@ -137,12 +137,12 @@ def _square(value: Any, where: str, key: str) -> int:
 
 
 def _numbers(values: Mapping[str, Any], key: str, channels: int, where: str, positive: bool = False) -> tuple[float, ...]:
-    found = values.get(key)
-    if not isinstance(found, list) or len(found) != channels or not all(map(_is_number, found)):
-        raise ForgeError(f"{where}: {key} {found!r}: expected {channels} numbers, one for each channel")
-    if positive and not all(map(_is_positive, found)):
-        raise ForgeError(f"{where}: {key} {found!r}: expected positive numbers")
-    return tuple(float(cast(float, each)) for each in found)
+    numbers = values.get(key)
+    if not isinstance(numbers, list) or len(numbers) != channels or not all(map(_is_number, numbers)):
+        raise ForgeError(f"{where}: {key} {numbers!r}: expected {channels} numbers, one for each channel")
+    if positive and not all(map(_is_positive, numbers)):
+        raise ForgeError(f"{where}: {key} {numbers!r}: expected positive numbers")
+    return tuple(float(cast(float, each)) for each in numbers)
 
 
 def _is_number(value: Any) -> bool:

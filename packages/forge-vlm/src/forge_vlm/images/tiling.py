@@ -115,12 +115,12 @@ def grid(width: int, height: int, size: int, most: int) -> Tiles:
 def canvas(width: int, height: int, size: int, most: int) -> Tiles:
     """The grid that enlarges least, or where none enlarges, shrinks least; of equals the one with the fewest tiles."""
     counts = range(1, most + 1)
-    found = [(rows, columns) for rows in counts for columns in counts if rows * columns <= most]
-    scales = [min(rows * size / height, columns * size / width) for rows, columns in found]
+    grids = [(rows, columns) for rows in counts for columns in counts if rows * columns <= most]
+    scales = [min(rows * size / height, columns * size / width) for rows, columns in grids]
     larger = [scale for scale in scales if scale >= 1]
     chosen = min(larger) if larger else max(scales)
     rows, columns = min(
-        (each for each, scale in zip(found, scales, strict=True) if scale == chosen), key=lambda at: at[0] * at[1]
+        (each for each, scale in zip(grids, scales, strict=True) if scale == chosen), key=lambda at: at[0] * at[1]
     )
     most_across, most_down = (min(max(each, size), count * size) for each, count in ((width, columns), (height, rows)))
     by_width, by_height = most_across / width, most_down / height
