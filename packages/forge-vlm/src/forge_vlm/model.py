@@ -51,10 +51,10 @@ class VisionLanguageModel(Decoder):
         self.adapter: nn.Module | None = adapter
 
     def forward(self, x: Tensor, **given: Any) -> Tensor | LossTerms:
-        """See `Decoder`. With a cache the placeholder has the logit -inf: no image could come with it.
+        """See `Decoder`. With a cache the placeholder has the logit -inf, since no image could come with it.
 
         Raises:
-            Misplaced: a label is of a token that its place sees, in a prefix; on a device the process ends.
+            Misplaced: a label in a prefix is of a token that the model sees there; on a device the process ends.
         """
         if given.get("labels") is not None:
             self._refuse_seen(given["labels"], x if given.get("tokens") is None else given["tokens"], given)
@@ -78,12 +78,12 @@ class VisionLanguageModel(Decoder):
 
         Raises:
             ValueError: one of them is missing.
-            Misplaced: a row has other placeholders than its images need.
+            Misplaced: a row has more or fewer placeholders than its images need.
         """
         assert tokens is not None
         if self.embed is None and not self.fusion.in_stream:
             raise ValueError(
-                "blocks that attend to images need them on every stage of a pipeline, and only the first has them; set "
+                "blocks that attend to images need them on every stage of a pipeline, but only the first stage has them; set "
                 "parallel.pp = 1, or a fusion with images in the stream"
             )
         if self.embed is not None:
@@ -118,7 +118,7 @@ class VisionLanguageModel(Decoder):
         return super()._run_blocks(x, rotations, masks, cache, shared)
 
     def _images(self, tokens: Tensor, extras: Mapping[str, Tensor], cache: KVCache | None) -> tuple[Tensor | None, Tensor | None]:
-        """Images and their rows; an empty batch of images where a step must not leave the encoder out."""
+        """Images and their rows; an empty batch of images if a step must not skip the encoder."""
         token = self.context.image_token
         if token is None or self.embed is None:
             return None, None
@@ -139,7 +139,7 @@ class VisionLanguageModel(Decoder):
         return images, rows
 
     def _vectors(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(images, vectors, dim) of images, and which vectors are not padding, (images, vectors) bool; None: all."""
+        """(images, vectors, dim), and a mask of vectors that are not padding, (images, vectors) bool; None: no padding."""
         encoder: Any = self.encoder
         adapter: Any = self.adapter
         if not self.context.native:
@@ -150,7 +150,7 @@ class VisionLanguageModel(Decoder):
         return (adapter(features), here) if self.context.each else (adapter(features, here), None)
 
     def example_inputs(self) -> dict[str, Tensor]:
-        """Arguments of a small forward that passes all inner values: see `forge_models.interp.listing.taps`."""
+        """Arguments of a small forward through all inner values; see `forge_models.interp.listing.taps`."""
         tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
         if self.context.image_token is None:
             return {"x": tokens}
@@ -159,8 +159,8 @@ class VisionLanguageModel(Decoder):
 
     @property
     def without_loss(self) -> frozenset[str]:
-        """Parameters that no loss of text reaches: of the last block what images have for themselves behind keys and values,
-        since nothing reads the stream of a placeholder after it."""
+        """Parameters that no loss of text reaches: those of images in the last block, after keys and values, since nothing reads
+        the stream of a placeholder after that block."""
         if self.context.image_token is None or not self.fusion.in_stream:
             return frozenset()
         last = f"blocks.{self.shape.layers - 1}."
@@ -170,7 +170,7 @@ class VisionLanguageModel(Decoder):
 
     @property
     def plain_ids(self) -> int:
-        """Ids below it need nothing but themselves."""
+        """Ids below it are plain tokens, which need no image."""
         token = self.context.image_token
         return self.shape.vocab_size if token is None else token
 
@@ -198,19 +198,19 @@ class VisionLanguageModel(Decoder):
         elif seen.any():
             row, place = seen.nonzero()[0].tolist()
             raise Misplaced(
-                f"row {row} has a label at place {place}, inside of its prefix, where the model sees the token that it is to "
-                f"predict; give labels of a prefix {IGNORE}, mark as `prefix` what is not predicted, or set "
+                f"row {row} has a label at place {place}, inside of its prefix, where the model sees the token that it should "
+                f"predict; set labels of a prefix to {IGNORE}, mark as `prefix` only tokens that are not predicted, or set "
                 "model.fusion.image_attention = 'bidirectional_image'"
             )
 
     @property
     def _dtype(self) -> torch.dtype:
-        """What the embedding computes in, which is what its table is."""
+        """The dtype of the embedding table, in which the embedding computes."""
         assert self.embed is not None
         return self.embed.weight.dtype
 
     def specs(self) -> Specs:
-        """All that strategies know about this model."""
+        """Everything that strategies know about this model."""
         specs = super().specs()
         entry = tuple(name for name in ("encoder", "adapter") if getattr(self, name) is not None)
         return replace(
@@ -221,7 +221,8 @@ class VisionLanguageModel(Decoder):
         )
 
     def _roles(self, names: Iterable[str]) -> dict[str, frozenset[str]]:
-        """`encoder` and `adapter`; `fusion`, what blocks have that those of a text model do not; `decoder`, all the rest."""
+        """Roles of parameters: `encoder` and `adapter`; `fusion`, what blocks have in addition to a text model's; `decoder`, the
+        rest."""
         places = {"encoder": ["encoder"], "adapter": ["adapter"], "fusion": []}
         for path, module in self.named_modules():
             places["fusion"] += [f"{path}.{name}" for name in getattr(module, "added", ())]
@@ -269,7 +270,7 @@ def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, .
     before = torch.zeros_like(tokens, dtype=torch.bool)
     before[:, :-1] = tokens[:, 1:] == image_token
     labels[(tokens == image_token) | before] = IGNORE
-    if not images:  # as a loader gives it
+    if not images:  # the same as from a loader
         return replace(batch, tokens=tokens, labels=labels)
     numbers = torch.full((len(rows), max(map(len, rows))), -1)
     for row, numbers_of_row in enumerate(rows):
@@ -278,7 +279,7 @@ def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, .
 
 
 def _random_image(context: FusionContext, shape: tuple[int, ...], draw: torch.Generator, seed: int) -> tuple[torch.Tensor, int]:
-    """An image and its placeholders; where images keep their proportions, of a few patches in one or two rows."""
+    """An image and the number of its placeholders. In native proportions it has a few patches in one or two rows."""
     image = torch.randn(shape, generator=draw)
     if not context.native:
         return image, context.per_image
@@ -293,9 +294,9 @@ def _random_image(context: FusionContext, shape: tuple[int, ...], draw: torch.Ge
 def fixed_rows(
     vocab_size: int, max_length: int, image_token: int, per_image: int, shape: tuple[int, ...], in_stream: bool
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Three rows that are always the same: one that begins with an image, one with text before and between images, one of text.
+    """Three fixed rows: one begins with an image, one has text before and between images, and one is text.
 
-    Where images stay out of the stream, text never comes before the first image of a row: libraries differ about such text.
+    If images stay out of the stream, no text comes before the first image of a row: libraries treat such text differently.
 
     Args:
         vocab_size: number of ids.
