@@ -142,7 +142,7 @@ def test_a_clip_that_changed_is_named(tmp_path: Path) -> None:
     component = VideoCsv(path=str(tmp_path / "clips.csv"), file="{videoid}.mp4", **GIVEN)
     _, one, two = (opened(component, tmp_path / "w") for _ in range(3))  # the first one has decoded it, to prepare it
     video(tmp_path / "1.mp4", [250, 40, 80])
-    with pytest.raises(DataError, match=r"1\.mp4#0,1,2@0 is another image"):
+    with pytest.raises(DataError, match=r"1\.mp4#0,1,2@0 has changed since it was prepared"):
         one.load(0, 1)
     video(tmp_path / "1.mp4", [0, 40])
     with pytest.raises(DataError, match="fewer frames than times: 2 of 3"):
