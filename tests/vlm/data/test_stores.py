@@ -244,7 +244,7 @@ def test_the_model_says_what_an_image_becomes(tmp_path: Path) -> None:
         (Digits(placeholder=5), model(), "4 placeholders of id 5, the model takes 4 of id 259"),
         (Digits(size=16), model(), "has size 16, the model's encoder 8"),
         (Digits(), model(encoder=Features(count=4, dim=8)), "the model's encoder takes features that were computed before"),
-        (Digits(), model(images="tokens", modalities={"image": (250, 260)}), "those of the model are tokens"),
+        (Digits(), model(images="tokens", modalities={"image": (250, 260)}), "images of the model are tokens"),
         (ImageJsonl(path="nowhere.jsonl", **GIVEN), None, "nowhere.jsonl"),
         (ImageWebdataset(path="nowhere", **GIVEN), None, "nowhere"),
         (Digits(template="nothing", **GIVEN), None, "neither a file nor one of"),
