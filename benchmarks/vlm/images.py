@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from forge_vlm.images.decoding import decode
-from forge_vlm.images.pixels import fit, pixels
+from forge_vlm.images.pixels import decode, fit_square, pixels
 from forge_vlm.images.processing import Processing
 
 HALF = (0.5, 0.5, 0.5)
@@ -52,7 +51,7 @@ def main() -> None:
     theirs = SiglipImageProcessorPil(size={"height": 384, "width": 384}, image_mean=HALF, image_std=HALF, resample=3)
     content = files(count, 480)
     decoded = [decode(each) for each in content]
-    ours_of: Callable[[Image.Image], np.ndarray] = lambda image: pixels(fit(image, processing), processing)  # noqa: E731
+    ours_of: Callable[[Image.Image], np.ndarray] = lambda image: pixels(fit_square(image, processing), processing)  # noqa: E731
     theirs_of: Callable[[Image.Image], np.ndarray] = lambda image: theirs(image, return_tensors="np")["pixel_values"][0]  # noqa: E731
     worst = max(float(np.abs(ours_of(image) - theirs_of(image)).max()) for image in decoded[:4])
     sides: dict[str, Callable[[], object]] = {

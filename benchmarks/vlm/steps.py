@@ -23,10 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.conformance.trial import on_meta
-from forge_vlm.components.adapters import MLP
-from forge_vlm.components.encoders import ViT
-from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
-from forge_vlm.components.model import VLM
+from forge_vlm import MLP, VLM, CrossAttention, JointDecoder, MixtureOfTransformers, MoMa, ViT
 
 IMAGES = 2
 """In each row."""

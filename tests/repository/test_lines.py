@@ -9,7 +9,7 @@ from forge_core.lines import lines_of
 
 ROOT = Path(__file__).parents[2]
 MACHINES = {
-    "an error's own message": ("pickled.py", "probes.py", "memory.py", "compiler.py", "texts.py", "records.py"),
+    "an error's own message": ("pickled.py", "probes.py", "memory.py", "accelerator.py", "text_and_vision.py", "records.py"),
     "files of the system": ("machine.py",),
     "what programs print": ("runner.py", "gpus.py", "cases.py"),
     "a docstring": ("descriptions.py",),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("forge_core", "forge_parallel", "forge_models", "forge_data", "forge_ckpt")
+PACKAGES = ("forge_core", "forge_parallel", "forge_models", "forge_data", "forge_ckpt", "forge_vlm")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

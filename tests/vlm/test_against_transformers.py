@@ -16,8 +16,7 @@ from forge_vlm.components.adapters import MLP, Linear
 from forge_vlm.components.encoders import Features, SigLIP
 from forge_vlm.components.fusions import CrossAttention, JointDecoder
 from forge_vlm.components.model import VLM
-from forge_vlm.fusion.experts import ModalityExperts
-from forge_vlm.groups import Groups
+from forge_vlm.fusion.modalities import ModalityExperts, ModalityGroups
 from vlm.encoders.test_published import siglip, stored
 from vlm.tiny import IMAGE, PARTS, SIZES
 
@@ -181,7 +180,7 @@ def test_experts_by_modality_are_those_of_ernie() -> None:
         x = torch.randn(3, 9, 16, generator=draw, dtype=torch.float64)
         kinds = torch.randint(2, (3, 9), generator=draw)
         wanted, _ = theirs(x, kinds)
-        found, router_stats = mine(x, Groups.of(kinds, 2))
+        found, router_stats = mine(x, ModalityGroups.of(kinds, 2))
     assert router_stats is None
     assert torch.allclose(found, wanted, rtol=0, atol=1e-5), (found - wanted).abs().max()
 

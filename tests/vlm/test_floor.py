@@ -15,7 +15,7 @@ from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_vlm.places import Misplaced
+from forge_vlm.fusion.fusion import Misplaced
 from vlm.tiny import IMAGE, MODELS
 
 ROWS, LENGTH, STEPS = 16, 32, 200

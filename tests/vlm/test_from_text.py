@@ -19,7 +19,7 @@ from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
 from forge_vlm.components.model import VLM
-from forge_vlm.weights.from_text import counterparts, from_text
+from forge_vlm.from_text import counterparts, from_text
 from train.runs import TINY, prepared
 from vlm.encoders.test_published import siglip, stored
 

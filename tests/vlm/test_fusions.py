@@ -291,8 +291,8 @@ def test_bad_keys_are_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"fusion": CrossAttention(every=9)}, "gives no cross block"),
         ({"fusion": MoMa(routing="threshold"), "moe": replace(EXPERTS, capacity=1.0)}, "takes no moe.capacity"),
-        ({"modalities": {"image": (1, 2)}}, "that of the encoder"),
-        ({"modalities": {"text": (1, 2)}}, "others do not claim"),
+        ({"modalities": {"image": (1, 2)}}, "reserved for the encoder"),
+        ({"modalities": {"text": (1, 2)}}, "no other modality claims"),
         ({"modalities": {"a": (1, 5), "b": (4, 8)}}, "share ids"),
         ({"modalities": {"a": (0, 5)}}, "0 < first"),
         ({"image_token": 40}, "vocab_size"),

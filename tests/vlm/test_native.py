@@ -24,12 +24,12 @@ from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOf
 from forge_vlm.components.model import VLM
 from forge_vlm.components.sources import ImageJsonl
 from forge_vlm.data import inputs
-from forge_vlm.hooks.swapped import swapped
-from forge_vlm.images.native import native_grid, native_item, native_patches, taken_apart
-from forge_vlm.images.native_shape import Native
+from forge_vlm.fusion.fusion import Misplaced, feature_places
+from forge_vlm.hooks import swap_images
+from forge_vlm.images.pixels import native_grid, native_item, native_patches, split_native
+from forge_vlm.images.processing import Native
 from forge_vlm.images.tiling import Tiling
 from forge_vlm.model import VisionLanguageModel
-from forge_vlm.places import Misplaced, feature_places
 from harness.pool import World
 from train.runs import prepared, train
 from vlm.encoders.test_flexible import MOST, PATCH, photo, stored
@@ -93,7 +93,7 @@ def test_padding_says_nothing(tower: Path, name: str) -> None:
     model = build(component)
     one = given(component, [3, SHAPES[1], 5, SHAPES[2]], [SHAPES[3], 4, 5])
     wanted, other = model(**one), one["images"].clone()
-    for image, (rows, columns) in enumerate(taken_apart(other)[1].tolist()):
+    for image, (rows, columns) in enumerate(split_native(other)[1].tolist()):
         assert rows * columns < MOST
         other[image, rows * columns : -1] = 7.0
     assert torch.allclose(model(**{**one, "images": other}), wanted, rtol=0, atol=1e-10)
@@ -208,9 +208,9 @@ def test_adapters_of_a_square_grid_are_refused(tower: Path, adapter: Any) -> Non
 
 
 def test_a_mask_of_whole_images_is_refused_where_they_differ(tower: Path) -> None:
-    with pytest.raises(ValueError, match=r"needs as many tokens of every image"):
+    with pytest.raises(ValueError, match=r"needs the same number of tokens for every image"):
         described(tower, fusion=JointDecoder(image_attention="bidirectional_image"))
-    with pytest.raises(ValueError, match=r"needs as many tokens of every image"):
+    with pytest.raises(ValueError, match=r"needs the same number of tokens for every image"):
         described(tower, "mot", fusion=MixtureOfTransformers(image_attention="bidirectional_image"))
 
 
@@ -255,7 +255,7 @@ def test_a_store_has_a_placeholder_for_each_patch(tower: Path, corpus: Path, tmp
 
 def test_a_source_that_cuts_squares_is_refused(tower: Path, corpus: Path, tmp_path: Path) -> None:
     for more in ({"tiling": Tiling(name="anyres")}, {"size": 16}):
-        with pytest.raises(DataError, match=r"in their own proportions; leave tiling and size out"):
+        with pytest.raises(DataError, match=r"in their own proportions; remove tiling and size"):
             opened(corpus, described(tower), tmp_path, **more)
 
 
@@ -310,8 +310,8 @@ def test_images_are_swapped_for_those_of_as_many_patches(tower: Path) -> None:
     long, short = (90, 9), (40, 40)
     rows = given(component, [3, long], [short, 4], [5, long], [short, 6])
     batch = Batch(rows["x"], rows["x"], extras={name: rows[name] for name in ("images", "image_rows")})
-    moved, labels = swapped([batch], varies=True)
-    before, after = taken_apart(batch.extras["images"])[1], taken_apart(moved[0].extras["images"])[1]
+    moved, labels = swap_images([batch], varies=True)
+    before, after = split_native(batch.extras["images"])[1], split_native(moved[0].extras["images"])[1]
     assert native_grid(*long, PATCH, MOST) != native_grid(*short, PATCH, MOST)
     assert torch.equal(before.prod(1), after.prod(1)) and labels == rows["x"].numel()
     build(component)(moved[0].tokens, **moved[0].extras)
@@ -324,7 +324,7 @@ def test_made_up_images_fit_the_model(tower: Path, name: str) -> None:
     assert isinstance(model, VisionLanguageModel)
     tokens = torch.randint(1, 290, (6, 80), generator=torch.Generator().manual_seed(1))
     made = model.with_extras(Batch(tokens, tokens))
-    assert len({*taken_apart(made.extras["images"])[1].prod(1).tolist()}) > 1
+    assert len({*split_native(made.extras["images"])[1].prod(1).tolist()}) > 1
     assert (
         build(component)(made.tokens, **{k: v.double() if v.is_floating_point() else v for k, v in made.extras.items()})
         .isfinite()

@@ -7,7 +7,7 @@ from torch import nn
 
 from forge_core.specs import Init, TensorSpec
 from forge_models.blocks.block import Block
-from forge_vlm.fusion.fusion import Plain
+from forge_vlm.fusion import FusionBase
 
 
 class Bad:
@@ -20,7 +20,7 @@ class Bad:
         return BadFusion(context, self)
 
 
-class BadFusion(Plain):
+class BadFusion(FusionBase):
     def __init__(self, context: Any, bad: Bad) -> None:
         super().__init__(context)
         self.bad, self.in_stream = bad, bad.in_stream

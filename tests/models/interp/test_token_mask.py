@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from forge_models.tap import listening
 from torch import Tensor
 
 from forge_core.batch import IGNORE, PADDING
+from forge_models.inner_values import listening
 from forge_models.interp.attention_scores import capture_qk
 from forge_models.interp.capture import capture
 from forge_models.interp.edit import edit, mean, zero

@@ -6,10 +6,9 @@ import torch
 from PIL import Image
 
 import forge_vlm
-from forge_vlm.components.adapters import PixelShuffle
-from forge_vlm.components.encoders import ViT
+from forge_vlm import PixelShuffle, ViT
 from forge_vlm.context import AdapterContext
-from forge_vlm.images.cutting import tile_pixels
+from forge_vlm.images.pixels import tile_pixels
 from forge_vlm.images.tiling import Tiling
 
 siblings = {found.name for found in distributions() if found.name.startswith("forge-")}

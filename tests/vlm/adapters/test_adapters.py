@@ -153,9 +153,11 @@ def test_counts() -> None:
 
 @pytest.mark.parametrize("component", [AveragePool(), AttentionPool(), PixelShuffle()])
 def test_a_class_token_among_patches_is_refused(component) -> None:
-    with pytest.raises(ValueError, match=r"needs a square grid of features, and 17 are none.*encoder\.class_feature = false"):
+    with pytest.raises(
+        ValueError, match=r"needs a square grid of features, and 17 is not a square.*encoder\.class_feature = false"
+    ):
         component.tokens(17)
-    with pytest.raises(ValueError, match="17 are none"):
+    with pytest.raises(ValueError, match="17 is not a square number"):
         component.build(context(17))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from forge_vlm.data.chat import TEMPLATES, Chat
-from forge_vlm.data.documents import Broken, Fields, Picture, Words, parts_of
+from forge_vlm.data.documents import BrokenRecord, Fields, Picture, Words, parts_of
 
 CHAT = Chat(TEMPLATES["plain"])
 
@@ -65,5 +65,5 @@ def test_fields_have_names() -> None:
     ],
 )
 def test_broken_records_say_why(record: dict[str, Any], fault: str) -> None:
-    with pytest.raises(Broken, match=fault):
+    with pytest.raises(BrokenRecord, match=fault):
         parts(record)

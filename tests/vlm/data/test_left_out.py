@@ -13,12 +13,11 @@ from forge_data.sources import records
 from forge_vlm.components.sources import ImageJsonl, ImageSource, VideoFrames
 from forge_vlm.data import prepare
 from forge_vlm.data.inputs import ImageInputs
-from forge_vlm.images.native_shape import Native
-from forge_vlm.images.processing import Processing
+from forge_vlm.images.processing import Native, Processing
 from forge_vlm.images.tiling import Tiling
-from vlm.data.test_readers import texts
+from vlm.data.test_image_readers import texts
 from vlm.data.test_stores import EOS, GIVEN, HOLE, documents, opened, square, written
-from vlm.data.test_video import grays
+from vlm.data.test_video_readers import grays
 
 
 @pytest.fixture

@@ -215,7 +215,7 @@ def test_a_step_ends_with_the_image_that_cannot_be_read(corpus: Path, tmp_path: 
     Image.new("RGB", (5, 7)).save(content, "PNG")
     name.write_bytes(content.getvalue())
     try:
-        with pytest.raises(DataError, match=r"7-0\.png is another image"):
+        with pytest.raises(DataError, match=r"7-0\.png has changed since it was prepared"):
             list(steps(chosen, tmp_path, 30))
     finally:
         name.write_bytes(kept)

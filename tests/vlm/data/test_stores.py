@@ -167,7 +167,7 @@ def test_an_image_that_changed_or_is_gone_is_named_when_it_is_read(tmp_path: Pat
     (tmp_path / "a.png").write_bytes(square(1))
     source = opened(ImageJsonl(path=written(tmp_path, [{"text": "a", "image": "a.png"}]), **GIVEN), tmp_path / "w")
     (tmp_path / "a.png").write_bytes(square(2))
-    with pytest.raises(DataError, match=r"a\.png is another image than when it was prepared; put it back, or remove"):
+    with pytest.raises(DataError, match=r"a\.png has changed since it was prepared; restore it, or remove"):
         source.load(0, 1)
     (tmp_path / "a.png").unlink()
     with pytest.raises(DataError, match=r"a\.png cannot be read: No such file"):
@@ -244,7 +244,7 @@ def test_the_model_says_what_an_image_becomes(tmp_path: Path) -> None:
         (Digits(placeholder=5), model(), "4 placeholders of id 5, the model takes 4 of id 259"),
         (Digits(size=16), model(), "has size 16, the model's encoder 8"),
         (Digits(), model(encoder=Features(count=4, dim=8)), "the model's encoder takes features that were computed before"),
-        (Digits(), model(images="tokens", modalities={"image": (250, 260)}), "those of the model are tokens"),
+        (Digits(), model(images="tokens", modalities={"image": (250, 260)}), "images of the model are tokens"),
         (ImageJsonl(path="nowhere.jsonl", **GIVEN), None, "nowhere.jsonl"),
         (ImageWebdataset(path="nowhere", **GIVEN), None, "nowhere"),
         (Digits(template="nothing", **GIVEN), None, "neither a file nor one of"),

@@ -12,7 +12,7 @@ from forge_core.errors import DataError
 from forge_data.tokenizers.bpe import BpeTokenizer
 from forge_vlm.data import example_images
 from forge_vlm.data.chat import Chat, Turn, chat_of
-from forge_vlm.data.documents import Broken, Fields, is_conversation, parts_of
+from forge_vlm.data.documents import BrokenRecord, Fields, is_conversation, parts_of
 from forge_vlm.data.inputs import ImageInputs
 from forge_vlm.data.prepare import encode
 from forge_vlm.images.processing import Processing
@@ -137,9 +137,9 @@ def test_images_stand_where_a_template_writes_a_token_of_another_name(kinds: dic
     wanted = theirs.apply_chat_template(talk, chat_template=template, return_dict=False)
     expanded = [each for index in wanted for each in ([token] * 3 if index == token else [index])]
     assert encoded({"messages": talk, "image": "a"}, template, ours, token).ids.tolist() == [*expanded, ours.eos]
-    with pytest.raises(Broken, match="1 images, for which the chat template writes 0 times the token 10000"):
+    with pytest.raises(BrokenRecord, match="1 images, for which the chat template writes 0 times the token 10000"):
         encoded({"messages": talk, "image": "a"}, template, ours)
-    with pytest.raises(Broken, match="2 images, for which the chat template writes 1 times"):
+    with pytest.raises(BrokenRecord, match="2 images, for which the chat template writes 1 times"):
         encoded({"messages": talk, "image": ["a", "b"]}, template, ours, token)
 
 
@@ -155,7 +155,7 @@ def test_pieces_may_name_their_images_themselves(kinds: dict[str, Any]) -> None:
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,xx"}}, "an image inside the record"),
         ({"type": "image", "path": "a", "url": "b"}, "a piece that is neither"),
     ):
-        with pytest.raises(Broken, match=fault):
+        with pytest.raises(BrokenRecord, match=fault):
             encoded({"messages": [{"role": "user", "content": [piece]}, TALK[1]]}, IMAGES["smolvlm"], ours)
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from forge_models.conformance import trial
 from forge_models.hf.config import Unsupported
 from forge_vlm.components.encoders import SigLIP2
-from forge_vlm.encoders.flexible import present, resized
-from forge_vlm.images.native import native_grid, native_patches
+from forge_vlm.encoders.vit import patch_mask, resize_positions
+from forge_vlm.images.pixels import native_grid, native_patches
 
 transformers = pytest.importorskip("transformers")
 
@@ -60,7 +60,7 @@ def test_features_of_images_of_any_proportions_are_those_of_transformers(tmp_pat
     assert torch.equal(grids, inputs["spatial_shapes"].to(grids.dtype))
     theirs_first = inputs["pixel_values"].view(len(images), MOST, PATCH, PATCH, 3).permute(0, 1, 4, 2, 3).flatten(2)
     torch.testing.assert_close(pixels, theirs_first, atol=1e-6, rtol=0)
-    assert torch.equal(present(grids, MOST).int(), inputs["pixel_attention_mask"].int())
+    assert torch.equal(patch_mask(grids, MOST).int(), inputs["pixel_attention_mask"].int())
     with torch.no_grad():
         wanted = theirs(**inputs).last_hidden_state
         found = ours(component)(pixels, grids)
@@ -76,7 +76,7 @@ def test_positions_are_interpolated_as_torch_does(grid: tuple[int, int]) -> None
     rows, columns = grid
     image = table.view(1, 5, 5, 6).permute(0, 3, 1, 2)
     wanted = F.interpolate(image, size=grid, mode="bilinear", align_corners=False, antialias=True)
-    found = resized(table, torch.tensor([grid]), rows * columns + 3)
+    found = resize_positions(table, torch.tensor([grid]), rows * columns + 3)
     torch.testing.assert_close(found[0, : rows * columns], wanted[0].flatten(1).T, atol=1e-6, rtol=1e-6)
     assert bool(found.isfinite().all())
 
@@ -89,7 +89,7 @@ def test_positions_of_one_column_by_two_passes() -> None:
     image = table.view(1, 4, 4, 3).permute(0, 3, 1, 2).contiguous()
     across = (image * torch.tensor([0.625, 0.875, 0.875, 0.625]).double() / 3).sum(-1, keepdim=True)  # a triangle 8 wide
     wanted = F.interpolate(across.repeat(1, 1, 1, 2), size=(10, 2), **options)[0, ..., 0].T
-    torch.testing.assert_close(resized(table, torch.tensor([[10, 1]]), 10)[0], wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(resize_positions(table, torch.tensor([[10, 1]]), 10)[0], wanted, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("side", [1, 7, 64, 500, 3000])
@@ -115,7 +115,7 @@ def test_padding_is_not_seen(tmp_path: Path) -> None:
     other = x.clone()
     other[0, 12:] = 7.0
     assert torch.equal(module(x, grids)[0], module(other, grids)[0])
-    assert present(grids, MOST).sum(1).tolist() == [12, 1]
+    assert patch_mask(grids, MOST).sum(1).tolist() == [12, 1]
     assert bool(module(x, grids).isfinite().all()), "an image without patches, which stands for none, is finite"
 
 
@@ -123,7 +123,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     stored(tmp_path)
     module = ours(SigLIP2(path=str(tmp_path), patches=MOST))
     x, grids = trial.drawn(1, MOST, 48).float(), torch.tensor([[2, 3]])
-    with pytest.raises(ValueError, match=r"grids .* go with an encoder of images of any proportions"):
+    with pytest.raises(ValueError, match="an encoder of images of any proportions needs grids"):
         module(x)
     with pytest.raises(ValueError, match=r"the encoder takes \(20, 48\): patches, numbers in a patch"):
         module(x[:, :5], grids)

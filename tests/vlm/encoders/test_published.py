@@ -11,7 +11,7 @@ from forge_core.errors import ConfigError, ForgeError
 from forge_models.conformance import trial
 from forge_models.hf.config import Unsupported
 from forge_vlm.components.encoders import CLIP, DINOv2, Published, SigLIP, SigLIP2
-from forge_vlm.encoders.hf.families import FAMILIES
+from forge_vlm.encoders.towers import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 

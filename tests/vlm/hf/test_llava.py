@@ -22,7 +22,7 @@ from forge_vlm.components.encoders import CLIP, Features, SigLIP2, ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers
 from forge_vlm.components.model import VLM
 from forge_vlm.hf.llava import model_of
-from forge_vlm.images.pixels import fit, pixels
+from forge_vlm.images.pixels import fit_square, pixels
 from models.hf.zoo import CASES as ZOO
 from models.hf.zoo import SIZES as ZOO_SIZES
 from vlm.encoders.test_published import CASES as TOWERS
@@ -317,7 +317,7 @@ def test_the_processor_makes_the_pixels_of_ours(statistics: dict[str, Any], tmp_
     picture = Image.fromarray(torch.randint(0, 256, (30, 40, 3), generator=draw, dtype=torch.uint8).numpy())
     processor = CLIPImageProcessorPil.from_pretrained(tmp_path / "out")
     wanted = processor(picture, return_tensors="pt")["pixel_values"][0]
-    found = torch.as_tensor(pixels(fit(picture, component.vision.processing), component.vision.processing))
+    found = torch.as_tensor(pixels(fit_square(picture, component.vision.processing), component.vision.processing))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
@@ -348,7 +348,7 @@ def test_transformers_opens_a_processor_that_fits_the_model(case: str, tmp_path:
     draw = torch.Generator().manual_seed(1)
     picture = Image.fromarray(torch.randint(0, 256, (30, 40, 3), generator=draw, dtype=torch.uint8).numpy())
     inputs = processor(images=[picture], text="w3 <picture> w4", return_tensors="pt")
-    wanted = torch.as_tensor(pixels(fit(picture, vlm.vision.processing), vlm.vision.processing))
+    wanted = torch.as_tensor(pixels(fit_square(picture, vlm.vision.processing), vlm.vision.processing))
     torch.testing.assert_close(inputs["pixel_values"][0], wanted, rtol=0, atol=1e-6)
     tokens = inputs["input_ids"]
     assert tokens[0].tolist() == [3, *[39] * vlm.per_image, 4]

@@ -20,8 +20,8 @@ from forge_vlm.components.adapters import MLP, Perceiver
 from forge_vlm.components.encoders import Features, SigLIP2
 from forge_vlm.components.fusions import CrossAttention, JointDecoder
 from forge_vlm.components.model import VLM
+from forge_vlm.fusion.fusion import seen_images
 from forge_vlm.hf.mllama import cross_layers
-from forge_vlm.places import seen_images
 from vlm.encoders.test_published import CASES as TOWERS
 from vlm.encoders.test_published import stored
 from vlm.tiny import MODELS

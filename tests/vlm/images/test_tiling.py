@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from forge_vlm.images.cutting import cut, tile_pixels
+from forge_vlm.images.pixels import cut_tiles, tile_pixels
 from forge_vlm.images.processing import Processing
 from forge_vlm.images.tiling import Tiling
 
@@ -85,7 +85,7 @@ def test_canvas_is_llama(width: int, height: int, most: int) -> None:
 
 def test_square_is_the_whole_image() -> None:
     image = photo(20, 12)
-    found = cut(image, Tiling(), processing())
+    found = cut_tiles(image, Tiling(), processing())
     assert (found.tiles.count, found.tiles.rows, found.tiles.columns) == (1, 0, 0)
     np.testing.assert_array_equal(np.asarray(found.images[0]), np.asarray(image.resize((8, 8), Image.Resampling.BICUBIC)))
 
@@ -122,6 +122,6 @@ def test_images_of_one_channel_are_cut_alike() -> None:
     image = photo(33, 20)
     gray = image.convert("L")
     for name in ("square", "anyres", "grid", "canvas"):
-        found = cut(gray, Tiling(name=name), processing()).images
+        found = cut_tiles(gray, Tiling(name=name), processing()).images
         assert {each.mode for each in found} == {"L"}
-        assert len(found) == len(cut(image, Tiling(name=name), processing()).images)
+        assert len(found) == len(cut_tiles(image, Tiling(name=name), processing()).images)

@@ -1,1 +1,46 @@
-"""Vision-language fusions."""
+"""Vision-language models: encoders, adapters and fusions around the decoder of forge-models.
+
+    from forge_models import initialize
+    from forge_vlm import MLP, VLM, MixtureOfTransformers, ViT
+
+    vision = {"encoder": ViT(size=32, patch=8), "adapter": MLP()}
+    model = VLM(dim=64, layers=2, heads=4, vocab_size=256, max_length=64, **vision, fusion=MixtureOfTransformers())
+    module = model.build()
+    initialize(module, seed=0)
+    logits = module(tokens, images=images, image_rows=rows)  # rows (B, M): the numbers of each row's images, or -1
+
+Importing this package imports no torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from forge_core.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from forge_vlm.components.adapters import MLP as MLP
+    from forge_vlm.components.adapters import AttentionPool as AttentionPool
+    from forge_vlm.components.adapters import AveragePool as AveragePool
+    from forge_vlm.components.adapters import Linear as Linear
+    from forge_vlm.components.adapters import Perceiver as Perceiver
+    from forge_vlm.components.adapters import PixelShuffle as PixelShuffle
+    from forge_vlm.components.encoders import CLIP as CLIP
+    from forge_vlm.components.encoders import DINOv2 as DINOv2
+    from forge_vlm.components.encoders import Features as Features
+    from forge_vlm.components.encoders import SigLIP as SigLIP
+    from forge_vlm.components.encoders import SigLIP2 as SigLIP2
+    from forge_vlm.components.encoders import ViT as ViT
+    from forge_vlm.components.fusions import CrossAttention as CrossAttention
+    from forge_vlm.components.fusions import JointDecoder as JointDecoder
+    from forge_vlm.components.fusions import MixtureOfTransformers as MixtureOfTransformers
+    from forge_vlm.components.fusions import MoMa as MoMa
+    from forge_vlm.components.model import VLM as VLM
+    from forge_vlm.data.prepare import prepare as prepare
+
+_NAMES = {
+    "components.adapters": "AttentionPool AveragePool Linear MLP Perceiver PixelShuffle",
+    "components.encoders": "CLIP DINOv2 Features SigLIP SigLIP2 ViT",
+    "components.fusions": "CrossAttention JointDecoder MixtureOfTransformers MoMa",
+    "components.model": "VLM",
+    "data.prepare": "prepare",
+}
+__getattr__, __dir__ = lazy_exports(__name__, {name: module for module, names in _NAMES.items() for name in names.split()})

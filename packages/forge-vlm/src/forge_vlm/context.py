@@ -1,23 +1,72 @@
-"""What a vision-language model tells the components that build its parts. Plain data: importing it needs no torch."""
+"""What a vision-language model tells its parts: sizes, the modality of each token, the grid of features.
 
+The modality of a token is a function of its id alone, so every part of a model computes it by itself. Plain data: importing this
+module needs no torch.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isqrt
+from typing import TYPE_CHECKING
 
 from forge_models.shape import DecoderShape
-from forge_vlm.modality import Modalities
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TEXT = "text"
+"""The modality of every id that no other modality claims."""
 WHOLE_STREAM = "model.fusion, which looks at the tokens of whole rows"
 """Why the residual stream of such a model is not cut along the sequence."""
 
 
+@dataclass(frozen=True)
+class Modalities:
+    """Ranges of token ids by modality. Their order does not matter: names are sorted, with text first.
+
+    Attributes:
+        ranges: name -> (first id, one past the last). A range of one id is a placeholder, whose vector comes from an encoder; a
+            longer range holds discrete tokens, such as those of a quantized image (Chameleon, 2024).
+    """
+
+    ranges: Mapping[str, tuple[int, int]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Text, then the other modalities in alphabetical order."""
+        return (TEXT, *sorted(self.ranges))
+
+    def fault(self, vocab_size: int) -> str:
+        """Why a model cannot have these ranges; empty when it can."""
+        if TEXT in self.ranges:
+            return f"modality {TEXT!r} is every id that no other modality claims; remove it"
+        end, before = 0, ""
+        for name, (first, last) in sorted(self.ranges.items(), key=lambda item: item[1]):
+            if not 0 < first < last <= vocab_size:
+                return f"modality {name!r} has ids {first} to {last}; give 0 < first < end <= vocab_size {vocab_size}"
+            if first < end:
+                return f"modalities {before!r} and {name!r} share ids from {first} on"
+            end, before = last, name
+        return ""
+
+    def of(self, tokens: "Tensor") -> "Tensor":
+        """(B, T) ids -> (B, T) int64 indices into `names`."""
+        modalities = tokens.new_zeros(tokens.shape)
+        for place, name in enumerate(self.names[1:], 1):
+            first, end = self.ranges[name]
+            modalities = modalities.masked_fill((tokens >= first) & (tokens < end), place)
+        return modalities
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdapterContext:
-    """Sizes on both sides of an adapter, as `build(context)` of its component sees them.
+    """Sizes on both sides of an adapter; its component receives them in `build(context)`.
 
     Attributes:
         width: of the encoder's features.
-        tokens: that the encoder makes of one image.
+        tokens: features of one image.
         dim: width of the decoder's residual stream.
-        init_std: standard deviation of matrices at the start.
+        init_std: standard deviation of the initial matrices.
     """
 
     width: int
@@ -34,10 +83,10 @@ class FusionContext:
         shape: of the decoder.
         modalities: of its tokens.
         image_token: id of the placeholder of encoded images; None for a model whose images are discrete tokens.
-        per_image: placeholders of an image: one for each of its vectors, or one where images stay out of the stream.
-        native: images keep their proportions; see `forge_vlm.images.native`.
-        each: then an image has as many vectors as patches, and what else the adapter makes is padding.
-        varies: images have different numbers of placeholders, `per_image` at most.
+        per_image: placeholders of an image: one per vector, or a single one where images stay out of the stream.
+        native: images keep their proportions; see `native_item` in `forge_vlm.images.pixels`.
+        each: with `native`, an image has one vector per patch, and the adapter's other outputs are padding.
+        varies: images have different numbers of placeholders, at most `per_image`.
     """
 
     shape: DecoderShape
@@ -47,3 +96,30 @@ class FusionContext:
     native: bool = False
     each: bool = False
     varies: bool = False
+
+
+def grid_side(tokens: int, what: str) -> int:
+    """Rows (and columns) of a square grid of `tokens` features.
+
+    Raises:
+        ValueError: `tokens` is not a square number.
+    """
+    root = isqrt(tokens)
+    if root * root != tokens:
+        raise ValueError(
+            f"{what} needs a square grid of features, and {tokens} is not a square number; if one feature is the class token, "
+            "leave it out (encoder.class_feature = false, or encoder.class_token = false)"
+        )
+    return root
+
+
+def count_windows(tokens: int, size: int, what: str) -> int:
+    """Number of windows of size x size in a square grid of `tokens` features.
+
+    Raises:
+        ValueError: the grid is not square, or `size` does not divide it.
+    """
+    root = grid_side(tokens, what)
+    if root % size:
+        raise ValueError(f"{what} {size} must divide the {root} x {root} grid of {tokens} features")
+    return (root // size) ** 2

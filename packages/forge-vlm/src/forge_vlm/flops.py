@@ -1,15 +1,15 @@
 """Weights and matrix products of a vision-language model: those of its decoder, and those of images.
 
-Products of the decoder are those of `forge_models.flops`: a place of the stream costs what it costs a text model, an image's too,
-since each token meets the weights of one modality. Encoder and adapter cost what torch's `FlopCounterMode` counts of their
-modules on the meta device, for one image. A cross block costs
+Products of the decoder are those of `forge_models.flops`: every place of the stream, also that of an image, costs as much as in a
+text model, since each token passes through the weights of one modality. For encoder and adapter torch's `FlopCounterMode` counts
+one image on the meta device. The forward of a cross block costs
 
     2 (2 D H Dh + P)    for each token of a row that has images, with P the weights of its feed-forward part
     2 (2 D K Dh)        for each vector of an image, K being the heads of keys and values
     2 (2 H Dh)          for each pair of a token and a vector in a row
 
-in its forward. A backward costs twice its forward, but that of an encoder that is frozen as a whole, which has none. Places of a
-batch that are padding count as tokens, images that are not there do not count.
+A backward costs twice its forward; an encoder that is frozen as a whole has none. Padding counts as tokens, missing images do not
+count.
 """
 
 from collections.abc import Collection, Sequence
@@ -30,16 +30,16 @@ _ENCODER = "encoder."
 
 @dataclass(frozen=True)
 class VisionCounts(Counts):
-    """Counts of a decoder and of what images need.
+    """Counts of a decoder and of the parts for images.
 
     Attributes:
         vision: weights that a text model does not have.
         encoder: forward FLOPs of the encoder for one image.
-        adapter: those of the adapter.
-        vectors: that the adapter makes of one image.
+        adapter: forward FLOPs of the adapter for one image.
+        vectors: number of the adapter's vectors of one image.
         per_token: multiply-adds of all cross blocks for a token of a row with images.
-        per_vector: those for a vector of an image.
-        per_pair: those for a token and a vector.
+        per_vector: their multiply-adds for a vector of an image.
+        per_pair: their multiply-adds for a pair of a token and a vector.
     """
 
     vision: int = 0
@@ -52,17 +52,17 @@ class VisionCounts(Counts):
 
     @property
     def parameters(self) -> int:
-        """All weights, a tied table once."""
+        """All weights; a tied table counts once."""
         return super().parameters + self.vision
 
     @property
     def note(self) -> str:
-        """What an image costs before the stream."""
+        """The cost of an image before the stream, in words."""
         each = 3 * (self.encoder + self.adapter + 2 * self.vectors * self.per_vector) / 1e6
         return f", and {each:,.4g} MFLOP an image in front of it" if each else ""
 
     def beyond(self, batches: Sequence[Batch], frozen: Collection[str] = ()) -> float:
-        """See `Counts`: encoder, adapter and cross blocks."""
+        """See `Counts`: FLOPs of encoder, adapter and cross blocks."""
         trained = not any(name.startswith(_ENCODER) for name in frozen)
         total = 0.0
         for batch in batches:
@@ -90,24 +90,24 @@ def count(model: Any) -> VisionCounts:
     own = {name: parameter.numel() for name, parameter in module.named_parameters()}
     vision = sum(own.values()) - text.parameters
     added = sum(own[name] for name in module.specs().roles.get("fusion", ()))
-    found: dict[str, Any] = {field.name: getattr(text, field.name) for field in fields(text)}
+    counts: dict[str, Any] = {field.name: getattr(text, field.name) for field in fields(text)}
     if model.images == "encoder":
         context = model.adapter_context
-        found |= {
+        counts |= {
             "encoder": _products(module.encoder, model.vision.input_shape, *([(2,)] if model.native is not None else [])),
             "adapter": _products(module.adapter, (context.tokens, context.width)),
             "vectors": model.chosen_adapter.tokens(context.tokens),
         }
     if hasattr(fusion, "blocks"):
-        found |= _cross(shape, fusion.blocks(shape.layers))
+        counts |= _cross(shape, fusion.blocks(shape.layers))
     else:
-        found["idle"] += added
-        found["matrix"] += _foresight(model, shape)
-    return VisionCounts(**found, vision=vision)
+        counts["idle"] += added
+        counts["matrix"] += _foresight(model, shape)
+    return VisionCounts(**counts, vision=vision)
 
 
 def _as_routed(model: Any) -> tuple[DecoderShape, Any]:
-    """The shape with as many experts of a token as the fusion's routing gives it, on average one where experts choose."""
+    """The shape with the mean number of experts of a token; it is one where experts choose."""
     shape, fusion = model.shape, model.chosen_fusion
     if getattr(fusion, "routing", "token_choice") == "token_choice":
         return shape, fusion
@@ -115,7 +115,7 @@ def _as_routed(model: Any) -> tuple[DecoderShape, Any]:
 
 
 def _foresight(model: Any, shape: DecoderShape) -> int:
-    """Weights of the routers that foresee the choice of experts."""
+    """Weights of the routers that predict the choice of experts."""
     if getattr(model.chosen_fusion, "routing", "") != "expert_choice":
         return 0
     return sum(map(shape.has_experts, range(shape.layers))) * shape.moe.experts * shape.dim  # type: ignore[union-attr]
@@ -134,8 +134,8 @@ def _cross(shape: DecoderShape, layers: Sequence[int]) -> dict[str, int]:
 
 
 def _products(module: torch.nn.Module, *given: tuple[int, ...]) -> int:
-    """Of one image; `given` are shapes without their first dimension."""
-    # With gradients: without them the counter refuses a parameter that is given to a module as its input.
+    """FLOPs for one image; `given` are shapes without their first dimension."""
+    # With gradients: otherwise the counter refuses a parameter as the input of a module.
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
         module(*(torch.empty((1, *shape), device="meta") for shape in given))
     return counter.get_total_flops()

@@ -1,4 +1,7 @@
-"""A decoder that sees images: encoder, adapter and fusion around `forge_models.decoder.Decoder`."""
+"""A decoder that sees images: encoder, adapter and fusion around `forge_models.decoder.Decoder`.
+
+At the end: batches with images of random numbers, for checks; each row's images are a function of its tokens.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -7,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from forge_core.batch import IGNORE, Batch
+from forge_core.batch import IGNORE, PADDING, Batch
 from forge_core.protocols.model import LossTerms
 from forge_core.specs import Specs
 from forge_models.blocks.cache import KVCache
@@ -16,22 +19,19 @@ from forge_models.decoder import Decoder
 from forge_models.inner_values import scope, show
 from forge_models.torch_private import assert_async
 from forge_vlm.context import WHOLE_STREAM, FusionContext
-from forge_vlm.encoders.flexible import present
-from forge_vlm.fusion.fusion import Fusion, Inputs
-from forge_vlm.fusion.prefix import prefix_of, seen_labels
-from forge_vlm.groups import is_real
-from forge_vlm.idle import with_zero_gradient
-from forge_vlm.images.native import taken_apart
-from forge_vlm.made_up import with_images
-from forge_vlm.places import Misplaced, agree, feature_places, on_host
+from forge_vlm.encoders.vit import patch_mask
+from forge_vlm.fusion.early import prefix_of, seen_labels
+from forge_vlm.fusion.fusion import Fusion, Inputs, Misplaced, check_placeholders, feature_places, on_host, with_zero_gradient
+from forge_vlm.fusion.modalities import is_real
+from forge_vlm.images.pixels import split_native
 
 
 class VisionLanguageModel(Decoder):
-    """A decoder whose blocks, masks and embedded stream are those of a `Fusion`.
+    """A decoder whose blocks, masks and embedded stream come from a `Fusion`.
 
-    `encoder` and `adapter` make (images, per_image, dim) of images; both are None for a model whose images are discrete tokens.
-    They run in every forward that is trained, on an empty batch where rows have none, so that all ranks exchange the same; a
-    forward without gradients and images leaves them out.
+    `encoder` and `adapter` turn images into (images, per_image, dim) vectors; both are None where images are discrete tokens.
+    They run in every training forward, on an empty batch if no row has an image, so that the collectives of all ranks match. A
+    forward without gradients and without images skips them.
     """
 
     inputs: ClassVar[frozenset[str]] = frozenset({"images", "image_rows", "prefix"})
@@ -51,10 +51,10 @@ class VisionLanguageModel(Decoder):
         self.adapter: nn.Module | None = adapter
 
     def forward(self, x: Tensor, **given: Any) -> Tensor | LossTerms:
-        """See `Decoder`. With a cache the placeholder has the logit -inf: no image could come with it.
+        """See `Decoder`. With a cache the placeholder has the logit -inf, since no image could come with it.
 
         Raises:
-            Misplaced: a label is of a token that its place sees, in a prefix; on a device the process ends.
+            Misplaced: a label in a prefix is of a token that the model sees there; on a device the process ends.
         """
         if given.get("labels") is not None:
             self._refuse_seen(given["labels"], x if given.get("tokens") is None else given["tokens"], given)
@@ -78,12 +78,12 @@ class VisionLanguageModel(Decoder):
 
         Raises:
             ValueError: one of them is missing.
-            Misplaced: a row has other placeholders than its images need.
+            Misplaced: a row has more or fewer placeholders than its images need.
         """
         assert tokens is not None
         if self.embed is None and not self.fusion.in_stream:
             raise ValueError(
-                "blocks that attend to images need them on every stage of a pipeline, and only the first has them; set "
+                "blocks that attend to images need them on every stage of a pipeline, but only the first stage has them; set "
                 "parallel.pp = 1, or a fusion with images in the stream"
             )
         if self.embed is not None:
@@ -102,8 +102,8 @@ class VisionLanguageModel(Decoder):
             places = feature_places(tokens, token, image_rows, self.context.per_image, counts)
             vectors = visual.flatten(0, 1)[places.clamp(min=0)]
             x = torch.where((places >= 0).unsqueeze(-1), vectors, x)
-        told = Inputs(tokens, documents, visual, image_rows, cache, extras.get("prefix"), here)
-        return x, {"inputs": told, **self.fusion.shared(told)}
+        inputs = Inputs(tokens, documents, visual, image_rows, cache, extras.get("prefix"), here)
+        return x, {"inputs": inputs, **self.fusion.shared(inputs)}
 
     def _run_blocks(
         self,
@@ -113,12 +113,12 @@ class VisionLanguageModel(Decoder):
         cache: KVCache | None,
         shared: dict[str, Any],
     ) -> Tensor:
-        told = shared.pop("inputs")
-        masks = {window: self.fusion.seen(mask, told, window, x) for window, mask in masks.items()}
+        inputs = shared.pop("inputs")
+        masks = {window: self.fusion.seen(mask, inputs, window, x) for window, mask in masks.items()}
         return super()._run_blocks(x, rotations, masks, cache, shared)
 
     def _images(self, tokens: Tensor, extras: Mapping[str, Tensor], cache: KVCache | None) -> tuple[Tensor | None, Tensor | None]:
-        """Images and their rows; an empty batch of images where a step must not leave the encoder out."""
+        """Images and their rows; an empty batch of images if a step must not skip the encoder."""
         token = self.context.image_token
         if token is None or self.embed is None:
             return None, None
@@ -134,23 +134,23 @@ class VisionLanguageModel(Decoder):
         if is_real(tokens) and not torch.compiler.is_compiling():
             counts = None
             if self.context.varies:
-                counts = tokens.new_zeros(0) if images is None else taken_apart(images)[1].prod(1).clamp(min=1)
-            agree(tokens, token, rows, self.context.per_image, counts)
+                counts = tokens.new_zeros(0) if images is None else split_native(images)[1].prod(1).clamp(min=1)
+            check_placeholders(tokens, token, rows, self.context.per_image, counts)
         return images, rows
 
     def _vectors(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(images, vectors, dim) of images, and which vectors are not padding, (images, vectors) bool; None: all."""
+        """(images, vectors, dim), and a mask of vectors that are not padding, (images, vectors) bool; None: no padding."""
         encoder: Any = self.encoder
         adapter: Any = self.adapter
         if not self.context.native:
             return adapter(encoder(images.to(self._dtype))), None
-        patches, grids = taken_apart(images)  # before any cast: bf16 has no 257
+        patches, grids = split_native(images)  # before any cast: bf16 has no 257
         features = encoder(patches.to(self._dtype), grids)
-        here = present(grids, features.shape[1])
+        here = patch_mask(grids, features.shape[1])
         return (adapter(features), here) if self.context.each else (adapter(features, here), None)
 
     def example_inputs(self) -> dict[str, Tensor]:
-        """Arguments of a small forward that passes all inner values: see `forge_models.interp.taps.taps`."""
+        """Arguments of a small forward through all inner values; see `forge_models.interp.taps.taps`."""
         tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
         if self.context.image_token is None:
             return {"x": tokens}
@@ -159,8 +159,8 @@ class VisionLanguageModel(Decoder):
 
     @property
     def without_loss(self) -> frozenset[str]:
-        """Parameters that no loss of text reaches: of the last block what images have for themselves behind keys and values,
-        since nothing reads the stream of a placeholder after it."""
+        """Parameters that no loss of text reaches: those of images in the last block, after keys and values, since nothing reads
+        the stream of a placeholder after that block."""
         if self.context.image_token is None or not self.fusion.in_stream:
             return frozenset()
         last = f"blocks.{self.shape.layers - 1}."
@@ -170,7 +170,7 @@ class VisionLanguageModel(Decoder):
 
     @property
     def plain_ids(self) -> int:
-        """Ids below it need nothing but themselves."""
+        """Ids below it are plain tokens, which need no image."""
         token = self.context.image_token
         return self.shape.vocab_size if token is None else token
 
@@ -179,7 +179,7 @@ class VisionLanguageModel(Decoder):
         token = self.context.image_token
         if token is None:
             return batch
-        batch = with_images(batch, self.context, self.image_shape)
+        batch = with_random_images(batch, self.context, self.image_shape)
         seen = self._seen_labels(batch.labels, batch.tokens, {"documents": batch.documents})
         return batch if seen is None else replace(batch, labels=batch.labels.masked_fill(seen, IGNORE))
 
@@ -198,19 +198,19 @@ class VisionLanguageModel(Decoder):
         elif seen.any():
             row, place = seen.nonzero()[0].tolist()
             raise Misplaced(
-                f"row {row} has a label at place {place}, inside of its prefix, where the model sees the token that it is to "
-                f"predict; give labels of a prefix {IGNORE}, mark as `prefix` what is not predicted, or set "
+                f"row {row} has a label at place {place}, inside of its prefix, where the model sees the token that it should "
+                f"predict; set labels of a prefix to {IGNORE}, mark as `prefix` only tokens that are not predicted, or set "
                 "model.fusion.image_attention = 'bidirectional_image'"
             )
 
     @property
     def _dtype(self) -> torch.dtype:
-        """What the embedding computes in, which is what its table is."""
+        """The dtype of the embedding table, in which the embedding computes."""
         assert self.embed is not None
         return self.embed.weight.dtype
 
     def specs(self) -> Specs:
-        """All that strategies know about this model."""
+        """Everything that strategies know about this model."""
         specs = super().specs()
         entry = tuple(name for name in ("encoder", "adapter") if getattr(self, name) is not None)
         return replace(
@@ -221,12 +221,105 @@ class VisionLanguageModel(Decoder):
         )
 
     def _roles(self, names: Iterable[str]) -> dict[str, frozenset[str]]:
-        """`encoder` and `adapter`; `fusion`, what blocks have that those of a text model do not; `decoder`, all the rest."""
+        """Roles of parameters: `encoder` and `adapter`; `fusion`, what blocks have in addition to a text model's; `decoder`, the
+        rest."""
         places = {"encoder": ["encoder"], "adapter": ["adapter"], "fusion": []}
         for path, module in self.named_modules():
             places["fusion"] += [f"{path}.{name}" for name in getattr(module, "added", ())]
-        found: dict[str, set[str]] = {}
+        roles: dict[str, set[str]] = {}
         for name in names:
             role = next((role for role, inside in places.items() if name.startswith(tuple(f"{at}." for at in inside))), "decoder")
-            found.setdefault(role, set()).add(name)
-        return {role: frozenset(of) for role, of in found.items()}
+            roles.setdefault(role, set()).add(name)
+        return {role: frozenset(of) for role, of in roles.items()}
+
+
+def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, ...]) -> Batch:
+    """The batch with 0, 1 or 2 images in each row. They replace other tokens, which lose their labels. A batch without any image
+    gets no extras.
+
+    Args:
+        batch: tokens and labels on the host; tokens that are the placeholder become 1.
+        context: of the model, which has an encoder.
+        shape: of one image.
+    """
+    image_token = context.image_token
+    assert image_token is not None
+    tokens, labels = batch.tokens.clone(), batch.labels.clone()
+    tokens[tokens == image_token] = 1
+    images: list[torch.Tensor] = []
+    rows: list[list[int]] = []
+    for row, ids in enumerate(batch.tokens.tolist()):
+        seed = sum(place * token for place, token in enumerate(ids))
+        documents = [0] * len(ids) if batch.documents is None else batch.documents[row].tolist()
+        numbers_of_row: list[int] = []
+        place = seed % 3
+        while len(numbers_of_row) < seed % 3:
+            draw = torch.Generator().manual_seed(seed + len(numbers_of_row) + 1)
+            image, per_image = _random_image(context, shape, draw, seed + len(numbers_of_row))
+            if place + per_image >= len(ids):
+                break
+            run = documents[place : place + per_image]
+            if len({*run}) > 1 or run[0] == PADDING:  # an image lies in one document
+                place += 1
+                continue
+            tokens[row, place : place + per_image] = image_token
+            numbers_of_row.append(len(images))
+            images.append(image)
+            place += per_image + 1 + seed % 2
+        rows.append(numbers_of_row)
+    before = torch.zeros_like(tokens, dtype=torch.bool)
+    before[:, :-1] = tokens[:, 1:] == image_token
+    labels[(tokens == image_token) | before] = IGNORE
+    if not images:  # the same as from a loader
+        return replace(batch, tokens=tokens, labels=labels)
+    numbers = torch.full((len(rows), max(map(len, rows))), -1)
+    for row, numbers_of_row in enumerate(rows):
+        numbers[row, : len(numbers_of_row)] = torch.tensor(numbers_of_row, dtype=torch.int64)
+    return replace(batch, tokens=tokens, labels=labels, extras={"images": torch.stack(images), "image_rows": numbers})
+
+
+def _random_image(context: FusionContext, shape: tuple[int, ...], draw: torch.Generator, seed: int) -> tuple[torch.Tensor, int]:
+    """An image and the number of its placeholders. In native proportions it has a few patches in one or two rows."""
+    image = torch.randn(shape, generator=draw)
+    if not context.native:
+        return image, context.per_image
+    most = shape[0] - 1
+    rows = 1 + seed % 2 if most > 1 else 1
+    columns = 1 + seed % min(3, most // rows)
+    image[rows * columns :] = 0
+    image[-1, :2] = torch.tensor([rows, columns])
+    return image, rows * columns if context.varies else context.per_image
+
+
+def fixed_rows(
+    vocab_size: int, max_length: int, image_token: int, per_image: int, shape: tuple[int, ...], in_stream: bool
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Three fixed rows: one begins with an image, one has text before and between images, and one is text.
+
+    If images stay out of the stream, no text comes before the first image of a row: libraries treat such text differently.
+
+    Args:
+        vocab_size: number of ids.
+        max_length: of a row.
+        image_token: id of the placeholder.
+        per_image: placeholders of an image.
+        shape: of one image.
+        in_stream: whether vectors of images take the places of their placeholders.
+
+    Returns:
+        tokens (3, T), and `images` and `image_rows` as a model takes them.
+    """
+    length = min(max_length, 2 * per_image + 24)
+    draw = torch.Generator().manual_seed(20)
+    tokens = torch.randint(0, vocab_size - 1, (3, length), generator=draw)
+    tokens += tokens >= image_token
+    begins = ((0, per_image + 5), (3, per_image + 5) if in_stream else (0, per_image), ())
+    numbers, count = torch.full((3, 2), -1), 0
+    for row, places in enumerate(begins):
+        for which, place in enumerate(places):
+            if place + per_image < length:
+                tokens[row, place : place + per_image] = image_token
+                numbers[row, which] = count
+                count += 1
+    images = torch.randn((max(1, count), *shape), generator=draw)
+    return tokens, {"images": images, "image_rows": numbers}

@@ -1,9 +1,9 @@
 """Adapters, chosen inside `[model]`: `adapter = { name = "mlp" }`.
 
-`tokens(n)` says how many tokens of the decoder become of the n features of an image, and refuses an n that does not go.
+`tokens(n)` is the number of tokens that an image with n features becomes; it refuses an n that does not fit.
 
-`native` says how it takes images of any proportions, whose features are padded: `each` makes a token of every feature; `seen`
-makes as many of each image, and its module is given what is not padding, (N, n) bool. One without it does not take them.
+`native` is set by adapters that take images of any proportions, whose features are padded: `each` makes a token of every feature;
+`seen` makes the same number of every image, and its module receives a mask of what is not padding, (N, n) bool.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from annotated_types import Ge, Gt, Le
 
 from forge_core.component import IDENTITY, Component
-from forge_vlm.adapters.grid import side, windows
-from forge_vlm.context import AdapterContext
+from forge_vlm.context import AdapterContext, count_windows, grid_side
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from forge_vlm.adapters.projection import Projection
+    from forge_vlm.adapters import Projection
 
 Hidden = Annotated[int, Ge(0), Le(2)]
 
 
 def projection(context: AdapterContext, inputs: int, hidden: int, hidden_dim: int | None, bias: bool) -> "Projection":
-    """From `inputs` to the decoder's width; a hidden layer has that width too, when nothing else is said."""
-    from forge_vlm.adapters.projection import Projection
+    """From `inputs` to the decoder's width, which is also the default width of hidden layers."""
+    from forge_vlm.adapters import Projection
 
     width = context.dim if hidden_dim is None else hidden_dim
     return Projection(inputs, context.dim, hidden=hidden, hidden_dim=width, bias=bias, std=context.init_std)
@@ -101,13 +100,15 @@ class AveragePool(Component):
 
     def tokens(self, n: int) -> int:
         """ceil(sqrt(n) / window)^2."""
-        return (-(-side(n, "average_pool") // self.window)) ** 2
+        return (-(-grid_side(n, "average_pool") // self.window)) ** 2
 
     def build(self, context: AdapterContext) -> "nn.Module":
-        from forge_vlm.adapters import pooling
+        from forge_vlm import adapters
 
         self.tokens(context.tokens)
-        return pooling.AveragePool(self.window, projection(context, context.width, self.hidden, self.hidden_dim, self.bias))
+        return adapters.AveragePoolAdapter(
+            self.window, projection(context, context.width, self.hidden, self.hidden_dim, self.bias)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,7 @@ class AttentionPool(Component):
 
     def tokens(self, n: int) -> int:
         """n / window^2."""
-        return windows(n, self.window, "attention_pool.window")
+        return count_windows(n, self.window, "attention_pool.window")
 
     def check(self, context: AdapterContext) -> None:
         """Faults that need the encoder's sizes."""
@@ -138,11 +139,11 @@ class AttentionPool(Component):
             raise ValueError(f"heads {self.heads} of attention_pool must divide the {context.width} numbers of a feature")
 
     def build(self, context: AdapterContext) -> "nn.Module":
-        from forge_vlm.adapters import pooling
+        from forge_vlm import adapters
 
         self.check(context)
         leave = projection(context, context.width, self.hidden, self.hidden_dim, self.bias)
-        return pooling.AttentionPool(context.width, self.window, self.heads, context.init_std, leave)
+        return adapters.AttentionPoolAdapter(context.width, self.window, self.heads, context.init_std, leave)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,19 +163,19 @@ class PixelShuffle(Component):
 
     def tokens(self, n: int) -> int:
         """n / factor^2."""
-        return windows(n, self.factor, "pixel_shuffle.factor")
+        return count_windows(n, self.factor, "pixel_shuffle.factor")
 
     def build(self, context: AdapterContext) -> "nn.Module":
-        from forge_vlm.adapters import pooling
+        from forge_vlm import adapters
 
         self.tokens(context.tokens)
         inputs = context.width * self.factor**2
-        return pooling.PixelShuffle(self.factor, projection(context, inputs, self.hidden, self.hidden_dim, self.bias))
+        return adapters.PixelShuffleAdapter(self.factor, projection(context, inputs, self.hidden, self.hidden_dim, self.bias))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Perceiver(Component):
-    """Learned tokens that look at all features, layer by layer (Jaegle et al., 2021): as many tokens for any number of them."""
+    """Learned tokens attend to all features in each layer (Jaegle et al., 2021): the same number of tokens for any image."""
 
     key_class: ClassVar = IDENTITY
     native: ClassVar[str] = "seen"
@@ -203,7 +204,7 @@ class Perceiver(Component):
             raise ValueError(f"heads {self.heads} of perceiver must divide the decoder's dim {context.dim}")
 
     def build(self, context: AdapterContext) -> "nn.Module":
-        from forge_vlm.adapters import perceiver
+        from forge_vlm import adapters
 
         self.check(context)
         sizes: dict[str, Any] = {
@@ -212,4 +213,4 @@ class Perceiver(Component):
             "heads": self.heads,
             "ffn_dim": 4 * context.dim if self.ffn_dim is None else self.ffn_dim,
         }
-        return perceiver.Perceiver(context.width, context.dim, **sizes, std=context.init_std)
+        return adapters.PerceiverAdapter(context.width, context.dim, **sizes, std=context.init_std)

@@ -1,7 +1,7 @@
 """Encoders, chosen inside `[model]`: `encoder = { name = "vit", size = 32 }`.
 
-A component says, without torch, what it makes of an image: `tokens` features of `width` each. `image_size`, `channels`, `mean`
-and `std` are what images have to be made into.
+A component describes, without torch, what an image becomes: `tokens` features of `width` each; and what images must be
+converted to: `image_size`, `channels`, `mean` and `std`.
 """
 
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Gt
 
 from forge_core.component import FREE, IDENTITY, Component
-from forge_vlm.encoders.hf.config import Tower, read_tower
 from forge_vlm.encoders.shape import Positions, VisionShape
+from forge_vlm.encoders.towers import Tower, read_tower
 from forge_vlm.images.processing import Processing, Resample
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from forge_vlm.encoders.hf.weights import TowerWeights
+    from forge_vlm.encoders.tower_weights import TowerWeights
 
 
 class Transformer(Component):
-    """Base of the encoders that are a vision transformer: what they say of themselves follows from its shape."""
+    """Base of encoders that are a vision transformer; all their properties follow from its shape."""
 
     key_class: ClassVar = IDENTITY
 
@@ -87,13 +87,13 @@ class ViT(Transformer):
     pixel_mean: tuple[float, ...] = (0.5,)
     """Subtracted from pixels between 0 and 1: one number for all channels, or one for each."""
     pixel_std: tuple[Annotated[float, Gt(0)], ...] = (0.5,)
-    """What is left is divided by it: one number for all channels, or one for each."""
+    """Divides pixels after the mean was subtracted: one number for all channels, or one for each."""
     resample: Resample = "bicubic"
-    """Filter of the resizing."""
+    """Filter for resizing."""
     eps: Annotated[float, Gt(0)] = 1e-6
     """Added to the variance in norms."""
     init_std: Annotated[float, Gt(0), FREE] = 0.02
-    """Standard deviation of matrices at the start; projections back to the stream get it / sqrt(2 * layers)."""
+    """Standard deviation of the initial matrices; projections back to the stream have init_std / sqrt(2 * layers)."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[ViT]":
@@ -104,7 +104,7 @@ class ViT(Transformer):
     def __post_init__(self) -> None:
         if self.size % self.patch:
             raise ValueError(f"patch {self.patch} must divide size {self.size}")
-        _ = self.shape  # it refuses sizes that do not go together
+        _ = self.shape  # refuses sizes that do not fit together
         for name in ("pixel_mean", "pixel_std"):
             if len(getattr(self, name)) not in (1, self.channels):
                 raise ValueError(
@@ -126,7 +126,7 @@ class ViT(Transformer):
             positions=self.positions,
             class_token=self.class_token,
             class_feature=self.class_token,
-            qkv_bias=False,  # a bias of keys has no effect without rotation, and its gradient is nothing but rounding
+            qkv_bias=False,  # a bias of keys has no effect without rotation, and its gradient is only rounding noise
             init_std=self.init_std,
         )
 
@@ -150,8 +150,8 @@ class ViT(Transformer):
 class Published(Transformer):
     """Base of the vision towers that are read from a folder in the Hugging Face format.
 
-    Sizes and statistics are those of its `config.json` and `preprocessor_config.json`, which are read without torch. Weights are
-    those of its safetensors: `weights()` gives them by the names of the module that `build` makes.
+    Sizes and statistics come from its `config.json` and `preprocessor_config.json`, which are read without torch. `weights()`
+    reads its safetensors by the names of the module that `build` makes.
     """
 
     key_class: ClassVar = IDENTITY
@@ -160,20 +160,20 @@ class Published(Transformer):
     path: Annotated[str, FREE]
     """Folder in the Hugging Face format: of the whole model, or of its vision tower alone."""
     size: Annotated[int, Gt(0)] | None = None
-    """Height and width of an image in pixels; those of the preprocessor when absent. For another size than that of the tower, its
-    positions are resized once, when the weights are read."""
+    """Height and width of an image in pixels; by default those of the preprocessor. If the tower has another size, its positions
+    are resized once, when the weights are read."""
     feature_layers: tuple[int, ...] = ()
-    """Hidden states that are the features, side by side: 0 is before the first block, -1 behind the last one and before its norm.
-    When absent they are the tower's outputs (`last_hidden_state`). Blocks behind the last one that is named are not built."""
+    """Hidden states that are concatenated to features: 0 is before the first block, -1 after the last block and before its norm.
+    When absent, features are the tower's outputs (`last_hidden_state`). Blocks after the last named one are not built."""
     class_feature: bool = False
-    """The token of the class, where the tower has one, is the first of the features; otherwise it is left out."""
+    """The class token, if the tower has one, is kept as the first feature; by default it is left out."""
     ignore: Annotated[tuple[str, ...], FREE] = ()
-    """Keys of `config.json` that are left out: keys that are not known, or of things that are not implemented."""
+    """Keys of `config.json` to ignore: unknown keys, or keys of features that are not implemented."""
 
     @classmethod
     def examples(cls, folder: Path) -> "Iterable[Published]":
         """A small tower with random weights, and some of its hidden states for larger images."""
-        from forge_vlm.encoders.hf.example import write_tower
+        from forge_vlm.encoders.tower_weights import write_tower
 
         if not cls.families:
             return ()
@@ -187,7 +187,7 @@ class Published(Transformer):
 
     @cached_property
     def tower(self) -> Tower:
-        """What the folder says."""
+        """The description of the tower in the folder."""
         return read_tower(
             Path(self.path),
             self.families,
@@ -224,8 +224,8 @@ class Published(Transformer):
         return self.processing.std
 
     def weights(self) -> "TowerWeights":
-        """What a run starts from, by names relative to the module."""
-        from forge_vlm.encoders.hf.weights import TowerWeights
+        """The weights that a run starts from, by names relative to the module."""
+        from forge_vlm.encoders.tower_weights import TowerWeights
 
         return TowerWeights(Path(self.path), self.tower)
 
@@ -246,8 +246,8 @@ class SigLIP2(Published):
     families: ClassVar[tuple[str, ...]] = ("siglip2", "siglip")
 
     patches: Annotated[int, Gt(0)] | None = None
-    """Patches of an image at most: images keep their proportions, as NaFlex was trained (`forge_vlm.images.native`). When absent
-    images are square."""
+    """Maximum number of patches of an image, for images in their own proportions, as NaFlex was trained. When absent, images are
+    square."""
 
     def __post_init__(self) -> None:
         if self.patches is not None and self.size is not None:
@@ -269,7 +269,7 @@ class CLIP(Published):
 
 @dataclass(frozen=True, kw_only=True)
 class DINOv2(Published):
-    """DINOv2 (Oquab et al., 2023), from a folder; it is without registers."""
+    """DINOv2 (Oquab et al., 2023), from a folder, without registers."""
 
     key_class: ClassVar = IDENTITY
     families: ClassVar[tuple[str, ...]] = ("dinov2",)
@@ -277,7 +277,7 @@ class DINOv2(Published):
 
 @dataclass(frozen=True, kw_only=True)
 class Features(Component):
-    """Features that were computed before: a batch has them, (N, tokens, width), in the place of images."""
+    """Features that were computed before. A batch has them, (N, tokens, width), in place of images."""
 
     key_class: ClassVar = IDENTITY
 
@@ -327,6 +327,6 @@ class Features(Component):
         return ()
 
     def build(self) -> "nn.Module":
-        from forge_vlm.encoders import features
+        from forge_vlm.encoders import vit
 
-        return features.Features(self.count, self.dim)
+        return vit.StoredFeatures(self.count, self.dim)

@@ -1,8 +1,8 @@
 """Fusions, chosen inside `[model]` of a model with `name = "vlm"`: `fusion = { name = "mot" }`.
 
-`in_stream` says whether placeholders stand for vectors of an encoder in the stream, one for each, or are apart from it, one for
-each image; `feature` is what has to be proven in a layout. `check(model)` refuses, with a `ValueError`, a model whose keys do
-not go with it.
+`in_stream`: the vectors of an image replace its placeholders in the stream, one each; otherwise an image has a single placeholder
+and stays out of the stream. `feature` names what must be tested in a layout. `check(model)` raises a `ValueError` for a model
+whose keys do not fit the fusion.
 """
 
 from dataclasses import dataclass
@@ -31,18 +31,19 @@ class JointDecoder(Component):
     in_stream: ClassVar[bool] = True
 
     image_attention: ImageAttention = "causal"
-    """What a token of an image sees: tokens before it; also all of its image (Gemma 3, 2025). Or a prefix sees all of itself: the
-    prompt, and where a batch does not tell it everything up to the last image of a document (PaliGemma, Beyer et al., 2024)."""
+    """What tokens of an image see. `causal`: the tokens before them. `bidirectional_image`: their whole image too (Gemma 3,
+    2025). `prefix`: all tokens of the prefix see each other; it is the prompt, or, where a batch does not mark it, everything up
+    to the last image of a document (PaliGemma, Beyer et al., 2024)."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[JointDecoder]":
-        """Each mask."""
+        """One for each mask."""
         return (cls(), cls(image_attention="bidirectional_image"), cls(image_attention="prefix"))
 
     def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.joint import Joint
+        from forge_vlm.fusion.early import JointFusion
 
-        return Joint(context, image_attention=self.image_attention)
+        return JointFusion(context, image_attention=self.image_attention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class CrossAttention(Component):
     in_stream: ClassVar[bool] = False
 
     every: Annotated[int, Gt(0)] = 4
-    """A cross block stands before the last of every so many blocks: before the 4th, the 8th, ... with 4."""
+    """Blocks per cross block: with 4, one stands before the 4th, the 8th, ... block."""
 
     def check(self, model: Any) -> None:
         """Faults that need the model's keys."""
@@ -65,21 +66,21 @@ class CrossAttention(Component):
             raise ValueError("fusion 'cross_attention' attends to images of an encoder; set images = 'encoder'")
 
     def blocks(self, layers: int) -> tuple[int, ...]:
-        """Layers that a cross block stands before."""
+        """Layers with a cross block before them."""
         return tuple(layer for layer in range(layers) if (layer + 1) % self.every == 0)
 
     def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.cross import Cross
+        from forge_vlm.fusion.cross import CrossAttentionFusion
 
-        return Cross(context, every=self.every)
+        return CrossAttentionFusion(context, every=self.every)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfTransformers(Component):
-    """Each modality has its own weights everywhere but in the tables; attention is over all tokens (Liang et al., 2024).
+    """Each modality has its own weights, except for embedding and head; attention is over all tokens (Liang et al., 2024).
 
-    `model.norm_placement` says where norms are: `post` is the branch norm of the paper's Chameleon, `pre` that of Llama. As much
-    work per token as in a decoder, and as many weights again for every modality. With `[model.moe]` the feed-forward parts are
+    `model.norm_placement = "post"` is the branch norm of the paper's Chameleon, `"pre"` that of Llama. The work per token is that
+    of a text decoder; every modality adds as many weights as the blocks of one. With `[model.moe]` the feed-forward parts are
     experts.
     """
 
@@ -91,15 +92,15 @@ class MixtureOfTransformers(Component):
     """As for `joint_decoder`."""
 
     def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.mot import MixtureOfTransformers
+        from forge_vlm.fusion.modalities import MoTFusion
 
-        return MixtureOfTransformers(context, image_attention=self.image_attention)
+        return MoTFusion(context, image_attention=self.image_attention)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoMa(Component):
-    """Each modality has a group of experts; attention has one set of weights (Lin et al., 2024). `[model.moe]` says what the
-    experts of one modality are, by its defaults where it is absent; `shared` ones are those of all modalities."""
+    """Each modality has a group of experts; attention has one set of weights (Lin et al., 2024). `[model.moe]` (or its defaults)
+    describes the experts of one modality; `shared` experts serve all modalities."""
 
     key_class: ClassVar = IDENTITY
     in_stream: ClassVar[bool] = True
@@ -107,14 +108,14 @@ class MoMa(Component):
 
     routing: Literal["token_choice", "expert_choice", "threshold"] = "token_choice"
     """`token_choice`: each token takes `top_k` experts of its modality, by `moe.router` (ERNIE 4.5, 2025). `expert_choice`: in
-    training each expert takes its share of a sequence's tokens; in evaluation a router that learned to foresee that decides.
-    `threshold`: a token is with every expert that scores it above a threshold, in training and evaluation alike."""
+    training each expert takes its share of a sequence's tokens; in evaluation a router decides that has learned to predict this.
+    `threshold`: each expert takes the tokens that it scores above its threshold, in training and in evaluation."""
     rate: Annotated[float, Gt(0), Le(1)] = 0.05
-    """How far a threshold moves in one step, for `threshold`: 1 is all the way."""
+    """For `threshold`: the share of the distance to its new value that a threshold moves in one step."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[MoMa]":
-        """Each way of routing."""
+        """One for each way of routing."""
         return (cls(), cls(routing="expert_choice"), cls(routing="threshold", rate=0.1))
 
     def check(self, model: Any) -> None:
@@ -123,20 +124,20 @@ class MoMa(Component):
             return
         if model.moe.capacity is not None or model.moe.losses.any():
             raise ValueError(
-                f"fusion.routing = {self.routing!r} takes no moe.capacity and no moe.losses, as every expert has its share; "
+                f"fusion.routing = {self.routing!r} gives every expert its share and takes no moe.capacity or moe.losses; "
                 "remove them"
             )
         if model.moe.router is not None and type(model.moe.router).__name__ != "SoftmaxTopKConfig":
-            raise ValueError(f"fusion.routing = {self.routing!r} has a router already; remove moe.router")
+            raise ValueError(f"fusion.routing = {self.routing!r} has its own router; remove moe.router")
 
     @property
     def feature(self) -> str:
-        """What has to be proven in a layout: each way of routing alone."""
+        """What must be tested in a layout: each way of routing by itself."""
         return {"token_choice": "fusion_moma", "expert_choice": "fusion_moma_choice", "threshold": "fusion_moma_threshold"}[
             self.routing
         ]
 
     def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.moma import MoMa
+        from forge_vlm.fusion.routed import MoMaFusion
 
-        return MoMa(context, routing=self.routing, rate=self.rate)
+        return MoMaFusion(context, routing=self.routing, rate=self.rate)

@@ -13,9 +13,8 @@ from forge_models.outline import outline
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
-from forge_vlm.context import WHOLE_STREAM, AdapterContext, FusionContext
-from forge_vlm.images.native_shape import Native
-from forge_vlm.modality import Modalities
+from forge_vlm.context import WHOLE_STREAM, AdapterContext, FusionContext, Modalities
+from forge_vlm.images.processing import Native
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,10 +32,10 @@ IMAGE = "image"
 
 @dataclass(frozen=True, kw_only=True)
 class VLM(DecoderConfig):
-    """A decoder that sees images: its keys are those of `decoder`, with an encoder, an adapter and a fusion.
+    """A decoder that sees images: the keys of `decoder`, plus an encoder, an adapter and a fusion.
 
-    Images stand in a row as placeholders of the id `image_token`: one for each vector that the adapter makes of an image, or one
-    for each image where the fusion keeps images out of the stream.
+    In a row an image is represented by placeholders with the id `image_token`: one per vector of the adapter, or a single one if
+    the fusion keeps images out of the stream.
     """
 
     key_class: ClassVar = IDENTITY
@@ -44,13 +43,14 @@ class VLM(DecoderConfig):
     fusion: Annotated[Component, Slot("forge.fusions", default="joint_decoder")] = Slot.unset()
     """How images enter the decoder."""
     images: Literal["encoder", "tokens"] = "encoder"
-    """Whether an encoder makes vectors of images, or images are discrete tokens (Chameleon, 2024), of ids in `modalities`."""
+    """`encoder`: an encoder turns images into vectors. `tokens`: images are discrete tokens (Chameleon, 2024) with ids in
+    `modalities`."""
     encoder: Annotated[Component, Slot("forge.encoders", default="vit")] = Slot.unset()
-    """From images to features; not built where images are tokens."""
+    """From images to features; not built if images are tokens."""
     adapter: Annotated[Component, Slot("forge.adapters", default="mlp")] = Slot.unset()
     """From features to the width of the decoder."""
     image_token: Annotated[int, Ge(1)] | None = None
-    """Id of the placeholder, which no text may hold; the last id of the vocabulary when absent."""
+    """Id of the placeholder, which text must not contain; by default the last id of the vocabulary."""
     modalities: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Ids of further modalities: name -> [first, one past the last], such as the codes of a quantized image (Chameleon, 2024)."""
 
@@ -77,7 +77,7 @@ class VLM(DecoderConfig):
 
     def __post_init__(self) -> None:
         if self.moe is None and getattr(self.chosen_fusion, "needs_experts", False):
-            object.__setattr__(self, "moe", MoEConfig())  # a default that depends on another key
+            object.__setattr__(self, "moe", MoEConfig())  # this default depends on another key
         super().__post_init__()
         if self.mtp is not None:
             raise ValueError("a model with images does not support [model.mtp]; remove it")
@@ -88,7 +88,7 @@ class VLM(DecoderConfig):
         if self.images == "tokens" and not self.modalities:
             raise ValueError("images = 'tokens' needs their ids: set modalities, such as { image = [first, end] }")
         if self.images == "encoder" and IMAGE in self.modalities:
-            raise ValueError(f"modality {IMAGE!r} is that of the encoder's images; give the other ids another name")
+            raise ValueError(f"modality {IMAGE!r} is reserved for the encoder's images; give the other ids another name")
         if fault := self.modality_ids.fault(self.vocab_size):
             raise ValueError(fault)
         check: Any = getattr(self.chosen_fusion, "check", None)
@@ -115,13 +115,14 @@ class VLM(DecoderConfig):
             and getattr(self.chosen_fusion, "image_attention", "") == "bidirectional_image"
         ):
             raise ValueError(
-                "fusion.image_attention = 'bidirectional_image' needs as many tokens of every image, and encoder.patches gives a "
-                "token for each patch; set image_attention = 'causal' or 'prefix', or adapter.name = 'perceiver'"
+                "fusion.image_attention = 'bidirectional_image' needs the same number of tokens for every image, and "
+                "encoder.patches gives a token for each patch; set image_attention = 'causal' or 'prefix', or adapter.name = "
+                "'perceiver'"
             )
 
     @property
     def native(self) -> Native | None:
-        """How images keep their proportions; None where they are made square."""
+        """How images keep their proportions; None if they are made square."""
         most = getattr(self.vision, "flexible", 0) if self.images == "encoder" else 0
         if not most:
             return None
@@ -130,17 +131,17 @@ class VLM(DecoderConfig):
 
     @property
     def chosen_fusion(self) -> Any:
-        """The fusion's component, the default where none is given."""
+        """The component of the fusion, or its default."""
         return JointDecoder() if self.fusion is None else self.fusion
 
     @property
     def vision(self) -> Any:
-        """The encoder's component, the default where none is given."""
+        """The component of the encoder, or its default."""
         return ViT() if self.encoder is None else self.encoder
 
     @property
     def chosen_adapter(self) -> Any:
-        """The adapter's component, the default where none is given."""
+        """The component of the adapter, or its default."""
         return MLP() if self.adapter is None else self.adapter
 
     @property
@@ -171,32 +172,32 @@ class VLM(DecoderConfig):
         return AdapterContext(width=encoder.width, tokens=encoder.tokens, dim=self.dim, init_std=self.init_std)
 
     def starts_from(self, weights: "Weights") -> "Weights":
-        """What `[start]` takes of given weights: those of a text model make the beginning of every modality."""
-        from forge_vlm.weights.from_text import from_text
+        """The weights that `[start]` takes: every modality starts from those of a text model."""
+        from forge_vlm.from_text import from_text
 
         return from_text(weights, self, self.modality_ids.names)
 
     def fixed_rows(self) -> "tuple[Tensor, dict[str, Tensor]]":
-        """Tokens and images for a comparison of logits; see `forge_vlm.made_up.fixed_rows`."""
+        """Tokens and images for a comparison of logits; see `forge_vlm.model.fixed_rows`."""
         from forge_models.hf.streamed_forward import fixed_tokens
-        from forge_vlm import made_up
+        from forge_vlm import model
 
         token = self.placeholder
         if token is None:
             return fixed_tokens(self), {}
-        if self.native is not None:  # text, since how many tokens an image has is the image's to say
+        if self.native is not None:  # text only, since the number of an image's tokens depends on the image
             tokens = fixed_tokens(self)
             return tokens.masked_fill(tokens == token, token - 1), {}
         shape = self.vision.input_shape
-        return made_up.fixed_rows(self.vocab_size, self.max_length, token, self.per_image, shape, self.chosen_fusion.in_stream)
+        return model.fixed_rows(self.vocab_size, self.max_length, token, self.per_image, shape, self.chosen_fusion.in_stream)
 
     def outline(self) -> Outline:
-        """What strategies have to know before it is built."""
-        found = outline(self.shape)
-        return found._replace(matrices=None, experts=None, whole_stream=(*found.whole_stream, WHOLE_STREAM))
+        """What strategies need to know before the model is built."""
+        description = outline(self.shape)
+        return description._replace(matrices=None, experts=None, whole_stream=(*description.whole_stream, WHOLE_STREAM))
 
     def counts(self) -> "VisionCounts":
-        """Weights and matrix products, those of images too.
+        """Weights and matrix products, including those of images.
 
         Raises:
             ValueError: a part does not declare its products.
@@ -206,7 +207,7 @@ class VLM(DecoderConfig):
         return count(self)
 
     def context(self) -> FusionContext:
-        """What the fusion is built with."""
+        """The context with which the fusion is built."""
         native = self.native
         return FusionContext(
             self.shape,

@@ -1,7 +1,7 @@
 """Sources of documents with images, selected by `[[data.sources]]` or `[data.evaluation.NAME]`.
 
-Each is prepared once into a store in the workspace: text becomes tokens, each image the placeholders that the recipe's model
-takes. Images stay where they are and are read, decoded and cut as batches need them.
+Each source is prepared once, into a store in the workspace: text becomes tokens, and each image the placeholders of the recipe's
+model. Images stay where they are; they are read, decoded and cut when a batch needs them.
 """
 
 from dataclasses import dataclass, field
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from forge_vlm.data.documents import Examples, Fields
 
 _SMALL: dict[str, Any] = {"placeholder": 300, "per_image": 2, "size": 8}
-"""What examples give images without a model."""
+"""Keys of examples, which have no model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSource(SourceComponent):
-    """Base of sources whose records have images: a subclass says where from, in `read`.
+    """Base of sources whose records have images; a subclass opens them in `read`.
 
-    A record is text with `<image>` where an image stands (all before the text when it has none), or a conversation: a list of
-    `{ role, content }`, or LLaVA's `{ from, value }`. Of a conversation only the assistant's words are learned.
+    A record is text with `<image>` in place of each image (without it, all images stand before the text), or a conversation: a
+    list of `{ role, content }`, or LLaVA's `{ from, value }`. Only the assistant's words in a conversation are learned.
     """
 
     key_class: ClassVar = DATA
@@ -39,11 +39,11 @@ class ImageSource(SourceComponent):
     format: ClassVar[str] = "images"
 
     text: str = "text"
-    """Field that holds the text."""
+    """Field with the text."""
     messages: str = "messages"
-    """Field that holds a conversation, read where a record has it; LLaVA's is `conversations`."""
+    """Field with a conversation, which is preferred to `text`; LLaVA's is `conversations`."""
     images: str = "image"
-    """Field that names an image, or a list of them. A record without it is text."""
+    """Field with the name of an image, or a list of names. A record without it is text."""
     template: str = "plain"
     """How turns are written: `plain`, `chatml`, `llama3`, a template in Jinja or its file, a `tokenizer_config.json`, or the
     folder of a tokenizer of transformers; `FOLDER:NAME` is one of several templates."""
@@ -54,10 +54,10 @@ class ImageSource(SourceComponent):
     held_out: Fraction = 0.05
     """Fraction of records in the split `held_out`."""
     skip: Annotated[int, Ge(0)] = 0
-    """Number of broken records, such as those whose image cannot be decoded, that may be left out; one more is an error."""
+    """Maximum number of broken records to leave out, such as those whose image cannot be decoded; one more is an error."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """What becomes of a document with more than `data.sequence_length` tokens: it is broken (`error`), left out (`skip`), or ends
-    where the row does (`truncate`), without an image that does not fit as a whole. Neither of the last two counts for `skip`."""
+    """What happens to a document with more than `data.sequence_length` tokens: it is broken (`error`), left out (`skip`), or cut
+    at the end of the row, without an image that does not fit as a whole (`truncate`). The last two do not count for `skip`."""
     placeholder: Annotated[int, Ge(0)] | None = None
     """Id of the token that stands for an image; by default the model's."""
     per_image: Annotated[int, Gt(0)] | None = None
@@ -71,33 +71,33 @@ class ImageSource(SourceComponent):
 
     @property
     def fields(self) -> "Fields":
-        """Which fields of a record are read."""
+        """The fields of a record that are read."""
         from forge_vlm.data.documents import Fields
 
         return Fields(self.text, self.messages, self.images)
 
     def texts(self) -> "Texts":
         from forge_vlm.data.chat import chat_of
-        from forge_vlm.data.text import TextOf
+        from forge_vlm.data.documents import RecordTexts
 
-        return TextOf(self.read(), self.fields, chat_of(self.template), self.split, self.held_out)
+        return RecordTexts(self.read(), self.fields, chat_of(self.template), self.split, self.held_out)
 
     def build(self, context: "SourceContext") -> "Source":
         from forge_vlm.data.chat import chat_of
         from forge_vlm.data.inputs import inputs_of
-        from forge_vlm.data.prepare import Wanted, prepared
+        from forge_vlm.data.prepare import Preparation, prepare
 
         given = {"placeholder": self.placeholder, "per_image": self.per_image, "size": self.size}
         inputs = inputs_of(context.model, self.label or self.format, self.tiling, **given)
         chat = chat_of(self.template).knowing(context.tokenizer.special_tokens if context.tokenizer else {})
         length = context.sequence_length
-        wanted = Wanted(self.fields, chat, inputs, self.split, self.held_out, self.skip, length, self.too_long)
-        return prepared(self.read(), wanted, context, self.format)
+        wanted = Preparation(self.fields, chat, inputs, self.split, self.held_out, self.skip, length, self.too_long)
+        return prepare(self.read(), wanted, context, self.format)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageJsonl(ImageSource):
-    """JSON lines, or a JSON list as LLaVA's, whose records name image files."""
+    """JSON lines, or a JSON list such as LLaVA's, whose records name image files."""
 
     key_class: ClassVar = DATA
     format: ClassVar[str] = "image_jsonl"
@@ -115,15 +115,15 @@ class ImageJsonl(ImageSource):
         return (cls(path=example_images.jsonl(folder), **_SMALL),)
 
     def read(self) -> "Examples":
-        from forge_vlm.data.readers.jsonl import JsonlExamples
+        from forge_vlm.data.image_readers import JsonlExamples
 
         return JsonlExamples(self.path, self.folder, self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageWebdataset(ImageSource):
-    """Shards of WebDataset: uncompressed tar files whose members with one name up to the first dot are a record (`7.jpg` with
-    `7.txt` or `7.json`). A member of another kind, or one that is there twice, makes its record a broken one."""
+    """Shards of WebDataset: uncompressed tar files in which members with the same name up to the first dot are a record (`7.jpg`
+    with `7.txt` or `7.json`). A record with a member of another kind, or with a duplicate, is broken."""
 
     key_class: ClassVar = DATA
     format: ClassVar[str] = "image_webdataset"
@@ -131,9 +131,9 @@ class ImageWebdataset(ImageSource):
     path: str
     """A tar file, a directory of them, a pattern or a URL."""
     ignore: tuple[str, ...] = ()
-    """Kinds of members that are left out, such as `cls`."""
+    """Kinds of members to leave out, such as `cls`."""
     text_records: bool = False
-    """Whether a record without an image is text. By default it is broken, because an image that is missing looks the same."""
+    """A record without an image is text. By default it is broken, because a missing image looks the same."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[ImageWebdataset]":
@@ -143,7 +143,7 @@ class ImageWebdataset(ImageSource):
         return (cls(path=example_images.shards(folder), **_SMALL),)
 
     def read(self) -> "Examples":
-        from forge_vlm.data.readers.webdataset import TarExamples
+        from forge_vlm.data.image_readers import TarExamples
 
         return TarExamples(self.path, self.text, self.images, self.ignore, self.text_records)
 
@@ -170,22 +170,22 @@ class ImageDataset(ImageSource):
         return (cls(path=example_images.dataset(folder), **_SMALL),)
 
     def read(self) -> "Examples":
-        from forge_vlm.data.readers.datasets import DatasetExamples
+        from forge_vlm.data.image_readers import DatasetExamples
 
         return DatasetExamples(self.path, self.subset, self.dataset_split, self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSource(ImageSource):
-    """Base of sources of clips: some frames of each, in the order of their times, each an image to the model."""
+    """Base of sources of clips: selected frames of each, in the order of time; each frame is an image to the model."""
 
     key_class: ClassVar = DATA
     format: ClassVar[str] = "video"
 
     frames: Annotated[int, Gt(0)] = 8
-    """Frames of a clip, at equal distances of time from the first to the last; fewer where it has fewer."""
+    """Maximum number of frames of a clip, equally spaced in time from the first to the last."""
     timestamps: bool = True
-    """Before each frame stands its time, such as `1.5s`."""
+    """The time of each frame stands before it, such as `1.5s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,13 +196,13 @@ class VideoCsv(VideoSource):
     format: ClassVar[str] = "video_csv"
 
     path: str
-    """The CSV file, with a head."""
+    """The CSV file, with a header."""
     folder: str | None = None
     """Directory of the clips; by default that of the file."""
     file: str = "{page_dir}/{videoid}.mp4"
     """Name of a clip in the folder, made of columns in braces."""
     text: str = "name"
-    """Column that holds the text."""
+    """Column with the text."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[VideoCsv]":
@@ -212,14 +212,14 @@ class VideoCsv(VideoSource):
         return (cls(path=example_images.videos(folder), frames=2, timestamps=False, **_SMALL),)
 
     def read(self) -> "Examples":
-        from forge_vlm.data.readers.video import VideoExamples
+        from forge_vlm.data.video_readers import VideoExamples
 
         return VideoExamples(self.path, self.folder, self.file, self.text, self.images, self.frames, self.timestamps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoFrames(VideoSource):
-    """Clips whose frames are image files: JSON lines that name a directory of them, in the order of their names."""
+    """Clips whose frames are image files: JSON lines name a directory for each clip; frames are ordered by name."""
 
     key_class: ClassVar = DATA
     format: ClassVar[str] = "video_frames"
@@ -232,7 +232,7 @@ class VideoFrames(VideoSource):
     video: str = "video"
     """Field that names the directory."""
     fps: Annotated[float, Gt(0)] = 1.0
-    """Frames of a second, where a record says neither `fps` nor `times`."""
+    """Frames per second of records with neither `fps` nor `times`."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[VideoFrames]":
@@ -242,7 +242,7 @@ class VideoFrames(VideoSource):
         return (cls(path=example_images.frames(folder), frames=2, timestamps=False, **_SMALL),)
 
     def read(self) -> "Examples":
-        from forge_vlm.data.readers.frames import FrameExamples
+        from forge_vlm.data.video_readers import FrameExamples
 
         return FrameExamples(self.path, self.folder, self.video, self.images, self.fps, self.frames, self.timestamps)
 
@@ -263,6 +263,6 @@ class Digits(ImageSource):
         return (cls(**_SMALL, split="held_out"),)
 
     def read(self) -> "Examples":
-        from forge_vlm.data.readers.digits import DigitExamples
+        from forge_vlm.data.image_readers import DigitExamples
 
         return DigitExamples(self.text, self.images, self.each)

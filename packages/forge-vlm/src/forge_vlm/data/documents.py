@@ -1,21 +1,24 @@
-"""A document as parts in their order: words, and images by reference."""
+"""A document as parts in order: words, and images by reference. `RecordTexts` has only the text, to train a tokenizer on."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from itertools import islice
 from typing import Any, Protocol
 
-from forge_data.sources.records import text_of
+from forge_core.errors import DataError
+from forge_data.sources.records import in_split, text_of
 from forge_vlm.data.chat import Chat, Turn
 
 MARKER = "<image>"
-"""Where an image stands in the text of a record."""
+"""Marks the place of an image in the text of a record."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """Some text. `learned`: whether the model is trained to say it; `trusted`: whether it may spell control tokens."""
+    """Text. `learned`: the model is trained to produce it; `trusted`: it may spell control tokens."""
 
     text: str
     learned: bool = True
@@ -24,28 +27,26 @@ class Words:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image, as its reader names it. `token`: it stands where the chat template wrote the token of an image."""
+    """An image, by the reference of its reader. `token`: it stands where the chat template wrote the token of an image."""
 
     reference: str
     token: bool = False
 
 
 Parts = Sequence[Words | Picture]
-
-
 Frames = tuple[tuple[float, str], ...]
-"""(seconds, reference) of each frame of a video, in the order of their times."""
+"""(seconds, reference) of each frame of a video, in the order of time."""
 
 
 class Clip:
-    """Some frames of a video.
+    """Selected frames of a video.
 
     Attributes:
-        told: whether each time stands before its frame.
+        told: the time of each frame stands before it.
     """
 
     def __init__(self, frames: Frames | Callable[[], Frames], told: bool = True) -> None:
-        """`frames`: the frames, or a function that reads which there are when they are first asked for; it may raise `Broken`."""
+        """`frames`: the frames, or a function that finds them on first use and may raise `BrokenRecord`."""
         self.told = told
         self._frames = frames
 
@@ -54,45 +55,45 @@ class Clip:
         """The frames that were chosen.
 
         Raises:
-            Broken: the clip cannot be read.
+            BrokenRecord: the clip cannot be read.
         """
         return self._frames() if callable(self._frames) else self._frames
 
     def parts(self) -> Parts:
-        """The frames, as a document has them. What is said of time is not learned.
+        """The frames as parts of a document. Times are not learned.
 
         Raises:
-            Broken: the clip cannot be read.
+            BrokenRecord: the clip cannot be read.
         """
-        found: list[Words | Picture] = []
+        parts: list[Words | Picture] = []
         for seconds, reference in self.frames:
-            found += [Words(f"{seconds:.1f}s", learned=False)] if self.told else []
-            found.append(Picture(reference))
-        return found
+            parts += [Words(f"{seconds:.1f}s", learned=False)] if self.told else []
+            parts.append(Picture(reference))
+        return parts
 
 
 class Record(dict[str, Any]):
-    """A record that knows its place, for messages: its file, and its line or number there."""
+    """A record with its place for messages: file, and line or number."""
 
     def __init__(self, fields: Mapping[str, Any], place: str) -> None:
         super().__init__(fields)
         self.place = place
 
 
-class Broken(ValueError):
-    """A record that makes no document; says why."""
+class BrokenRecord(ValueError):
+    """A record that cannot become a document; the message says why."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Which fields of a record are read.
+    """The fields of a record that are read.
 
     Attributes:
-        text: a field of text, `MARKER` where an image stands; without one, all images stand before the text.
-        messages: a field of turns, read where a record has it: `{"role", "content"}`, or `{"from", "value"}` as LLaVA has them. A
-            content is text, or a list of `{"type": "text", "text"}` and of images: `{"type": "image"}`, the next of the field
+        text: field with text, and `MARKER` in place of each image. Without markers all images stand before the text.
+        messages: field with turns, which is preferred to `text`: `{"role", "content"}`, or LLaVA's `{"from", "value"}`. A content
+            is text, or a list of `{"type": "text", "text"}` and of images: `{"type": "image"}` for the next image of the field
             `images`, or `{"type": "image", "path"}` and `{"type": "image_url", "image_url": {"url"}}`, which name their own.
-        images: a field with the reference of an image, or a list of them. A record without it is text.
+        images: field with the reference of an image, or a list of them. A record without it is text.
     """
 
     text: str = "text"
@@ -101,14 +102,14 @@ class Fields:
 
 
 class Examples(Protocol):
-    """Records with images, in a fixed order, readable as often as needed.
+    """Records with images, in a fixed order. They can be read repeatedly.
 
     A method `is_there(reference) -> bool` may tell without reading an image whether its file is there: before a run begins,
     images of held-out sets are looked for with it.
 
     Attributes:
-        what: for messages.
-        fingerprint: changes with the records; whether an image changed is seen when it is read.
+        what: name for messages.
+        fingerprint: changes with the records. A changed image is only noticed when it is read.
     """
 
     what: str
@@ -116,36 +117,37 @@ class Examples(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
-    def __iter__(self) -> Iterator[tuple[str, "Mapping[str, Any] | Broken"]]:
-        """(name, record) of each; its field of images has references or a `Clip`. `Broken` is one that cannot be read, and says
-        where it is; a `Record` knows its place."""
+    def __iter__(self) -> Iterator[tuple[str, "Mapping[str, Any] | BrokenRecord"]]:
+        """(name, record) of each; its field of images has references or a `Clip`. A record that cannot be read is a
+        `BrokenRecord`, whose message has its place."""
         ...
 
     def fetch(self, reference: str) -> bytes:
         """The file of an image.
 
         Raises:
-            DataError: it is not there; names it.
+            DataError: the file does not exist; names it.
         """
         ...
 
 
-def is_conversation(record: "Mapping[str, Any] | Broken", fields: Fields) -> bool:
-    """Whether a chat template writes the record, with all special tokens that it has."""
+def is_conversation(record: "Mapping[str, Any] | BrokenRecord", fields: Fields) -> bool:
+    """Whether a chat template writes the record, special tokens included."""
     return isinstance(record, Mapping) and record.get(fields.messages) is not None
 
 
-def parts_of(record: "Mapping[str, Any] | Broken", fields: Fields, chat: Chat) -> list[Words | Picture]:
+def parts_of(record: "Mapping[str, Any] | BrokenRecord", fields: Fields, chat: Chat) -> list[Words | Picture]:
     """The parts of a record's document.
 
     Raises:
-        Broken: it is broken, has neither text nor turns, other markers than images, or text that is not valid Unicode.
+        BrokenRecord: it is broken, has neither text nor turns, has a different number of markers and images, or text that is not
+            valid Unicode.
         DataError: the chat template refuses its turns.
     """
-    if isinstance(record, Broken):
+    if isinstance(record, BrokenRecord):
         raise record
     if not isinstance(record, Mapping):
-        raise Broken("is not a record")
+        raise BrokenRecord("is not a record")
     images = _references(record.get(fields.images), fields.images)
     if is_conversation(record, fields):
         turns = _turns(record[fields.messages], fields.messages)
@@ -154,10 +156,10 @@ def parts_of(record: "Mapping[str, Any] | Broken", fields: Fields, chat: Chat) -
     else:
         text = record.get(fields.text)
         if not isinstance(text, str):
-            raise Broken(f"has neither turns in {fields.messages!r} nor text in {fields.text!r}")
+            raise BrokenRecord(f"has neither turns in {fields.messages!r} nor text in {fields.text!r}")
         found = _illustrated([Words(text)], images)
     if not any(isinstance(part, Words) and part.learned for part in found):
-        raise Broken("has no text to learn")
+        raise BrokenRecord("has no text to learn")
     return found
 
 
@@ -165,7 +167,7 @@ def prompt_of(text: str, images: Sequence[str]) -> list[Words | Picture]:
     """The parts of a text that a model continues, as `parts_of` gives those of a record with this text and these images.
 
     Raises:
-        Broken: the text has other markers than images, or is not valid Unicode.
+        BrokenRecord: the text has other markers than images, or is not valid Unicode.
     """
     return _illustrated([Words(text)] if text else [], [[_picture(each)] for each in images])
 
@@ -178,7 +180,7 @@ def chat_prompt_of(turns: Sequence[Turn], images: Sequence[str], chat: Chat) -> 
     any other text a marker is text.
 
     Raises:
-        Broken: the first turn has other markers than images, or some text is not valid Unicode.
+        BrokenRecord: the first turn has other markers than images, or some text is not valid Unicode.
         DataError: the chat template refuses the turns.
     """
     first, *rest = turns
@@ -249,10 +251,10 @@ def _illustrated(words: Sequence[Words], images: Sequence[Parts], tokens: bool =
     """Words with their images. `tokens`: the template wrote a token of its own for each of them.
 
     Raises:
-        Broken: there are other markers than images, or text that is not valid Unicode.
+        BrokenRecord: there are other markers than images, or text that is not valid Unicode.
     """
     if fault := next((fault for each in words if (fault := text_of(each.text)[1])), ""):
-        raise Broken(f"has text that {fault}")
+        raise BrokenRecord(f"has text that {fault}")
     if tokens:
         return [*map(_token, images), *words]
     if images and not any(MARKER in each.text for each in words):
@@ -265,19 +267,19 @@ def _listed(value: Any) -> list[Any] | None:
 
 
 def _as_pieces(text: str) -> list[dict[str, str]]:
-    """Text with markers as the list of pieces that some templates need."""
-    found: list[dict[str, str]] = []
+    """Text with markers as a list of pieces, which some templates need."""
+    pieces: list[dict[str, str]] = []
     for place, part in enumerate(text.split(MARKER)):
-        found += [{"type": "image"}] if place else []
-        found += [{"type": "text", "text": part}] if part else []
-    return found
+        pieces += [{"type": "image"}] if place else []
+        pieces += [{"type": "text", "text": part}] if part else []
+    return pieces
 
 
 def _placed(words: Sequence[Words], images: Sequence[Parts]) -> Iterator[Words | Picture]:
-    """Words cut at the markers, an image in the place of each, or the frames of a clip."""
+    """Words cut at the markers, with an image, or the frames of a clip, in place of each marker."""
     markers = sum(each.text.count(MARKER) for each in words)
     if markers != len(images):
-        raise Broken(f"has {markers} {MARKER} and {len(images)} images")
+        raise BrokenRecord(f"has {markers} {MARKER} and {len(images)} images")
     left = iter(images)
     for each in words:
         for place, text in enumerate(each.text.split(MARKER)):
@@ -289,32 +291,34 @@ def _placed(words: Sequence[Words], images: Sequence[Parts]) -> Iterator[Words |
 
 def _token(image: Parts) -> Picture:
     if len(image) != 1 or not isinstance(image[0], Picture):
-        raise Broken(f"has a clip where the chat template writes the token of one image; write {MARKER} in its text instead")
+        raise BrokenRecord(
+            f"has a clip where the chat template writes the token of one image; write {MARKER} in its text instead"
+        )
     return replace(image[0], token=True)
 
 
 def _references(value: Any, field: str) -> list[Parts]:
-    """What stands in the place of each marker."""
-    found = [] if value is None else [value] if isinstance(value, str | Clip) else value
-    if not isinstance(found, list) or not all(isinstance(each, str | Clip) and each for each in found):
-        raise Broken(f"has in {field!r} {value!r}; expected the name of an image, or a list of names")
-    return [each.parts() if isinstance(each, Clip) else [_picture(each)] for each in found]
+    """The parts that replace each marker."""
+    values = [] if value is None else [value] if isinstance(value, str | Clip) else value
+    if not isinstance(values, list) or not all(isinstance(each, str | Clip) and each for each in values):
+        raise BrokenRecord(f"has in {field!r} {value!r}; expected the name of an image, or a list of names")
+    return [each.parts() if isinstance(each, Clip) else [_picture(each)] for each in values]
 
 
 def _picture(reference: str) -> Picture:
-    """An image by its name, which has to be one of a file."""
+    """An image by its name, which must be the name of a file."""
     if fault := text_of(reference)[1]:
-        raise Broken(f"names an image {reference!r}, which {fault}")
+        raise BrokenRecord(f"names an image {reference!r}, which {fault}")
     if "\0" in reference:
-        raise Broken(f"names an image {reference!r}, which holds a NUL")
+        raise BrokenRecord(f"names an image {reference!r}, which holds a NUL")
     if reference.startswith("data:"):
-        raise Broken(f"has an image inside the record, {reference[:30]!r}...; write it to a file, and its name here")
+        raise BrokenRecord(f"has an image inside the record, {reference[:30]!r}...; write it to a file, and its name here")
     return Picture(reference)
 
 
 def _turns(value: Any, field: str) -> list[Turn]:
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
-        raise Broken(f"has in {field!r} no list of turns")
+        raise BrokenRecord(f"has in {field!r} no list of turns")
     return [_turn(turn, field) for turn in value]
 
 
@@ -324,12 +328,12 @@ def _turn(turn: Mapping[str, Any], field: str) -> Turn:
     role = {"human": "user", "gpt": "assistant"}.get(role, role) if isinstance(role, str) else None
     more = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value") and value is not None}
     if role is None or not (isinstance(content, str | list) or (content is None and more)):
-        raise Broken(f"has in {field!r} a turn without role or content: {str(dict(turn))[:80]}")
+        raise BrokenRecord(f"has in {field!r} a turn without role or content: {str(dict(turn))[:80]}")
     return Turn(role, content, more)
 
 
 def _piece(piece: Any, field: str) -> str | Picture:
-    """The text of a piece, or its image, with an empty name where the image is the next of the field of images."""
+    """The text of a piece, or its image, with an empty name for the next image of the field of images."""
     kind = piece.get("type") if isinstance(piece, dict) else None
     if kind == "text" and isinstance(piece.get("text"), str):
         return piece["text"]
@@ -340,4 +344,29 @@ def _piece(piece: Any, field: str) -> str | Picture:
             return Picture("")
         if len(named) == 1 and isinstance(named[0], str) and named[0]:
             return _picture(named[0])
-    raise Broken(f"has in {field!r} a piece that is neither text nor an image: {str(piece)[:80]}")
+    raise BrokenRecord(f"has in {field!r} a piece that is neither text nor an image: {str(piece)[:80]}")
+
+
+@dataclass(frozen=True)
+class RecordTexts:
+    """The text of documents, without their images, as `Texts`. Broken records are left out; preparing the source reports them."""
+
+    examples: Examples
+    fields: Fields
+    chat: Chat
+    split: str
+    held_out: float
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the records and with how they are read."""
+        made = f"{self.fields} {self.chat.identity} {self.split} {self.held_out}"
+        return sha256(f"{self.examples.fingerprint} {made}".encode()).hexdigest()
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """(name, text) of every document."""
+        for name, record in self.examples:
+            if in_split(name, self.split, self.held_out):
+                with suppress(BrokenRecord, DataError):
+                    parts = parts_of(record, self.fields, self.chat)
+                    yield name, "".join(part.text for part in parts if isinstance(part, Words))

@@ -1,4 +1,4 @@
-"""What a model takes of an image: how many placeholders stand for it, and how it becomes pixels."""
+"""How an image becomes the input of a model: the number of its placeholders, and its pixels."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -8,19 +8,17 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from forge_core.errors import DataError
-from forge_vlm.images.cutting import cut, tile_pixels
-from forge_vlm.images.native import native_grid, native_item
-from forge_vlm.images.native_shape import Native
-from forge_vlm.images.processing import Processing
+from forge_vlm.images.pixels import cut_tiles, native_grid, native_item, tile_pixels
+from forge_vlm.images.processing import Native, Processing
 from forge_vlm.images.tiling import Tiling
 
 
 @runtime_checkable
 class SeesImages(Protocol):
-    """What is asked of a model's component that takes images.
+    """The component of a model that takes images.
 
     Attributes:
-        placeholder: id of the token that stands for a part of an image; None where images are tokens.
+        placeholder: id of the token that represents a part of an image; None if images are tokens.
         per_image: placeholders of one image.
         vision: the component of the encoder.
     """
@@ -38,9 +36,9 @@ class ImageInputs:
     """How a document with images is prepared.
 
     Attributes:
-        placeholder: id of a token that stands for an image.
+        placeholder: id of the token that represents an image.
         per_image: placeholders of one tile.
-        processing: from an image to pixels.
+        processing: how an image becomes pixels.
         channels: of an image.
         tiling: how an image is cut; each tile is an image to the model.
         native: how images keep their proportions; None: they become square tiles.
@@ -54,10 +52,10 @@ class ImageInputs:
     native: Native | None = None
 
     def placeholders(self, width: int, height: int) -> list[int]:
-        """Of each tile of an image of so many pixels.
+        """Number of placeholders of each tile of an image with this width and height.
 
         Raises:
-            ValueError: an image that keeps its proportions is too long.
+            ValueError: an image in native proportions is too long.
         """
         if self.native is None:
             return [self.per_image] * self.tiling.tiles(width, height, self.processing.size).count
@@ -68,23 +66,23 @@ class ImageInputs:
 
     @property
     def fewest(self) -> int:
-        """Placeholders of the smallest image that there may be."""
+        """Placeholders of the smallest possible image."""
         return 1 if self.native is not None and self.native.each else self.per_image
 
     @property
     def varies(self) -> bool:
-        """Whether images of other sizes have other numbers of placeholders."""
+        """Whether the number of placeholders depends on the size of the image."""
         return self.tiling.name != "square" if self.native is None else self.native.each
 
     def pixels(self, image: Image.Image) -> NDArray[np.float32]:
-        """(tiles, *shape) of an image that was decoded."""
+        """(tiles, *shape) of a decoded image."""
         if self.native is None:
             return tile_pixels(image, self.tiling, self.processing)[0]
         return native_item(image, self.processing, self.native)[None]
 
     def pictures(self, image: Image.Image) -> list[Image.Image]:
-        """Its tiles, as a person sees them."""
-        return [image] if self.native is not None else cut(image, self.tiling, self.processing).images
+        """The tiles of an image, to look at."""
+        return [image] if self.native is not None else cut_tiles(image, self.tiling, self.processing).images
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,56 +95,59 @@ class ImageInputs:
 def inputs_of(
     model: Any, name: str, tiling: Tiling, *, placeholder: int | None, per_image: int | None, size: int | None
 ) -> ImageInputs:
-    """What the recipe's model takes; values that are given go before it.
+    """The inputs that the recipe's model takes; without such a model, those that the source describes.
 
     Args:
-        model: the component of a model that sees images, or any other, or None.
+        model: the component of a model that sees images, of any other model, or None.
         name: of the source, for messages.
         tiling: of the source.
         placeholder, per_image: see `ImageInputs`.
-        size: height and width of a tile; its pixels are between -1 and 1 without a model.
+        size: height and width of a tile. Without a model, pixels are between -1 and 1.
 
     Raises:
-        DataError: the model takes no images, or not as pixels, and the values are not given either.
+        DataError: the values contradict the model, the model takes no pixels, or neither model nor source has the values.
     """
     if isinstance(model, SeesImages):
         placeholder = model.placeholder if placeholder is None else placeholder
         per_image = model.per_image if per_image is None else per_image
         if model.placeholder is None:
             raise DataError(
-                f"source {name!r} has images, and those of the model are tokens (images = 'tokens'); prepare such images as text"
+                f"source {name!r} has images, but images of the model are tokens (images = 'tokens'); prepare such images as text"
             )
         if (placeholder, per_image) != (model.placeholder, model.per_image):
             raise DataError(
                 f"source {name!r} gives an image {per_image} placeholders of id {placeholder}, the model takes {model.per_image} "
-                f"of id {model.placeholder}; leave placeholder and per_image out"
+                f"of id {model.placeholder}; remove placeholder and per_image"
             )
         encoder: Any = model.vision
         processing, native = getattr(encoder, "processing", None), getattr(model, "native", None)
         if processing is None:
             raise DataError(
-                f"source {name!r} has images, and the model's encoder takes features that were computed before; choose another "
+                f"source {name!r} has images, but the model's encoder takes features that were computed before; choose another "
                 "encoder"
             )
         if native is not None and (tiling.name != "square" or size is not None):
             raise DataError(
-                f"source {name!r} cuts images into squares, and the model's encoder takes them in their own proportions; leave "
-                "tiling and size out, or remove encoder.patches"
+                f"source {name!r} cuts images into squares, but the model's encoder takes them in their own proportions; remove "
+                "tiling and size, or encoder.patches"
             )
         if size not in (None, processing.size):
-            raise DataError(f"source {name!r} has size {size}, the model's encoder {processing.size}; leave size out")
+            raise DataError(f"source {name!r} has size {size}, the model's encoder {processing.size}; remove size")
         return ImageInputs(model.placeholder, model.per_image, processing, encoder.channels, tiling, native)
     if placeholder is None or per_image is None or size is None:
         raise DataError(
-            f"source {name!r} has images, and the recipe's model takes none; set model.name = 'vlm', or set placeholder, "
+            f"source {name!r} has images, but the recipe's model takes none; set model.name = 'vlm', or set placeholder, "
             "per_image and size of the source to prepare it for another model"
         )
     half = (0.5, 0.5, 0.5)
     return ImageInputs(placeholder, per_image, Processing(size=size, mean=half, std=half), 3, tiling)
 
 
-def identity(inputs: ImageInputs) -> str:
-    """Equal where tokens and tiles are; statistics of the pixels are left out, since nothing that is stored depends on them."""
+def identity_of_inputs(inputs: ImageInputs) -> str:
+    """Equal if tokens and tiles are equal. Statistics of the pixels are left out: stored data does not depend on them.
+
+    The text contains the `repr` of these classes and is hashed into names of stores: their names and fields must not change.
+    """
     processing = replace(inputs.processing, mean=(), std=(), scale=1.0)
     native = "" if inputs.native is None else f"/{inputs.native}"
     return f"{inputs.placeholder}/{inputs.per_image}/{inputs.channels}/{processing}/{inputs.tiling}{native}"

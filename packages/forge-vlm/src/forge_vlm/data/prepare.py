@@ -1,7 +1,8 @@
-"""Documents with images to a store: tokens, placeholders and what is learned; every image is decoded once, so none is a surprise.
+"""Writes documents with images to a store: tokens, placeholders, and which tokens are learned. Every image is decoded once.
 
-A record that makes no document, whose image cannot be decoded, or whose document is longer than a row is broken: it is named,
-counted, and left out while `skip` allows it. What is known without an image is known before any image is decoded.
+A record is broken if it cannot become a document, if an image cannot be decoded, or if its document is longer than a row. Broken
+records are named and counted, and left out as long as `skip` allows it. Faults that can be found without images are reported
+before any image is decoded.
 """
 
 from collections import Counter, deque
@@ -25,33 +26,33 @@ from forge_data.sources.store_writer import StoreWriter, dtype_for
 from forge_data.storage.workspace import Partial, locked
 from forge_data.tokenizers.control import identity_of
 from forge_vlm.data.chat import Chat
-from forge_vlm.data.documents import MARKER, Broken, Clip, Examples, Fields, Picture, Words, is_conversation, parts_of
-from forge_vlm.data.inputs import ImageInputs, identity
+from forge_vlm.data.documents import MARKER, BrokenRecord, Clip, Examples, Fields, Picture, Words, is_conversation, parts_of
+from forge_vlm.data.inputs import ImageInputs, identity_of_inputs
 from forge_vlm.data.store import FACTS, FILES, TOKENS, VERSION, Facts, IllustratedStore
-from forge_vlm.images.decoding import ImageError, decode
+from forge_vlm.images.pixels import ImageError, decode
 
 ENCODING = 2
-"""Of the rules by which a document becomes ids: what other rules made is not taken for this."""
-_AHEAD = 64
-"""Documents that are worked on at a time, for each thread."""
-_ADDED = 16
-"""Tokens that a tokenizer adds to a document at most, such as the one of its end."""
-_EVERY = 10_000
+"""Version of the rules by which a document becomes ids. Stores of other versions are not reused."""
+_DOCUMENTS_IN_FLIGHT = 64
+"""Documents in progress per thread."""
+_MAX_ADDED_TOKENS = 16
+"""Maximum number of tokens that a tokenizer adds to a document, such as its end."""
+_REPORT_EVERY = 10_000
 """Documents between two messages."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is made of the records.
+class Preparation:
+    """How records become documents.
 
     Attributes:
         fields: of a record.
-        chat: how turns are written.
-        inputs: what the model takes of an image.
+        chat: the template of conversations.
+        inputs: how an image becomes placeholders and pixels.
         split, held_out: see `forge_data.sources.records.in_split`.
-        skip: broken records that may be left out.
-        longest: tokens that a document may have, those of a row.
-        too_long: what becomes of a longer one: "error" counts it as broken, "skip" leaves it out, "truncate" cuts it.
+        skip: maximum number of broken records to leave out.
+        longest: maximum number of tokens of a document: the length of a row.
+        too_long: "error" counts a longer document as broken, "skip" leaves it out, "truncate" cuts it.
     """
 
     fields: Fields
@@ -64,29 +65,31 @@ class Wanted:
     too_long: str = "error"
 
 
-class TooLong(Broken):
-    """A document that fits no row."""
+class TooLong(BrokenRecord):
+    """A document that does not fit into a row."""
 
 
-def prepared(examples: Examples, wanted: Wanted, context: SourceContext, name: str) -> IllustratedStore:
-    """The store of these records in the workspace; made when it is not there yet.
+def prepare(examples: Examples, wanted: Preparation, context: SourceContext, name: str) -> IllustratedStore:
+    """The store of these records in the workspace. It is written if it does not exist yet.
 
     Raises:
-        DataError: no tokenizer, no document, too many broken records, or a workspace that cannot be written.
+        DataError: there is no tokenizer, no document, or too many broken records, or the workspace cannot be written.
     """
     tokenizer = context.tokenizer
     if tokenizer is None:
         raise DataError(f"source {name!r} has text and needs a tokenizer; add [data.tokenizer] with name = 'bpe' or 'bytes'")
-    made = f"{wanted.fields} {wanted.chat.identity} {identity(wanted.inputs)} {wanted.split} {wanted.held_out} {ENCODING}"
+    made = (
+        f"{wanted.fields} {wanted.chat.identity} {identity_of_inputs(wanted.inputs)} {wanted.split} {wanted.held_out} {ENCODING}"
+    )
     known = f"{VERSION} {examples.fingerprint} {identity_of(tokenizer)} {made}"
-    # A store whose documents all fit is the same for every longer row and needs no name of its own.
+    # A store in which all documents fit is the same for every longer row, so its name does not depend on the row.
     whole, fitted = (
         context.workspace / "stores" / f"{name}-{sha256(f'{known}{more}'.encode()).hexdigest()[:16]}"
         for more in ("", f" {wanted.longest} {wanted.too_long}")
     )
     vocab_size = max(tokenizer.vocab_size, wanted.inputs.placeholder + 1)
 
-    def found() -> IllustratedStore | None:
+    def existing() -> IllustratedStore | None:
         for path in (whole, fitted):
             if (path / FACTS).exists():
                 is_there = getattr(examples, "is_there", None)
@@ -95,13 +98,13 @@ def prepared(examples: Examples, wanted: Wanted, context: SourceContext, name: s
                     return store
         return None
 
-    store = found()
+    store = existing()
     if store is None:
         with locked(context.workspace):
-            store = found()
+            store = existing()
             if store is None:
                 _write(examples, wanted, tokenizer, (whole, fitted), name, context.workers, context.report)
-                store = found()
+                store = existing()
     assert store is not None, "it was just written"
     if store.facts.skipped > wanted.skip:
         raise DataError(
@@ -113,8 +116,8 @@ def prepared(examples: Examples, wanted: Wanted, context: SourceContext, name: s
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document: ids, which of them are learned, where each tile begins; references, digests and tiles of its images; whether
-    its end was cut off."""
+    """One document: ids, which of them are learned, and where each tile begins; references, digests and numbers of tiles of its
+    images; whether its end was cut off."""
 
     ids: np.ndarray
     learned: np.ndarray
@@ -133,21 +136,21 @@ def encode(
     bare: bool = True,
     closed: bool = True,
 ) -> Encoded:
-    """A document's tokens: its text, encoded as one text, and some placeholders for each tile of an image.
+    """A document's tokens: its text, encoded as a whole, and placeholders for each tile of an image.
 
-    Its end is learned where its last words are.
+    The end of the document is learned if its last words are.
 
     Args:
         parts: of the document.
         tokenizer: encodes the text.
-        inputs: what the model takes of an image.
-        fetch: reads an image; without it each image is as short as an image can be.
-        bare: whether the text lacks special tokens, so that it gets the tokenizer's own around it. Other text gets the end of the
-            document only where it does not end with it.
-        closed: whether the document ends; one that a model continues does not.
+        inputs: how an image becomes placeholders.
+        fetch: reads an image; if None, every image counts as the shortest possible one.
+        bare: the text has no special tokens yet, so the tokenizer's prefix and suffix are added. Other text gets the end of the
+            document only if it is missing.
+        closed: the document ends; one that a model continues does not.
 
     Raises:
-        Broken: an image cannot be decoded, or is too long, or text holds the placeholder.
+        BrokenRecord: an image cannot be decoded or is too long, or the text contains the placeholder.
         DataError: an image is missing.
     """
     pictures = [_picture(part, inputs, fetch) for part in parts if isinstance(part, Picture)]
@@ -157,7 +160,7 @@ def encode(
     closing = [*suffix, *([] if tokenizer.eos is None or ended else [tokenizer.eos])] if closed else []
     last = next((part.learned for part in reversed(parts) if isinstance(part, Words)), False)
     sizes = [sum(counts) for _, _, counts in pictures]
-    # Placeholders before id n of the text stand where so many ids do, and those of earlier images.
+    # An image that stands before id n of the text starts after n ids and the placeholders of earlier images.
     starts = np.array(before, dtype=np.int64) + np.cumsum([0, *sizes], dtype=np.int64)[:-1] + len(prefix)
     at = np.repeat(before, sizes).astype(np.int64)
     text = np.insert(ids, at, inputs.placeholder)
@@ -185,20 +188,20 @@ def _picture(part: Picture, inputs: ImageInputs, fetch: Callable[[str], bytes] |
         image = decode(content, inputs.channels, part.reference)
         counts = inputs.placeholders(*image.size)
     except ImageError as error:
-        raise Broken(str(error)) from error
+        raise BrokenRecord(str(error)) from error
     except ValueError as error:
-        raise Broken(f"{part.reference}: {error}; raise patches of the encoder") from error
+        raise BrokenRecord(f"{part.reference}: {error}; raise patches of the encoder") from error
     return part.reference, xxhash.xxh3_64_intdigest(content), list(counts)
 
 
 def _text_of(parts: "list[Words | Picture]", tokenizer: Tokenizer, placeholder: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Ids of a document's text, which of them are learned, and before how many of them each image stands.
+    """Ids of a document's text, which of them are learned, and the index of the id before which each image stands.
 
-    A tokenizer may have a token for images: its spelling in the place of an image, or what a chat template writes, is taken out
-    again. Otherwise an image parts the text as such a token does.
+    If the tokenizer has a token for images, that token is written in place of each image (here or by the chat template) and then
+    removed. Otherwise an image splits the text as such a token would.
 
     Raises:
-        Broken: text holds the placeholder, or the chat template does not write it once for each image.
+        BrokenRecord: the text contains the placeholder, or the chat template does not write it once for each image.
     """
     by_token = [isinstance(part, Picture) and part.token for part in parts]
     spelled = any(isinstance(part, Picture) and not part.token for part in parts) and _spells(tokenizer, placeholder)
@@ -212,7 +215,7 @@ def _text_of(parts: "list[Words | Picture]", tokenizer: Tokenizer, placeholder: 
     held = np.flatnonzero(taken)
     if any(by_token):
         if len(held) != sum(by_token) or stands:
-            raise Broken(
+            raise BrokenRecord(
                 f"has {sum(by_token)} images, for which the chat template writes {len(held)} times the token {placeholder}, the "
                 f"placeholder of images; set `placeholder` to the id that it writes, or write {MARKER} in the template"
             )
@@ -220,22 +223,22 @@ def _text_of(parts: "list[Words | Picture]", tokenizer: Tokenizer, placeholder: 
     elif spelled and sorted(places[held, 0].tolist()) == stands:
         before = held - np.arange(len(held))
     elif len(held):
-        raise Broken(f"has text that the tokenizer writes with id {placeholder}, the placeholder of images")
+        raise BrokenRecord(f"has text that the tokenizer writes with id {placeholder}, the placeholder of images")
     else:
         before = np.searchsorted(places[:, 0], stands)
     return ids[~taken], learned[~taken], before.tolist()
 
 
 def _spells(tokenizer: Tokenizer, placeholder: int) -> bool:
-    """Whether the tokenizer has a token for images, whose spelling is the marker of records."""
+    """Whether the tokenizer writes the marker of records as one token, the placeholder of images."""
     return tokenizer.encode_pieces([(MARKER, True)])[0].tolist() == [placeholder]
 
 
-def truncated(document: Encoded, longest: int, placeholder: int) -> Encoded:
+def truncate(document: Encoded, longest: int, placeholder: int) -> Encoded:
     """The first `longest` tokens of a document, without an image that does not fit as a whole.
 
     Raises:
-        TooLong: nothing that is left is learned.
+        TooLong: no remaining token is learned.
     """
     stop, images, tiles = longest, 0, 0
     starts = [document.places[before] for before in accumulate(document.tiles[:-1], initial=0)] if document.tiles else []
@@ -262,14 +265,14 @@ def truncated(document: Encoded, longest: int, placeholder: int) -> Encoded:
 
 def _write(
     examples: Examples,
-    wanted: Wanted,
+    wanted: Preparation,
     tokenizer: Tokenizer,
     paths: tuple[Path, Path],
     name: str,
     workers: int,
     report: Callable[[str], None],
 ) -> None:
-    """Writes the first of `paths` where all documents fit into a row, else the second."""
+    """Writes the first of `paths` if all documents fit into a row, otherwise the second."""
     path, fitted = paths
     try:
         owned = Partial(path, directory=True)
@@ -280,7 +283,7 @@ def _write(
         facts = _write_files(examples, wanted, tokenizer, owned.path, name, workers, report, skips)
         path = fitted if facts.too_long or (path / FACTS).exists() else path
         if skips.messages:
-            name_skipped(_left(facts, wanted), skips.messages, path, report)
+            name_skipped(_what_was_left_out(facts, wanted), skips.messages, path, report)
         write_file(owned.path / FACTS, facts.as_json().encode())
         sync_path(owned.path)
         publish(owned.path, path)
@@ -291,11 +294,11 @@ def _write(
     cut = (
         f", {facts.too_long} documents cut to {wanted.longest} tokens" if facts.too_long and wanted.too_long == "truncate" else ""
     )
-    left = f", {_left(facts, wanted)} left out" if skips.messages else ""
+    left = f", {_what_was_left_out(facts, wanted)} left out" if skips.messages else ""
     report(f"prepared {name}: {facts.images:,} images in {facts.tiles:,} tiles{cut}{left}, to {path}")
 
 
-def _left(facts: Facts, wanted: Wanted) -> str:
+def _what_was_left_out(facts: Facts, wanted: Preparation) -> str:
     broken = f"{facts.skipped} broken records"
     return (
         broken if wanted.too_long != "skip" else f"{broken} and {facts.too_long} documents of more than {wanted.longest} tokens"
@@ -303,7 +306,7 @@ def _left(facts: Facts, wanted: Wanted) -> str:
 
 
 class _Files:
-    """The files of a store but its tokens, and their checksums."""
+    """The files of a store, except for its tokens, and their checksums."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._files: dict[str, IO[bytes]] = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in FILES}
@@ -318,7 +321,7 @@ class _Files:
         self.sizes[name] += len(data)
 
     def finish(self) -> dict[str, str]:
-        """Flushes all to the disk; checksums of what was written, but for the references: an image may move."""
+        """Flushes all files to disk and returns their checksums, except for references, since an image may move."""
         for file in self._files.values():
             sync(file)
         hidden = ("references", "ends")
@@ -327,7 +330,7 @@ class _Files:
 
 def _write_files(
     examples: Examples,
-    wanted: Wanted,
+    wanted: Preparation,
     tokenizer: Tokenizer,
     folder: Path,
     name: str,
@@ -343,26 +346,26 @@ def _write_files(
         files = _Files(folder, stack)
         store = stack.enter_context(StoreWriter(folder / TOKENS, dtype=dtype, source=examples.what))
         files.add("firsts", [0])
-        for found in _encoded(examples, wanted, tokenizer, workers):
-            if isinstance(found, Fault):
-                too_long += found.too_long
-                (skips.left_out if found.too_long and wanted.too_long == "skip" else skips.broken)(found.message)
+        for document in _encoded(examples, wanted, tokenizer, workers):
+            if isinstance(document, LeftOut):
+                too_long += document.too_long
+                (skips.left_out if document.too_long and wanted.too_long == "skip" else skips.broken)(document.message)
                 continue
-            too_long, longest = too_long + found.cut, max(longest, len(found.ids))
-            store.add(found.ids, np.array([len(found.ids)]))
-            files.add("learned", found.learned)
-            files.add("places", [tokens + place for place in found.places])
-            files.add("digests", np.array(found.digests, dtype=np.uint64))
-            for reference, count in zip(found.references, found.tiles, strict=True):
+            too_long, longest = too_long + document.cut, max(longest, len(document.ids))
+            store.add(document.ids, np.array([len(document.ids)]))
+            files.add("learned", document.learned)
+            files.add("places", [tokens + place for place in document.places])
+            files.add("digests", np.array(document.digests, dtype=np.uint64))
+            for reference, count in zip(document.references, document.tiles, strict=True):
                 data = np.frombuffer(reference.encode(), dtype=np.uint8)
                 tiles, named = tiles + count, named + len(data)
                 files.add("references", data)
                 files.add("ends", [named])
                 files.add("firsts", [tiles])
-            counts.update(found.ids[found.learned].tolist())
-            tokens, images, text = tokens + len(found.ids), images + len(found.tiles), text + (not found.tiles)
+            counts.update(document.ids[document.learned].tolist())
+            tokens, images, text = tokens + len(document.ids), images + len(document.tiles), text + (not document.tiles)
             documents += 1
-            if documents % _EVERY == 0:
+            if documents % _REPORT_EVERY == 0:
                 report(f"preparing {name}: {documents:,} documents, {images:,} images")
         if not documents:
             raise DataError(f"{examples.what} has no document in the split {wanted.split!r}")
@@ -375,7 +378,7 @@ def _write_files(
         text=text,
         sizes=files.sizes,
         checksums=checksums,
-        identity=identity(wanted.inputs),
+        identity=identity_of_inputs(wanted.inputs),
         skipped=skips.count,
         counts={str(token): count for token, count in sorted(counts.items())},
         too_long=too_long,
@@ -384,64 +387,64 @@ def _write_files(
 
 
 @dataclass(frozen=True)
-class Fault:
-    """Why a record is left out."""
+class LeftOut:
+    """A record that was left out, and why."""
 
     message: str
     too_long: bool
 
 
-def _fault(name: str, record: Mapping[str, Any] | Broken, error: Broken | DataError) -> Fault:
+def _fault(name: str, record: Mapping[str, Any] | BrokenRecord, error: BrokenRecord | DataError) -> LeftOut:
     message = str(error) if error is record else f"{getattr(record, 'place', name)}: {error}"
-    return Fault(message, isinstance(error, TooLong))
+    return LeftOut(message, isinstance(error, TooLong))
 
 
-def _refuse_early(examples: Examples, wanted: Wanted, tokenizer: Tokenizer) -> None:
-    """Counts the faults that are known without an image, so that many images are not decoded in vain.
+def _refuse_early(examples: Examples, wanted: Preparation, tokenizer: Tokenizer) -> None:
+    """Counts the faults that can be found without images, before many images are decoded in vain.
 
     Raises:
-        DataError: there are more than `skip` allows.
+        DataError: there are more faults than `skip` allows.
     """
     skips = Skips(wanted.skip)
     for name, record in examples:
         if not in_split(name, wanted.split, wanted.held_out):
             continue
         if isinstance(record, Mapping) and isinstance(record.get(wanted.fields.images), Clip):
-            continue  # which frames a clip has is read from its file
+            continue  # the frames of a clip are found by reading its file
         try:
             parts = parts_of(record, wanted.fields, wanted.chat)
             if wanted.too_long == "error":
                 _refuse_long(parts, wanted, tokenizer, not is_conversation(record, wanted.fields))
-        except (Broken, DataError) as error:
+        except (BrokenRecord, DataError) as error:
             skips.broken(_fault(name, record, error).message)
 
 
-def _refuse_long(parts: "list[Words | Picture]", wanted: Wanted, tokenizer: Tokenizer, bare: bool) -> None:
-    """Refuses a document that is too long whatever its images are like.
+def _refuse_long(parts: "list[Words | Picture]", wanted: Preparation, tokenizer: Tokenizer, bare: bool) -> None:
+    """Refuses a document that is too long even with the shortest images.
 
     Raises:
-        TooLong: it is.
+        TooLong: the document is too long.
     """
     images = sum(isinstance(part, Picture) for part in parts)
     size = sum(len(part.text.encode(errors="replace")) for part in parts if isinstance(part, Words))
-    if size + images * wanted.inputs.fewest + _ADDED <= wanted.longest:
-        return  # a token is at least a byte of text
+    if size + images * wanted.inputs.fewest + _MAX_ADDED_TOKENS <= wanted.longest:
+        return  # a token has at least one byte of text
     length = len(encode(parts, tokenizer, wanted.inputs, None, bare).ids)
     if length > wanted.longest:
         raise _too_long(length, wanted, "at least " if images and wanted.inputs.varies else "")
 
 
-def _too_long(length: int, wanted: Wanted, about: str = "") -> TooLong:
+def _too_long(length: int, wanted: Preparation, about: str = "") -> TooLong:
     return TooLong(
         f"has {about}{length} tokens, images included, and a row has {wanted.longest}; shorten it, raise data.sequence_length, "
         "or set too_long = 'skip' or 'truncate' in the source"
     )
 
 
-def _encoded(examples: Examples, wanted: Wanted, tokenizer: Tokenizer, workers: int) -> Iterator[Encoded | Fault]:
+def _encoded(examples: Examples, wanted: Preparation, tokenizer: Tokenizer, workers: int) -> Iterator[Encoded | LeftOut]:
     """Documents in their order; threads decode and encode them."""
 
-    def one(name: str, record: Mapping[str, Any] | Broken) -> Encoded | Fault:
+    def one(name: str, record: Mapping[str, Any] | BrokenRecord) -> Encoded | LeftOut:
         """The document, or what is wrong with it."""
         try:
             parts = parts_of(record, wanted.fields, wanted.chat)
@@ -452,19 +455,19 @@ def _encoded(examples: Examples, wanted: Wanted, tokenizer: Tokenizer, workers: 
             if len(document.ids) <= wanted.longest:
                 return document
             if wanted.too_long == "truncate":
-                return truncated(document, wanted.longest, wanted.inputs.placeholder)
+                return truncate(document, wanted.longest, wanted.inputs.placeholder)
             raise _too_long(len(document.ids), wanted)
-        except (Broken, DataError) as error:
+        except (BrokenRecord, DataError) as error:
             return _fault(name, record, error)
 
-    waiting: deque[Future[Encoded | Fault]] = deque()
+    waiting: deque[Future[Encoded | LeftOut]] = deque()
     with ThreadPoolExecutor(workers, "forge-images") as pool:
         try:
             for name, record in examples:
                 if not in_split(name, wanted.split, wanted.held_out):
                     continue
                 waiting.append(pool.submit(one, name, record))
-                while len(waiting) >= _AHEAD * workers:
+                while len(waiting) >= _DOCUMENTS_IN_FLIGHT * workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

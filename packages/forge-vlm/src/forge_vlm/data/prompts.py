@@ -9,11 +9,11 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_core.protocols.weights import Weights
 from forge_vlm.data.chat import Chat, Turn
-from forge_vlm.data.documents import MARKER, Broken, Picture, Words, chat_prompt_of, prompt_of
+from forge_vlm.data.documents import MARKER, BrokenRecord, Picture, Words, chat_prompt_of, prompt_of
 from forge_vlm.data.inputs import ImageInputs, SeesImages, inputs_of
 from forge_vlm.data.prepare import encode
 from forge_vlm.data.store import EXTRAS
-from forge_vlm.images.decoding import decode
+from forge_vlm.images.pixels import decode
 from forge_vlm.images.tiling import Tiling
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Prompts:
                 found = [*(self._tokenizer.prefix if bare else ()), *ids.tolist()]
                 return Prompt(found, found, {})
             document = encode(parts, self._tokenizer, self._inputs, self._content, bare, closed=False)
-        except Broken as cause:
+        except BrokenRecord as cause:
             action = f"; write {MARKER} once for each --image, or leave it out" if MARKER in str(cause) else ""
             raise DataError(f"the prompt {cause}{action}") from cause
         ids = document.ids.tolist()

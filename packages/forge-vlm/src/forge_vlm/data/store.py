@@ -1,15 +1,15 @@
-"""A token store whose documents have images too, as a directory:
+"""A token store whose documents have images, as a directory:
 
     images.json          counts, checksums and identity; written last
-    tokens/              a token store, placeholders where images are
+    tokens/              a token store, with placeholders in place of images
     learned.bin          a byte for each token: whether it is predicted
     places.bin           uint64 token at which each tile begins, ascending
-    firsts.bin           uint64 first tile of each image, and behind the last one
+    firsts.bin           uint64 first tile of each image, then the number of tiles
     digests.bin          uint64 xxh3 of the file of each image
-    references.bin       how the reader names each image, UTF-8
-    ends.bin             uint64 where each of these names ends
+    references.bin       references of the images, UTF-8
+    ends.bin             uint64 end of each reference in references.bin
 
-Images themselves stay where they are: a run reads them there, and refuses one that is not what was prepared.
+Images stay where they are. A run reads them there and refuses an image that has changed since it was prepared.
 """
 
 import json
@@ -27,31 +27,31 @@ from forge_core.errors import DataError
 from forge_data.sources.store import StoreSource
 from forge_data.storage.checksums import Checksum
 from forge_vlm.data.inputs import ImageInputs
-from forge_vlm.images.decoding import decode
+from forge_vlm.images.pixels import decode
 
 VERSION = 1
 FACTS = "images.json"
 TOKENS = "tokens"
 FILES = {"learned": "u1", "places": "<u8", "firsts": "<u8", "digests": "<u8", "references": "u1", "ends": "<u8"}
 EXTRAS = ("images", "image_rows")
-"""What `forge_vlm.model.VisionLanguageModel` takes."""
+"""The inputs that `forge_vlm.model.VisionLanguageModel` takes."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What `images.json` says.
+    """The content of `images.json`.
 
     Attributes:
         version: of the format.
-        images, tiles: how many there are.
-        text: documents without an image.
+        images, tiles: number of images and of tiles.
+        text: number of documents without an image.
         sizes: bytes of each file.
         checksums: xxh3 of each file, hexadecimal.
-        identity: of what the model takes of an image.
-        skipped: broken records that were left out.
-        counts: of each id that is predicted, how often: index -> number.
-        too_long: documents that were cut or left out because they were longer than a row.
-        longest: tokens of the longest document; None in a store of an older Forge.
+        identity: of the model's image inputs.
+        skipped: number of broken records that were left out.
+        counts: id -> how often it is predicted.
+        too_long: number of documents that were cut or left out because they were longer than a row.
+        longest: tokens of the longest document; None in a store that an older Forge wrote.
     """
 
     version: int
@@ -67,7 +67,7 @@ class Facts:
     longest: int | None = None
 
     def as_json(self) -> str:
-        """The file."""
+        """The content of the file."""
         return json.dumps(asdict(self), indent=1)
 
 
@@ -90,14 +90,14 @@ class IllustratedStore:
 
         Args:
             path: of the store.
-            inputs: what the model takes of an image.
-            fetch: the file of an image by its reference.
-            tokenizer: fingerprint of what made the tokens.
-            vocab_size: ids of the text and of the placeholder.
-            is_there: whether the file of a reference is there, where that can be told without reading it.
+            inputs: how an image becomes placeholders and pixels.
+            fetch: reads the file of an image by its reference.
+            tokenizer: fingerprint of the tokenizer.
+            vocab_size: number of ids, including the placeholder.
+            is_there: tells whether the file of a reference exists, without reading it, if it can.
 
         Raises:
-            DataError: a file is missing, or not as long as when it was written.
+            DataError: a file is missing, or has another size than when it was written.
         """
         self.path, self.name = path, str(path)
         self.tokenizer = tokenizer
@@ -147,15 +147,15 @@ class IllustratedStore:
         return int(np.diff(self.ends().astype(np.int64), prepend=0).max(initial=0))
 
     def checksums(self) -> list[Checksum]:
-        """Of the tokens' files, in the order of the stream."""
+        """Checksums of the token files, in the order of the stream."""
         return self._store.checksums()
 
     def counts(self) -> np.ndarray:
-        """(ids,) int64 how often each token id is predicted: placeholders and questions are not."""
-        found = np.zeros(1 + max(map(int, self.facts.counts), default=0), dtype=np.int64)
+        """(ids,) int64: how often each token id is predicted. Placeholders and questions are not predicted."""
+        counts = np.zeros(1 + max(map(int, self.facts.counts), default=0), dtype=np.int64)
         for token, count in self.facts.counts.items():
-            found[int(token)] = count
-        return found
+            counts[int(token)] = count
+        return counts
 
     def learned(self, start: int, stop: int) -> np.ndarray:
         """See `SourceWithItems`."""
@@ -169,18 +169,18 @@ class IllustratedStore:
         """(stop - first, *item_shape) float32 tiles.
 
         Raises:
-            DataError: an image is missing, damaged, or another one than when the store was prepared; names it.
+            DataError: names an image that is missing, damaged, or has changed since the store was prepared.
         """
-        found = np.empty((stop - first, *self.item_shape), dtype=np.float32)
+        loaded = np.empty((stop - first, *self.item_shape), dtype=np.float32)
         done = first
         while done < stop:
             image = int(np.searchsorted(self._firsts, np.uint64(done), side="right")) - 1
             begin, after = int(self._firsts[image]), int(self._firsts[image + 1])
             tiles = self._tiles(image, after - begin)
             until = min(after, stop)
-            found[done - first : until - first] = tiles[done - begin : until - begin]
+            loaded[done - first : until - first] = tiles[done - begin : until - begin]
             done = until
-        return found
+        return loaded
 
     def missing(self) -> list[str]:
         """References of images whose files are not there any more, as far as that can be told without reading them."""
@@ -190,7 +190,7 @@ class IllustratedStore:
         return [name for name in names if not self._is_there(name)]
 
     def picture(self, item: int) -> bytes:
-        """A tile as PNG, as a person sees it.
+        """A tile as PNG, to look at.
 
         Raises:
             DataError: see `load`.
@@ -203,7 +203,7 @@ class IllustratedStore:
         return content.getvalue()
 
     def reference(self, image: int) -> str:
-        """How the reader names an image."""
+        """The reference of an image."""
         start = int(self._ends[image - 1]) if image else 0
         return self._references[start : int(self._ends[image])].tobytes().decode()
 
@@ -215,31 +215,33 @@ class IllustratedStore:
         return tiles
 
     def _content(self, image: int) -> bytes:
-        """The file of an image, which is the one that was prepared."""
+        """The file of an image, checked against its digest."""
         name = self.reference(image)
         content = self._fetch(name)
         if xxhash.xxh3_64_intdigest(content) != int(self._digests[image]):
-            raise DataError(f"{name} is another image than when it was prepared; put it back, or remove {self.path}")
+            raise DataError(f"{name} has changed since it was prepared; restore it, or remove {self.path}")
         return content
 
     def _mapped(self, name: str, dtype: str) -> np.ndarray:
         path = self.path / f"{name}.bin"
         size = self.facts.sizes[name]
         try:
-            found = path.stat().st_size
+            actual = path.stat().st_size
         except OSError as error:
-            raise DataError(f"{path} is missing: {error.strerror}; remove {self.path}, and it is made again") from error
-        if found != size:
-            raise DataError(f"{path} has {found} bytes, {size} when it was written; remove {self.path}, and it is made again")
+            raise DataError(f"{path} is missing: {error.strerror}; remove {self.path}, and it is written again") from error
+        if actual != size:
+            raise DataError(f"{path} has {actual} bytes, {size} when it was written; remove {self.path}, and it is written again")
         return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype)
 
 
 def _facts(path: Path) -> Facts:
     try:
         values: dict[str, Any] = json.loads((path / FACTS).read_text(encoding="utf-8"))
-        found = Facts(**values)
+        facts = Facts(**values)
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path} is not a store with images: {error}; remove it, and it is made again") from error
-    if found.version != VERSION:
-        raise DataError(f"{path} has format version {found.version}, this Forge reads {VERSION}; remove it, and it is made again")
-    return found
+        raise DataError(f"{path} is not a store with images: {error}; remove it, and it is written again") from error
+    if facts.version != VERSION:
+        raise DataError(
+            f"{path} has format version {facts.version}, this Forge reads {VERSION}; remove it, and it is written again"
+        )
+    return facts

@@ -1,6 +1,6 @@
-"""What a vision transformer is once every default is resolved: components make it, modules and readers of weights read it.
+"""The sizes and options of a vision transformer with every default resolved.
 
-Plain data: importing it needs no torch.
+Components create a shape; modules and readers of weights use it. Plain data: importing this module needs no torch.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from math import sqrt
 from typing import Literal
 
 Activation = Literal["gelu", "gelu_tanh", "gelu_quick"]
-"""`gelu` is the error function's form; `gelu_quick` is x * sigmoid(1.702 x)."""
+"""`gelu` is exact (with the error function); `gelu_quick` is x * sigmoid(1.702 x)."""
 Positions = Literal["learned", "sincos"]
 
 
@@ -17,8 +17,7 @@ class VisionShape:
     """A vision transformer over square images, or over patches of images of any proportions.
 
     Attributes:
-        image_size: height and width of an image in pixels; what makes no whole patch, at the right and at the
-            bottom, is not seen.
+        image_size: height and width of an image in pixels; incomplete patches at the right and at the bottom are ignored.
         patch_size: height and width of a patch in pixels.
         channels: of an image.
         dim: width of the stream.
@@ -30,15 +29,15 @@ class VisionShape:
         gated: the feed-forward part is down(silu(gate(x)) * up(x)) instead.
         positions: a learned table, or sines and cosines of rows and columns.
         class_token: a learned token comes before the patches.
-        class_feature: it is kept in the features.
+        class_feature: the class token is one of the features.
         patch_bias: the projection of patches has a bias.
-        qkv_bias: the projections to q, k and v have one.
-        entry_norm: a norm before the first block.
+        qkv_bias: the projections to q, k and v have a bias.
+        entry_norm: there is a norm before the first block.
         layer_scale: each part of a block is multiplied by a learned vector.
-        outputs: the stream behind how many blocks is a feature, in order; empty: that behind the last one, normed.
-        final_norm: there is a norm behind the last block.
-        flexible: patches that an image of any proportions has at most (NaFlex); 0: images are square, of `image_size`.
-        init_std: standard deviation of matrices at the start.
+        outputs: numbers of blocks after which the stream is a feature, in order; empty: the normed stream after the last block.
+        final_norm: there is a norm after the last block.
+        flexible: maximum number of patches of an image of any proportions (NaFlex); 0: images are squares of `image_size`.
+        init_std: standard deviation of the initial matrices.
     """
 
     image_size: int
@@ -69,71 +68,71 @@ class VisionShape:
         if self.dim % self.heads:
             raise ValueError(f"dim {self.dim} must be a multiple of heads {self.heads}")
         if self.flexible and (self.class_token or self.positions != "learned"):
-            raise ValueError("images of any proportions need learned positions, and no class token")
+            raise ValueError("images of any proportions need learned positions and no class token")
         if self.positions == "sincos" and self.dim % 4:
             raise ValueError(f"dim {self.dim} must be a multiple of 4 for positions 'sincos': sine and cosine of row and column")
 
     @property
     def grid(self) -> int:
-        """Patches in a row, and in a column."""
+        """Patches in a row, which is also their number in a column."""
         return self.image_size // self.patch_size
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in a patch."""
+        """Number of values in a patch."""
         return self.channels * self.patch_size**2
 
     @property
     def table(self) -> int:
-        """Rows of the table of positions: of a square of patches, and of the class token."""
+        """Rows of the table of positions: one for each patch of a square, and one for the class token."""
         return self.grid**2 + self.class_token
 
     @property
     def tokens(self) -> int:
-        """Features of one image; where it may have any proportions, those of padding included."""
+        """Features of one image, including padding if images have any proportions."""
         return self.flexible or self.grid**2 + (self.class_token and self.class_feature)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of what is given for one image: channels, height and width, or patches and numbers in a patch."""
+        """Shape of the input for one image: channels, height and width, or patches and values in a patch."""
         return (self.flexible, self.patch_dim) if self.flexible else (self.channels, self.image_size, self.image_size)
 
     @property
     def width(self) -> int:
-        """Of one feature."""
+        """Width of a feature."""
         return self.dim * max(1, len(self.outputs))
 
     @property
     def blocks(self) -> int:
-        """Blocks that are built: those behind the last output would change nothing."""
+        """Number of blocks to build: blocks after the last output have no effect."""
         return max(self.outputs) if self.outputs else self.layers
 
     @property
     def last_norm(self) -> bool:
-        """Whether the norm behind the last block is built."""
+        """Whether the norm after the last block is built."""
         return self.final_norm and not self.outputs
 
     @property
     def output_std(self) -> float:
-        """Standard deviation of projections that write to the stream, as in a decoder: init_std / sqrt(2 * layers)."""
+        """Standard deviation of the initial projections back to the stream, as in a decoder: init_std / sqrt(2 * layers)."""
         return self.init_std / sqrt(2 * self.layers)
 
     @property
     def patch_std(self) -> float:
-        """Of the projection of patches: pixels of variance 1 become features of variance 1."""
+        """Standard deviation of the initial projection of patches: pixels of variance 1 become features of variance 1."""
         return 1 / sqrt(self.patch_dim)
 
 
 def hidden_states(wanted: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    """Numbers of hidden states, each from 0 (before the first block) to `layers`, or negative from -1 (behind the last block).
+    """Resolves numbers of hidden states: 0 is before the first block, `layers` or -1 after the last block.
 
     Raises:
-        ValueError: one does not exist.
+        ValueError: a hidden state does not exist.
     """
     for index in wanted:
         if not -layers - 1 <= index <= layers:
             raise ValueError(
-                f"feature_layers {index} does not exist; the encoder has {layers} blocks: 0 is before the first one, "
-                f"{layers} or -1 behind the last one"
+                f"feature_layers {index} does not exist; the encoder has {layers} blocks: 0 is before the first block, "
+                f"{layers} or -1 after the last block"
             )
     return tuple(index % (layers + 1) for index in wanted)

@@ -16,13 +16,12 @@ from forge_models.blocks.rope import Rotation
 from forge_models.inner_values import inside, tap, tap_alike
 from forge_models.shape import BlockContext, DecoderShape
 from forge_vlm.context import FusionContext
-from forge_vlm.fusion.fusion import Inputs, Plain
-from forge_vlm.idle import with_zero_gradient
-from forge_vlm.places import seen_images
+from forge_vlm.fusion.fusion import FusionBase, Inputs, seen_images, with_zero_gradient
 
 
-class CrossAttention(nn.Module):
-    """softmax(q k^T / sqrt(head_dim)) v with queries of text and keys and values of images, all normed per head, unrotated."""
+class ImageCrossAttention(nn.Module):
+    """softmax(q k^T / sqrt(head_dim)) v with queries of text, and keys and values of images. Queries and keys are normed per head
+    and not rotated."""
 
     def __init__(self, context: BlockContext) -> None:
         super().__init__()
@@ -37,13 +36,13 @@ class CrossAttention(nn.Module):
         self.k_norm: nn.Module = norm.build(context.head_dim)
 
     def forward(self, both: Tensor, length: int, sees: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """(B, length + S, dim): text, then images, one tensor so that a strategy sees all that enters -> (B, length, dim).
+        """(B, length + S, dim) -> (B, length, dim). Text and images are one tensor, so that a strategy sees the whole input.
 
         Args:
-            both: normed text and the vectors of each row's images.
+            both: normed text, then the vectors of each row's images.
             length: tokens of text.
-            sees: (B, 1, length, S) bool; a row that sees nothing has an undefined result.
-            cache: keeps keys and values of images; with it, `both` may hold text only from the second call on.
+            sees: (B, 1, length, S) bool; the result of a token that sees nothing is undefined.
+            cache: keeps keys and values of images; from its second call on, `both` may be text only.
         """
         x, visual = both.split((length, both.shape[1] - length), dim=1)
         q = self.q_norm(self._heads(self.q_proj(x)))
@@ -84,9 +83,9 @@ class CrossAttention(nn.Module):
 
 
 class GatedCross(nn.Module):
-    """x + tanh(g) attention(x, images), then the same with a feed-forward part. Gates are 0 at the start: the identity.
+    """x + tanh(g) attention(x, images), then the same with a feed-forward part. Gates start at 0, which makes it the identity.
 
-    A token that sees no image gets exactly nothing from either part.
+    Tokens that see no image pass through unchanged.
     """
 
     def __init__(self, shape: DecoderShape, layer: int) -> None:
@@ -95,7 +94,7 @@ class GatedCross(nn.Module):
         norm: Any = shape.norm
         mlp: Any = shape.mlp
         self.attention_norm: nn.Module = norm.build(shape.dim)
-        self.attention = CrossAttention(context)
+        self.attention = ImageCrossAttention(context)
         self.mlp_norm: nn.Module = norm.build(shape.dim)
         self.mlp: nn.Module = mlp.build(context)
         self.attention_gate = unfilled(1)
@@ -104,7 +103,7 @@ class GatedCross(nn.Module):
     def forward(self, x: Tensor, visual: Tensor, sees: Tensor, cache: LayerCache | None = None) -> Tensor:
         """(B, T, dim), `visual` (B, S, dim), `sees` (B, 1, T, S) bool -> (B, T, dim)."""
         any_seen = sees.any(-1).transpose(1, 2)  # (B, T, 1)
-        # A row of scores without any entry would be NaN: it sees all, and is taken out afterwards.
+        # Softmax over no entry would be NaN: such a token sees everything here, and is masked afterwards.
         open_rows = sees | ~any_seen.transpose(1, 2).unsqueeze(-1)
         inner = self.attention(torch.cat((self.attention_norm(x), visual), dim=1), x.shape[1], open_rows, cache)
         gate = tap_alike("cross.attention.gate", self.attention_gate.tanh(), x.shape[:2])
@@ -124,10 +123,10 @@ class GatedCross(nn.Module):
 
 
 class CrossBlock(Block):
-    """A block of the text model behind a gated cross block; without images it is the block of the text model."""
+    """A gated cross block, then a block of the text model; without images only the latter."""
 
     added = ("cross",)
-    """Modules in it that a text model does not have."""
+    """Names of the modules that a text model does not have."""
 
     def __init__(self, shape: DecoderShape, layer: int) -> None:
         super().__init__(shape, layer)
@@ -144,8 +143,8 @@ class CrossBlock(Block):
         sees: Tensor | None = None,
         **routing: Any,
     ) -> Any:
-        """As a block's, with the `visual` vectors (B, S, dim) of each row's images and what tokens see of them
-        (B, 1, T, S). Without `sees` no row has an image: the cross block runs on one vector, for its gradients of zero."""
+        """As in `Block`, plus the vectors `visual` (B, S, dim) of each row's images, and which of them a token sees, `sees`
+        (B, 1, T, S). If `sees` is None no row has an image: the cross block runs on one vector, with gradients of zero."""
         if visual is not None and sees is not None:
             x = self.cross(x, visual, sees, cache)
         elif visual is not None:
@@ -153,8 +152,8 @@ class CrossBlock(Block):
         return super().forward(x, rotation, attention_mask, cache, **routing)
 
 
-class Cross(Plain):
-    """See `forge_vlm.components.fusions.CrossAttention`."""
+class CrossAttentionFusion(FusionBase):
+    """A fusion with gated cross blocks between the blocks of a text model."""
 
     in_stream = False
 
@@ -171,13 +170,13 @@ class Cross(Plain):
         token, tokens, cache = self.context.image_token, inputs.tokens, inputs.cache
         assert token is not None
         if cache is not None and "seen" in cache.kept:
-            # The image of a generated token is that of the prompt's end; keys and values are in the cache.
+            # A generated token sees the images that the end of the prompt sees; keys and values are in the cache.
             sees = cache.kept["seen"].unsqueeze(1).expand(-1, tokens.shape[1], -1).unsqueeze(1)
             return {"visual": cache.kept["none"], "sees": sees}
         if inputs.visual is None or inputs.image_rows is None:
             return {}
         if not len(inputs.visual):
-            # Not an empty tensor: strategies exchange what is made of it. That of the encoder and the adapter is in the stream.
+            # Not an empty tensor: strategies exchange results of it. Encoder and adapter get their gradients through the stream.
             return {"visual": inputs.visual.detach().new_zeros((1, 1, inputs.visual.shape[-1]))}
         rows, (first, end) = inputs.image_rows, seen_images(tokens, token, inputs.documents)
         visual = inputs.visual[rows.clamp(min=0)].flatten(1, 2)  # (B, M * per_image, dim)

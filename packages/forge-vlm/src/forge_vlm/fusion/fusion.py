@@ -1,26 +1,36 @@
-"""What a fusion is to the model around it."""
+"""What a fusion is, where the tokens of images stand in a row, and modules that have no input in a batch.
+
+Places of image tokens are computed from the ids of a row, as integers on the device, so the host does not wait for them.
+Modules without input in a batch, such as an encoder where no row has an image, run on a dummy input: ranks that exchange weights
+and gradients must run the same modules, whether their own rows need them or not.
+"""
 
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from forge_core.errors import DataError
+from forge_models.autograd import attach
 from forge_models.blocks.cache import KVCache
 from forge_models.shape import DecoderShape
+from forge_models.torch_private import assert_async
 from forge_vlm.context import FusionContext
 
 
 class Inputs(NamedTuple):
-    """What a forward tells a fusion.
+    """What a forward passes to a fusion.
 
     Attributes:
         tokens: (B, T) ids.
         documents: (B, T), or None when each row is one document.
-        visual: (images, per_image, dim) vectors of the adapter; None on parts that have no encoder, and where nothing is trained
-            and no row has an image.
-        image_rows: (B, M) number of each image of a row, -1 where it has fewer; None with `visual`.
-        cache: of a generation.
-        present: (images, vectors) bool, False for vectors that are padding; None: there are none.
-        prefix: (B, T) bool, what sees each other under a mask with a prefix; None: all up to the last image of a document.
+        visual: (images, per_image, dim) vectors of the adapter; None on parts without an encoder, and outside of training if no
+            row has an image.
+        image_rows: (B, M) number of each image of a row, -1 where a row has fewer; None if `visual` is None.
+        cache: keys and values of a generation.
+        prefix: (B, T) bool, tokens that see each other under a mask with a prefix; None: everything up to the last image of a
+            document.
+        present: (images, vectors) bool, False for vectors that are padding; None: no padding.
     """
 
     tokens: Tensor
@@ -33,25 +43,25 @@ class Inputs(NamedTuple):
 
 
 class Fusion(Protocol):
-    """Gives a decoder its blocks. `in_stream`: vectors of images take the places of their placeholders in the stream."""
+    """Gives a decoder its blocks. `in_stream`: vectors of images replace their placeholders in the stream."""
 
     in_stream: bool
 
     def block(self, shape: DecoderShape, layer: int) -> nn.Module:
-        """A block; its `reads` are keys of what `shared` returns."""
+        """A block; its `reads` are keys of the dict that `shared` returns."""
         ...
 
     def shared(self, inputs: Inputs) -> dict[str, Any]:
-        """What the blocks of a forward share."""
+        """Values that all blocks of a forward share."""
         ...
 
     def seen(self, mask: Any, inputs: Inputs, window: int | None, x: Tensor) -> Any:
-        """What an attention core is given in the place of its `mask`."""
+        """The mask for an attention core, in place of `mask`."""
         ...
 
 
-class Plain:
-    """A fusion that shares nothing and leaves attention causal."""
+class FusionBase:
+    """A fusion with nothing to share and with causal attention."""
 
     in_stream = True
 
@@ -67,3 +77,132 @@ class Plain:
         """See `Fusion`."""
         del inputs, window, x
         return mask
+
+
+def feature_places(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int, counts: Tensor | None = None) -> Tensor:
+    """(B, T) int64: index of the feature vector at each place, among (images * per_image); -1 where there is none.
+
+    Args:
+        tokens: (B, T) ids; the k-th placeholder of a row is token k % per_image of its image k // per_image.
+        image_token: id of the placeholder.
+        image_rows: (B, M) int64 number of each image of a row, -1 where a row has fewer.
+        per_image: feature vectors of an image.
+        counts: (images,) how many vectors of an image have a placeholder (always its first ones); None: all.
+    """
+    here = tokens == image_token
+    order = (here.cumsum(1) - 1).clamp(min=0)
+    if counts is not None:
+        each = _counts_in_rows(counts, image_rows)
+        ends = each.cumsum(1)
+        slot = torch.searchsorted(ends, order, right=True).clamp(max=image_rows.shape[1] - 1)
+        image = image_rows.gather(1, slot)
+        within = order - (ends - each).gather(1, slot)
+        return (image * per_image + within).masked_fill(~here | (image < 0), -1)
+    slot = (order // per_image).clamp(max=image_rows.shape[1] - 1)
+    image = image_rows.gather(1, slot)
+    return (image * per_image + order % per_image).masked_fill(~here | (image < 0), -1)
+
+
+def _counts_in_rows(counts: Tensor, image_rows: Tensor) -> Tensor:
+    """(images,) numbers -> (B, M): those of each row's images, 0 where a row has fewer."""
+    if not len(counts):
+        return torch.zeros_like(image_rows)
+    return counts[image_rows.clamp(min=0)].masked_fill(image_rows < 0, 0)
+
+
+def image_blocks(tokens: Tensor, image_token: int, per_image: int) -> Tensor:
+    """(B, T) int64: for each placeholder, the number of its image within the row; -1 elsewhere."""
+    here = tokens == image_token
+    return ((here.cumsum(1) - 1) // per_image).masked_fill(~here, -1)
+
+
+def seen_images(tokens: Tensor, image_token: int, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(first, end), each (B, T) int64: a token sees images first .. end - 1 of its row, by their order in the row.
+
+    It sees the images of the last group of placeholders before it, never a later one. Neighboring placeholders form one group. A
+    document sees only its own images.
+    """
+    here = tokens == image_token
+    end = here.cumsum(1)
+    starts = here.clone()
+    starts[:, 1:] &= ~here[:, :-1]
+    begins = torch.zeros_like(here)
+    begins[:, 0] = True
+    if documents is not None:
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    before = end - here.long()
+    first = before.masked_fill(~(starts | begins), -1).cummax(1).values
+    return first, end
+
+
+class Misplaced(DataError, ValueError):
+    """A batch whose numbers of placeholders and images disagree, or with labels that its model would see."""
+
+
+def on_host(x: Tensor) -> bool:
+    """Whether values can be read without waiting for a device."""
+    return x.device.type == "cpu"
+
+
+def check_placeholders(
+    tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int, counts: Tensor | None = None
+) -> None:
+    """Refuses a batch whose numbers of placeholders and images disagree.
+
+    On the host the error names the row. On a device the host does not wait: an assertion inside of a kernel ends the process.
+
+    Raises:
+        Misplaced: on the host.
+    """
+    if on_host(tokens):
+        if fault := placeholder_fault(tokens, image_token, image_rows, per_image, counts):
+            raise Misplaced(fault)
+        return
+    equal = (tokens == image_token).sum(1) == _placeholders_needed(image_rows, per_image, counts)
+    assert_async(equal.all(), f"a row has more or fewer placeholders (id {image_token}) than its images need")
+
+
+def _placeholders_needed(image_rows: Tensor, per_image: int, counts: Tensor | None) -> Tensor:
+    """(B,) placeholders of each row."""
+    return (image_rows >= 0).sum(1) * per_image if counts is None else _counts_in_rows(counts, image_rows).sum(1)
+
+
+def placeholder_fault(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int, counts: Tensor | None = None) -> str:
+    """Which row has a wrong number of placeholders; empty when all are right. Waits for the device."""
+    placeholders = (tokens == image_token).sum(1)
+    images, needed = (image_rows >= 0).sum(1), _placeholders_needed(image_rows, per_image, counts)
+    wrong = (placeholders != needed).nonzero().flatten().tolist()
+    if not wrong:
+        return ""
+    row = wrong[0]
+    each = f"{per_image} tokens each" if counts is None else "a token for each patch"
+    return (
+        f"row {row} has {int(placeholders[row])} placeholders (id {image_token}) and {int(images[row])} images of {each}, "
+        f"which need {int(needed[row])}; text must not contain that id: set model.image_token to an id that no text has"
+    )
+
+
+def with_zero_gradient(x: Tensor, *made: Tensor) -> Tensor:
+    """`x` itself; its backward also runs the backward of `made` with a gradient of zero, so that the modules that computed them
+    have a gradient of zero and not None."""
+    for each in made:
+        if each.requires_grad:
+            x = attach(x, each.sum(), each.new_zeros(()))
+    return x
+
+
+def no_tokens_of(x: Tensor) -> Tensor:
+    """(B, T, ...) -> (1, 0, ...), connected to the graph of `x`: experts on other ranks send its gradient back. It costs nothing,
+    while the backward of an empty slice would fill a tensor as large as `x` with zeros."""
+    return _NoTokens.apply(x)
+
+
+class _NoTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.new_empty((1, 0, *x.shape[2:]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:  # type: ignore[override]
+        del ctx, grads

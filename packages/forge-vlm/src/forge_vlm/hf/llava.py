@@ -19,9 +19,24 @@ from forge_models.hf.names import DERIVED, Place
 from forge_models.hf.reader import CheckpointTensors, facts_in, family_of
 from forge_models.hf.writer import special_tokens, usage_of, write_folder, write_json
 from forge_vlm.components.adapters import MLP, Linear
+from forge_vlm.components.encoders import CLIP, SigLIP
 from forge_vlm.components.fusions import JointDecoder, MoMa
 from forge_vlm.components.model import VLM
-from forge_vlm.hf import processors, texts, towers
+from forge_vlm.hf import processors
+from forge_vlm.hf.text_and_vision import (
+    TOWER_READERS,
+    preprocessor_config,
+    text_decoder,
+    text_family,
+    text_misfits,
+    text_places,
+    tilers_of_run,
+    tower_config,
+    tower_constants,
+    tower_misfits,
+    tower_places,
+    unused_tensors,
+)
 from forge_vlm.images.processing import FILE
 
 if TYPE_CHECKING:
@@ -63,7 +78,7 @@ class Llava:
         model = weights.model
         if type(model) is not VLM:
             return [f"a {type(model).__name__} is not a model 'vlm'"]
-        tilers = (f"data.sources.tiling = {name!r}: the processor of LLaVA has no tiles" for name in texts.tilers(weights))
+        tilers = (f"data.sources.tiling = {name!r}: the processor of LLaVA has no tiles" for name in tilers_of_run(weights))
         return [*_misfits(model), *tilers]
 
     def read(self, path: Path, ignore: Sequence[str] = ()) -> Any:
@@ -79,19 +94,19 @@ class Llava:
         config = _config(model)
         config["text_config"] |= special_tokens(weights, MODEL_TYPE, tokenizer or weights.facts.tokenizer)
         prefix = TOWER if config["vision_config"]["model_type"] == "dinov2" else TOWER + INNER
-        constants, dtype = towers.constants_of(model.vision, prefix), weights.tensors["embed.weight"].dtype
+        constants, dtype = tower_constants(model.vision, prefix), weights.tensors["embed.weight"].dtype
         if isinstance(model.chosen_adapter, Linear):
             constants |= _identity(model)
 
         def texts_of(folder: Path) -> None:
-            write_json(folder / FILE, towers.preprocessor_of(model.vision.processing))
+            write_json(folder / FILE, preprocessor_config(model.vision.processing))
             assert model.placeholder is not None, "LLaVA has an encoder"
             processors.write(folder, model.placeholder, lambda token: _processor(model, config, token))
 
         write_folder(
             path,
             weights,
-            _places(texts.family_of(model), model, prefix),
+            _places(text_family(model), model, prefix),
             config,
             tokenizer=tokenizer,
             max_shard_bytes=max_shard_bytes,
@@ -115,10 +130,10 @@ class Llava:
 
     def examples(self, folder: Path) -> Iterable[Component]:
         """See `HfModel`."""
-        from forge_vlm.encoders.hf.example import write_tower
+        from forge_vlm.encoders.tower_weights import write_tower
 
         sizes: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "vocab_size": 40}
-        for name, encoder in (("clip", towers.CLIP), ("siglip", towers.SigLIP)):
+        for name, encoder in (("clip", CLIP), ("siglip", SigLIP)):
             write_tower(folder / name, name)
             tower = encoder(path=str(folder / name), feature_layers=(-1,))
             yield VLM(**sizes, max_length=64, encoder=tower, fusion=JointDecoder())
@@ -139,7 +154,7 @@ class LlavaFolder(CheckpointTensors):
         encoder = self.model.vision
         places = _places(family, self.model, TOWER)
         layers = int(values["vision_config"].get("num_hidden_layers", encoder.tower.family.defaults["num_hidden_layers"]))
-        unused = towers.left_of(encoder, TOWER, layers)
+        unused = unused_tensors(encoder, TOWER, layers)
         left = {name for name in self.names if not name.startswith(unused) and not name.endswith(DERIVED)}
         left -= {theirs for place in places.values() for theirs in place.names}
         if self.model.tied_embeddings and HEAD in left:
@@ -172,7 +187,7 @@ def _misfits(model: VLM) -> Iterator[str]:
         return
     if model.modalities:
         yield f"modalities = {', '.join(model.modalities)}: LLaVA has text and images"
-    yield from towers.misfits(encoder)
+    yield from tower_misfits(encoder)
     if getattr(encoder, "feature_layers", None) == () and encoder.shape.last_norm:
         yield "encoder.feature_layers is empty, so features are normed, and LLaVA takes hidden states; train with [-1]"
     if type(adapter) not in (MLP, Linear):
@@ -183,18 +198,18 @@ def _misfits(model: VLM) -> Iterator[str]:
         yield f"adapter.hidden_dim = {adapter.hidden_dim}: LLaVA's projector is as wide as the decoder, {model.dim}"
     if model.soft_cap is not None:
         yield f"soft_cap = {model.soft_cap}: the head of LLaVA has none"
-    yield from texts.text_misfits(model)
+    yield from text_misfits(model)
 
 
 def _config(model: VLM) -> dict[str, Any]:
     """The keys of `config.json` for a model without misfits."""
-    encoder, adapter, family = model.vision, model.chosen_adapter, texts.family_of(model)
+    encoder, adapter, family = model.vision, model.chosen_adapter, text_family(model)
     outputs = encoder.shape.outputs or (-1,)
     return {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
-        "text_config": config_of(family, texts.decoder_of(model)),
-        "vision_config": towers.config_of(encoder),
+        "text_config": config_of(family, text_decoder(model)),
+        "vision_config": tower_config(encoder),
         "image_token_index": model.placeholder,
         "image_seq_length": model.per_image,
         "projector_hidden_act": "gelu" if isinstance(adapter, MLP) else "linear",
@@ -231,8 +246,8 @@ def model_of(values: Mapping[str, Any], folder: Path, where: str, ignore: Sequen
             raise Unsupported(f"{where}: {name} is not a table with a model_type")
         tables[name] = table
     text, kind = tables["text_config"], tables["vision_config"]["model_type"]
-    if kind not in towers.READERS:
-        raise Unsupported(f"{where}: vision_config.model_type {kind!r} is not implemented; only {', '.join(towers.READERS)} are")
+    if kind not in TOWER_READERS:
+        raise Unsupported(f"{where}: vision_config.model_type {kind!r} is not implemented; only {', '.join(TOWER_READERS)} are")
     family = family_of(text, f"{where} text_config")
     decoder = decoder_of(family, {**(LLAMA if text["model_type"] == "llama" else {}), **text}, f"{where} text_config")
     if decoder.soft_cap is not None:
@@ -255,7 +270,7 @@ def model_of(values: Mapping[str, Any], folder: Path, where: str, ignore: Sequen
     token = keys.integer("image_token_id" if keys.given("image_token_id") else "image_token_index")
     keys.given("image_token_index")
     keys.finish()
-    encoder = towers.READERS[kind](
+    encoder = TOWER_READERS[kind](
         path=str(folder), feature_layers=tuple(layers), class_feature=strategy == "full" and kind != "siglip_vision_model"
     )
     fields = {item: getattr(decoder, item) for item in vars(decoder)}
@@ -270,7 +285,10 @@ def _places(family: Family, model: VLM, tower: str) -> dict[str, Place]:
     """Global name -> place of every tensor; `tower` is before the names of the vision tower's."""
     from forge_models.hf.names import shapes_of
 
-    found = {**texts.text_places(family, texts.decoder_of(model), TEXT), **towers.places_of(model.vision, tower)}
+    found = {
+        **text_places(family, text_decoder(model), TEXT),
+        **tower_places(model.vision, tower),
+    }
     for name, shape in shapes_of(model).items():
         if name.startswith("adapter."):
             _, _, at, slot = name.split(".")

@@ -29,9 +29,10 @@ from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention
 from forge_vlm.components.model import VLM
-from forge_vlm.hf import processors, texts
+from forge_vlm.hf import processors
 from forge_vlm.hf.standalone import folder as standalone
 from forge_vlm.hf.standalone import plain, shapes
+from forge_vlm.hf.text_and_vision import text_decoder, text_places
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,7 +122,7 @@ class Mllama:
         model = weights.model
         assert isinstance(model, VLM)
         places = _places(model)
-        config = config_of(Text(model.chosen_fusion.every), texts.decoder_of(model)) | {"image_token_index": model.placeholder}
+        config = config_of(Text(model.chosen_fusion.every), text_decoder(model)) | {"image_token_index": model.placeholder}
         write_folder(
             path,
             weights,
@@ -217,7 +218,7 @@ def _misfits(model: VLM) -> Iterator[str]:
         yield f"modalities = {', '.join(model.modalities)}: Mllama has text and images"
     if model.tied_embeddings:
         yield f"tied_embeddings = True: the embedding of Mllama has {MORE_ROWS} rows more than its head"
-    untied = replace(texts.decoder_of(model), tied_embeddings=False)
+    untied = replace(text_decoder(model), tied_embeddings=False)
     yield from misfits(Text(model.chosen_fusion.every), untied)
     yield from shapes.vision_misfits(model)
 
@@ -236,8 +237,8 @@ def _places(model: VLM) -> dict[str, Place]:
             _, layer, _, part, *rest = name.split(".")
             at = cross[(int(layer) + 1) // model.chosen_fusion.every - 1]
             found[name] = Place(shape, (".".join(["model.layers", str(at), CROSS[part], *rest]),))
-    decoder = texts.decoder_of(model)
-    for name, place in texts.text_places(Text(), decoder, "").items():
+    decoder = text_decoder(model)
+    for name, place in text_places(Text(), decoder, "").items():
         if name.startswith("blocks."):
             layer = int(name.split(".")[1])
             at = layer + (layer + 1) // model.chosen_fusion.every

@@ -1,4 +1,7 @@
-"""What an encoder was trained on: how an image becomes pixels. Plain data: importing it needs no numpy."""
+"""How an encoder expects images: resized to squares, or in their own proportions, and normalized.
+
+Plain data: importing this module needs no numpy.
+"""
 
 import json
 from collections.abc import Mapping
@@ -14,12 +17,12 @@ Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"
 FILE = "preprocessor_config.json"
 
 RESAMPLES: tuple[Resample, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-"""In the order of PIL's numbers, which the file has."""
-_READ = (
+"""In the order of PIL's numbers, which `preprocessor_config.json` contains."""
+_READ_KEYS = (
     *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize"),
     *("image_mean", "image_std", "patch_size", "max_num_patches"),
 )
-_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
+_IGNORED_KEYS: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
     {
         "processor_class": None,
         "image_processor_type": None,
@@ -33,20 +36,21 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
         "data_format": ("channels_first", None),
     }
 )
-"""Keys that change nothing here, with the values under which that holds; None = all. Images always become RGB."""
+"""Keys without effect, with the values for which that is true; None: all values. Images always become RGB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processing:
-    """From an image of any size to pixels of an encoder.
+    """How an image of any size becomes the pixels of an encoder.
 
     Attributes:
         size: height and width that the encoder takes.
-        mean: of each channel, of pixels between 0 and 1.
+        mean: of each channel, for pixels between 0 and 1.
         std: of each channel.
-        resample: filter of the resizing.
-        shortest: the shorter edge gets this length and the middle is cut out; None: the image is made square, whole.
-        scale: multiplies pixels between 0 and 255.
+        resample: filter for resizing.
+        shortest: the shorter edge is resized to this length and the center is cropped; None: the whole image is stretched to a
+            square.
+        scale: factor for pixels between 0 and 255.
     """
 
     size: int
@@ -58,19 +62,19 @@ class Processing:
 
     def __post_init__(self) -> None:
         if self.shortest is not None and self.shortest < self.size:
-            raise ValueError(f"size {self.size} cannot be cut out of an image whose shorter edge is {self.shortest}")
+            raise ValueError(f"size {self.size} cannot be cropped from an image whose shorter edge is {self.shortest}")
 
     def at(self, size: int) -> "Processing":
-        """The same for another size of the encoder's images."""
+        """The same processing for images of another size."""
         shortest = None if self.shortest is None else max(size, round(self.shortest * size / self.size))
         return replace(self, size=size, shortest=shortest)
 
 
 def read_processing(folder: Path, size: int, channels: int) -> Processing:
-    """What `preprocessor_config.json` of a folder says; `size` where it does not say one.
+    """The processing that `preprocessor_config.json` of a folder describes; `size` is the default of its size.
 
     Raises:
-        ForgeError: the file is missing, or says what Forge does not do.
+        ForgeError: the file is missing, or describes something that Forge does not implement.
     """
     path = folder / FILE
     try:
@@ -82,10 +86,10 @@ def read_processing(folder: Path, size: int, channels: int) -> Processing:
     except ValueError as cause:
         raise ForgeError(f"{path} is not valid JSON: {cause}") from cause
     if not isinstance(values, dict):
-        raise ForgeError(f"{path} holds no JSON object")
+        raise ForgeError(f"{path} is not a JSON object")
     for key, value in values.items():
-        allowed = _WITHOUT_EFFECT.get(key, ())
-        if key not in _READ and value is not None and allowed is not None and value not in allowed:
+        allowed = _IGNORED_KEYS.get(key, ())
+        if key not in _READ_KEYS and value is not None and allowed is not None and value not in allowed:
             raise ForgeError(f"{path}: {key} {value!r} is not implemented; remove the key if it changes no pixel")
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if values.get(key, True) is not True:
@@ -133,12 +137,12 @@ def _square(value: Any, where: str, key: str) -> int:
 
 
 def _numbers(values: Mapping[str, Any], key: str, channels: int, where: str, positive: bool = False) -> tuple[float, ...]:
-    found = values.get(key)
-    if not isinstance(found, list) or len(found) != channels or not all(map(_is_number, found)):
-        raise ForgeError(f"{where}: {key} {found!r}: expected {channels} numbers, one for each channel")
-    if positive and not all(map(_is_positive, found)):
-        raise ForgeError(f"{where}: {key} {found!r}: expected positive numbers")
-    return tuple(float(cast(float, each)) for each in found)
+    numbers = values.get(key)
+    if not isinstance(numbers, list) or len(numbers) != channels or not all(map(_is_number, numbers)):
+        raise ForgeError(f"{where}: {key} {numbers!r}: expected {channels} numbers, one for each channel")
+    if positive and not all(map(_is_positive, numbers)):
+        raise ForgeError(f"{where}: {key} {numbers!r}: expected positive numbers")
+    return tuple(float(cast(float, each)) for each in numbers)
 
 
 def _is_number(value: Any) -> bool:
@@ -147,3 +151,18 @@ def _is_number(value: Any) -> bool:
 
 def _is_positive(value: Any) -> bool:
     return _is_number(value) and value > 0
+
+
+@dataclass(frozen=True)
+class Native:
+    """How an encoder takes images of any proportions.
+
+    Attributes:
+        patch: height and width of a patch in pixels.
+        most: maximum number of patches of an image.
+        each: the model has one placeholder per patch, instead of the same number for every image.
+    """
+
+    patch: int
+    most: int
+    each: bool

@@ -1,10 +1,10 @@
-"""How an image is cut into tiles of an encoder's size: chosen by name, computed from width and height alone. No PIL, no torch.
+"""How an image is cut into tiles of an encoder's size, computed from its width and height alone. Needs no PIL and no torch.
 
 square  the whole image in one tile
-anyres  the grid that keeps most of the image, and before its tiles the whole image in one (LLaVA-NeXT, Liu et al., 2024)
-grid    a grid of at most `most` rows and columns in the image's proportions, and the whole image behind its tiles (Idefics3,
+anyres  one tile with the whole image, then the grid that keeps most of its pixels (LLaVA-NeXT, Liu et al., 2024)
+grid    a grid of at most `most` rows and columns with the image's proportions, then one tile with the whole image (Idefics3,
         Laurencon et al., 2024)
-canvas  the grid of at most `most` tiles that enlarges least, padded; the image only in tiles (Llama 3.2, 2024)
+canvas  the grid of at most `most` tiles that enlarges the image least, padded; no tile with the whole image (Llama 3.2, 2024)
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ class Tiles:
     """The tiles of one image.
 
     Attributes:
-        rows: of the grid; 0 where there is only the whole image.
-        columns: of the grid; 0 where there is only the whole image.
-        whole: where the whole image is: before the tiles of the grid, behind them, or not at all.
+        rows: of the grid; 0 if there is only the whole image.
+        columns: of the grid; 0 if there is only the whole image.
+        whole: position of the tile with the whole image: before the tiles of the grid, after them, or not at all.
         steps: sizes (width, height) to which the image is resized, one after the other, before the grid is cut.
-        place: (left, top) of the resized image on the grid; what it does not cover is black.
+        place: (left, top) of the resized image on the grid; the rest of the grid is black.
     """
 
     rows: int
@@ -40,29 +40,29 @@ class Tiles:
 
     @property
     def count(self) -> int:
-        """Tiles in all."""
+        """Number of tiles."""
         return self.rows * self.columns + (self.whole != "none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """Which tiler, and its limits; see the module."""
+    """A tiler and its limits; see the module."""
 
     key_class: ClassVar = IDENTITY
 
     name: TilerName = "square"
-    """How an image is cut into tiles."""
+    """How an image is cut into tiles: `square`, `anyres`, `grid` or `canvas`."""
     most: Annotated[int, Gt(0)] = 4
-    """grid: rows and columns at most. canvas: tiles at most."""
+    """grid: maximum number of rows and of columns. canvas: maximum number of tiles."""
     grids: tuple[tuple[Annotated[int, Gt(0)], Annotated[int, Gt(0)]], ...] = LLAVA
     """anyres: (rows, columns) of the grids to choose from."""
 
     def __post_init__(self) -> None:
         if not self.grids:
-            raise ValueError("grids of a tiler are empty; give (rows, columns), or leave the key out")
+            raise ValueError("grids of a tiler are empty; give (rows, columns), or remove the key")
 
     def tiles(self, width: int, height: int, size: int) -> Tiles:
-        """The tiles of size x size that an image of width x height becomes."""
+        """The tiles of size x size for an image of width x height."""
         if self.name == "square":
             return Tiles(0, 0, "first")
         if self.name == "anyres":
@@ -71,7 +71,7 @@ class Tiling:
 
     @property
     def most_tiles(self) -> int:
-        """Tiles of an image at most."""
+        """Maximum number of tiles of an image."""
         if self.name == "square":
             return 1
         if self.name == "canvas":
@@ -80,7 +80,7 @@ class Tiling:
 
 
 def anyres(width: int, height: int, size: int, grids: Sequence[tuple[int, int]]) -> Tiles:
-    """Of all grids the one on which most pixels of the image are kept, then the one with the least empty area."""
+    """The grid that keeps most pixels of the image; of equals, the one with the least empty area."""
 
     def kept(grid: tuple[int, int]) -> tuple[int, int]:
         across, down = grid[1] * size, grid[0] * size
@@ -88,7 +88,7 @@ def anyres(width: int, height: int, size: int, grids: Sequence[tuple[int, int]])
         pixels = min(int(width * scale) * int(height * scale), width * height)
         return pixels, pixels - across * down
 
-    rows, columns = max(grids, key=kept)  # the first one where several are equal
+    rows, columns = max(grids, key=kept)  # the first of equals
     across, down = columns * size, rows * size
     by_width, by_height = across / width, down / height
     narrow = by_width < by_height
@@ -97,7 +97,7 @@ def anyres(width: int, height: int, size: int, grids: Sequence[tuple[int, int]])
 
 
 def grid(width: int, height: int, size: int, most: int) -> Tiles:
-    """The longer side is made `most` tiles long, then both are rounded up to whole tiles."""
+    """The longer side becomes `most` tiles long, then both sides are rounded up to whole tiles."""
     longest = _long_side(width, height, most * size)
     ratio = longest[0] / longest[1]
     if longest[0] >= longest[1]:
@@ -113,14 +113,14 @@ def grid(width: int, height: int, size: int, most: int) -> Tiles:
 
 
 def canvas(width: int, height: int, size: int, most: int) -> Tiles:
-    """The grid that enlarges least, or where none enlarges, shrinks least; of equals the one with the fewest tiles."""
+    """The grid that enlarges least, or, if none enlarges, shrinks least; of equals, the one with the fewest tiles."""
     counts = range(1, most + 1)
-    found = [(rows, columns) for rows in counts for columns in counts if rows * columns <= most]
-    scales = [min(rows * size / height, columns * size / width) for rows, columns in found]
+    grids = [(rows, columns) for rows in counts for columns in counts if rows * columns <= most]
+    scales = [min(rows * size / height, columns * size / width) for rows, columns in grids]
     larger = [scale for scale in scales if scale >= 1]
     chosen = min(larger) if larger else max(scales)
     rows, columns = min(
-        (each for each, scale in zip(found, scales, strict=True) if scale == chosen), key=lambda at: at[0] * at[1]
+        (each for each, scale in zip(grids, scales, strict=True) if scale == chosen), key=lambda at: at[0] * at[1]
     )
     most_across, most_down = (min(max(each, size), count * size) for each, count in ((width, columns), (height, rows)))
     by_width, by_height = most_across / width, most_down / height
@@ -132,7 +132,7 @@ def canvas(width: int, height: int, size: int, most: int) -> Tiles:
 
 
 def _long_side(width: int, height: int, length: int) -> tuple[int, int]:
-    """The longer side becomes `length`, the other one follows, rounded down and made even, but not longer than `length`."""
+    """The size with `length` as the longer side; the other side is rounded down, made even, and at most `length`."""
     ratio = width / height
     if width >= height:
         return length, max(1, min(_even(int(length / ratio)), length))

@@ -22,8 +22,9 @@ from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import Published, ViT
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers
 from forge_vlm.components.model import VLM
-from forge_vlm.hf import processors, towers
+from forge_vlm.hf import processors
 from forge_vlm.hf.standalone import plain, shapes
+from forge_vlm.hf.text_and_vision import preprocessor_config, tower_config
 from forge_vlm.images.processing import FILE
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def places_of(model: VLM) -> dict[str, Place]:
 
 def vision_keys(model: VLM) -> dict[str, Any]:
     """The key `vision_config` of a published tower, by which the folder can be an encoder's."""
-    return {"vision_config": towers.config_of(model.vision)} if _published(model) else {}
+    return {"vision_config": tower_config(model.vision)} if _published(model) else {}
 
 
 def _texts(folder: Path, model: VLM) -> None:
@@ -150,7 +151,7 @@ def write_code(folder: Path, model: VLM) -> None:
     """Adds the code, and the preprocessor where there is one."""
     shutil.copyfile(Path(__file__).with_name(CODE), folder / CODE)
     if model.images == "encoder" and hasattr(model.vision, "processing"):
-        write_json(folder / FILE, towers.preprocessor_of(model.vision.processing))
+        write_json(folder / FILE, preprocessor_config(model.vision.processing))
 
 
 def foreign(folder: Path) -> str:

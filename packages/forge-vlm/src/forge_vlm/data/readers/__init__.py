@@ -1,1 +1,0 @@
-"""Where documents with images come from: one module for each format."""

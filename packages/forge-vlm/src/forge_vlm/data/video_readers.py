@@ -1,0 +1,309 @@
+"""Readers of clips: folders of image files listed in JSON lines, and video files listed in a CSV file.
+
+PyAV decodes a video from its start, so a frame does not depend on which other frames are wanted. At the end: which frames of a
+clip are taken.
+"""
+
+import csv
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from io import BytesIO
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_data.sources.jsonl import SUFFIXES, each_line
+from forge_data.storage.checksums import digest_of
+from forge_data.storage.files import File, find, find_one
+from forge_vlm.data.documents import BrokenRecord, Clip, Frames, Record
+from forge_vlm.data.image_readers import ImageFiles, is_image, natural_key
+
+NOTE_SUFFIXES = ("txt", "text", "caption", "md", "json", "jsonl", "csv", "tsv", "xml", "yaml", "yml", "srt", "vtt")
+"""Suffixes of text files, which may lie among the frames of a clip."""
+_CODECS_WITH_HIDDEN_FRAMES = ("vp8", "vp9", "av1")
+"""Codecs with packets that have no frame of their own."""
+_TIME_TOLERANCE = 1e-3
+"""Seconds by which the times of a frame and of its packet may differ, since some containers round them."""
+_MAX_CLIPS_WITH_TIMES = 4096
+"""Clips whose times are kept until they are decoded."""
+_MAX_DECODED_CLIPS = 16
+"""Clips whose decoded frames are kept: the frames of a clip are decoded together and read one by one."""
+
+
+class FrameExamples:
+    """Clips as directories of image files, listed in JSON lines; a reference is the path of a frame, see `ImageFiles`."""
+
+    def __init__(self, path: str, folder: str | None, video: str, images: str, fps: float, count: int, told: bool) -> None:
+        """
+        Args:
+            path: of the JSON lines.
+            folder: of the clips' directories; by default the folder of the record's file.
+            video: field that names a clip's directory.
+            images: field of a record into which its frames are put.
+            fps: frames of a second, where a record does not say.
+            count: frames of a clip at most.
+            told: whether times stand before frames.
+
+        Raises:
+            DataError: the file does not exist.
+        """
+        self.what = path
+        self._files = find(path, SUFFIXES, "JSON lines")
+        self._folder = ImageFiles(self._files, folder)
+        self._video, self._images, self._fps, self._count, self._told = video, images, fps, count, told
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the records, the folder, and how frames are ordered and chosen."""
+        how = f"{self._video} {self._fps} {self._count} {self._told}"
+        return digest_of(self._files, f"frames by number {self._folder.identity} {how}")
+
+    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
+        """(file and byte of its line, record) of each; one without a video is text."""
+        for file in self._files:
+            for offset, place, record in each_line(file):
+                name = f"{file.name}:{offset}"
+                if isinstance(record, str):
+                    yield name, BrokenRecord(f"{place} {record}")
+                    continue
+                named = record.get(self._video)
+                if record.get(self._images) is not None:
+                    yield (
+                        name,
+                        BrokenRecord(f"{place}: has {self._images!r}, and this source reads clips alone; give images their own"),
+                    )
+                    continue
+                clip = None if named is None else Clip(partial(self._frames, file, dict(record)), self._told)
+                yield name, Record(record | {self._images: clip}, place)
+
+    def fetch(self, reference: str) -> bytes:
+        """The file of a frame."""
+        return self._folder.read(reference)
+
+    def is_there(self, reference: str) -> bool:
+        """Whether there is such a file."""
+        return self._folder.is_there(reference)
+
+    def _frames(self, file: File, record: Mapping[str, Any]) -> Frames:
+        name = record[self._video]
+        reference = self._folder.reference(file, str(name))
+        directory = self._folder.path(reference)
+        try:
+            listed = [each.name for each in directory.iterdir() if each.is_file() and not each.name.startswith(".")]
+        except (OSError, ValueError):  # it is not there; a NUL in its name
+            listed = []
+        files = sorted(filter(is_image, listed), key=natural_key)
+        if not isinstance(name, str) or not name or not (files or listed):
+            raise BrokenRecord(f"{directory} has no frame")
+        unknown = sorted(each for each in listed if not is_image(each) and each.rpartition(".")[2].lower() not in NOTE_SUFFIXES)
+        if unknown:
+            raise BrokenRecord(
+                f"{directory} has {unknown[0]}, which Pillow does not read by its suffix; convert it, or move it away"
+            )
+        if not files:
+            raise BrokenRecord(f"{directory} has no frame")
+        fps, times = record.get("fps", self._fps), record.get("times")
+        if times is None:
+            if not _is_number(fps) or fps <= 0:
+                raise BrokenRecord(f"{directory}: fps {fps!r} is not a positive number")
+            times = [number / fps for number in range(len(files))]
+        if (
+            not isinstance(times, list)
+            or not all(map(_is_number, times))
+            or len(times) != len(files)
+            or any(after <= before for before, after in pairwise(times))
+        ):
+            raise BrokenRecord(f"{directory}: times must ascend, one for each of {len(files)} frames")
+        return tuple((float(times[n]), f"{reference}/{files[n]}") for n in choose_frames(times, self._count))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of JSON is a finite number of fp64."""
+    try:
+        return isinstance(value, int | float) and isfinite(value)
+    except OverflowError:
+        return False
+
+
+class VideoExamples:
+    """Video files listed in a CSV file; a reference has the path of a clip, the numbers of its chosen frames, and the number of
+    one frame."""
+
+    def __init__(self, path: str, folder: str | None, file: str, text: str, images: str, count: int, told: bool) -> None:
+        """
+        Args:
+            path: of the CSV file.
+            folder: of the clips; by default the folder of the CSV file.
+            file: name of a clip, with names of columns in braces.
+            text: column of the text.
+            images: field of a record into which its frames are put.
+            count: frames of a clip at most.
+            told: whether times stand before frames.
+
+        Raises:
+            DataError: the file does not exist, lacks a column, or PyAV is not installed.
+        """
+        table_file = find_one(path)
+        if table_file is None or table_file.remote:
+            raise DataError(f"{path} is not a file of this machine")
+        self.what, self._file = path, table_file
+        self._folder = ImageFiles([table_file], folder)
+        self._name, self._text, self._images, self._count, self._told = file, text, images, count, told
+        self._columns = [name for _, name, _, _ in string.Formatter().parse(file) if name]
+        table = self._table()
+        _, head = next(table, (0, []))
+        if missing := [name for name in (*self._columns, text) if name not in head]:
+            raise DataError(f"{path} has no column {missing[0]!r}; it has {', '.join(head)}")
+        if next(table, None) is None:
+            raise DataError(f"{path} has no row")
+        _import_pyav()
+        self._frames = lru_cache(_MAX_DECODED_CLIPS)(self._decoded)
+        self._expected: dict[str, list[float]] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the table, the folder, and how frames are chosen."""
+        return digest_of(
+            [self._file], f"video as shown {self._folder.identity} {self._name} {self._text} {self._count} {self._told}"
+        )
+
+    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
+        """(row of the table, record) of each."""
+        table = self._table()
+        _, head = next(table)
+        for number, (line, values) in enumerate(table):
+            name, place = f"{self._file.name}:{number}", f"{self._file.where}, row {number + 1} (line {line})"
+            if len(values) != len(head):
+                yield name, BrokenRecord(f"{place} has {len(values)} columns, and the head {len(head)}; quote a text with commas")
+                continue
+            if any("\udc80" <= letter <= "\udcff" for value in values for letter in value):
+                yield name, BrokenRecord(f"{place} is not UTF-8")
+                continue
+            row = dict(zip(head, values, strict=True))
+            clip = Clip(
+                partial(self._chosen, self._name.format_map({column: row[column] for column in self._columns})), self._told
+            )
+            yield name, Record({self._text: row[self._text], self._images: clip}, place)
+
+    def fetch(self, reference: str) -> bytes:
+        """A frame, as an uncompressed image file.
+
+        Raises:
+            DataError: the clip is gone, or cannot be decoded.
+        """
+        name, _, place = reference.rpartition("#")
+        numbers, _, wanted = place.rpartition("@")
+        frames = tuple(map(int, numbers.split(",")))
+        return self._frames(name, frames)[frames.index(int(wanted))]
+
+    def is_there(self, reference: str) -> bool:
+        """Whether there is the file of such a clip."""
+        return self._folder.is_there(reference.rpartition("#")[0])
+
+    def _table(self) -> Iterator[tuple[int, list[str]]]:
+        """(line at which it ends, values) of the head and of each row."""
+        with Path(self._file.where).open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+            reader = csv.reader(file)
+            try:
+                yield from ((reader.line_num, values) for values in reader if values)
+            except csv.Error as error:
+                raise DataError(f"{self._file.where} is not valid CSV after line {reader.line_num}: {error}") from error
+
+    def _chosen(self, name: str) -> Frames:
+        times = self._times(name)
+        numbers = choose_frames(times, self._count)
+        listed = ",".join(map(str, numbers))
+        return tuple((times[number] - times[0], f"{name}#{listed}@{number}") for number in numbers)
+
+    def _times(self, name: str) -> list[float]:
+        """Seconds of every frame that a player shows, ascending.
+
+        Where each packet is one frame, these are the times of the packets, and nothing is decoded. The clip is decoded if that is
+        not certain: if packets are marked as discarded (by an edit list, which cutting without encoding writes), lie before the
+        start, have no time of their own, or do not begin with a key frame and its time; and for codecs with hidden frames.
+        """
+        av = _import_pyav()
+        try:
+            with av.open(str(self._folder.path(name))) as container:
+                if not container.streams.video:
+                    raise BrokenRecord(f"{name} has no video")
+                stream = container.streams.video[0]
+                packets = [packet for packet in container.demux(stream) if packet.size]
+                stamps = sorted({packet.pts for packet in packets if packet.pts is not None})
+                if (
+                    packets
+                    and len(stamps) == len(packets)
+                    and packets[0].is_keyframe
+                    and packets[0].pts == stamps[0] >= 0
+                    and not any(packet.is_discard or packet.is_corrupt for packet in packets)
+                    and stream.codec_context.codec.canonical_name not in _CODECS_WITH_HIDDEN_FRAMES
+                ):
+                    self._expected[name] = times_of_packets = [float(stamp * stream.time_base) for stamp in stamps]
+                    while len(self._expected) > _MAX_CLIPS_WITH_TIMES:
+                        self._expected.pop(next(iter(self._expected)), None)
+                    return times_of_packets
+            with av.open(str(self._folder.path(name))) as container:
+                times = [frame.time for frame in container.decode(video=0)]
+        except BrokenRecord:
+            raise
+        except (av.FFmpegError, OSError, IndexError, ValueError) as error:
+            raise BrokenRecord(f"{name} cannot be decoded: {error}") from error
+        if not times:
+            raise BrokenRecord(f"{name} has no frame")
+        if None in times or any(after <= before for before, after in pairwise(times)):
+            raise BrokenRecord(f"{name} has frames without times that ascend; encode it again")
+        return times
+
+    def _decoded(self, name: str, numbers: tuple[int, ...]) -> list[bytes]:
+        """Frames by their numbers, in the order of presentation, with the orientation in which they are stored.
+
+        If the times of a clip were read from its packets, its frames must have the same times: in a damaged clip some packets
+        have no frame.
+        """
+        av = _import_pyav()
+        path, times = self._folder.path(name), self._expected.pop(name, None)
+        images: list[bytes] = []
+        try:
+            with av.open(str(path)) as container:
+                for number, frame in enumerate(container.decode(video=0)):
+                    if times is not None and (number >= len(times) or abs((frame.time or 0.0) - times[number]) > _TIME_TOLERANCE):
+                        raise DataError(f"{path} has packets without a frame before {frame.time} s; encode it again")
+                    if number in numbers:
+                        content = BytesIO()
+                        frame.to_image().save(content, "PPM")
+                        images.append(content.getvalue())
+                    if number == numbers[-1]:
+                        break
+        except (av.FFmpegError, OSError, IndexError, ValueError) as error:
+            raise DataError(f"{path} cannot be decoded: {error}") from error
+        if len(images) != len(numbers):
+            raise DataError(f"{path} has fewer frames than times: {len(images)} of {len(numbers)} were decoded")
+        return images
+
+
+def _import_pyav() -> Any:
+    try:
+        import av
+    except ImportError as error:
+        raise DataError("source 'video_csv' needs PyAV; pip install 'forge-vlm[video]'") from error
+    return av
+
+
+def choose_frames(times: Sequence[float], count: int) -> list[int]:
+    """Numbers of at most `count` frames, ascending: the nearest frame to each of `count` equally spaced moments from the first
+    time to the last, each frame once. A single frame is the one in the middle.
+
+    Args:
+        times: in seconds, ascending.
+        count: frames wanted.
+    """
+    if len(times) <= count:
+        return list(range(len(times)))
+    moments = np.linspace(times[0], times[-1], count) if count > 1 else [(times[0] + times[-1]) / 2]
+    all_times = np.asarray(times, dtype=np.float64)
+    return sorted({int(np.abs(all_times - moment).argmin()) for moment in moments})

@@ -1,1 +1,0 @@
-"""What a run measures of a vision-language model."""

@@ -1,1 +1,0 @@
-"""Weights of vision-language models from those of others, and back."""
