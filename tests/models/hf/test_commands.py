@@ -26,11 +26,11 @@ from forge_parallel.verify.gather import full
 from forge_train.commands.weights import convert as command
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.forge_weights import ForgeWeights
+from forge_train.inference.laid_out import fill_from
 from forge_train.inference.open import load_model
 from forge_train.recipe.from_hf import filled
 from forge_train.recipe.schema import Job
 from forge_train.run.loop import fit
-from forge_train.run.weights.initial_weights import fill_from
 from harness.closeness import assert_no_farther
 from harness.pool import World
 from models.hf.command_line import WORDS, run, with_tokenizer

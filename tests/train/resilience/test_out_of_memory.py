@@ -13,7 +13,8 @@ import torch
 from forge_parallel.accelerator import is_out_of_memory
 from forge_parallel.verify import proven
 from forge_train.process.stop import TrainingError
-from forge_train.resilience.memory import FILE, OutOfMemory, smaller
+from forge_train.resilience.memory import OutOfMemory, smaller
+from forge_train.run.directory import MICRO_BATCH
 from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import TINY, digest, prepared
@@ -78,7 +79,7 @@ def test_fault_40_the_loss_is_that_of_large_micro_batches(recipe: Path, tmp_path
     for name, note in (("whole", None), ("parts", {"recipe": 8, "micro_batch": 2, "why": "a test"})):
         (tmp_path / name).mkdir()
         if note:
-            (tmp_path / name / FILE).write_text(json.dumps(note))
+            (tmp_path / name / MICRO_BATCH).write_text(json.dumps(note))
         run, recorder = prepared(recipe, [f"--job.dir={tmp_path / name}", *EXACT, "--train.micro_batch=8"])
         assert run.job.train.micro_batch == (note["micro_batch"] if note else 8)
         fit(run)
@@ -96,7 +97,7 @@ def _one_rank(recipe: Path, folder: Path) -> tuple[int, bool]:
             fit_one(run)
     run.topology.all_reduce(torch.ones(1))  # the other one waits for it
     again, _ = prepared(recipe, [f"--job.dir={folder}", "--train.micro_batch=4"])
-    return again.job.train.micro_batch, (folder / FILE).exists()
+    return again.job.train.micro_batch, (folder / MICRO_BATCH).exists()
 
 
 def fit_one(run: Any) -> None:
@@ -118,7 +119,7 @@ def test_fault_40_micro_batches_of_one_row_end_with_what_to_change(recipe: Path,
     with pytest.raises(TrainingError, match="the smallest there are") as ended:
         fit(run)
     assert "Set transforms.recompute, shard over more ranks" in str(ended.value)
-    assert ended.value.exit_code == 3 and not (tmp_path / "run" / FILE).exists()
+    assert ended.value.exit_code == 3 and not (tmp_path / "run" / MICRO_BATCH).exists()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_fault_40_micro_batches_of_one_row_end_with_what_to_change(recipe: Path,
 )
 def test_a_note_of_another_recipe_or_a_damaged_one_does_not_count(recipe: Path, tmp_path: Path, note: str) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / FILE).write_text(note)
+    (tmp_path / "run" / MICRO_BATCH).write_text(note)
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}"])
     assert run.job.train.micro_batch == 2 and run.health.summary() == []
 
@@ -203,7 +204,7 @@ def test_smaller_micro_batches_that_change_the_loss_are_not_taken(
     run.step = Full(run, most=2)  # type: ignore[assignment]
     with pytest.raises(TrainingError, match=why):
         fit(run)
-    assert not (run.directory / FILE).exists()
+    assert not (run.directory / MICRO_BATCH).exists()
 
 
 def test_smaller_micro_batches_are_not_taken_where_accumulation_is_not_proven(
@@ -223,4 +224,4 @@ def test_smaller_micro_batches_are_not_taken_where_accumulation_is_not_proven(
     said = str(ended.value)
     assert "train.global_batch larger than one micro-batch per data rank with transforms.recompute" in said
     assert "no test proves that it equals one process" in said and said.endswith("Set train.micro_batch yourself")
-    assert ended.value.exit_code == 3 and not (run.directory / FILE).exists()
+    assert ended.value.exit_code == 3 and not (run.directory / MICRO_BATCH).exists()

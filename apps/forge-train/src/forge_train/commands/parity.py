@@ -142,9 +142,9 @@ def rank(
     from forge_parallel.optim import shards
     from forge_parallel.optim.settings import NO_SETTINGS
     from forge_parallel.verify.parity import Case, measure
+    from forge_train.plan.dry_run import plan_of
     from forge_train.recipe.load import load
     from forge_train.recipe.parameters import narrow_of
-    from forge_train.run.assemble import plan_of
 
     registry = Registry()
     job = load(recipe, overrides, None, registry).job

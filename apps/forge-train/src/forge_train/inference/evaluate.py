@@ -20,8 +20,8 @@ from forge_train.hooks.evaluation.results import bits_per_byte
 from forge_train.inference.forge_weights import table_of
 from forge_train.inference.laid_out import laid_out
 from forge_train.inference.tokenizer import tokenizer_for
+from forge_train.process.agreement import rank_zero_first
 from forge_train.recipe.load import Resolved, load
-from forge_train.run.assemble import rank_zero_first
 from forge_train.run.directory import run_directory
 
 _SECTIONS = ("job", "model", "data", "train", "precision", "schedule", "objective", "transforms")

@@ -10,13 +10,14 @@ from forge_core.config.tree import Table, build
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
+from forge_parallel.build.initial_weights import fill
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_train.inference.forge_weights import table_of
+from forge_train.plan.dry_run import plan_of
 from forge_train.recipe.load import Resolved, load
-from forge_train.run.assemble import plan_of
-from forge_train.run.weights.initial_weights import fill_from
 
 _SECTIONS = ("parallel", "transforms", "precision")
 """What an override may change; nothing of the others is used."""
@@ -71,3 +72,34 @@ def laid_out(weights: Weights, resolved: Resolved, device: torch.device, registr
     model = realize(Blueprint.of(job.model.build), plan, topology, lambda model: fill_from(weights, model), *precision)
     model.at_step(weights.facts.step, job.train.max_steps)
     return model
+
+
+@torch.no_grad()
+def fill_from(weights: Weights, model: ParallelModel) -> None:
+    """Fills this rank's boxes; only their slices are read. Values are converted to the dtype of the model's state.
+
+    A buffer that the weights lack, such as a counter of a run, begins as in a new run.
+
+    Raises:
+        ForgeError: names or shapes differ; nothing was changed.
+    """
+    stored = weights.tensors
+    fresh = {
+        name: tensor for name, tensor in model.tensors() if name not in stored and not isinstance(tensor, torch.nn.Parameter)
+    }
+    pieces = [(name, model.piece(name, tensor)) for name, tensor in model.tensors() if name not in fresh]
+    faults = [f"{name}: not in the weights" for name, _ in pieces if name not in stored]
+    faults += [f"{name}: not in the model" for name in sorted(set(stored) - set(model.specs.tensors))]
+    faults += [
+        f"{name}: shape {piece.shape}, in the weights {stored[name].shape}"
+        for name, piece in pieces
+        if name in stored and stored[name].shape != tuple(piece.shape)
+    ]
+    if faults:
+        listed = "\n  ".join(faults[:20])
+        raise ForgeError(f"{weights.facts.origin} does not fit [model]; leave out the keys that differ from it:\n  {listed}")
+    for name, piece in pieces:
+        if piece.local.numel():
+            piece.local.copy_(weights.box(name, piece.offset, tuple(piece.local.shape)))
+    for name, tensor in fresh.items():
+        fill(local_box(tensor), model.specs.tensors[name], name, 0)

@@ -12,6 +12,7 @@ from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.plan import Plan, default_transforms
 from forge_parallel.build.realize import Blueprint
 from forge_parallel.dryrun.accelerators import Accelerator
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
@@ -21,7 +22,6 @@ from forge_parallel.optim.settings import Settings
 from forge_parallel.settle import Settled, settled
 from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
-from forge_train.run.assemble import plan_of
 
 METHOD = (
     "Parameters, gradients, optimizer state and traffic are exact: the real code ran on tensors without memory, in a world "
@@ -220,3 +220,20 @@ def groups_of(layout: Layout, per_node: int) -> tuple[Group, ...]:
             nodes = max(len({rank // per_node for rank in ranks}) for ranks in members)
             found.append(Group("+".join(axes), len(members[0]), len(members), members[0], nodes))
     return tuple(found)
+
+
+def plan_of(job: Job, layout: Layout, registry: Registry) -> Plan:
+    """The recipe's transforms, those that its axes pull in, and its pipeline where the layout has one.
+
+    What the recipe leaves to be chosen is chosen for a device of which nothing is known; for another, give the job of `settled`.
+
+    Raises:
+        PlanError: they do not fit together; see `Plan.of`.
+    """
+    job = settled(job, layout, lambda: Blueprint.of(job.model.build)).job
+    defaults = default_transforms(layout, job.transforms)
+    transforms = [
+        *(component.build() for component in job.transforms.values()),
+        *(registry.load("forge.transforms", name)().build() for name in defaults),
+    ]
+    return Plan.of(transforms, layout, job.parallel.pipeline.build() if layout.pp > 1 else None)

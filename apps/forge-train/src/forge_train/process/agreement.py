@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.config.tree import leaves
 from forge_core.errors import ForgeError
+from forge_core.protocols.checkpoint import World
 from forge_core.redaction import redacted
 from forge_core.registry import HOMES, Registry, canonical
 from forge_train.torch_private import default_store
@@ -214,3 +215,24 @@ def _wait_for(store: Any, key: str, patience: float, absent: Callable[[], str] |
             _log.warning("waiting for %.0f s at the start: %s", passed, absent())
         time.sleep(pause)
         pause = min(1.5 * pause, 0.2)
+
+
+@contextmanager
+def rank_zero_first(world: World) -> Iterator[None]:
+    """Collective: rank 0 runs the body first, so that the others find what it prepares; its failure is raised on all."""
+    if world.rank > 0:
+        try:
+            verdict = world.broadcast(None)
+        except RuntimeError as cause:
+            cause.add_note("prepare the data beforehand with `forge-train prepare RECIPE`, or raise parallel.timeout")
+            raise
+        if verdict != b"ready":
+            raise ForgeError(verdict.decode())
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        world.broadcast(f"rank 0 failed while preparing the data: {error or type(error).__name__}".encode())
+        raise
+    world.broadcast(b"ready")

@@ -24,12 +24,10 @@ from forge_parallel.accelerator import is_out_of_memory
 from forge_parallel.checks import compositions_are_proven
 from forge_train.process.stop import TrainingError
 from forge_train.recipe.schema import Job
+from forge_train.run.directory import MICRO_BATCH
 
 if TYPE_CHECKING:
     from forge_train.run.run import Run
-
-FILE = "micro-batch.json"
-"""In the run's directory: the micro-batch that fits, and that of the recipe which did not."""
 
 
 class OutOfMemory(ForgeError):
@@ -67,7 +65,7 @@ def _full(run: "Run", cause: Exception) -> ForgeError:
     if why := _refusal(replace(run.job, train=replace(run.job.train, micro_batch=fits)), run.topology.layout):
         return TrainingError(f"{what} ({first}), and smaller ones are not taken: {why}. Set train.micro_batch yourself")
     note = {"recipe": run.recipe_micro_batch or size, "micro_batch": fits, "why": what}
-    replace_file(run.directory / FILE, json.dumps(note).encode())
+    replace_file(run.directory / MICRO_BATCH, json.dumps(note).encode())
     return OutOfMemory(f"{what} ({first}). Started again, the run goes on with micro-batches of {fits} and the same loss")
 
 
@@ -93,7 +91,7 @@ def remembered(directory: Path, job: Job, world: World) -> tuple[Job, str]:
 
     def read() -> dict[str, Any] | None:
         try:
-            note = json.loads((directory / FILE).read_text())
+            note = json.loads((directory / MICRO_BATCH).read_text())
             return note if note["recipe"] == job.train.micro_batch and 0 < note["micro_batch"] < note["recipe"] else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -103,6 +101,6 @@ def remembered(directory: Path, job: Job, world: World) -> tuple[Job, str]:
         return job, ""
     text = (
         f"micro-batches of {note['micro_batch']} instead of train.micro_batch = {note['recipe']}: {note['why']}. Set "
-        f"train.micro_batch = {note['micro_batch']} to keep it; remove {directory / FILE} to try the recipe's again"
+        f"train.micro_batch = {note['micro_batch']} to keep it; remove {directory / MICRO_BATCH} to try the recipe's again"
     )
     return replace(job, train=replace(job.train, micro_batch=note["micro_batch"])), text

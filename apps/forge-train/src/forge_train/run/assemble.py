@@ -7,8 +7,7 @@ directory, when nothing is left that could refuse.
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,7 @@ from forge_ckpt.resilience.progress import is_automatic, note_start, refuse_with
 from forge_ckpt.saving.resume import Found
 from forge_ckpt.store.retention import SECONDS
 from forge_core.errors import ForgeError
-from forge_core.layout import Layout
 from forge_core.machine import idle_accelerator, threads_per_process
-from forge_core.protocols.checkpoint import World
 from forge_core.redaction import redacted_text
 from forge_core.registry import Registry
 from forge_data.loading.items.load import names_of
@@ -30,7 +27,6 @@ from forge_models.accelerator import has_flex
 from forge_parallel.accelerator import name
 from forge_parallel.build.chosen import apply
 from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan, default_transforms
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.launch.environment import Launch
 from forge_parallel.optim import shards
@@ -40,10 +36,10 @@ from forge_parallel.settle import reduced_so_far, settled, shared_memory
 from forge_parallel.step.phases import Phases
 from forge_parallel.step.step import Step
 from forge_train.doctor.steps.build import faults
-from forge_train.process.agreement import Agreement
+from forge_train.plan.dry_run import plan_of
+from forge_train.process.agreement import Agreement, rank_zero_first
 from forge_train.process.stop import Stop
 from forge_train.recipe.parameters import settings_in
-from forge_train.recipe.schema import Job
 from forge_train.report.matrix_speed import bf16_remark
 from forge_train.resilience.memory import remembered
 from forge_train.resilience.rollback import Back
@@ -299,23 +295,6 @@ def assemble(
     return run
 
 
-def plan_of(job: Job, layout: Layout, registry: Registry) -> Plan:
-    """The recipe's transforms, those that its axes pull in, and its pipeline where the layout has one.
-
-    What the recipe leaves to be chosen is chosen for a device of which nothing is known; for another, give the job of `settled`.
-
-    Raises:
-        PlanError: they do not fit together; see `Plan.of`.
-    """
-    job = settled(job, layout, lambda: Blueprint.of(job.model.build)).job
-    defaults = default_transforms(layout, job.transforms)
-    transforms = [
-        *(component.build() for component in job.transforms.values()),
-        *(registry.load("forge.transforms", name)().build() for name in defaults),
-    ]
-    return Plan.of(transforms, layout, job.parallel.pipeline.build() if layout.pp > 1 else None)
-
-
 def _announcer(console: "Console | None") -> Callable[[str], None]:
     """Messages of the set-up: to the terminal on rank 0, to the log on every rank."""
 
@@ -325,24 +304,3 @@ def _announcer(console: "Console | None") -> Callable[[str], None]:
             console.print(redacted_text(message), highlight=False, soft_wrap=True)
 
     return say
-
-
-@contextmanager
-def rank_zero_first(world: World) -> Iterator[None]:
-    """Collective: rank 0 runs the body first, so that the others find what it prepares; its failure is raised on all."""
-    if world.rank > 0:
-        try:
-            verdict = world.broadcast(None)
-        except RuntimeError as cause:
-            cause.add_note("prepare the data beforehand with `forge-train prepare RECIPE`, or raise parallel.timeout")
-            raise
-        if verdict != b"ready":
-            raise ForgeError(verdict.decode())
-        yield
-        return
-    try:
-        yield
-    except Exception as error:
-        world.broadcast(f"rank 0 failed while preparing the data: {error or type(error).__name__}".encode())
-        raise
-    world.broadcast(b"ready")

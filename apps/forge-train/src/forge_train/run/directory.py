@@ -14,7 +14,6 @@ from forge_ckpt.resilience.progress import FILE, REASON
 from forge_core.errors import ForgeError
 from forge_core.redaction import redacted_text
 from forge_train.recipe.schema import Job
-from forge_train.resilience import memory
 
 RECIPE = "config.toml"
 """The resolved recipe; its presence marks a directory as a run's."""
@@ -33,12 +32,15 @@ SAMPLES = "samples.json"
 ANSWERS = "answers.json"
 """The newest answers that hook `answers` was given, with their pictures."""
 
+MICRO_BATCH = "micro-batch.json"
+"""The micro-batch that fits, and that of the recipe which did not; see `forge_train.resilience.memory`."""
+
 INSIDE = "inside"
 """What hook `inside` compares with: products of activations at the first look and at later ones."""
 
 OWNED = (
     *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SIMILARITY, SAMPLES, ANSWERS, "tensorboard"),
-    *(INSIDE, "profiles", "wandb", "wandb-id", FILE, REASON, memory.FILE),
+    *(INSIDE, "profiles", "wandb", "wandb-id", FILE, REASON, MICRO_BATCH),
 )
 """What `--fresh` moves aside. Prepared data stays: it depends on its inputs only and is checked against them."""
 
