@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forge_core.errors import ForgeError
-from forge_train.sweep.folders import FILE, settle
+from forge_train.sweep.folders import SWEEP_FILE, settle
 from forge_train.sweep.outcome import outcome_of, reached
 from forge_train.sweep.processes import command_of, meaning, start, tail
 from forge_train.sweep.signals import Asked
@@ -179,7 +179,7 @@ def test_a_point_that_was_not_begun_takes_the_new_recipe(prepared: Any, tmp_path
     changed = sweep_of(tmp_path, GRID, ["--train.grad_clip=0.5"])
     settle(changed)
     assert "grad_clip = 0.5" in changed.recipe_of(changed.points[0]).read_text()
-    assert json.loads((tmp_path / "sweep" / FILE).read_text())["metric"] == METRIC
+    assert json.loads((tmp_path / "sweep" / SWEEP_FILE).read_text())["metric"] == METRIC
 
 
 def test_a_wider_grid_keeps_what_is_done(prepared: Any, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def between(left: ActivationStore, right: ActivationStore, measure: str) -> list
         ForgeError: they are of different tokens, or something cannot be compared.
     """
     refuse_other_tokens(left, right)
-    return [[similarity(left, mine, right, other, measure) for other in right.names] for mine in left.names]
+    return [[similarity_of(left, mine, right, other, measure) for other in right.names] for mine in left.names]
 
 
 def to_the_last(stores: Sequence[ActivationStore], measure: str) -> list[list[float]]:
@@ -31,10 +31,10 @@ def to_the_last(stores: Sequence[ActivationStore], measure: str) -> list[list[fl
         refuse_other_tokens(store, last)
         if store.names != last.names:
             raise ForgeError(f"{store.folder} and {last.folder} hold different inner values; capture the same ones")
-    return [[similarity(store, name, last, name, measure) for store in stores] for name in last.names]
+    return [[similarity_of(store, name, last, name, measure) for store in stores] for name in last.names]
 
 
-def similarity(left: ActivationStore, mine: str, right: ActivationStore, other: str, measure: str) -> float:
+def similarity_of(left: ActivationStore, mine: str, right: ActivationStore, other: str, measure: str) -> float:
     """One pair, in one pass over the rows. Values with heads are compared over all heads together."""
     moments: Moments | None = None
     for start in range(0, left.rows, ROWS):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from rich.console import Console
+from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
@@ -26,7 +26,7 @@ BAR = 32
 """Characters of the longest bar."""
 
 
-def draw(plan: Planned, recipe: str, out: Console) -> None:
+def draw(plan: Planned, recipe: str, out: Terminal) -> None:
     """Prints a plan."""
     layout, nodes = plan.layout, -(-plan.layout.world // plan.per_node)
     rows = plan.micro_batches * plan.rows * layout.data
@@ -47,7 +47,7 @@ def draw(plan: Planned, recipe: str, out: Console) -> None:
     out.print(Text(plan.method, style="dim"))
 
 
-def draw_modules(held: Mapping[int, Sequence[Placed]], out: Console) -> None:
+def draw_modules(held: Mapping[int, Sequence[Placed]], out: Terminal) -> None:
     """Prints every parameter of each rank: where it is in the model, what it became, how it is placed, and its bytes."""
     for rank, parameters in held.items():
         total = sum(parameter.bytes for parameter in parameters)

@@ -16,7 +16,7 @@ from forge_train.process.stop import Interrupted
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Names the file that torchrun shows in its summary; the exit code of torchrun itself is 1 for any failure."""
 
-_log = logging.getLogger("forge")
+_forge_log = logging.getLogger("forge")
 
 
 def conclude(error: BaseException, watch: Watch, say: Callable[[ForgeError], object]) -> int:
@@ -30,16 +30,16 @@ def conclude(error: BaseException, watch: Watch, say: Callable[[ForgeError], obj
     if not isinstance(error, (Exception, Interrupted)):
         raise error
     if is_broken_connection(error) and not isinstance(error, PeerFailure):
-        _log.info("%s", "".join(traceback.format_exception(error)))
+        _forge_log.info("%s", "".join(traceback.format_exception(error)))
         error = watch.explain(error)
     code = error.exit_code if isinstance(error, (ForgeError, Interrupted)) else 1
     line = str(error) if code != 1 else f"{type(error).__name__}: {error}"
     if isinstance(error, ForgeError):
         say(error)
     elif isinstance(error, Interrupted):
-        _log.warning("%s", line)
+        _forge_log.warning("%s", line)
     else:
-        _log.critical("%s", "".join(traceback.format_exception(error)))
+        _forge_log.critical("%s", "".join(traceback.format_exception(error)))
     watch.failed(redacted_text(line), code)
     tell_launcher(line, code, follows=isinstance(error, PeerFailure))
     return code
@@ -56,4 +56,4 @@ def tell_launcher(line: str, code: int, follows: bool = False) -> None:
         with Path(path).open("w", encoding="utf-8") as file:
             json.dump({"message": {"message": text, "extraInfo": extra}}, file)
     except OSError as cause:
-        _log.info("the launcher's error file %s cannot be written: %s", path, cause)
+        _forge_log.info("the launcher's error file %s cannot be written: %s", path, cause)

@@ -12,7 +12,7 @@ from forge_core.errors import DataError
 from forge_train.scaling.law import FLOPS, Law
 from forge_train.scaling.minimize import Terms, minimize
 
-FEWEST = 6
+FEWEST_RUNS = 6
 """Runs, one more than the law has constants."""
 DISTINCT = 3
 """Parameter counts, and token counts: with two of either, E and the constants of that term cannot be told apart."""
@@ -60,8 +60,8 @@ class Losses:
 
 def _faults(given: Losses) -> list[str]:
     count, faults = len(given.losses), []
-    if count < FEWEST:
-        faults.append(f"{count} runs, and {FEWEST} are needed for the five constants")
+    if count < FEWEST_RUNS:
+        faults.append(f"{count} runs, and {FEWEST_RUNS} are needed for the five constants")
     if bool((given.losses <= 0).any()) or not bool(torch.isfinite(given.losses).all()):
         faults.append("a loss is not a positive number")
     for what, values in (("parameters", given.parameters), ("tokens", given.tokens)):
@@ -180,7 +180,7 @@ def drawn(given: Losses, resamples: int, seed: int) -> Tensor:
         chosen = torch.randint(count, (count,), generator=generator)
         runs = chosen.unique()
         several = min(len(given.parameters[runs].unique()), len(given.tokens[runs].unique())) >= DISTINCT
-        if several and len(runs) >= FEWEST - 1:
+        if several and len(runs) >= FEWEST_RUNS - 1:
             kept.append(torch.bincount(chosen, minlength=count).double())
     return torch.stack(kept)
 

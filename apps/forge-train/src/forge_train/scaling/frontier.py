@@ -9,7 +9,7 @@ from torch import Tensor
 from forge_train.scaling.fit import Losses, drawn
 from forge_train.scaling.minimize import Terms, minimize
 
-FEWEST = 4
+FEWEST_ON_FRONTIER = 4
 """Runs on the frontier, one more than the power law has constants."""
 
 
@@ -53,7 +53,7 @@ def fit_frontier(given: Losses, resamples: int = 1000, seed: int = 0) -> Frontie
     """As `forge_train.scaling.fit.fit`, of the runs on the frontier; each resample has a frontier too. None where
     the frontier has too few runs."""
     runs = on_frontier(given.flops, given.losses)
-    if len(runs) < FEWEST:
+    if len(runs) < FEWEST_ON_FRONTIER:
         return None
     middle = given.flops.log().mean()
     terms = Terms(torch.stack([torch.zeros_like(given.losses), given.flops.log() - middle]))
@@ -73,7 +73,7 @@ def fit_frontier(given: Losses, resamples: int = 1000, seed: int = 0) -> Frontie
     best = found[int(torch.where(objectives.isfinite(), objectives, torch.inf).argmin())]
     counts = drawn(given, resamples, seed)
     masks = [_frontier_of(given, one) for one in counts]
-    usable = torch.stack([mask for mask in masks if mask.sum() >= FEWEST - 1] or [weights])
+    usable = torch.stack([mask for mask in masks if mask.sum() >= FEWEST_ON_FRONTIER - 1] or [weights])
     again, _ = minimize(terms, losses.expand(len(usable), -1), usable, best.expand(len(usable), -1).contiguous())
     return Frontier(_power(best, middle), tuple(_power(one, middle) for one in again), tuple(runs))
 

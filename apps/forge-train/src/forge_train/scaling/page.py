@@ -40,14 +40,14 @@ def parts(found: Mapping[str, Any]) -> list[str]:
         "<h2>Scaling law</h2>",
         f'<p class="dim">{escape(note)}</p>',
         *(f'<p class="warnings">{escape(each)}</p>' for each in found.get("warnings", ())),
-        rows(["", "value", "from", "to", ""], _constants(found), numbers=range(1, 4)),
+        rows(["", "value", "from", "to", ""], _constants_table(found), numbers=range(1, 4)),
         '<div class="charts">',
         *(_against_compute(found, law), _over_tokens(found, law), _observed(found), _residuals(found)),
         "</div>",
         "<h2>Compute-optimal sizes</h2>",
         rows(
             ["FLOPs", "times the largest run", "parameters", "tokens", "tokens per parameter", "loss"],
-            [_budget(item) for item in found["budgets"]],
+            [_budget_row(item) for item in found["budgets"]],
             numbers=range(6),
         ),
         '<p class="dim">What lies far beyond the largest run is an extrapolation; the intervals know nothing of changes that no '
@@ -75,7 +75,7 @@ def measured(item: Mapping[str, Any]) -> str:
     return f"{number(item['value'])} ({number(item['low'])} to {number(item['high'])})"
 
 
-def _constants(found: Mapping[str, Any]) -> list[list[Any]]:
+def _constants_table(found: Mapping[str, Any]) -> list[list[Any]]:
     def row(name: str, item: Mapping[str, Any], meaning: str) -> list[Any]:
         shown = ["" if item[end] is None else f"{item[end]:.5g}" for end in ("value", "low", "high")]
         return [name, *shown, meaning]
@@ -128,7 +128,7 @@ def _residuals(found: Mapping[str, Any]) -> str:
     return plot("Residuals", series, x="FLOPs", y="observed above fitted, %", log_y=False)
 
 
-def _budget(item: Mapping[str, Any]) -> list[str]:
+def _budget_row(item: Mapping[str, Any]) -> list[str]:
     names = ("parameters", "tokens", "tokens_per_parameter", "loss")
     return [number(item["flops"]), number(item["times_the_largest_run"]), *(measured(item[name]) for name in names)]
 

@@ -12,7 +12,7 @@ from forge_core.registry import Registry
 from forge_train.plan.run_size import run_size
 from forge_train.recipe.load import Resolved, load
 from forge_train.run.directory import RECIPE
-from forge_train.sweep.folders import FILE
+from forge_train.sweep.folders import SWEEP_FILE
 from forge_train.sweep.grid import OURS
 from forge_train.sweep.outcome import finite
 from forge_train.trackers.jsonl import METRICS, read
@@ -67,14 +67,14 @@ def gather(
     found: list[tuple[str, Path, bool]] = []
     metrics: list[str] = []
     for place in places:
-        if (place / FILE).is_file():
-            about = json.loads((place / FILE).read_text(encoding="utf-8"))
+        if (place / SWEEP_FILE).is_file():
+            about = json.loads((place / SWEEP_FILE).read_text(encoding="utf-8"))
             metrics.append(about["metric"])
             found += [(name, place / "points" / name, True) for name in about["points"]]
         elif (place / RECIPE).is_file():
             found.append((place.resolve().name, place, False))
         else:
-            raise DataError(f"{place} has neither {FILE} of a sweep nor {RECIPE} of a run: give directories of these")
+            raise DataError(f"{place} has neither {SWEEP_FILE} of a sweep nor {RECIPE} of a run: give directories of these")
     resolved = [path.resolve() for _, path, _ in found]
     if twice := [str(path) for index, path in enumerate(resolved) if path in resolved[:index]]:
         raise DataError(f"{twice[0]} is given twice; a run counts once")

@@ -7,7 +7,7 @@ from typing import Any
 
 from forge_core.errors import DataError
 from forge_train.scaling.fit import Fit, Losses, fit
-from forge_train.scaling.frontier import FEWEST, Frontier, fit_frontier, on_frontier
+from forge_train.scaling.frontier import FEWEST_ON_FRONTIER, Frontier, fit_frontier, on_frontier
 from forge_train.scaling.law import Law
 from forge_train.scaling.runs import Counted, Gathered
 
@@ -140,7 +140,7 @@ def _budget(found: Fit, flops: float, largest: float) -> dict[str, Any]:
 def _frontier(found: Frontier | None, runs: int) -> dict[str, Any]:
     formula = "L(C) = E' + k C^-gamma"
     if found is None:
-        return {"formula": formula, "missing": f"{runs} runs are on the frontier, and {FEWEST} are needed"}
+        return {"formula": formula, "missing": f"{runs} runs are on the frontier, and {FEWEST_ON_FRONTIER} are needed"}
     return {
         "formula": formula,
         "E'": _measured(found.law.irreducible, [law.irreducible for law in found.resampled]),

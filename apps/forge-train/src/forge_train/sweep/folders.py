@@ -15,7 +15,7 @@ from forge_train.run.directory import RECIPE
 from forge_train.sweep.grid import OURS, Sweep
 from forge_train.sweep.points import Point
 
-FILE = "sweep.json"
+SWEEP_FILE = "sweep.json"
 """Names the points and their metric; its presence marks a directory as a sweep's."""
 _SHOWN = 5
 
@@ -47,7 +47,7 @@ def settle(sweep: Sweep, registry: Registry | None = None) -> None:
             _write(sweep.recipe_of(point), sweep.resolved[point.name].as_toml())
         search = sweep.grid.search
         about = {"metric": search.metric, "mode": search.mode, "points": [point.name for point in sweep.points]}
-        _write(sweep.directory / FILE, json.dumps(about, indent=1))
+        _write(sweep.directory / SWEEP_FILE, json.dumps(about, indent=1))
     except OSError as cause:
         where = f"{sweep.directory} cannot be written: {cause.strerror}"
         raise ForgeError(f"the sweep's directory {where}; choose another one with --dir=PATH") from cause

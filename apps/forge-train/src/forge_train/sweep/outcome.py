@@ -10,7 +10,7 @@ from typing import Literal
 from forge_core.durable_files import replace_file
 from forge_train.trackers.jsonl import METRICS, read
 
-FILE = "outcome.json"
+OUTCOME_FILE = "outcome.json"
 
 Status = Literal["waiting", "stopped", "paused", "finished", "diverged", "failed"]
 
@@ -50,7 +50,7 @@ class Outcome:
 def outcome_of(folder: Path) -> Outcome:
     """What `keep` wrote last; `waiting` where there is nothing to be read."""
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        found = json.loads((folder / OUTCOME_FILE).read_text(encoding="utf-8"))
         return Outcome(**{**found, "said": tuple(found["said"])})
     except (OSError, ValueError, TypeError, KeyError):  # none yet, or of another version: the run itself knows where it stands
         return Outcome()
@@ -59,7 +59,7 @@ def outcome_of(folder: Path) -> Outcome:
 def keep(folder: Path, outcome: Outcome) -> None:
     """Writes it whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / FILE, json.dumps(asdict(outcome), indent=1).encode())
+    replace_file(folder / OUTCOME_FILE, json.dumps(asdict(outcome), indent=1).encode())
 
 
 def reached(folder: Path, metric: str) -> tuple[int, int, float | None]:

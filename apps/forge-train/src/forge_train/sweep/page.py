@@ -32,8 +32,8 @@ def write_page(sweep: Sweep, found: Results, law: Sequence[str] = ()) -> Path:
         f"<p>Best: <strong>{escape(best.point.name)}</strong>, in <code>{BEST}</code>.</p>" if best else "",
         "<h2>Points</h2>",
         _points(sweep, found.results),
-        _settings(found),
-        _effects(sweep, found),
+        _settings_table(found),
+        _effects_table(sweep, found),
         *law,
         f'<p class="dim">The same as JSON lines: {LINES}</p>',
     ]
@@ -73,7 +73,7 @@ def _points(sweep: Sweep, results: Sequence[Result]) -> str:
     return made + "".join(said)
 
 
-def _settings(found: Results) -> str:
+def _settings_table(found: Results) -> str:
     if all(setting.runs == 1 for setting in found.settings):
         return ""
     body = [
@@ -83,7 +83,7 @@ def _settings(found: Results) -> str:
     return "<h2>Settings over seeds</h2>" + rows(["setting", "runs", "mean", "standard deviation"], body, numbers=range(1, 4))
 
 
-def _effects(sweep: Sweep, found: Results) -> str:
+def _effects_table(sweep: Sweep, found: Results) -> str:
     """Tables and pictures of what each key did."""
     if not found.effects:
         return ""

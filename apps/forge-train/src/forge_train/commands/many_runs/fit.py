@@ -42,7 +42,7 @@ def fit(
     from forge_core.terminal import Console
     from forge_train.scaling.runs import gather
     from forge_train.scaling.study import study
-    from forge_train.sweep.folders import FILE
+    from forge_train.sweep.folders import SWEEP_FILE
 
     console = Console(as_json=as_json)
     if wrong := [value for value in budget or () if not 0 < value < float("inf")]:
@@ -51,7 +51,7 @@ def fit(
     for name, why in given.left_out:
         console.note(f"left out: {name}: {why}")
     found = study(given, parameters, budget or (), resamples, seed)
-    only = places[0] if len(places) == 1 and (places[0] / FILE).is_file() else None
+    only = places[0] if len(places) == 1 and (places[0] / SWEEP_FILE).is_file() else None
     target = output or only or Path("scaling")
     pages = _write(found, target)
     if as_json:

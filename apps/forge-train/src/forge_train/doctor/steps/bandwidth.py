@@ -28,7 +28,7 @@ class Copy:
     remedy: str = ""
 
 
-def examine(_: Settings) -> Iterator[Check]:
+def examine_bandwidth(_: Settings) -> Iterator[Check]:
     """The step. Traffic of a copy within one memory is counted twice: it is read and written."""
     here = device()
     length = _CPU_BYTES if here.type == "cpu" else _GPU_BYTES

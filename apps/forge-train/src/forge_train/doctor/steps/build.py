@@ -57,7 +57,7 @@ class Facts:
     wants_float8: bool = False
 
 
-def examine(settings: Settings) -> Iterator[Check]:
+def examine_torch(settings: Settings) -> Iterator[Check]:
     """The step: facts, judged."""
     from forge_train.recipe.load import load
 

@@ -15,7 +15,7 @@ _TESTS = Path("tests/parallel/test_gpu.py")
 _SECONDS = 1700
 
 
-def examine(_: Settings) -> Iterator[Check]:
+def examine_tests(_: Settings) -> Iterator[Check]:
     """The step."""
     if device().type == "cpu":
         raise Skip("no accelerator is seen", "see the step torch for the reason")

@@ -19,7 +19,7 @@ _SQUARE, _CPU_SQUARE = 8192, 256
 _STRAGGLER = 1.05
 
 
-def examine(_: Settings) -> Iterator[Check]:
+def examine_collectives(_: Settings) -> Iterator[Check]:
     """The step."""
     kind = device().type
     ranks = 2 if kind == "cpu" else accelerator.count()

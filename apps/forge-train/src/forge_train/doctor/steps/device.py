@@ -16,7 +16,7 @@ _SECONDS = 15.0
 _SIZE = 4096
 
 
-def examine(_: Settings) -> Iterator[Check]:
+def examine_device(_: Settings) -> Iterator[Check]:
     """The step; one pair of checks for each device."""
     kind = device().type
     if kind == "cpu":

@@ -14,7 +14,7 @@ _GPU_NODE, _OTHER = 1 << 30, 1 << 25
 _SLOW = 100e6
 
 
-def examine(settings: Settings) -> Iterator[Check]:
+def examine_disk(settings: Settings) -> Iterator[Check]:
     """The step; files are removed again."""
     length = _GPU_NODE if sees_gpu() else _OTHER
     content = os.urandom(1 << 20) * (length >> 20)

@@ -63,7 +63,7 @@ class Facts:
     apart: tuple[tuple[int, int], ...] = ()
 
 
-def examine(_: Settings) -> Iterator[Check]:
+def examine_gpus(_: Settings) -> Iterator[Check]:
     """The step: facts, judged."""
     import torch
 

@@ -19,7 +19,7 @@ _LENGTH, _CPU_LENGTH = 2048, 128
 _EXPECTED = "a kernel that never holds length x length numbers"
 
 
-def examine(_: Settings) -> Iterator[Check]:
+def examine_kernels(_: Settings) -> Iterator[Check]:
     """The step: attention as blocks call it, then products of experts."""
     here = device()
     cpu = here.type == "cpu"

@@ -28,7 +28,7 @@ class Kind:
     peak: float | None
 
 
-def examine(settings: Settings) -> Iterator[Check]:
+def examine_matmul(settings: Settings) -> Iterator[Check]:
     """The step: a large square product in each precision, then the recipe's own products in the recipe's precision."""
     here = device()
     cpu = here.type == "cpu"

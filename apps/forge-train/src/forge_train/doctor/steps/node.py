@@ -57,7 +57,7 @@ class Facts:
     slow_bf16: str | None = None
 
 
-def examine(settings: Settings) -> Iterator[Check]:
+def examine_node(settings: Settings) -> Iterator[Check]:
     """The step: facts, judged."""
     return judge(facts(settings))
 

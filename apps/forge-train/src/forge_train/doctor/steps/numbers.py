@@ -24,7 +24,7 @@ _ROUNDED = {"fp32": 1e-4, "bf16": 3e-2}
 """How far the loss may be from fp64's, relative."""
 
 
-def examine(_: Settings) -> Iterator[Check]:
+def examine_numbers(_: Settings) -> Iterator[Check]:
     """The step. The device takes all rows at once and the CPU one at a time, so the two agree on no sum by chance."""
     here = device()
     for label, preset in _TINY.items():

@@ -62,7 +62,7 @@ class Watching(Hook):
             run.stop.asked = True
 
 
-def examine(settings: Settings) -> Iterator[Check]:
+def examine_training(settings: Settings) -> Iterator[Check]:
     """The step."""
     here = _device()
     steps = _CPU_STEPS if here.type == "cpu" else _STEPS
