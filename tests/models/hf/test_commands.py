@@ -28,7 +28,7 @@ from forge_train.inference.continuation import Continuation
 from forge_train.inference.forge_weights import ForgeWeights
 from forge_train.inference.laid_out import fill_from
 from forge_train.inference.open import load_model
-from forge_train.recipe.from_hf import filled
+from forge_train.recipe.load import filled
 from forge_train.recipe.schema import Job
 from forge_train.run.loop import fit
 from harness.closeness import assert_no_farther

@@ -21,7 +21,7 @@ from forge_models.hf.reader import Folder
 from forge_train.inference.forge_weights import ForgeWeights, locate
 from forge_train.inference.open import load_model
 from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
-from forge_train.recipe.from_hf import filled
+from forge_train.recipe.load import filled
 from forge_train.recipe.schema import Job
 from forge_train.run.weights.initial_weights import initial_weights
 from models.hf.command_line import run, with_tokenizer

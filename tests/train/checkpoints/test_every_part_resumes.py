@@ -19,7 +19,7 @@ from forge_ckpt.saving.locate import locate
 from forge_core.component import Component, fields_of
 from forge_core.errors import ConfigError
 from forge_core.registry import Entry, Registry
-from forge_train.run.directory import CHECKPOINTS
+from forge_train.directory import CHECKPOINTS
 from forge_train.run.loop import fit
 from forge_train.trackers.jsonl import METRICS, read
 from harness.pool import World

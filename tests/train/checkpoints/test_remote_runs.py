@@ -84,8 +84,8 @@ def recipe(folder: Path) -> Path:
 
 
 def test_a_run_goes_on_from_a_url_and_fresh_is_refused_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from forge_train.directory import prepare_directory
     from forge_train.run.loop import fit
-    from forge_train.run.takeover import prepare_directory
 
     folder = f"memory://{tmp_path.name}"
     given = [f"--job.dir={tmp_path / 'run'}", "--checkpoint.store.name=remote", f"--checkpoint.store.url={folder}"]

@@ -16,7 +16,7 @@ import wandb
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
 from forge_train.components.trackers import TensorBoard, Wandb
-from forge_train.run.directory import RECIPE, move_aside
+from forge_train.directory import RECIPE, move_aside
 from forge_train.run.loop import fit
 from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import read

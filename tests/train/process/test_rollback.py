@@ -17,12 +17,12 @@ from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch, read_launcher
 from forge_parallel.launch.watch import Watch
 from forge_train.commands.run import start
+from forge_train.directory import run_directory
 from forge_train.process.logs import logging_of
 from forge_train.process.stop import TrainingError
 from forge_train.recipe.load import load
 from forge_train.resilience.rollback import Back, RolledBackTooOften, train
 from forge_train.run.assemble import assemble
-from forge_train.run.directory import run_directory
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
 from forge_train.trackers.jsonl import METRICS, read

@@ -21,12 +21,13 @@ from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch
+from forge_train import directory
 from forge_train.commands.run import start
+from forge_train.directory import OWNED, RECIPE, move_aside, previous
 from forge_train.process.logs import logging_of
 from forge_train.recipe.load import load
-from forge_train.run import saves, takeover
+from forge_train.run import saves
 from forge_train.run.assemble import assemble
-from forge_train.run.directory import OWNED, RECIPE, move_aside, previous
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
 from forge_train.trackers.jsonl import read
@@ -248,7 +249,7 @@ def test_w1_fresh_ends_a_live_job_before_its_files_move(here: Path, monkeypatch:
         seen.append(live.stop.superseded())
         return move_aside(directory)
 
-    monkeypatch.setattr(takeover, "move_aside", noted)
+    monkeypatch.setattr(directory, "move_aside", noted)
     begun(here)
     assert seen == [True]
 

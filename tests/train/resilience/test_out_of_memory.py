@@ -12,9 +12,9 @@ import torch
 
 from forge_parallel.accelerator import is_out_of_memory
 from forge_parallel.verify import proven
+from forge_train.directory import MICRO_BATCH
 from forge_train.process.stop import TrainingError
 from forge_train.resilience.memory import OutOfMemory, smaller
-from forge_train.run.directory import MICRO_BATCH
 from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import TINY, digest, prepared

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forge_train.directory import keep_recipe
 from forge_train.process.stop import REQUEUE
 from forge_train.recipe.load import load
-from forge_train.run.directory import keep_recipe
 from forge_train.sweep.execute import Executor, outcomes
 from forge_train.sweep.grid import Sweep, read_sweep
 from forge_train.sweep.halving import train

@@ -22,8 +22,8 @@ def prepare(
     from forge_data.loading.loader import evaluation
     from forge_data.loading.open_sources import context_of, open_sources
     from forge_data.loading.spec import LoadSpec
+    from forge_train.directory import claim, run_directory
     from forge_train.recipe.load import load
-    from forge_train.run.directory import claim, run_directory
 
     console = Console(as_json=as_json)
     job = load(recipe, context.args, None, Registry()).job

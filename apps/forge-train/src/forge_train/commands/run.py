@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from forge_core.registry import Registry
     from forge_parallel.launch.environment import Launch
     from forge_parallel.launch.watch import Watch
-    from forge_train.process.agreement import Agreement
     from forge_train.process.logs import RunLog
+    from forge_train.process.ranks import Agreement
     from forge_train.process.stop import Signals
     from forge_train.recipe.load import Resolved
     from forge_train.run.run import Run
@@ -48,7 +48,7 @@ def run(
     from forge_train.process.stop import Signals
 
     if processes > 1 or restarts > 0 or min_processes is not None:
-        from forge_train.resilience.local import supervised
+        from forge_train.process.restarts import supervised
 
         raise typer.Exit(supervised(recipe, context.args, fresh, processes, restarts, min_processes))
     signals = Signals()
@@ -86,9 +86,8 @@ def start(
     from forge_parallel.launch import process_group
     from forge_parallel.launch.meeting import RanksDiffer
     from forge_parallel.launch.watch import Watch
-    from forge_train.process.agreement import Agreement, Refused, content_of
-    from forge_train.process.ending import conclude, tell_launcher
-    from forge_train.run.directory import run_directory
+    from forge_train.directory import run_directory
+    from forge_train.process.ranks import Agreement, Refused, conclude, content_of, tell_launcher
 
     ranks, watch = Agreement(), Watch()
     try:
@@ -136,11 +135,11 @@ def _train(
 
     from forge_ckpt.resilience.limits import Learned
     from forge_parallel.launch import process_group
-    from forge_train.process.ending import tell_launcher
+    from forge_train.directory import run_directory
+    from forge_train.process.ranks import tell_launcher
     from forge_train.process.stop import REQUEUE, STOPPED
     from forge_train.resilience.rollback import Back, train
     from forge_train.run.assemble import assemble
-    from forge_train.run.directory import run_directory
     from forge_train.run.run import DATA
 
     console, directory = Console() if where.rank == 0 else None, run_directory(resolved.job)

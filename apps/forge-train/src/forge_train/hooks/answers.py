@@ -12,8 +12,8 @@ from forge_core.durable_files import replace_file
 from forge_core.errors import DataError, ForgeError, did_you_mean
 from forge_core.protocols.run import Run
 from forge_data.loading.items.questions import Question, inputs_of, questions
+from forge_train.directory import ANSWERS
 from forge_train.hooks.periodic import Periodic, length_limit
-from forge_train.run.directory import ANSWERS
 
 _log = logging.getLogger(__name__)
 _TOGETHER = 32

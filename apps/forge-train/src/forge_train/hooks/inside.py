@@ -18,9 +18,9 @@ from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Run
 from forge_models.interp.similarity.gram import gram, gram_cka, gram_cka_pairs, gram_rank
+from forge_train.directory import INSIDE, SIMILARITY
 from forge_train.hooks.periodic import Periodic
 from forge_train.inspection.look import Look, look
-from forge_train.run.directory import INSIDE, SIMILARITY
 
 _log = logging.getLogger(__name__)
 _KEPT = 4

@@ -10,8 +10,8 @@ from typing import Any
 from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Run
+from forge_train.directory import SAMPLES
 from forge_train.hooks.periodic import Periodic, length_limit
-from forge_train.run.directory import SAMPLES
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from forge_core.registry import Registry
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_data.tokenizers.sentencepiece import KIND as SENTENCEPIECE_KIND
 from forge_models.hf.reader import GENERATION
+from forge_train.directory import run_directory
 from forge_train.inference.forge_weights import ForgeWeights, job_of
-from forge_train.run.directory import run_directory
 
 SENTENCEPIECE = ".model"
 SETTINGS = "tokenizer_config.json"

@@ -9,9 +9,9 @@ from forge_core.config.tree import Table, build
 from forge_core.config.validation import Resolution, walk
 from forge_core.errors import CheckpointError
 from forge_core.registry import Registry
+from forge_train.directory import RECIPE
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
-from forge_train.run.directory import RECIPE
 
 
 def differences(one: str, other: str, overrides: Sequence[str] = (), registry: Registry | None = None) -> list[Change]:

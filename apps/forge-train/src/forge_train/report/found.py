@@ -10,9 +10,9 @@ from typing import Any
 from forge_core.config.tree import build, leaves
 from forge_core.errors import DataError
 from forge_core.redaction import redacted, redacted_text
+from forge_train.directory import ANSWERS, RECIPE, ROUTING, SAMPLES, SIMILARITY
 from forge_train.report.faults import Fault, faults
 from forge_train.report.history import History
-from forge_train.run.directory import ANSWERS, RECIPE, ROUTING, SAMPLES, SIMILARITY
 from forge_train.trackers.jsonl import METRICS, objects
 
 SUMMARY = "report.json"

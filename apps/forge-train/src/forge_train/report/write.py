@@ -29,9 +29,9 @@ from typing import Any
 from forge_core.durable_files import replace_file
 from forge_core.errors import DataError
 from forge_core.redaction import redacted, redacted_text
+from forge_train.directory import previous
 from forge_train.report.found import SUMMARY, Found, find, is_run
 from forge_train.report.page import page
-from forge_train.run.directory import previous
 
 REPORT = "report.html"
 

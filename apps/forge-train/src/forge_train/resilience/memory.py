@@ -22,9 +22,9 @@ from forge_core.layout import Layout
 from forge_core.protocols.checkpoint import World
 from forge_parallel.accelerator import is_out_of_memory
 from forge_parallel.checks import compositions_are_proven
+from forge_train.directory import MICRO_BATCH
 from forge_train.process.stop import TrainingError
 from forge_train.recipe.schema import Job
-from forge_train.run.directory import MICRO_BATCH
 
 if TYPE_CHECKING:
     from forge_train.run.run import Run

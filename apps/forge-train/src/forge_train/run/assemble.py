@@ -35,22 +35,21 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import reduced_so_far, settled, shared_memory
 from forge_parallel.step.phases import Phases
 from forge_parallel.step.step import Step
+from forge_train.directory import CHECKPOINTS, elsewhere, forget, keep_recipe, prepare_directory, probe, refuse_fresh, remind
 from forge_train.doctor.steps.build import faults
 from forge_train.plan.dry_run import plan_of
-from forge_train.process.agreement import Agreement, rank_zero_first
+from forge_train.process.ranks import Agreement, rank_zero_first
 from forge_train.process.stop import Stop
 from forge_train.recipe.parameters import settings_in
 from forge_train.report.matrix_speed import bf16_remark
 from forge_train.resilience.memory import remembered
 from forge_train.resilience.rollback import Back
 from forge_train.run.checkpoints import Checkpoints
-from forge_train.run.directory import CHECKPOINTS, keep_recipe, probe
 from forge_train.run.health import Health
 from forge_train.run.hook_states import build_hooks, restore_hooks
 from forge_train.run.resume import check, check_without_checkpoint
 from forge_train.run.run import Run, State
 from forge_train.run.saves import saves_of
-from forge_train.run.takeover import elsewhere, forget, prepare_directory, refuse_fresh, remind
 from forge_train.run.weights.initial_weights import initial_weights
 from forge_train.run.weights.origin import carried, origin
 from forge_train.trackers.guarded import Guarded

@@ -10,8 +10,8 @@ from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
 from forge_core.redaction import redacted_text
 from forge_core.registry import Registry
+from forge_train.directory import RECIPE
 from forge_train.recipe.load import load
-from forge_train.run.directory import RECIPE
 from forge_train.sweep.grid import OURS, Sweep
 from forge_train.sweep.points import Point
 

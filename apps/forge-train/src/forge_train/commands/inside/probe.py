@@ -58,7 +58,7 @@ def probe(
     from forge_core.terminal import Console
     from forge_parallel.launch.environment import read_launcher
     from forge_train.commands.single_process import require_single_process
-    from forge_train.commands.weights.on_ranks import on_ranks
+    from forge_train.process.ranks import on_ranks
 
     where, console, registry = read_launcher(os.environ), Console(as_json=as_json), Registry()
     if listing:
@@ -169,7 +169,7 @@ class Asked(NamedTuple):
         from forge_train.inference.laid_out import laid_out, recipe_to_generate
         from forge_train.inference.open import stored_parameters
         from forge_train.inspection.record_on_ranks import in_dtype, record_on_ranks
-        from forge_train.process.agreement import content_of
+        from forge_train.process.ranks import content_of
 
         resolved = recipe_to_generate(opened, self.overrides, where.size, registry)
         device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))

@@ -38,10 +38,9 @@ def evaluate(
     from forge_core.registry import Registry
     from forge_parallel.launch import process_group
     from forge_parallel.launch.environment import read_launcher
-    from forge_train.commands.weights.on_ranks import on_ranks
     from forge_train.inference.evaluate import recipe_for, scores
     from forge_train.inference.open import open_weights
-    from forge_train.process.agreement import content_of
+    from forge_train.process.ranks import content_of, on_ranks
     from forge_train.recipe.load import load
 
     registry, where, console = Registry(), read_launcher(os.environ), Console(as_json=as_json)

@@ -15,12 +15,12 @@ from forge_core.registry import Registry
 from forge_core.terminal import size
 from forge_parallel.accelerator import name, take_peaks, use, warns_of_waits
 from forge_parallel.launch.environment import Launch
+from forge_train.directory import run_directory
 from forge_train.doctor.peaks import peak
 from forge_train.doctor.step import Check, Settings, Skip
 from forge_train.doctor.steps.measure import device, wait
 from forge_train.recipe.load import Resolved, load
 from forge_train.run.assemble import assemble
-from forge_train.run.directory import run_directory
 from forge_train.run.loop import fit
 
 _STEPS, _CPU_STEPS = 20, 6

@@ -13,7 +13,7 @@ from forge_models.hf.reader import GENERATION
 from forge_train.inference.forge_weights import OF_THE_START, ForgeWeights
 from forge_train.inference.open import open_weights
 from forge_train.inference.tokenizer import settings_of, tokenizer_for
-from forge_train.recipe.from_hf import IGNORE, KEY
+from forge_train.recipe.load import IGNORE, KEY
 from forge_train.recipe.schema import Job
 from forge_train.run.weights.warm_start import chosen
 

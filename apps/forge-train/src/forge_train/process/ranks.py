@@ -1,13 +1,10 @@
-"""Ranks start together: they run one recipe and one code; what one of them refuses, all refuse, with one exit code, and rank 0
-reports it once.
-
-Verdicts go through the store of the process group, not through a collective: a rank that refuses may leave the others in one, and
-must not answer it with something else.
-"""
+"""The ranks of a job start and end together: verdicts, exit codes, and what rank 0 reports for all."""
 
 import json
 import logging
+import os
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +18,18 @@ from typing import TYPE_CHECKING, Any
 from forge_core.config.tree import leaves
 from forge_core.errors import ForgeError
 from forge_core.protocols.checkpoint import World
-from forge_core.redaction import redacted
+from forge_core.redaction import redacted, redacted_text
 from forge_core.registry import HOMES, Registry, canonical
+from forge_core.terminal import Console
+from forge_parallel.launch import process_group
+from forge_parallel.launch.environment import Launch
+from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
+from forge_train.process.stop import Interrupted
 from forge_train.torch_private import default_store
 
 if TYPE_CHECKING:
     from forge_train.recipe.load import Resolved
+
 
 _OWN = {name: name.replace("-", "_") for name in ("forge-core", *HOMES)}
 """Forge's distributions and their packages."""
@@ -236,3 +239,72 @@ def rank_zero_first(world: World) -> Iterator[None]:
         world.broadcast(f"rank 0 failed while preparing the data: {error or type(error).__name__}".encode())
         raise
     world.broadcast(b"ready")
+
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Names the file that torchrun shows in its summary; the exit code of torchrun itself is 1 for any failure."""
+
+_forge_log = logging.getLogger("forge")
+
+
+def conclude(error: BaseException, watch: Watch, say: Callable[[ForgeError], object]) -> int:
+    """The exit code for `error`, after it told the other ranks and the launcher; `say` prints a refusal.
+
+    A broken connection becomes the name of the rank behind it.
+
+    Raises:
+        BaseException: `error` itself, where it is not a failure but a way to end the process, such as SystemExit.
+    """
+    if not isinstance(error, (Exception, Interrupted)):
+        raise error
+    if is_broken_connection(error) and not isinstance(error, PeerFailure):
+        _forge_log.info("%s", "".join(traceback.format_exception(error)))
+        error = watch.explain(error)
+    code = error.exit_code if isinstance(error, (ForgeError, Interrupted)) else 1
+    line = str(error) if code != 1 else f"{type(error).__name__}: {error}"
+    if isinstance(error, ForgeError):
+        say(error)
+    elif isinstance(error, Interrupted):
+        _forge_log.warning("%s", line)
+    else:
+        _forge_log.critical("%s", "".join(traceback.format_exception(error)))
+    watch.failed(redacted_text(line), code)
+    tell_launcher(line, code, follows=isinstance(error, PeerFailure))
+    return code
+
+
+def tell_launcher(line: str, code: int, follows: bool = False) -> None:
+    """Writes what torchrun shows as the cause; it takes the earliest, so one that follows from another is a second younger."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    text = f"forge-train ended with exit code {code}: {redacted_text(line)}"
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()) + follows)}
+    try:
+        with Path(path).open("w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+    except OSError as cause:
+        _forge_log.info("the launcher's error file %s cannot be written: %s", path, cause)
+
+
+def on_ranks(where: Launch, console: Console, body: Callable[[], None]) -> None:
+    """Collective: `body`, which opens the process group itself, and what follows. On several processes this never returns.
+
+    Raises:
+        ForgeError: what the body refuses, in a world of one; of several processes the first one prints it.
+    """
+    code = 0
+    try:
+        body()
+        process_group.stop()
+    except ForgeError as refusal:
+        if where.size == 1:
+            raise
+        code = refusal.exit_code
+        if where.rank == 0 or isinstance(refusal, PeerFailure):  # what another rank is refused alone, only it can say
+            code = console.error(refusal)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if where.size > 1:
+        # A worker of a process group may abort while the interpreter shuts down, which would hide the real exit code.
+        os._exit(code)

@@ -1,17 +1,19 @@
-"""Where a run lives: `runs/<name>/` with its recipe, numbers, logs, prepared data, checkpoints and report.
+"""The directory of a run: which files it has, and how a start probes it, takes it over or moves it aside."""
 
-A start only looks until it takes the directory over. The one exception is prepared data: it is named by its content and appears
-by a rename, so that no job can tell who made it.
-"""
-
+import logging
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from forge_ckpt.ranks.world import SingleProcessWorld
+from forge_ckpt.remote.urls import is_url
 from forge_ckpt.resilience.progress import FILE, REASON
+from forge_ckpt.store.fence import Fence
 from forge_core.errors import ForgeError
+from forge_core.protocols.checkpoint import Store
 from forge_core.redaction import redacted_text
 from forge_train.recipe.schema import Job
 
@@ -139,3 +141,58 @@ def _held(directory: Path) -> list[Path]:
 
 def _number(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
+
+
+_log = logging.getLogger(__name__)
+
+
+def refuse_fresh(job: Job, fresh: bool) -> None:
+    """Raises a ForgeError when a start over is asked for and forbidden."""
+    if fresh and job.checkpoint.resume == "require":
+        raise ForgeError("--fresh conflicts with checkpoint.resume = 'require'; remove one of them")
+
+
+def prepare_directory(directory: Path, store: Store, fresh: bool, say: Callable[[str], None]) -> None:
+    """Makes the directory; with `fresh`, ends an older job and moves what is there aside. On rank 0.
+
+    Raises:
+        ForgeError: the directory or the store cannot be written, or `fresh` would leave checkpoints where they are.
+    """
+    claim(directory)
+    if not fresh:
+        return
+    if store.list():
+        if place := elsewhere(store):
+            raise ForgeError(
+                f"--fresh moves the files of a run's directory aside, and {place} has checkpoints that it cannot move: "
+                "give the run another job.name, or remove them"
+            )
+        Fence.take(store, SingleProcessWorld())
+    if moved := move_aside(directory):
+        say(
+            f"starting over: the previous run was moved to {moved}. It is removed after this run's first checkpoint; "
+            f"to keep it, move that directory. To resume it: --job.dir={moved}"
+        )
+
+
+def elsewhere(store: Store) -> str:
+    """The URL of a store that is not in the run's directory; empty for one that is there."""
+    root = getattr(store, "root", "")
+    return str(root) if is_url(root) else ""
+
+
+def remind(directory: Path, say: Callable[[str], None]) -> None:
+    """Says what an earlier `--fresh` moved aside, when no checkpoint has followed since."""
+    if moved := previous(directory):
+        say(
+            f"no checkpoint was saved since the start with --fresh. The previous run is in {moved[0]} and is removed after this "
+            f"run's first checkpoint; to resume it, move that directory and pass it as --job.dir"
+        )
+
+
+def forget(directory: Path) -> None:
+    """Removes what `--fresh` moved aside, now that the new run has saved; a fault there is a warning."""
+    try:
+        forget_previous(directory)
+    except OSError as cause:
+        _log.warning("the previous run that --fresh moved could not be removed: %s", cause)
