@@ -17,7 +17,7 @@ from forge_core.registry import Registry
 from forge_parallel.build.plan import Plan
 from forge_parallel.context.transform import ContextParallel, Kind
 from forge_parallel.dryrun.estimate import Workload, dry_run
-from forge_train.plan.dry_run import plan_of
+from forge_train.plan import plan_of
 from forge_train.recipe.load import load
 
 LAYOUTS = "dp8,dp64,hsdp8x8,hsdp2x1,dp512,tp2,tp8,dp8tp8,cp2,cp8,dp8cp4,dp2cp4tp2"

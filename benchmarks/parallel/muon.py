@@ -21,7 +21,7 @@ from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.optim.ownership import matrices_of, overlap
 from forge_parallel.placement.boxes import span_on
-from forge_train.plan.dry_run import plan_of
+from forge_train.plan import plan_of
 from forge_train.recipe.load import load
 
 

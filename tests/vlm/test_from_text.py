@@ -14,7 +14,7 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
 from forge_models.components.routers import SigmoidTopK
 from forge_models.conformance.weights import InMemory
-from forge_train.inference.open import open_weights
+from forge_train.inference.stored import open_weights
 from forge_train.run.loop import fit
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT

@@ -16,7 +16,7 @@ from forge_models.generation.generate import generate
 from forge_models.generation.sampling import GREEDY, Sampling
 from forge_models.hf.reader import Folder
 from forge_train.inference.continuation import Continuation
-from forge_train.inference.open import load_model
+from forge_train.inference.stored import load_model
 from forge_train.run.loop import fit
 from models.hf.command_line import WORDS, run, with_tokenizer
 from models.hf.zoo import random_model, saved

@@ -24,10 +24,9 @@ from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.verify.gather import full
 from forge_train.commands.weights import convert as command
+from forge_train.formats.forge import ForgeWeights
 from forge_train.inference.continuation import Continuation
-from forge_train.inference.forge_weights import ForgeWeights
-from forge_train.inference.laid_out import fill_from
-from forge_train.inference.open import load_model
+from forge_train.inference.stored import fill_from, load_model
 from forge_train.recipe.load import filled
 from forge_train.recipe.schema import Job
 from forge_train.run.loop import fit

@@ -18,8 +18,8 @@ from forge_models.hf.config import Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, misfits
 from forge_models.hf.reader import Folder
-from forge_train.inference.forge_weights import ForgeWeights, locate
-from forge_train.inference.open import load_model
+from forge_train.formats.forge import ForgeWeights, locate
+from forge_train.inference.stored import load_model
 from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 from forge_train.recipe.load import filled
 from forge_train.recipe.schema import Job

@@ -11,7 +11,7 @@ from forge_models.components.converters import Hf
 from forge_models.interp.capture import capture
 from forge_models.interp.listing import InterpError
 from forge_models.interp.qk import capture_qk
-from forge_train.inference.open import load_model
+from forge_train.inference.stored import load_model
 from harness.closeness import wide
 from models.hf.zoo import CASES, random_model, saved, tokens
 

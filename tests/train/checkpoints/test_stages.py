@@ -11,7 +11,7 @@ from forge_core.errors import ConfigError, PlanError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_train.commands import parity
-from forge_train.plan.dry_run import planned
+from forge_train.plan import planned
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from harness.pool import World

@@ -9,7 +9,7 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_parallel.verify.gather import full
-from forge_train.inference.open import open_weights
+from forge_train.inference.stored import open_weights
 from forge_train.recipe.schema import Start
 from forge_train.run.loop import fit
 from forge_train.run.weights import warm_start

@@ -14,7 +14,7 @@ import pytest
 from forge_core.errors import ConfigError, Fault, ForgeError
 from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
-from forge_train.plan.dry_run import planned
+from forge_train.plan import planned
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
 

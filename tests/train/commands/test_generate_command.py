@@ -18,8 +18,7 @@ from forge_models.generation.sampling import Sampling
 from forge_train.cli import main
 from forge_train.commands.weights.generate import _texts
 from forge_train.inference.continuation import Continuation
-from forge_train.inference.laid_out import laid_out, recipe_to_generate
-from forge_train.inference.open import load_model, open_weights
+from forge_train.inference.stored import laid_out, load_model, open_weights, recipe_to_generate
 from harness.pool import World
 from harness.siblings import fast
 from train.runs import TINY, train

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_train.plan.dry_run import groups_of, modules, planned
-from forge_train.plan.terminal import draw, listed
+from forge_train.commands.plan import draw, listed
+from forge_train.plan import groups_of, modules, planned
 from forge_train.recipe.load import load
 from train.commands.test_cli import ENVIRONMENT, forge
 from train.runs import TINY

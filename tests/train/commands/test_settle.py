@@ -25,8 +25,8 @@ from forge_parallel.dryrun.accelerators import ACCELERATORS
 from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import Settled, reduced_by, reduced_so_far, settled, shared_memory
 from forge_parallel.transforms.shard import Shard
-from forge_train.plan.dry_run import plan_of, planned
-from forge_train.plan.terminal import draw
+from forge_train.commands.plan import draw
+from forge_train.plan import plan_of, planned
 from forge_train.recipe.load import load
 from harness.pool import World
 from train.runs import TINY, prepared, train

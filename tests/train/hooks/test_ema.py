@@ -14,9 +14,9 @@ from forge_core.registry import Registry
 from forge_parallel.verify.gather import full
 from forge_train.components.hooks import Ema
 from forge_train.hooks.ema import EmaHook
-from forge_train.inference.evaluate import recipe_for, scores
-from forge_train.inference.open import open_weights
-from forge_train.plan.dry_run import planned
+from forge_train.inference.evaluation import recipe_for, scores
+from forge_train.inference.stored import open_weights
+from forge_train.plan import planned
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from harness.pool import World

@@ -20,8 +20,7 @@ from forge_core.registry import Registry
 from forge_train.cli import main
 from forge_train.hooks.evaluation import tasks
 from forge_train.inference.harness import HarnessModel, _Wanted, open_tasks, results_of
-from forge_train.inference.laid_out import laid_out, recipe_to_generate
-from forge_train.inference.open import open_weights
+from forge_train.inference.stored import laid_out, open_weights, recipe_to_generate
 from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.run.loop import fit
 from harness.pool import World

@@ -12,7 +12,7 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_models.interp.capture import capture
-from forge_train.inference.open import load_model, open_weights
+from forge_train.inference.stored import load_model, open_weights
 
 FILE = Path(__file__).parents[3] / "examples" / "brain_score" / "subject.py"
 VALUE = "blocks.1.residual_after"

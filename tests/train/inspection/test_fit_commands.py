@@ -9,7 +9,7 @@ from forge_core.registry import Registry
 from forge_models.interp.recipes.sae import SAE, quality
 from forge_models.interp.recipes.tuned_lens import TunedLens
 from forge_models.interp.store.read import ActivationStore
-from forge_train.inference.open import load_model, open_weights
+from forge_train.inference.stored import load_model, open_weights
 from train.inspection.commands import TEXT, refused, said
 
 
@@ -48,7 +48,7 @@ def test_an_autoencoder_of_stored_activations_is_written(
 
 
 def test_where_nothing_can_be_written_nothing_is_fitted(trained: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("forge_train.inference.open.load_model", lambda _: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("forge_train.inference.stored.load_model", lambda _: pytest.fail("weights were loaded"))
     options = ("lens", trained / "run", "--text", trained / "text.txt", "--output")
     assert "give a .safetensors file" in refused(capsys, *options, tmp_path / "lens.pt")
     assert "is not a folder; make it" in refused(capsys, *options, tmp_path / "no" / "lens.safetensors")

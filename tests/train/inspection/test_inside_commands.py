@@ -18,8 +18,8 @@ from forge_models.interp.similarity.linear import cca, unbiased_cka
 from forge_models.interp.similarity.moments import Moments
 from forge_models.interp.store.read import ActivationStore
 from forge_train.cli import main
-from forge_train.inference.forge_weights import ForgeWeights
-from forge_train.inference.open import load_model, open_weights
+from forge_train.formats.forge import ForgeWeights
+from forge_train.inference.stored import load_model, open_weights
 from forge_train.inspection.heat_map import heat_map, heat_map_png, write_heat_map
 from forge_train.inspection.shortened import Shortened, shortened
 from train.inspection.commands import TEXT, refused, said

@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 
 from forge_core.registry import Registry
 from forge_models.interp.capture import capture
-from forge_train.inference.open import load_model, open_weights
+from forge_train.inference.stored import load_model, open_weights
 from train.inspection.commands import refused, said
 
 SENTENCES = [
@@ -146,7 +146,7 @@ def test_words_are_found_at_their_times_and_with_the_delay_of_the_recording(trai
 def test_what_does_not_fit_is_refused_before_any_forward(trained, sentences, capsys, monkeypatch, arguments, match) -> None:
     import re
 
-    monkeypatch.setattr("forge_train.inference.open.load_model", lambda _: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("forge_train.inference.stored.load_model", lambda _: pytest.fail("weights were loaded"))
     said_ = refused(capsys, "neuro", "encode", trained / "run", "--target", sentences, *arguments)
     assert re.search(match, said_.replace("\n", " "))
 

@@ -11,7 +11,7 @@ import pytest
 
 from forge_core.errors import DataError
 from forge_train.cli import main
-from forge_train.plan.run_size import run_size
+from forge_train.plan import run_size
 from forge_train.recipe.load import load
 from forge_train.scaling.runs import gather
 from forge_train.sweep.folders import settle

@@ -15,11 +15,10 @@ from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_data.tokenizers.restore import restore
 from forge_models.generation.sampling import GREEDY
-from forge_train.inference.chat import chat_for
+from forge_train.formats.forge import with_rules_of_then
 from forge_train.inference.continuation import Continuation
-from forge_train.inference.forge_weights import with_rules_of_then
-from forge_train.inference.open import load_model, open_weights
-from forge_train.inference.tokenizer import tokenizer_for
+from forge_train.inference.stored import load_model, open_weights
+from forge_train.inference.tokenizer import chat_for, tokenizer_for
 from forge_train.run.weights.origin import difference
 from models.hf.command_line import run
 from train.runs import train

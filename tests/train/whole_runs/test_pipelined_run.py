@@ -16,7 +16,7 @@ from forge_parallel.components.pipeline import ZeroBubbleV
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_train.cli import main
-from forge_train.inference.laid_out import fill_from
+from forge_train.inference.stored import fill_from
 from forge_train.recipe.load import load
 from harness.pool import World
 from train.runs import TINY, train

@@ -18,7 +18,7 @@ from forge_data.components.tokenizers import Bpe, Bytes, SentencePiece, Tiktoken
 from forge_models.generation.sampling import Sampling
 from forge_train.directory import SAMPLES
 from forge_train.inference.continuation import Continuation
-from forge_train.inference.open import load_model, open_weights
+from forge_train.inference.stored import load_model, open_weights
 from forge_train.inference.tokenizer import tokenizer_for
 from train.runs import TINY, train
 

@@ -142,7 +142,7 @@ def rank(
     from forge_parallel.optim import shards
     from forge_parallel.optim.settings import NO_SETTINGS
     from forge_parallel.verify.parity import Case, measure
-    from forge_train.plan.dry_run import plan_of
+    from forge_train.plan import plan_of
     from forge_train.recipe.load import load
     from forge_train.recipe.parameters import narrow_of
 

@@ -82,7 +82,7 @@ def _of_model(
 ) -> Features:
     from forge_models.interp.capture import capture
     from forge_models.interp.listing import taps
-    from forge_train.inference.open import load_model, open_weights
+    from forge_train.inference.stored import load_model, open_weights
     from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 
     opened = open_weights(place, registry, weights)

@@ -37,7 +37,7 @@ from forge_parallel.step.phases import Phases
 from forge_parallel.step.step import Step
 from forge_train.directory import CHECKPOINTS, elsewhere, forget, keep_recipe, prepare_directory, probe, refuse_fresh, remind
 from forge_train.doctor.steps.build import faults
-from forge_train.plan.dry_run import plan_of
+from forge_train.plan import plan_of
 from forge_train.process.ranks import Agreement, rank_zero_first
 from forge_train.process.stop import Stop
 from forge_train.recipe.parameters import settings_in

@@ -10,7 +10,7 @@ from forge_core.config.toml import read_toml as read_recipe
 from forge_core.errors import DataError, did_you_mean
 from forge_core.registry import Registry
 from forge_train.directory import RECIPE
-from forge_train.plan.run_size import run_size
+from forge_train.plan import run_size
 from forge_train.recipe.load import Resolved, load
 from forge_train.sweep.folders import SWEEP_FILE
 from forge_train.sweep.grid import OURS

@@ -10,7 +10,7 @@ from typing import Any
 from forge_core.config.toml import read_toml, value_text
 from forge_core.durable_files import replace_file
 from forge_core.registry import Registry
-from forge_train.plan.run_size import RunSize, run_size
+from forge_train.plan import RunSize, run_size
 from forge_train.recipe.load import load
 from forge_train.sweep.execute import outcomes
 from forge_train.sweep.grid import Sweep

@@ -33,7 +33,7 @@ def lens(
     from forge_core.terminal import Console
     from forge_models.interp.recipes.tuned_lens import tuned_lens
     from forge_train.commands.single_process import require_single_process
-    from forge_train.inference.open import load_model, open_weights
+    from forge_train.inference.stored import load_model, open_weights
     from forge_train.inspection.inputs import rows_of_text
 
     require_single_process("lens")

@@ -96,7 +96,7 @@ def _list(model: str, overrides: list[str], registry: "Registry", console: "Cons
     from forge_core.errors import ForgeError
     from forge_models.interp.listing import taps
     from forge_models.interp.names import known
-    from forge_train.inference.open import open_weights
+    from forge_train.inference.stored import open_weights
     from forge_train.recipe.load import load
 
     if Path(model).exists() and Path(model).suffix != ".toml":
@@ -148,7 +148,7 @@ class Asked(NamedTuple):
         """
         from forge_models.interp.capture import checked
         from forge_models.interp.store.record import record
-        from forge_train.inference.open import load_model, open_weights
+        from forge_train.inference.stored import load_model, open_weights
         from forge_train.inspection.inputs import integers, positions_of, rows_of_text
 
         opened = open_weights(self.model, registry, self.weights)
@@ -166,8 +166,7 @@ class Asked(NamedTuple):
 
         from forge_models.interp.store.record import fingerprint_of
         from forge_parallel.launch import process_group
-        from forge_train.inference.laid_out import laid_out, recipe_to_generate
-        from forge_train.inference.open import stored_parameters
+        from forge_train.inference.stored import laid_out, recipe_to_generate, stored_parameters
         from forge_train.inspection.record_on_ranks import in_dtype, record_on_ranks
         from forge_train.process.ranks import content_of
 

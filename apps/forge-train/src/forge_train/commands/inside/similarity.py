@@ -137,7 +137,7 @@ def _stores(
     from forge_core.errors import ForgeError
     from forge_models.interp.store.read import ActivationStore, is_store
     from forge_models.interp.store.record import record
-    from forge_train.inference.open import load_model, open_weights
+    from forge_train.inference.stored import load_model, open_weights
     from forge_train.inspection.inputs import positions_of, rows_of_text
     from forge_train.inspection.shortened import shortened
 

@@ -84,7 +84,7 @@ def _refuse_pairs(given: dict[str, bool]) -> None:
 
 def _list(made: "Sweep", console: "Console") -> None:
     """The points, none of them started."""
-    from forge_train.plan.run_size import run_size
+    from forge_train.plan import run_size
     from forge_train.sweep.plot import number
 
     sizes = {point.name: run_size(made.resolved[point.name].job) for point in made.points}

@@ -50,8 +50,8 @@ def convert(
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_train.commands.single_process import require_single_process
-    from forge_train.inference.forge_weights import Cast
-    from forge_train.inference.open import format_of
+    from forge_train.formats.forge import Cast
+    from forge_train.inference.stored import format_of
     from forge_train.inference.tokenizer import write_tokenizer
 
     require_single_process("convert")

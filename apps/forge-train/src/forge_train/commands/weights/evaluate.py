@@ -38,8 +38,8 @@ def evaluate(
     from forge_core.registry import Registry
     from forge_parallel.launch import process_group
     from forge_parallel.launch.environment import read_launcher
-    from forge_train.inference.evaluate import recipe_for, scores
-    from forge_train.inference.open import open_weights
+    from forge_train.inference.evaluation import recipe_for, scores
+    from forge_train.inference.stored import open_weights
     from forge_train.process.ranks import content_of, on_ranks
     from forge_train.recipe.load import load
 
@@ -50,7 +50,7 @@ def evaluate(
 
     def asked() -> None:
         from forge_train.hooks.evaluation.tasks import harness
-        from forge_train.inference.laid_out import laid_out, recipe_to_generate
+        from forge_train.inference.stored import laid_out, recipe_to_generate
         from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 
         names = [name for name in (tasks or "").split(",") if name]

@@ -59,10 +59,9 @@ def generate(
     from forge_core.registry import Registry
     from forge_models.generation.sampling import Sampling
     from forge_parallel.launch.environment import read_launcher
-    from forge_train.inference.chat import chat_for
     from forge_train.inference.continuation import Continuation
-    from forge_train.inference.open import open_weights
-    from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
+    from forge_train.inference.stored import open_weights
+    from forge_train.inference.tokenizer import chat_for, check_tokenizer, tokenizer_for
     from forge_train.process.ranks import on_ranks
 
     where, console, registry = read_launcher(os.environ), Console(as_json=as_json), Registry()
@@ -161,8 +160,7 @@ def _model(
     """Collective: the model that this process calls, and how ranks agree on a token; None where there is one."""
     from forge_core.errors import ForgeError
     from forge_parallel.launch import process_group
-    from forge_train.inference.laid_out import laid_out, recipe_to_generate
-    from forge_train.inference.open import load_model
+    from forge_train.inference.stored import laid_out, load_model, recipe_to_generate
     from forge_train.process.ranks import content_of
 
     if where.size == 1:

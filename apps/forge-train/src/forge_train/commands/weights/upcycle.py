@@ -24,7 +24,7 @@ def upcycle(
     from forge_core.trust import trust_name
     from forge_models.moe.upcycle import Upcycled
     from forge_train.commands.single_process import require_single_process
-    from forge_train.inference.open import open_weights
+    from forge_train.inference.stored import open_weights
     from forge_train.recipe.load import load
 
     require_single_process("upcycle")

@@ -15,7 +15,7 @@ from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from forge_parallel.verify.tolerance import TOLERANCE
 from forge_train.doctor.step import Check, Settings
 from forge_train.doctor.steps.measure import device
-from forge_train.plan.dry_run import plan_of
+from forge_train.plan import plan_of
 from forge_train.recipe.load import load
 
 _TINY = {"dense": "debug", "experts": "debug-moe"}

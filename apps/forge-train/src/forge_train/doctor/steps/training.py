@@ -169,7 +169,7 @@ def _used(resolved: Resolved, rate: float, length: int, here: torch.device) -> C
 
 def _memory(resolved: Resolved, peak_bytes: int) -> Check:
     """Against the dry run of the same recipe."""
-    from forge_train.plan.dry_run import planned
+    from forge_train.plan import planned
 
     assert resolved.layout is not None, "it was loaded for one process"
     plan = planned(resolved.job, resolved.layout, Registry(), 1)

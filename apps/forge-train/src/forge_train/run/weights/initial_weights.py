@@ -13,7 +13,7 @@ from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.realize import initialize
-from forge_train.inference.laid_out import fill_from
+from forge_train.inference.stored import fill_from
 from forge_train.recipe.load import IGNORE, KEY
 from forge_train.recipe.schema import Job
 from forge_train.run.weights.warm_start import warm_start

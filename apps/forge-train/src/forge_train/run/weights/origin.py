@@ -10,8 +10,8 @@ from forge_core.protocols.data import Tokenizer
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_models.hf.reader import GENERATION
-from forge_train.inference.forge_weights import OF_THE_START, ForgeWeights
-from forge_train.inference.open import open_weights
+from forge_train.formats.forge import OF_THE_START, ForgeWeights
+from forge_train.inference.stored import open_weights
 from forge_train.inference.tokenizer import settings_of, tokenizer_for
 from forge_train.recipe.load import IGNORE, KEY
 from forge_train.recipe.schema import Job

@@ -14,7 +14,7 @@ from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.realize import initialize
-from forge_train.inference.open import open_weights
+from forge_train.inference.stored import open_weights
 from forge_train.recipe.schema import Start
 
 _SHOWN = 20

@@ -1,4 +1,4 @@
-"""A recipe as a dry run sees it, and the dry run as plain data."""
+"""A recipe as a dry run: what each rank would hold and exchange, and the size of the run, as plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +11,7 @@ from forge_core.layout import DENSE, SPARSE, Layout
 from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
+from forge_data.order.phases import stages_of
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan, default_transforms
 from forge_parallel.build.realize import Blueprint
@@ -237,3 +238,47 @@ def plan_of(job: Job, layout: Layout, registry: Registry) -> Plan:
         *(registry.load("forge.transforms", name)().build() for name in defaults),
     ]
     return Plan.of(transforms, layout, job.parallel.pipeline.build() if layout.pp > 1 else None)
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """Counts of one recipe.
+
+    Attributes:
+        parameters: weights of the whole model, a tied table once.
+        blocks: without the table of the embedding and the output projection; None where a model does not tell.
+        active: weights that one token uses, which are fewer with experts; None as above.
+        tokens: positions that go through the model in the whole run.
+        flops: of forward and backward over the whole run, as `forge_models.flops` counts; 6 x parameters x tokens where a model
+            does not declare its products, or where some do not go by tokens: how many images there are, only the data know.
+    """
+
+    parameters: int
+    blocks: int | None
+    active: int | None
+    tokens: int
+    flops: float
+
+
+def run_size(job: Job) -> RunSize:
+    """The size of a run of this recipe."""
+    from forge_models.flops import counts_of
+
+    spans = _spans(job)
+    tokens = sum(steps * batch * length for steps, batch, length in spans)
+    counts = counts_of(job.model)
+    if counts is None or counts.note:
+        built = Blueprint.of(job.model.build)
+        parameters = sum(parameter.numel() for parameter in built.module.parameters())
+        return RunSize(parameters, None, None, tokens, 6.0 * parameters * tokens)
+    flops = sum(steps * batch * length * counts.training(length) for steps, batch, length in spans)
+    blocks = counts.parameters - counts.embedding - counts.head
+    return RunSize(counts.parameters, blocks, counts.active, tokens, flops)
+
+
+def _spans(job: Job) -> list[tuple[int, int, int]]:
+    """(steps, sequences in a step, tokens in a sequence) of each stretch of the run."""
+    last = job.train.max_steps
+    stages = [stage for stage in stages_of(job.data, job.train.global_batch) if stage.step < last]
+    ends = [stage.step for stage in stages[1:]] + [last]
+    return [(end - stage.step, stage.batch, stage.length) for stage, end in zip(stages, ends, strict=True)]

@@ -8,10 +8,9 @@ from annotated_types import Gt
 from forge_core.component import Component
 
 if TYPE_CHECKING:
-    from forge_train.formats.dcp import DcpConverter
+    from forge_train.formats.forge import ForgeConverter
     from forge_train.formats.plain import PlainConverter
-    from forge_train.formats.torch_file import TorchConverter
-    from forge_train.inference.forge_weights import ForgeConverter
+    from forge_train.formats.torch_files import DcpConverter, TorchConverter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +21,7 @@ class Forge(Component):
     """Which weights are read: `model`, or what a hook kept next to them, such as `ema`, their average."""
 
     def build(self) -> "ForgeConverter":
-        from forge_train.inference.forge_weights import ForgeConverter
+        from forge_train.formats.forge import ForgeConverter
 
         return ForgeConverter(self.weights)
 
@@ -56,7 +55,7 @@ class Dcp(Component):
     """Unpickle a checkpoint that Forge did not write, in a separate process. That can run any code of its author as this user."""
 
     def build(self) -> "DcpConverter":
-        from forge_train.formats.dcp import DcpConverter
+        from forge_train.formats.torch_files import DcpConverter
 
         return DcpConverter(recipe=self.recipe, prefix=self.prefix, unsafe_pickle=self.unsafe_pickle)
 
@@ -73,6 +72,6 @@ class Torch(Component):
     """Unpickle a file that Forge did not write, in a separate process. That can run any code of its author as this user."""
 
     def build(self) -> "TorchConverter":
-        from forge_train.formats.torch_file import TorchConverter
+        from forge_train.formats.torch_files import TorchConverter
 
         return TorchConverter(recipe=self.recipe, prefix=self.prefix, unsafe_pickle=self.unsafe_pickle)

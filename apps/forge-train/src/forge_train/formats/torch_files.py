@@ -1,9 +1,4 @@
-"""Weights whose files are pickles: written by torch, and read without unpickling where Forge wrote them.
-
-Next to the files that torch writes is `forge.json`: where in them the bytes of each tensor are, and their digest. With it they
-are read as plain bytes. Without it, or when the files have changed since, they are another's, and only a person can say that
-their author is trusted: `--unsafe-pickle`. They are then unpickled by a separate process.
-"""
+"""The formats `dcp` and `torch`: checkpoints of `torch.distributed.checkpoint` and files of `torch.save`."""
 
 import json
 import subprocess
@@ -18,16 +13,16 @@ from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
 from typing import IO, Any
+from warnings import catch_warnings
 from weakref import finalize
 
 import torch
 
 from forge_ckpt.format.tensor_files import DTYPES
 from forge_core.errors import ForgeError
-from forge_core.protocols.weights import StoredTensor, Weights
-from forge_train.formats.described import check_fit, describe, facts_of, model_of
-from forge_train.formats.plain import PlainWeights
-from forge_train.inference.forge_weights import TOKENIZER
+from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights
+from forge_train.formats.forge import TOKENIZER
+from forge_train.formats.plain import PlainWeights, check_fit, describe, facts_of, model_of, new_folder
 
 SIDECAR = "forge.json"
 
@@ -197,3 +192,105 @@ class _Part(BufferedIOBase):
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._end - self._file.tell())
         return self._file.read(left if size is None or size < 0 else min(size, left))
+
+
+METADATA = ".metadata"
+
+
+class DcpConverter:
+    """The converter `dcp`."""
+
+    def __init__(self, *, recipe: str | None, prefix: str, unsafe_pickle: bool) -> None:
+        self.recipe, self.prefix, self.unsafe_pickle = recipe, prefix, unsafe_pickle
+
+    def read(self, path: Path) -> BytesWeights | PlainWeights:
+        """Opens a checkpoint; see `read_pickled`."""
+        return read_pickled(path, "dcp", path / METADATA, recipe=self.recipe, prefix=self.prefix, unsafe=self.unsafe_pickle)
+
+    def write(self, path: Path, weights: Weights) -> None:
+        """Writes a checkpoint of one rank, a tensor at a time, and `forge.json` next to it.
+
+        Raises:
+            ForgeError: `path` is taken.
+        """
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+        prefix = self.prefix
+        failed: list[Exception] = []
+
+        class OnDemand(DefaultSavePlanner):
+            """Reads a tensor when its bytes are written."""
+
+            def lookup_object(self, index: Any) -> torch.Tensor:
+                name = index.fqn.removeprefix(prefix)
+                try:
+                    return weights.read([name])[name]
+                except Exception as cause:
+                    failed.append(cause)
+                    raise
+
+        outlines = {
+            prefix + name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+            for name, entry in weights.tensors.items()
+        }
+        with new_folder(path, weights) as folder:
+            with catch_warnings(action="ignore", category=UserWarning):  # that this is one process
+                try:
+                    made: Any = dcp.save(outlines, checkpoint_id=folder, planner=OnDemand(), no_dist=True)
+                except dcp.CheckpointException:
+                    if failed:
+                        raise failed[0] from None
+                    raise
+            places = {}
+            for index, info in made.storage_data.items():
+                name = index.fqn.removeprefix(prefix)
+                span = (info.offset, info.length)
+                places[name] = place_in(folder / info.relative_path, span, "0", weights.tensors[name])
+            write_sidecar(folder, weights, folder / METADATA, places)
+
+    def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
+        """The format has tensors and no model."""
+        return "a distributed checkpoint has no model that could be run"
+
+
+FILE = "model.pt"
+
+
+class TorchConverter:
+    """The converter `torch`."""
+
+    def __init__(self, *, recipe: str | None, prefix: str, unsafe_pickle: bool) -> None:
+        self.recipe, self.prefix, self.unsafe_pickle = recipe, prefix, unsafe_pickle
+
+    def read(self, path: Path) -> BytesWeights | PlainWeights:
+        """Opens a file of any name, or a folder with `model.pt`; see `read_pickled`."""
+        file = path / FILE if path.is_dir() else path
+        return read_pickled(
+            file.parent if path.is_dir() else path,
+            "torch",
+            file,
+            recipe=self.recipe,
+            prefix=self.prefix,
+            unsafe=self.unsafe_pickle,
+        )
+
+    def write(self, path: Path, weights: Weights) -> None:
+        """Writes a folder with `model.pt`, `{name: tensor}`, and `forge.json` next to it. All weights are in memory at once.
+
+        Raises:
+            ForgeError: `path` is taken.
+        """
+        with new_folder(path, weights) as folder:
+            state = {self.prefix + name: tensor.clone() for name, tensor in weights.read(list(weights.tensors)).items()}
+            torch.save(state, folder / FILE)
+            span = (0, (folder / FILE).stat().st_size)
+            places = {
+                name: place_in(folder / FILE, span, str(number), weights.tensors[name])
+                for number, name in enumerate(weights.tensors)
+            }
+            write_sidecar(folder, weights, folder / FILE, places)
+
+    def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
+        """The format has tensors and no model."""
+        return "a file of tensors has no model that could be run"
