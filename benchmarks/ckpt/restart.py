@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from forge_train.trackers.jsonl import METRICS, objects
+from forge_train.trackers import METRICS, objects
 
 RECIPE = """
 base = "debug"

@@ -35,8 +35,8 @@ def child(recipe: str) -> None:
     import torch
 
     stamps.append(time.time())
-    from forge_train.run.assemble import assemble
     from forge_train.run.loop import fit
+    from forge_train.run.start import assemble
 
     stamps.append(time.time())
     run = assemble(resolved, Path(directory), Launch(), torch.device("cpu"), registry, None)

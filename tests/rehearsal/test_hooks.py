@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from forge_train.resilience.memory import OutOfMemory
 from forge_train.run.loop import fit
+from forge_train.run.micro_batch import OutOfMemory
 from harness.pool import World
 from rehearsal.ranks import own_device
 from rehearsal.test_trainer import _command, trained_where_it_runs

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from forge_train.hooks.log import LogHook
+from forge_train.hooks.metrics import LogHook
 from forge_train.hooks.profile import ProfileHook
 from forge_train.profiling.summary import summarize
 from forge_train.profiling.trace import read
 from forge_train.profiling.windows import chosen
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS
-from forge_train.trackers.jsonl import read as read_metrics
+from forge_train.trackers import METRICS
+from forge_train.trackers import read as read_metrics
 from harness.pool import World
 from rehearsal.ranks import own_device
 from train.runs import TINY, digest, prepared

@@ -13,9 +13,9 @@ from forge_parallel.launch.environment import Launch, read_launcher
 from forge_parallel.verify.gather import full
 from forge_train.directory import run_directory
 from forge_train.recipe.load import load
-from forge_train.run.assemble import assemble
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
+from forge_train.run.start import assemble
 
 TINY = """
 [job]

@@ -23,7 +23,7 @@ from forge_train.inference.stored import load_model
 from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 from forge_train.recipe.load import filled
 from forge_train.recipe.schema import Job
-from forge_train.run.weights.initial_weights import initial_weights
+from forge_train.run.weights import initial_weights
 from models.hf.command_line import run, with_tokenizer
 from models.hf.published import folder_of, reference, spread
 from models.hf.zoo import CASES, SIZES, random_model, saved, tokens

@@ -17,9 +17,8 @@ from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.run import Hook
 from forge_parallel.verify.gather import full
 from forge_train.process.stop import TrainingError
-from forge_train.run.health import SPAN, Health
+from forge_train.run.health import LOOK, SPAN, WINDOW, Band, Health
 from forge_train.run.loop import fit
-from forge_train.run.loss_band import LOOK, WINDOW, Band
 from harness.pool import World
 from train.runs import TINY, digest, prepared
 

@@ -21,7 +21,7 @@ from forge_core.errors import ConfigError
 from forge_core.registry import Entry, Registry
 from forge_train.directory import CHECKPOINTS
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read
 from harness.pool import World
 from train.runs import prepared
 

@@ -83,7 +83,7 @@ from typing import Annotated, ClassVar
 
 from forge_core.component import FREE, Component
 from forge_core.protocols.run import Hook
-from forge_train.components.schedules import Constant
+from forge_train.schedules import Constant
 
 
 @dataclass(frozen=True, kw_only=True)

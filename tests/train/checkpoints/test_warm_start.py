@@ -11,9 +11,9 @@ from forge_core.registry import Registry
 from forge_parallel.verify.gather import full
 from forge_train.inference.stored import open_weights
 from forge_train.recipe.schema import Start
+from forge_train.run import weights
 from forge_train.run.loop import fit
-from forge_train.run.weights import warm_start
-from forge_train.run.weights.warm_start import chosen
+from forge_train.run.weights import chosen
 from harness.pool import World
 from train.runs import TINY, prepared
 
@@ -84,8 +84,8 @@ def test_fault_22_everything_that_does_not_fit_is_listed_and_nothing_changes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed: list[Any] = []
-    monkeypatch.setattr(warm_start, "initialize", lambda *given: changed.append(given))
-    monkeypatch.setattr(warm_start, "copy", lambda *given: changed.append(given))
+    monkeypatch.setattr(weights, "initialize", lambda *given: changed.append(given))
+    monkeypatch.setattr(weights, "copy", lambda *given: changed.append(given))
     with pytest.raises(ForgeError) as refusal:
         begun(source, tmp_path, f"--start.weights={source / 'run'}", "--model.ffn_dim=32", "--model.vocab_size=64")
     said = str(refusal.value)
@@ -134,7 +134,7 @@ def test_a_kind_of_number_is_not_converted(source: Path) -> None:
 
     run, _ = prepared(source / "tiny.toml", [f"--job.dir={source / 'kinds'}", *SHORT])
     with pytest.raises(ForgeError, match=r"norm\.weight: dtype float32, in the weights int64"):
-        warm_start.check({"norm.weight": "norm.weight"}, Weights(), run.model)  # type: ignore[arg-type]
+        weights.check({"norm.weight": "norm.weight"}, Weights(), run.model)  # type: ignore[arg-type]
 
 
 def test_a_resume_does_not_start_over(source: Path, tmp_path: Path) -> None:

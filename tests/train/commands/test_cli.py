@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forge_train.cli import main
-from forge_train.trackers.jsonl import read
+from forge_train.trackers import read
 from train.runs import TINY
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}

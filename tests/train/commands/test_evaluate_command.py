@@ -14,7 +14,7 @@ from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation
 from forge_train.cli import main
-from forge_train.hooks.evaluation.results import bits_per_byte
+from forge_train.hooks.evaluation import bits_per_byte
 from forge_train.inference.evaluation import Score, recipe_for, scores
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.recipe.load import load

@@ -203,7 +203,7 @@ def test_a_run_under_auto_is_the_run_with_the_values(world: World, recipe: Path)
 def _resumed(folder: str, name: str, first: list[str], then: list[str]) -> list[Any]:
     recipe, where = Path(folder) / "tiny.toml", f"--job.dir={folder}/{name}"
     train(recipe, [where, "--train.max_steps=3", *first])
-    said, log = logging.handlers.BufferingHandler(10**6), logging.getLogger("forge_train.run.assemble")
+    said, log = logging.handlers.BufferingHandler(10**6), logging.getLogger("forge_train.run.start")
     log.addHandler(said)
     log.setLevel("INFO")
     run, _ = prepared(recipe, [where, "--train.max_steps=6", *then])

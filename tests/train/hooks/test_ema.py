@@ -13,7 +13,7 @@ from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.verify.gather import full
 from forge_train.components.hooks import Ema
-from forge_train.hooks.ema import EmaHook
+from forge_train.hooks.weights import EmaHook
 from forge_train.inference.evaluation import recipe_for, scores
 from forge_train.inference.stored import open_weights
 from forge_train.plan import planned

@@ -9,9 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge_train.components.trackers import Jsonl
-from forge_train.trackers.guarded import Guarded
-from forge_train.trackers.jsonl import JsonlTracker, read
+from forge_train.trackers import Guarded, Jsonl, JsonlTracker, read
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from forge_core.protocols.run import Hook
-from forge_train.hooks.log import LogHook
+from forge_train.hooks.metrics import LogHook
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read
 from harness.pool import World
 from train.runs import TINY, prepared
 

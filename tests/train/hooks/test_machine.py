@@ -17,11 +17,9 @@ from forge_core import durable_files
 from forge_core.protocols.run import Hook
 from forge_parallel.launch.watch import PeerFailure
 from forge_train.hooks import machine
-from forge_train.hooks.machine import FILE, MachineHook
-from forge_train.resilience import probes
-from forge_train.resilience.probes import MachineFault, collective_probe, device_probe, disk_probe
+from forge_train.hooks.machine import FILE, MachineFault, MachineHook, collective_probe, device_probe, disk_probe
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read
 from harness.pool import World
 from train.runs import TINY, digest, prepared
 
@@ -69,7 +67,7 @@ def broken_disk(number: int = errno.EIO) -> Any:
 
 
 def forgetful_disk() -> Any:
-    return patch.object(probes.Path, "read_bytes", lambda path: bytes(path.stat().st_size))
+    return patch.object(machine.Path, "read_bytes", lambda path: bytes(path.stat().st_size))
 
 
 class Breaks(Hook):

@@ -8,9 +8,9 @@ import torch
 
 from forge_core.protocols.run import Hook
 from forge_parallel.verify.gather import full
-from forge_train.hooks.norms import NormsHook
+from forge_train.hooks.weights import NormsHook
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read
 from harness.pool import World
 from train.runs import TINY, prepared
 from train.whole_runs.test_moe_run import SPARSE

@@ -13,7 +13,7 @@ from forge_core.protocols.run import Hook
 from forge_parallel.launch.own_time import OwnTime
 from forge_train.hooks.stragglers import StragglersHook
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read
 from harness.pool import World
 from harness.siblings import fast
 from train.runs import TINY, digest, prepared

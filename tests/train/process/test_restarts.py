@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forge_ckpt.resilience.progress import REASON
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read
 from train import runs
 from train.runs import TINY
 

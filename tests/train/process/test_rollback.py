@@ -21,11 +21,10 @@ from forge_train.directory import run_directory
 from forge_train.process.logs import logging_of
 from forge_train.process.stop import TrainingError
 from forge_train.recipe.load import load
-from forge_train.resilience.rollback import Back, RolledBackTooOften, train
-from forge_train.run.assemble import assemble
-from forge_train.run.loop import fit
+from forge_train.run.loop import Back, RolledBackTooOften, fit, train
 from forge_train.run.run import Run
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.run.start import assemble
+from forge_train.trackers import METRICS, read
 from harness.pool import World
 from harness.siblings import fast
 from train.runs import CPU, TINY, digest

@@ -18,7 +18,7 @@ from forge_train.doctor.steps import build
 from forge_train.recipe.load import load
 from forge_train.report import matrix_speed
 from forge_train.report.matrix_speed import SECONDS, SIZE, bf16_remark, speed
-from forge_train.run.assemble import assemble
+from forge_train.run.start import assemble
 from train.runs import TINY
 
 

@@ -27,10 +27,10 @@ from forge_train.directory import OWNED, RECIPE, move_aside, previous
 from forge_train.process.logs import logging_of
 from forge_train.recipe.load import load
 from forge_train.run import saves
-from forge_train.run.assemble import assemble
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
-from forge_train.trackers.jsonl import read
+from forge_train.run.start import assemble
+from forge_train.trackers import read
 from train.runs import TINY, digest, prepared, train
 
 HOOKS = "--hooks=[{name='save'}, {name='log', every=1}]"

@@ -7,7 +7,7 @@ import pytest
 from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import start
 from forge_train.process.logs import logging_of
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read
 from train.runs import TINY, train
 
 HOOKS = """

@@ -17,7 +17,7 @@ from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import read
+from forge_train.trackers import read
 from harness.pool import World
 from train.runs import TINY, digest, prepared, train
 

@@ -19,8 +19,8 @@ from forge_train.profiling.trace import read
 from forge_train.profiling.windows import chosen, windows
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS
-from forge_train.trackers.jsonl import read as metrics_of
+from forge_train.trackers import METRICS
+from forge_train.trackers import read as metrics_of
 from harness.pool import World
 from train.runs import TINY, prepared, train
 

@@ -35,7 +35,7 @@ def test_warnings_and_errors_belong_to_the_step_they_name_or_to_that_of_their_ti
         said(5, "WARNING", "before any step"),
         said(12, "INFO", "resuming after step 3"),
         said(25, "WARNING", "step 24 was skipped and did not change the weights"),
-        said(26, "WARNING", "a tracker failed", by="forge_train.trackers.guarded"),
+        said(26, "WARNING", "a tracker failed", by="forge_train.trackers"),
         said(27, "WARNING", "file.py:3: UserWarning: old", by="py.warnings"),
         said(31, "ERROR", "10 of the last 30 steps had a non-finite loss (last: step 30)"),
     )

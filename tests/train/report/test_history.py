@@ -7,7 +7,7 @@ import pytest
 
 from forge_train.report.curves import finite
 from forge_train.report.history import History, Restart
-from forge_train.trackers.jsonl import JsonlTracker, objects
+from forge_train.trackers import JsonlTracker, objects
 
 
 def at(hours: float) -> str:

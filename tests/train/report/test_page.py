@@ -17,7 +17,7 @@ from forge_train.report.document import embedded, static
 from forge_train.report.heat import table
 from forge_train.report.machine import commit, machine, versions
 from forge_train.report.write import report, write_report
-from forge_train.trackers.jsonl import JsonlTracker
+from forge_train.trackers import JsonlTracker
 
 SUMMARY = {
     "name": "small <demo>",

@@ -14,8 +14,8 @@ from forge_parallel.accelerator import is_out_of_memory
 from forge_parallel.verify import proven
 from forge_train.directory import MICRO_BATCH
 from forge_train.process.stop import TrainingError
-from forge_train.resilience.memory import OutOfMemory, smaller
 from forge_train.run.loop import fit
+from forge_train.run.micro_batch import OutOfMemory, smaller
 from harness.pool import World
 from train.runs import TINY, digest, prepared
 
@@ -102,7 +102,7 @@ def _one_rank(recipe: Path, folder: Path) -> tuple[int, bool]:
 
 def fit_one(run: Any) -> None:
     """Forward and backward of a step, as the loop has them."""
-    from forge_train.resilience.memory import noted_when_full
+    from forge_train.run.micro_batch import noted_when_full
 
     batches, _ = next(iter(run.data.from_cursor(run.state.cursor)))
     with noted_when_full(run):

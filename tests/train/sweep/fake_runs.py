@@ -14,7 +14,7 @@ from forge_train.sweep.halving import train
 from forge_train.sweep.outcome import Outcome
 from forge_train.sweep.signals import Asked
 from forge_train.sweep.slots import slots
-from forge_train.trackers.jsonl import METRICS, JsonlTracker
+from forge_train.trackers import METRICS, JsonlTracker
 
 METRIC = "evaluation/held_out/loss"
 

@@ -15,7 +15,7 @@ from forge_train.sweep.outcome import outcome_of, reached
 from forge_train.sweep.processes import command_of, meaning, start, tail
 from forge_train.sweep.signals import Asked
 from forge_train.sweep.slots import slots
-from forge_train.trackers.jsonl import METRICS
+from forge_train.trackers import METRICS
 from train.sweep.fake_runs import METRIC, FakeRuns, run_all, sweep_of
 
 GRID = """

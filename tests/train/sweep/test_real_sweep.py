@@ -13,7 +13,7 @@ import pytest
 
 from forge_train.process.stop import REQUEUE
 from forge_train.sweep.outcome import outcome_of
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read
 from train.runs import TINY, train
 
 HELD_OUT = """

@@ -19,7 +19,7 @@ from forge_train.formats.forge import with_rules_of_then
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.inference.tokenizer import chat_for, tokenizer_for
-from forge_train.run.weights.origin import difference
+from forge_train.run.weights import difference
 from models.hf.command_line import run
 from train.runs import train
 

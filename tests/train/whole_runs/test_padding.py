@@ -18,8 +18,8 @@ from forge_models.components.moe import MoE
 from forge_parallel.context.cores import cut_rows
 from forge_parallel.context.row_order import SequenceOrder
 from forge_parallel.step.step_statistics import begin
+from forge_train.hooks.metrics import keys_met
 from forge_train.run.loop import fit
-from forge_train.speed.utilization import keys_met
 from models.conftest import fill
 from train.runs import TINY, prepared, train
 

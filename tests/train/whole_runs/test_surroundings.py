@@ -17,7 +17,7 @@ from forge_train.commands.run import start
 from forge_train.doctor.step import Settings
 from forge_train.doctor.steps.node import checkpoints
 from forge_train.process.logs import logging_of
-from forge_train.trackers.jsonl import read
+from forge_train.trackers import read
 from train.runs import TINY, train
 
 DAY = 86_400.0

@@ -35,7 +35,7 @@ ANSWERS = "answers.json"
 """The newest answers that hook `answers` was given, with their pictures."""
 
 MICRO_BATCH = "micro-batch.json"
-"""The micro-batch that fits, and that of the recipe which did not; see `forge_train.resilience.memory`."""
+"""The micro-batch that fits, and that of the recipe which did not; see `forge_train.run.micro_batch`."""
 
 INSIDE = "inside"
 """What hook `inside` compares with: products of activations at the first look and at later ones."""

@@ -138,9 +138,9 @@ def _train(
     from forge_train.directory import run_directory
     from forge_train.process.ranks import tell_launcher
     from forge_train.process.stop import REQUEUE, STOPPED
-    from forge_train.resilience.rollback import Back, train
-    from forge_train.run.assemble import assemble
+    from forge_train.run.loop import Back, train
     from forge_train.run.run import DATA
+    from forge_train.run.start import assemble
 
     console, directory = Console() if where.rank == 0 else None, run_directory(resolved.job)
 

@@ -20,7 +20,7 @@ from forge_core.protocols.run import Hook, Run
 from forge_core.terminal import size
 from forge_parallel.accelerator import note_allocations, notes_allocations, profiled, wait, write_allocations
 from forge_parallel.launch.environment import read_launcher
-from forge_train.hooks.clock import pause
+from forge_train.hooks.periodic import pause
 from forge_train.profiling.host_waits import CLOSING
 from forge_train.profiling.summary import summarize
 from forge_train.profiling.trace import ABOUT, WINDOW, read

@@ -17,8 +17,7 @@ from forge_data.loading.loader import evaluation
 from forge_parallel.step.step import Step
 from forge_train.directory import run_directory
 from forge_train.formats.forge import table_of
-from forge_train.hooks.evaluation.evaluate import perplexity
-from forge_train.hooks.evaluation.results import bits_per_byte
+from forge_train.hooks.evaluation import bits_per_byte, perplexity
 from forge_train.inference.stored import laid_out
 from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.process.ranks import rank_zero_first

@@ -11,7 +11,7 @@ from forge_core.layout import Layout
 from forge_core.machine import has_accelerator, hides_accelerators
 from forge_train.components.evaluation import Best, EarlyStop, Evaluate, Sample, Tasks
 from forge_train.components.hooks import Ema, Inside, Log, Profile, Progress, Replicas, Routing, Save
-from forge_train.hooks.evaluation.results import metrics
+from forge_train.hooks.evaluation import metrics
 from forge_train.recipe.schema import Job
 
 

@@ -13,7 +13,7 @@ from forge_core.redaction import redacted, redacted_text
 from forge_train.directory import ANSWERS, RECIPE, ROUTING, SAMPLES, SIMILARITY
 from forge_train.report.faults import Fault, faults
 from forge_train.report.history import History
-from forge_train.trackers.jsonl import METRICS, objects
+from forge_train.trackers import METRICS, objects
 
 SUMMARY = "report.json"
 

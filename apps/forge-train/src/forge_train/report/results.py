@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from forge_core.terminal import count, duration, size
-from forge_train.hooks.evaluation.results import bits_per_byte
+from forge_train.hooks.evaluation import bits_per_byte
 from forge_train.report.curves import Series, finite
 from forge_train.report.found import Found
 from forge_train.report.tables import facts, rows

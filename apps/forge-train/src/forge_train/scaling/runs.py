@@ -15,7 +15,7 @@ from forge_train.recipe.load import Resolved, load
 from forge_train.sweep.folders import SWEEP_FILE
 from forge_train.sweep.grid import OURS
 from forge_train.sweep.outcome import finite
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read
 
 Counted = Literal["all", "blocks", "active"]
 """Which parameters are N: all of them, as Hoffmann et al. count; those of the blocks, without token table and head, as Kaplan et

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from forge_core.durable_files import replace_file
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read
 
 OUTCOME_FILE = "outcome.json"
 

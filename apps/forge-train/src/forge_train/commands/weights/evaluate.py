@@ -49,7 +49,7 @@ def evaluate(
     of_tasks = {"--folder": folder, "--shots": shots, "--limit": limit, "--batch": batch, "--tokenizer": tokenizer}
 
     def asked() -> None:
-        from forge_train.hooks.evaluation.tasks import harness
+        from forge_train.hooks.evaluation import harness
         from forge_train.inference.stored import laid_out, recipe_to_generate
         from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 

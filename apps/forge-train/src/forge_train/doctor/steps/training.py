@@ -20,8 +20,8 @@ from forge_train.doctor.peaks import peak
 from forge_train.doctor.step import Check, Settings, Skip
 from forge_train.doctor.steps.measure import device, wait
 from forge_train.recipe.load import Resolved, load
-from forge_train.run.assemble import assemble
 from forge_train.run.loop import fit
+from forge_train.run.start import assemble
 
 _STEPS, _CPU_STEPS = 20, 6
 _WARM = 3

@@ -42,18 +42,15 @@ from forge_train.process.ranks import Agreement, rank_zero_first
 from forge_train.process.stop import Stop
 from forge_train.recipe.parameters import settings_in
 from forge_train.report.matrix_speed import bf16_remark
-from forge_train.resilience.memory import remembered
-from forge_train.resilience.rollback import Back
-from forge_train.run.checkpoints import Checkpoints
+from forge_train.run.checkpoints import Checkpoints, build_hooks, restore_hooks
 from forge_train.run.health import Health
-from forge_train.run.hook_states import build_hooks, restore_hooks
+from forge_train.run.loop import Back
+from forge_train.run.micro_batch import remembered
 from forge_train.run.resume import check, check_without_checkpoint
 from forge_train.run.run import Run, State
 from forge_train.run.saves import saves_of
-from forge_train.run.weights.initial_weights import initial_weights
-from forge_train.run.weights.origin import carried, origin
-from forge_train.trackers.guarded import Guarded
-from forge_train.trackers.jsonl import METRICS, JsonlTracker
+from forge_train.run.weights import carried, initial_weights, origin
+from forge_train.trackers import METRICS, Guarded, JsonlTracker
 
 if TYPE_CHECKING:
     from rich.console import Console
