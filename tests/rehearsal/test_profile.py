@@ -8,8 +8,7 @@ import pytest
 from forge_train.hooks.metrics import LogHook
 from forge_train.hooks.profile import ProfileHook
 from forge_train.profiling.summary import summarize
-from forge_train.profiling.trace import read
-from forge_train.profiling.windows import chosen
+from forge_train.profiling.trace import chosen, read
 from forge_train.run.loop import fit
 from forge_train.trackers import METRICS
 from forge_train.trackers import read as read_metrics

@@ -21,7 +21,7 @@ from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_train.report.charts import charts
-from forge_train.report.found import find
+from forge_train.report.record import find
 from forge_train.run.loop import fit
 from forge_vlm.components.fusions import JointDecoder
 from forge_vlm.hooks.by_modality import ByModality, largest

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from forge_core.errors import DataError
-from forge_train.doctor.compare import read, regressions
+from forge_train.doctor.report import read, regressions
 from forge_train.doctor.step import Check, Result, Step
 
 

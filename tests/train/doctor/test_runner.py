@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import ForgeError
-from forge_train.doctor.plan import ACCEPTANCE, QUICK
 from forge_train.doctor.report import Report
-from forge_train.doctor.runner import chosen, examine, run
+from forge_train.doctor.runner import ACCEPTANCE, QUICK, chosen, examine, run
 from forge_train.doctor.step import Settings, Step, exit_code
 
 STEPS = "train.doctor.steps_of_tests"

@@ -22,7 +22,7 @@ from forge_train.hooks.inside import agreement
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.recipe.load import load
 from forge_train.report.charts import FAMILIES
-from forge_train.report.write import report
+from forge_train.report.page import report
 from harness.pool import World
 from harness.siblings import fast
 from train.runs import TINY, prepared, train

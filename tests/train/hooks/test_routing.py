@@ -27,9 +27,9 @@ from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, share, synthetic
 from forge_train.components.hooks import Routing
 from forge_train.directory import ROUTING
-from forge_train.report.found import Found
-from forge_train.report.heat import heat
+from forge_train.report.html import heat
 from forge_train.report.page import page
+from forge_train.report.record import Found
 
 SIZES = {"dim": 16, "layers": 2, "heads": 2, "ffn_dim": 24, "vocab_size": 53, "max_length": 64}
 

@@ -9,7 +9,7 @@ import pytest
 
 from forge_core.errors import ForgeError
 from forge_train.cli import main
-from forge_train.profiling.windows import chosen, folder_of, forget_old, trace_of, traces_of, windows
+from forge_train.profiling.trace import chosen, folder_of, forget_old, trace_of, traces_of, windows
 from train.profiling.test_summary import STEP
 
 

@@ -15,8 +15,7 @@ from forge_core.protocols.run import Hook
 from forge_train.hooks import profile
 from forge_train.hooks.profile import ProfileHook
 from forge_train.profiling.summary import Summary, summarize
-from forge_train.profiling.trace import read
-from forge_train.profiling.windows import chosen, windows
+from forge_train.profiling.trace import chosen, read, windows
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from forge_train.trackers import METRICS

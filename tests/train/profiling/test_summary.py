@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import ForgeError
-from forge_train.profiling.kinds import Kind, of_device, of_operator
-from forge_train.profiling.ranks import spreads, waited_for_others
-from forge_train.profiling.summary import UNTIL_THE_END, Exposed, summarize
+from forge_train.profiling.classes import Kind, of_device, of_operator
+from forge_train.profiling.summary import UNTIL_THE_END, Exposed, spreads, summarize, waited_for_others
 from forge_train.profiling.trace import Event, read
 from train.profiling.traces import GATHER, GEMM, REDUCE, event, host, kernel, trace, window
 

@@ -5,8 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_train.profiling.kinds import Kind
-from forge_train.profiling.sweep import CLASSES, Span, Stretch, sweep, totals
+from forge_train.profiling.classes import CLASSES, Kind, Span, Stretch, sweep, totals
 
 COMPUTE, COMMUNICATION, MEMORY = Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY
 

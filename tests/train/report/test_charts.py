@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from forge_train.report.charts import FAMILIES, MOST_OTHER, OTHER, Chart, charts, drawn, shares
-from forge_train.report.curves import POINTS, Series
-from forge_train.report.found import Found
-from forge_train.report.history import History
+from forge_train.report.curves import POINTS, History, Series
 from forge_train.report.page import page
+from forge_train.report.record import Found
 from train.report.conftest import time_of
 
 
@@ -77,7 +76,7 @@ def test_a_page_of_many_unknown_metrics_draws_some_and_names_the_rest() -> None:
 
 
 def test_restarts_and_faults_are_marked_at_their_steps() -> None:
-    from forge_train.report.faults import Fault
+    from forge_train.report.record import Fault
 
     found = run({"loss": 1.0}, {"loss": 2.0}, {"loss": 3.0})
     found.faults = [
@@ -121,7 +120,7 @@ def test_a_long_run_is_a_page_of_a_few_megabytes_that_keeps_its_spikes() -> None
 def test_a_million_lines_are_a_page_of_a_few_megabytes(tmp_path: Path) -> None:
     import json
 
-    from forge_train.report.write import report
+    from forge_train.report.page import report
 
     names = ["loss", "grad_norm", "lr", "tokens_per_second", *(f"routing/blocks.{n}/load_max" for n in range(32))]
     with (tmp_path / "metrics.jsonl").open("w") as file:

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from forge_train.process.logs import logging_of
-from forge_train.report import faults as module
-from forge_train.report.faults import Fault, faults
-from forge_train.report.found import find
-from forge_train.report.history import History
-from forge_train.report.write import report
+from forge_train.report import record as module
+from forge_train.report.curves import History
+from forge_train.report.page import report
+from forge_train.report.record import Fault, faults, find
 from train.report.conftest import metrics, time_of
 
 

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from forge_train.report.curves import finite
-from forge_train.report.history import History, Restart
+from forge_train.report.curves import History, Restart, finite
 from forge_train.trackers import JsonlTracker, objects
 
 

@@ -20,7 +20,7 @@ from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import start
 from forge_train.formats.forge import job_of
 from forge_train.process.logs import logging_of
-from forge_train.report.write import report, write_report
+from forge_train.report.page import report, write_report
 from train.runs import TINY
 
 ROWS = [

@@ -14,8 +14,8 @@ from forge_ckpt.store.store import LocalStore
 from forge_core.terminal import size
 from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import start
+from forge_train.doctor.node import checkpoints
 from forge_train.doctor.step import Settings
-from forge_train.doctor.steps.node import checkpoints
 from forge_train.process.logs import logging_of
 from forge_train.trackers import read
 from train.runs import TINY, train

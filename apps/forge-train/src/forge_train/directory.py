@@ -26,7 +26,7 @@ ROUTING = "routing.json"
 """Loads at the newest look: {"step": ..., "layers": {"blocks.3": [load of each expert / mean load]}}."""
 
 SIMILARITY = "similarity.json"
-"""How alike layers are at the newest look of hook `inside`; see `forge_train.report.write`."""
+"""How alike layers are at the newest look of hook `inside`; see `forge_train.report.page`."""
 
 SAMPLES = "samples.json"
 """The newest texts that hook `sample` generated."""

@@ -34,12 +34,10 @@ def doctor(
     from forge_core.errors import ForgeError
     from forge_core.terminal import Console
     from forge_train.commands.single_process import require_single_process
-    from forge_train.doctor.compare import read
-    from forge_train.doctor.plan import ACCEPTANCE, QUICK
-    from forge_train.doctor.report import Report
-    from forge_train.doctor.runner import chosen, examine
+    from forge_train.doctor.report import Report, read
+    from forge_train.doctor.runner import ACCEPTANCE, QUICK, chosen, examine
     from forge_train.doctor.step import Settings, exit_code
-    from forge_train.doctor.steps.build import sees_gpu
+    from forge_train.doctor.torch_build import sees_gpu
     from forge_train.recipe.load import load
 
     require_single_process("doctor")

@@ -28,10 +28,9 @@ def profile(
     """
     from forge_core.errors import ForgeError
     from forge_core.terminal import Console
-    from forge_train.profiling.ranks import spreads, waited_for_others
-    from forge_train.profiling.summary import summarize
+    from forge_train.profiling.summary import spreads, summarize, waited_for_others
     from forge_train.profiling.terminal import draw
-    from forge_train.profiling.windows import chosen, traces_of
+    from forge_train.profiling.trace import chosen, traces_of
 
     paths = chosen(path, step)
     ranks = {number: summarize(trace) for number, trace in traces_of(paths).items()}

@@ -19,7 +19,7 @@ def report(
     machine and versions. The page is a single file that needs no network.
     """
     from forge_core.terminal import Console
-    from forge_train.report.write import report as write
+    from forge_train.report.page import report as write
 
     path = write(runs, out)
     console = Console(as_json=as_json)

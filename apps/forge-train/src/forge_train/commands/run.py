@@ -177,7 +177,7 @@ def _train(
 
 def _conclude(run: "Run", resolved: "Resolved", reason: str) -> None:
     """Writes the report."""
-    from forge_train.report.gather import write
+    from forge_train.report.facts import write
 
     report = write(run, resolved, reason, list(resolved.warnings))
     assert run.console is not None

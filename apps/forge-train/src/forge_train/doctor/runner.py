@@ -1,4 +1,4 @@
-"""Runs steps one after the other, each in a process with a time limit: a hang or an abort is a verdict, too. No torch."""
+"""The steps of the doctor, and how they run: each in a process of its own with a time limit. No torch."""
 
 import json
 import os
@@ -6,15 +6,107 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from forge_core.errors import ForgeError, did_you_mean
-from forge_train.doctor.child import FOUND, SETTINGS
-from forge_train.doctor.step import Check, Result, Settings, Step, checks_of
+from forge_train.doctor.step import Check, Result, Settings, Skip, Step, checks_of
+
+QUICK = (
+    Step("node", "forge_train.doctor.node:examine_node", 120, (), "limits, shared memory, room, compiler, extras"),
+    Step("torch", "forge_train.doctor.torch_build:examine_torch", 120, (), "torch and its CUDA against the driver and the GPUs"),
+    Step(
+        "gpus",
+        "forge_train.doctor.gpus:examine_gpus",
+        120,
+        ("torch",),
+        "errors, clocks, power, near cores; whether GPUs reach each other",
+    ),
+)
+"""What plain `doctor` looks at."""
+
+ACCEPTANCE = (
+    *QUICK,
+    Step(
+        "device",
+        "forge_train.doctor.correctness:examine_device",
+        180,
+        ("torch",),
+        "memory keeps what is written; products come out twice the same",
+    ),
+    Step(
+        "bandwidth",
+        "forge_train.doctor.speed:examine_bandwidth",
+        180,
+        ("torch", "device"),
+        "copies within and between host and device",
+    ),
+    Step(
+        "disk",
+        "forge_train.doctor.node:examine_disk",
+        180,
+        (),
+        "write, flush and read where the run writes, as a checkpoint does",
+    ),
+    Step(
+        "matmul",
+        "forge_train.doctor.speed:examine_matmul",
+        300,
+        ("torch", "device"),
+        "products, also of the recipe's shapes, against the peak",
+    ),
+    Step(
+        "kernels",
+        "forge_train.doctor.speed:examine_kernels",
+        300,
+        ("torch", "device"),
+        "which kernels torch chooses, and how fast they are",
+    ),
+    Step(
+        "numbers",
+        "forge_train.doctor.correctness:examine_numbers",
+        600,
+        ("torch", "device"),
+        "training steps on the device against fp64 on a CPU",
+    ),
+    Step(
+        "collectives",
+        "forge_train.doctor.correctness:examine_collectives",
+        300,
+        ("torch", "device"),
+        "sums and exchanges between devices",
+    ),
+    Step(
+        "training",
+        "forge_train.doctor.training:examine_training",
+        900,
+        ("torch", "device", "numbers"),
+        "the recipe for some steps",
+    ),
+    Step(
+        "endurance",
+        "forge_train.doctor.training:endure",
+        900,
+        ("training",),
+        "the recipe for minutes: steps stay as fast, losses finite",
+    ),
+    Step(
+        "tests",
+        "forge_train.doctor.training:examine_tests",
+        1800,
+        ("torch", "device", "numbers"),
+        "the repository's own tests of GPUs",
+    ),
+)
+"""What `doctor --acceptance` looks at."""
+
 
 _LINES = 30
 """Of what a step printed before it went wrong, how many are kept."""
@@ -60,7 +152,7 @@ def run(step: Step, settings: Settings) -> Result:
         began = time.monotonic()
         with (folder / "log").open("wb") as log:
             child = subprocess.Popen(
-                [sys.executable, "-m", "forge_train.doctor.child", step.target, str(folder)],
+                [sys.executable, "-m", "forge_train.doctor.runner", step.target, str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -107,3 +199,47 @@ def _broken(step: Step, code: int | None, last: str, log: str) -> Check:
         told = f"raised {log.splitlines()[-1] if log else 'an error'}, {last}"
         remedy = "the log below has the traceback"
     return Check("ends as it should", "FAIL", told, expected=f"ends in {step.seconds:g} s", remedy=remedy)
+
+
+SETTINGS, FOUND = "settings.json", "found.json"
+
+
+def work(target: str, folder: Path) -> None:
+    """Runs a step's function; every check is on the disk as soon as it is known, so that what ends the process later costs
+    nothing that was found before."""
+    given: dict[str, Any] = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    settings = Settings(**{**given, "overrides": tuple(given["overrides"])})
+    module, _, function = target.partition(":")
+    found: list[Check] = []
+    try:
+        steps: Iterable[Check] = getattr(import_module(module), function)(settings)
+        for check in steps:
+            found.append(check)
+            _write(folder, found, ended=False)
+    except Skip as reason:
+        found.append(Check("runs here", "SKIPPED", str(reason), remedy=reason.remedy))
+    _write(folder, found, ended=True)
+
+
+def _write(folder: Path, found: list[Check], ended: bool) -> None:
+    new = folder / f"{FOUND}.new"
+    new.write_text(json.dumps({"ended": ended, "checks": [asdict(check) for check in found]}), encoding="utf-8")
+    new.replace(folder / FOUND)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    code = 0
+    try:
+        work(sys.argv[1], Path(sys.argv[2]))
+    except BaseException:  # noqa: BLE001 (the parent reads the log)
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads that wait, and those of libraries, may abort an ordinary exit

@@ -14,8 +14,8 @@ from forge_core.batch import Batch
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_parallel.accelerator import name, take_peaks
 from forge_parallel.placement.boxes import local_box
+from forge_train.doctor.measure import fastest
 from forge_train.doctor.peaks import TERA, peak
-from forge_train.doctor.steps.measure import fastest
 from forge_train.hooks.periodic import Stopwatch
 
 if TYPE_CHECKING:

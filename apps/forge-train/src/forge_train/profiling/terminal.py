@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from forge_core.terminal import Console
-from forge_train.profiling.ranks import spreads, waited_for_others
-from forge_train.profiling.split import has_parts
-from forge_train.profiling.summary import Summary
-from forge_train.profiling.sweep import CLASSES
+from forge_train.profiling.classes import CLASSES, has_parts
+from forge_train.profiling.summary import Summary, spreads, waited_for_others
 
 SHOWN = 12
 """Rows of a long table; `--json` has all."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge_train.report.curves import Series, finite, limit, means, short, thin
-from forge_train.report.found import Found
+from forge_train.report.record import Found
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from html import escape
 from typing import Any
 
 from forge_core.config.toml import value_text
-from forge_train.report.found import Found
-from forge_train.report.tables import fields, rows
+from forge_train.report.html import fields, rows
+from forge_train.report.record import Found
 
 ALWAYS_DIFFER = ("job.name", "job.dir")
 ABSENT = "-"

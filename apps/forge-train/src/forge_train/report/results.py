@@ -8,8 +8,8 @@ from typing import Any
 from forge_core.terminal import count, duration, size
 from forge_train.hooks.evaluation import bits_per_byte
 from forge_train.report.curves import Series, finite
-from forge_train.report.found import Found
-from forge_train.report.tables import facts, rows
+from forge_train.report.html import facts, rows
+from forge_train.report.record import Found
 
 _EVALUATED = ("evaluation/", "/loss")
 

@@ -36,12 +36,12 @@ from forge_parallel.settle import reduced_so_far, settled, shared_memory
 from forge_parallel.step.phases import Phases
 from forge_parallel.step.step import Step
 from forge_train.directory import CHECKPOINTS, elsewhere, forget, keep_recipe, prepare_directory, probe, refuse_fresh, remind
-from forge_train.doctor.steps.build import faults
+from forge_train.doctor.speed import bf16_remark
+from forge_train.doctor.torch_build import faults
 from forge_train.plan import plan_of
 from forge_train.process.ranks import Agreement, rank_zero_first
 from forge_train.process.stop import Stop
 from forge_train.recipe.parameters import settings_in
-from forge_train.report.matrix_speed import bf16_remark
 from forge_train.run.checkpoints import Checkpoints, build_hooks, restore_hooks
 from forge_train.run.health import Health
 from forge_train.run.loop import Back

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from forge_train.report.tables import rows
+from forge_train.report.html import rows
 from forge_train.scaling.law import Law
 from forge_train.scaling.study import spread
 from forge_train.sweep.plot import Series, number, plot

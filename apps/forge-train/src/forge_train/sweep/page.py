@@ -8,9 +8,8 @@ from typing import Any
 from forge_core.config.toml import value_text
 from forge_core.durable_files import replace_file
 from forge_core.terminal import duration
-from forge_train.report.page import document
-from forge_train.report.tables import rows
-from forge_train.report.write import REPORT
+from forge_train.report.html import rows
+from forge_train.report.page import REPORT, document
 from forge_train.sweep.grid import Sweep
 from forge_train.sweep.plot import Series, number, plot
 from forge_train.sweep.results import BEST, LINES, Result, Results

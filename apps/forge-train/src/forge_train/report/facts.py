@@ -1,14 +1,19 @@
-"""What a finished run tells its report."""
+"""What a finished run and its machine tell the report, without the machine's name, addresses or environment."""
 
+import os
+import platform
+import subprocess
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forge_core.machine import processor_name, usable_cores
+from forge_core.terminal import size
 from forge_parallel.accelerator import name
-from forge_train.report.machine import commit, machine, versions
-from forge_train.report.write import write_report
+from forge_train.report.page import write_report
 
 if TYPE_CHECKING:
     from forge_train.recipe.load import Resolved
@@ -67,3 +72,41 @@ def _checkpoints(directory: Path) -> list[dict[str, Any]]:
         }
         for folder in sorted((directory / "checkpoints").glob("step-*"))
     ]
+
+
+_PACKAGES = ("torch", "numpy", "tokenizers", "pydantic")
+_OURS = ("forge-train", "forge-core", "forge-parallel", "forge-models", "forge-data", "forge-ckpt", "forge-vlm")
+
+
+def machine() -> dict[str, str]:
+    """Processor, cores, memory and operating system."""
+    found = {
+        "Processor": processor_name(),
+        "CPU cores": str(usable_cores()),
+        "System": f"{platform.system()} {platform.release()}",
+    }
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        found["Memory"] = size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Python, the libraries that decide numbers, and Forge."""
+    found = {"Python": platform.python_version()}
+    for name in (*_PACKAGES, *_OURS):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit(directory: Path) -> dict[str, str]:
+    """The commit that git has for a working directory, with `-dirty` where files differ from it; empty outside of a repository,
+    or without git."""
+    command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return {"Commit of the working directory": told.stdout.strip()} if told.returncode == 0 else {}

@@ -1,24 +1,29 @@
-"""The recipe for some steps on one device and random tokens: speed, memory against the plan, waits, losses that can be true."""
+"""The recipe for some steps, its speed and memory against the plan; and the GPU tests of the repository."""
 
 import math
+import re
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
+import forge_train
 from forge_core.protocols.run import Hook, StepResult
 from forge_core.registry import Registry
 from forge_core.terminal import size
 from forge_parallel.accelerator import name, take_peaks, use, warns_of_waits
 from forge_parallel.launch.environment import Launch
 from forge_train.directory import run_directory
+from forge_train.doctor.measure import device, wait
 from forge_train.doctor.peaks import peak
 from forge_train.doctor.step import Check, Settings, Skip
-from forge_train.doctor.steps.measure import device, wait
 from forge_train.recipe.load import Resolved, load
 from forge_train.run.loop import fit
 from forge_train.run.start import assemble
@@ -179,3 +184,34 @@ def _memory(resolved: Resolved, peak_bytes: int) -> Check:
         remedy = "which kernels keep more than they need is in the step kernels; leave that much room when planning"
         return Check("peak memory", "SLOW", peak_bytes / 2**30, "GiB", expected, remedy, "lower")
     return Check("peak memory", "PASS", peak_bytes / 2**30, "GiB", expected, "", "lower")
+
+
+_TESTS = Path("tests/parallel/test_gpu.py")
+_SECONDS = 1700
+
+
+def examine_tests(_: Settings) -> Iterator[Check]:
+    """The step."""
+    if device().type == "cpu":
+        raise Skip("no accelerator is seen", "see the step torch for the reason")
+    root = next((folder for folder in Path(forge_train.__file__).parents if (folder / _TESTS).is_file()), None)
+    if root is None or find_spec("pytest") is None or find_spec("hypothesis") is None:
+        raise Skip(
+            "the tests are not here", "clone the repository, pip install -e its packages, pytest and hypothesis, run it there"
+        )
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "-p", "no:cacheprovider", str(root / "tests")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    print(done.stdout)
+    yield judge(done.returncode, done.stdout)
+
+
+def judge(code: int, printed: str) -> Check:
+    """From what pytest printed last."""
+    told = next((line for line in reversed(printed.splitlines()) if re.search(r"\d+ (passed|failed|error|skipped)", line)), "")
+    expected = "every test passes or is skipped"
+    if code == 0:
+        return Check("pytest -m gpu", "PASS", told, "", expected)
+    failed = ", ".join(re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)[:10])
+    return Check(
+        "pytest -m gpu", "FAIL", f"{told} {failed}".strip() or f"exit code {code}", "", expected, "report it with this file"
+    )
