@@ -23,7 +23,7 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.verify.gather import full
-from forge_train.commands.weights import convert as command
+from forge_train.commands import weights as command
 from forge_train.formats.forge import ForgeWeights
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.stored import fill_from, load_model

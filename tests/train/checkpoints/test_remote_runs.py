@@ -11,7 +11,7 @@ import pytest
 
 from forge_ckpt.saving.locate import locate
 from forge_core.errors import ForgeError
-from forge_train.commands.weights.convert import convert
+from forge_train.commands.weights import convert
 from harness.s3 import BUCKET, Server, s3_server
 from train.runs import TINY, prepared
 

@@ -12,7 +12,7 @@ import pytest
 
 from forge_core.component import Slot, fields_of
 from forge_train.cli import main
-from forge_train.commands.completion import keys
+from forge_train.commands.options import keys
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
 

@@ -16,7 +16,7 @@ from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_models.generation.generate import generate
 from forge_models.generation.sampling import Sampling
 from forge_train.cli import main
-from forge_train.commands.weights.generate import _texts
+from forge_train.commands.generate import _texts
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.stored import laid_out, load_model, open_weights, recipe_to_generate
 from harness.pool import World

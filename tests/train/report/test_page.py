@@ -224,7 +224,7 @@ def test_a_run_without_any_number_still_has_a_page(tmp_path) -> None:
 
 
 def test_the_command_answers_in_json(run, capsys) -> None:
-    from forge_train.commands.report import report as command
+    from forge_train.commands.reports import report as command
 
     command([run], as_json=True)
     answer = json.loads(capsys.readouterr().out)

@@ -25,7 +25,7 @@ from forge_core.errors import BrokenPlugin, ForgeError
 from forge_core.registry import Entry, Registry
 from forge_core.terminal import Console
 from forge_core.trust import with_trust_option
-from forge_train.commands.completion import OverridesCommand
+from forge_train.commands.options import OverridesCommand
 
 GROUP = "forge.commands"
 COMPLETE = "_FORGE_TRAIN_COMPLETE"

@@ -33,7 +33,7 @@ def doctor(
 
     from forge_core.errors import ForgeError
     from forge_core.terminal import Console
-    from forge_train.commands.single_process import require_single_process
+    from forge_train.commands.options import require_single_process
     from forge_train.doctor.report import Report, read
     from forge_train.doctor.runner import ACCEPTANCE, QUICK, chosen, examine
     from forge_train.doctor.step import Settings, exit_code

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from forge_core.terminal import Console
-from forge_train.commands.completion import Recipe
+from forge_train.commands.options import Recipe
 
 FLOAT8 = "float8"
 _OF_LAYOUTS = ("parallel", "transforms", "model", "optimizer", "precision", "data.sequence_length", "train.micro_batch")

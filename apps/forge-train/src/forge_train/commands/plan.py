@@ -14,7 +14,7 @@ from forge_core.terminal import size
 from forge_parallel.dryrun.estimate import Estimate
 from forge_parallel.dryrun.parameters import Placed
 from forge_parallel.dryrun.traffic import Flow
-from forge_train.commands.completion import Recipe
+from forge_train.commands.options import Recipe
 from forge_train.plan import Planned
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def plan(
     from forge_core.errors import LayoutError
     from forge_core.registry import Registry
     from forge_core.terminal import Console
-    from forge_train.commands.single_process import require_single_process
+    from forge_train.commands.options import require_single_process
     from forge_train.recipe.load import load
 
     require_single_process("plan")

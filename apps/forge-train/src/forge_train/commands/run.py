@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge_train.commands.completion import Recipe
+from forge_train.commands.options import Recipe
 
 if TYPE_CHECKING:
     import torch

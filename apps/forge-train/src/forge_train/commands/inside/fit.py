@@ -32,7 +32,7 @@ def lens(
     from forge_core.registry import Registry
     from forge_core.terminal import Console
     from forge_models.interp.recipes.tuned_lens import tuned_lens
-    from forge_train.commands.single_process import require_single_process
+    from forge_train.commands.options import require_single_process
     from forge_train.inference.stored import load_model, open_weights
     from forge_train.inspection.inputs import rows_of_text
 
@@ -77,7 +77,7 @@ def sae(
     from forge_core.terminal import Console
     from forge_models.interp.recipes.sae import train_sae
     from forge_models.interp.store.read import ActivationStore
-    from forge_train.commands.single_process import require_single_process
+    from forge_train.commands.options import require_single_process
 
     require_single_process("sae")
     console, opened = Console(as_json=as_json), ActivationStore(store)

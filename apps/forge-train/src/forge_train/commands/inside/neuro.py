@@ -193,7 +193,7 @@ def _opened(
     from forge_core.registry import Registry
     from forge_core.terminal import Console
     from forge_models.interp.neuro.recording import read_recording
-    from forge_train.commands.single_process import require_single_process
+    from forge_train.commands.options import require_single_process
     from forge_train.inspection.recordings import features_of
 
     require_single_process("neuro")

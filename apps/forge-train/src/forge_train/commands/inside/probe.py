@@ -57,7 +57,7 @@ def probe(
     from forge_core.registry import Registry
     from forge_core.terminal import Console
     from forge_parallel.launch.environment import read_launcher
-    from forge_train.commands.single_process import require_single_process
+    from forge_train.commands.options import require_single_process
     from forge_train.process.ranks import on_ranks
 
     where, console, registry = read_launcher(os.environ), Console(as_json=as_json), Registry()

@@ -49,7 +49,7 @@ def similarity(
     from forge_core.registry import Registry
     from forge_core.terminal import Console
     from forge_models.interp.similarity.linear import MEASURES
-    from forge_train.commands.single_process import require_single_process
+    from forge_train.commands.options import require_single_process
     from forge_train.inspection.heat_map import check_picture, write_heat_map
     from forge_train.inspection.similarities import between, to_the_last
 

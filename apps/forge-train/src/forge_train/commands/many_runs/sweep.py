@@ -46,7 +46,7 @@ def sweep(
     and best.toml is the recipe of the best. `forge-train fit sweeps/<name>` fits a scaling law to them.
     """
     from forge_core.terminal import Console
-    from forge_train.commands.single_process import require_single_process
+    from forge_train.commands.options import require_single_process
     from forge_train.sweep.grid import read_sweep
 
     require_single_process("sweep")

@@ -1,4 +1,4 @@
-"""`forge-train convert --to forge SOURCE TARGET`: weights into another format, compared before it says done."""
+"""`forge-train convert|upcycle SOURCE`: weights in another format, or as those of a model with experts."""
 
 import tempfile
 from dataclasses import fields
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from forge_core.protocols.weights import Converter, Weights
     from forge_core.registry import Registry
+
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOLERANCE = 1e-4
@@ -49,7 +50,7 @@ def convert(
     from forge_ckpt.remote.urls import is_url
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_train.commands.single_process import require_single_process
+    from forge_train.commands.options import require_single_process
     from forge_train.formats.forge import Cast
     from forge_train.inference.stored import format_of
     from forge_train.inference.tokenizer import write_tokenizer
@@ -167,3 +168,43 @@ def _logits(weights: "Weights") -> "Tensor":
 
     tokens, extras = fixed_rows(weights.model)
     return logits_of(weights, tokens, extras=extras)
+
+
+def upcycle(
+    source: Annotated[Path, typer.Argument(help="A run, a checkpoint, or a Hugging Face folder of a dense model.")],
+    recipe: Annotated[str, typer.Argument(help="A TOML file or preset whose [model.moe] describes the new model.")],
+    target: Annotated[Path, typer.Argument(help="The folder to create.")],
+    to: Annotated[str, typer.Option("--to", help="Format of TARGET.")] = "hf",
+    noise: Annotated[float, typer.Option(min=0.0, help="Noise added to experts, in standard deviations of each matrix.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of noise and routers.")] = 0,
+) -> None:
+    """Turn the feed-forward parts of a dense model into experts; without noise the new model computes the same.
+
+    Start a run from a folder in the Hugging Face format with `[model] from_hf`.
+    """
+    from forge_core.errors import ForgeError
+    from forge_core.registry import Registry
+    from forge_core.terminal import Console
+    from forge_core.trust import trust_name
+    from forge_models.moe.upcycle import Upcycled
+    from forge_train.commands.options import require_single_process
+    from forge_train.inference.stored import open_weights
+    from forge_train.recipe.load import load
+
+    require_single_process("upcycle")
+    registry = Registry()
+    model: Any = load(recipe, registry=registry).job.model
+    if getattr(model, "moe", None) is None:
+        raise ForgeError(f"{recipe} has no [model.moe], which defines the experts")
+    console, given = Console(), open_weights(source, registry)
+    for note in given.facts.notes:
+        console.note(note)
+    weights = Upcycled(given, model.moe, noise, seed)
+    trust_name(to)
+    registry.load("forge.converters", to)().build().write(target, weights)
+    shape = weights.model.shape
+    assert shape.moe is not None
+    layers = sum(map(shape.has_experts, range(shape.layers)))
+    console.text(
+        f"{target}: {layers} of {shape.layers} layers with {shape.moe.experts} experts, {shape.moe.top_k} for each token"
+    )

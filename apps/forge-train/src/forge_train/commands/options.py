@@ -1,8 +1,6 @@
-"""Commands that take keys of a recipe, each as `--section.key=`: what the shell offers behind them, and what is none of them.
+"""What commands share: the argument RECIPE, overrides with shell completion, and the rule of one process. No torch."""
 
-`forge-train --install-completion` switches completion on; torch is never imported.
-"""
-
+import os
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from forge_core.errors import ForgeError
+from forge_core.errors import ForgeError, LayoutError
+from forge_parallel.launch.environment import read_launcher
 
 if TYPE_CHECKING:
     from forge_core.config.validation import Resolution
     from forge_core.registry import Registry
+
 
 RECIPE = "recipe"
 """Name of the argument that takes a recipe, in every command that has one."""
@@ -111,3 +111,17 @@ Recipe = Annotated[
     str, typer.Argument(help="A TOML file, or the name of a preset such as `demo`.", show_default=False, autocompletion=recipes)
 ]
 """The argument of every command that reads a recipe."""
+
+
+def require_single_process(command: str) -> None:
+    """Does nothing for a command that was started once.
+
+    Raises:
+        LayoutError: torchrun or srun started several processes, which would all write the same files.
+    """
+    where = read_launcher(os.environ)
+    if where.size > 1:
+        raise LayoutError(
+            f"{command} runs in one process, but this is rank {where.rank} of {where.size} ({where.launcher}); "
+            f"start it without torchrun, or under SLURM with srun --ntasks=1"
+        )
