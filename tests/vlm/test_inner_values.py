@@ -20,9 +20,8 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.shard import Shard
-from forge_train.inspection.edit_on_ranks import edit_on_ranks
-from forge_train.inspection.look import look
-from forge_train.inspection.on_ranks import capture_on_ranks
+from forge_train.inside.look import look
+from forge_train.inside.ranks import capture_on_ranks, edit_on_ranks
 from harness.pool import World
 from harness.siblings import fast
 from parallel.pipelines import piped

@@ -18,8 +18,8 @@ from forge_models.interp.recipes.geometry import effective_rank
 from forge_models.interp.similarity.gram import gram, gram_cka, gram_rank
 from forge_models.interp.similarity.linear import unbiased_cka
 from forge_models.interp.similarity.moments import Moments
-from forge_train.hooks.inside import agreement
 from forge_train.inference.stored import load_model, open_weights
+from forge_train.inside.inside import agreement
 from forge_train.recipe.load import load
 from forge_train.report.charts import FAMILIES
 from forge_train.report.page import report

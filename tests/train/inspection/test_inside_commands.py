@@ -20,8 +20,8 @@ from forge_models.interp.store.read import ActivationStore
 from forge_train.cli import main
 from forge_train.formats.forge import ForgeWeights
 from forge_train.inference.stored import load_model, open_weights
-from forge_train.inspection.heat_map import heat_map, heat_map_png, write_heat_map
-from forge_train.inspection.shortened import Shortened, shortened
+from forge_train.inside.inputs import heat_map, heat_map_png, write_heat_map
+from forge_train.inside.similarity import Shortened, shortened
 from train.inspection.commands import TEXT, refused, said
 
 

@@ -22,8 +22,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.shard import Shard
-from forge_train.inspection.on_ranks import capture_on_ranks
-from forge_train.inspection.pieces import Piece, assembled, packed, unpacked
+from forge_train.inside.ranks import Piece, assembled, capture_on_ranks, packed, unpacked
 from harness.pool import World
 from harness.siblings import fast
 from parallel.pipelines import piped

@@ -29,9 +29,9 @@ from forge_parallel.launch.environment import read_launcher
 from forge_parallel.placement.topology import Topology
 from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.shard import Shard
-from forge_train.commands.inside.probe import Asked
-from forge_train.inspection import on_ranks, ranks_store
-from forge_train.inspection.record_on_ranks import record_on_ranks
+from forge_train.inside import ranks, ranks_store
+from forge_train.inside.probe import Asked
+from forge_train.inside.ranks_store import record_on_ranks
 from harness.pool import World
 from harness.siblings import fast
 from parallel.pipelines import piped
@@ -215,12 +215,12 @@ def with_other_shares(folder: str, rank: int) -> str:
 
     if dist.get_rank() != rank:
         return stored(folder, "dense", "dp2", names="norm")
-    before = on_ranks.packed
-    on_ranks.packed = lambda pieces: before([*pieces, *pieces])
+    before = ranks.packed
+    ranks.packed = lambda pieces: before([*pieces, *pieces])
     try:
         return stored(folder, "dense", "dp2", names="norm")
     finally:
-        on_ranks.packed = before
+        ranks.packed = before
 
 
 def test_values_that_do_not_come_together_on_one_rank_stop_all(world: World, tmp_path: Path) -> None:

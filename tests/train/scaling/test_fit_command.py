@@ -11,10 +11,10 @@ import pytest
 
 from forge_core.errors import DataError
 from forge_train.cli import main
+from forge_train.lab.scaling.runs import gather
+from forge_train.lab.sweep.files import settle
 from forge_train.plan import run_size
 from forge_train.recipe.load import load
-from forge_train.scaling.runs import gather
-from forge_train.sweep.folders import settle
 from forge_train.trackers import METRICS, JsonlTracker
 from train.scaling.test_law import CHINCHILLA
 from train.sweep.fake_runs import METRIC, FakeRuns, run_all, sweep_of, write_run

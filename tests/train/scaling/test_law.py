@@ -7,11 +7,24 @@ import pytest
 import torch
 
 from forge_core.errors import DataError
-from forge_train.scaling.fit import CHANCE, Fit, Losses, _least, _starts, chance_of, drawn, fit
-from forge_train.scaling.frontier import fit_frontier, on_frontier
-from forge_train.scaling.law import Law
-from forge_train.scaling.minimize import DELTA, Terms, huber, minimize
-from forge_train.scaling.study import _warnings, interval
+from forge_train.lab.scaling.law import (
+    CHANCE,
+    DELTA,
+    Fit,
+    Law,
+    Losses,
+    Terms,
+    _least,
+    _starts,
+    chance_of,
+    drawn,
+    fit,
+    fit_frontier,
+    huber,
+    minimize,
+    on_frontier,
+)
+from forge_train.lab.scaling.study import _warnings, interval
 
 CHINCHILLA = Law(irreducible=1.69, a=406.4, b=410.7, alpha=0.34, beta=0.28)
 """Hoffmann et al. (2022), equation 10."""

@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.directory import keep_recipe
+from forge_train.lab.sweep.execution import Asked, Executor, outcomes, slots, train
+from forge_train.lab.sweep.files import Outcome
+from forge_train.lab.sweep.grid import Sweep, read_sweep
 from forge_train.process.stop import REQUEUE
 from forge_train.recipe.load import load
-from forge_train.sweep.execute import Executor, outcomes
-from forge_train.sweep.grid import Sweep, read_sweep
-from forge_train.sweep.halving import train
-from forge_train.sweep.outcome import Outcome
-from forge_train.sweep.signals import Asked
-from forge_train.sweep.slots import slots
 from forge_train.trackers import METRICS, JsonlTracker
 
 METRIC = "evaluation/held_out/loss"

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import ConfigError
-from forge_train.sweep.axes import Axis
-from forge_train.sweep.grid import read_sweep
-from forge_train.sweep.points import drawn, named
-from forge_train.sweep.schema import Range
+from forge_train.lab.sweep.grid import read_sweep
+from forge_train.lab.sweep.points import Axis, Range, drawn, named
 from train.sweep.fake_runs import sweep_of
 
 TWO = """

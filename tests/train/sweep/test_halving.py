@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
-from forge_train.sweep.folders import settle
-from forge_train.sweep.halving import survivors
-from forge_train.sweep.points import Point
-from forge_train.sweep.results import collect
-from forge_train.sweep.schema import Search
-from forge_train.sweep.signals import Asked
+from forge_train.lab.sweep.execution import Asked, survivors
+from forge_train.lab.sweep.files import settle
+from forge_train.lab.sweep.points import Point, Search
+from forge_train.lab.sweep.results import collect
 from train.sweep.fake_runs import FakeRuns, run_all, sweep_of
 
 GRID = """

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from forge_train.lab.sweep.files import outcome_of
 from forge_train.process.stop import REQUEUE
-from forge_train.sweep.outcome import outcome_of
 from forge_train.trackers import METRICS, read
 from train.runs import TINY, train
 

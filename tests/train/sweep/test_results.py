@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from forge_train.lab.sweep.files import settle
+from forge_train.lab.sweep.results import BEST, LINES, PAGE, collect, write, write_page
 from forge_train.recipe.load import load
-from forge_train.sweep.folders import settle
-from forge_train.sweep.page import PAGE, write_page
-from forge_train.sweep.results import BEST, LINES, collect, write
 from train.sweep.fake_runs import METRIC, FakeRuns, run_all, sweep_of
 
 GRID = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import ForgeError
-from forge_train.sweep.slurm import script
+from forge_train.lab.sweep.processes import script
 from train.sweep.fake_runs import sweep_of
 
 GRID = """

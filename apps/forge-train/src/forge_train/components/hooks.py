@@ -194,7 +194,7 @@ class Inside(Component):
     """Tokens of these rows, evenly spaced, whose values are compared: the run's directory keeps tokens^2 numbers a layer."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.inside import InsideHook
+        from forge_train.inside.inside import InsideHook
 
         return InsideHook(
             every=self.every, statistics=self.statistics, held_out=self.held_out, rows=self.rows, tokens=self.tokens

@@ -33,8 +33,8 @@ from forge_core.errors import DataError
 from forge_core.redaction import redacted, redacted_text
 from forge_core.terminal import size
 from forge_train.directory import previous
+from forge_train.lab.comparison import differences, environment
 from forge_train.report.charts import MOST_OTHER, OTHER, Chart, charts, drawn
-from forge_train.report.compare import differences, environment
 from forge_train.report.curves import limit
 from forge_train.report.html import document, embedded, heat, rows, section, static, swatch, table
 from forge_train.report.record import MOST, SUMMARY, Found, find, is_run
