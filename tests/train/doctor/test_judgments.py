@@ -38,7 +38,7 @@ NODE = node.Facts(
 
 
 def test_a_good_machine_passes() -> None:
-    assert {check.verdict for check in [*torch_build.judge(GOOD), *node.judge(NODE)]} == {"PASS"}
+    assert {check.verdict for check in [*torch_build.judge(GOOD), *node.judge_node(NODE)]} == {"PASS"}
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_which_builds_a_device_can_run(capability: tuple[int, int], architecture
     ],
 )
 def test_a_node_that_lacks_something(facts: node.Facts, name: str, verdict: str, remedy: str) -> None:
-    found = {check.name: check for check in node.judge(facts)}
+    found = {check.name: check for check in node.judge_node(facts)}
     assert found[name].verdict == verdict and remedy in found[name].remedy
     assert sum(check.verdict != "PASS" for check in found.values()) == 1
 
 
 def test_a_node_without_gpus_and_cards_needs_less() -> None:
     facts = replace(NODE, gpu=False, infiniband=False, locked=64 << 10, shared=64 << 20, compiler=None, triton=False)
-    assert {check.verdict for check in node.judge(facts)} == {"PASS", "SKIPPED"}
+    assert {check.verdict for check in node.judge_node(facts)} == {"PASS", "SKIPPED"}
 
 
 def test_a_gpu_is_seen_by_its_device_file_or_by_the_tool_of_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +142,6 @@ def test_peaks_are_those_of_the_data_sheets(name: str, bf16: float) -> None:
 
 
 def test_the_verdict_on_tests_is_that_of_pytest() -> None:
-    assert training.judge(0, "5 passed, 2 skipped in 3 s\n").verdict == "PASS"
-    wrong = training.judge(1, "FAILED tests/a.py::test_b - assert\n1 failed, 3 passed in 2 s\n")
+    assert training.judge_tests(0, "5 passed, 2 skipped in 3 s\n").verdict == "PASS"
+    wrong = training.judge_tests(1, "FAILED tests/a.py::test_b - assert\n1 failed, 3 passed in 2 s\n")
     assert wrong.verdict == "FAIL" and "tests/a.py::test_b" in wrong.value() and "1 failed" in wrong.value()

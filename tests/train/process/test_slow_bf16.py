@@ -15,7 +15,7 @@ from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch
 from forge_train.cli import main
 from forge_train.doctor import speed, torch_build
-from forge_train.doctor.speed import SECONDS, SIZE, bf16_remark, speed
+from forge_train.doctor.speed import CPU_SECONDS, CPU_SIZE, bf16_remark, cpu_speed
 from forge_train.recipe.load import load
 from forge_train.run.start import assemble
 from train.runs import TINY
@@ -39,16 +39,16 @@ def ticking(*seconds: float) -> "Iterator[float]":
 
 
 def test_w14_the_fastest_product_counts_and_time_is_bounded() -> None:
-    clock = ticking(SECONDS / 2, SECONDS / 4, SECONDS / 3)
-    assert speed(torch.float32, lambda: next(clock)) == pytest.approx(2 * SIZE**3 / (SECONDS / 4), rel=1e-9)
+    clock = ticking(CPU_SECONDS / 2, CPU_SECONDS / 4, CPU_SECONDS / 3)
+    assert cpu_speed(torch.float32, lambda: next(clock)) == pytest.approx(2 * CPU_SIZE**3 / (CPU_SECONDS / 4), rel=1e-9)
     assert not list(clock), "it stops when the time is spent"
-    clock = ticking(2 * SECONDS)
-    assert speed(torch.bfloat16, lambda: next(clock)) == pytest.approx(2 * SIZE**3 / (2 * SECONDS), rel=1e-9)
+    clock = ticking(2 * CPU_SECONDS)
+    assert cpu_speed(torch.bfloat16, lambda: next(clock)) == pytest.approx(2 * CPU_SIZE**3 / (2 * CPU_SECONDS), rel=1e-9)
 
 
 def test_w14_both_figures_are_told_where_bf16_is_slower(old_processor: None, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {torch.bfloat16: 0.28e9, torch.float32: 122e9}
-    monkeypatch.setattr(speed, "speed", lambda dtype, clock: figures[dtype])
+    monkeypatch.setattr(speed, "cpu_speed", lambda dtype, clock: figures[dtype])
     remark = bf16_remark()
     assert remark is not None and "0.28 GFLOP/s in bf16, 122 in fp32, 436 times as fast" in remark
     figures[torch.bfloat16] = 123e9
@@ -63,7 +63,7 @@ def test_w14_w13_a_run_tells_threads_and_slow_bf16(
     tmp_path: Path, old_processor: None, monkeypatch: pytest.MonkeyPatch, compute: str
 ) -> None:
     figures = {torch.bfloat16: 1e9, torch.float32: 5e9}
-    monkeypatch.setattr(speed, "speed", lambda dtype, clock: figures[dtype])
+    monkeypatch.setattr(speed, "cpu_speed", lambda dtype, clock: figures[dtype])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     recipe = tmp_path / "tiny.toml"
     recipe.write_text(TINY.replace("threads = 1\n", ""))

@@ -23,10 +23,10 @@ from forge_train.doctor.step import Check, Settings, Skip
 from forge_train.plan import plan_of
 from forge_train.recipe.load import load
 
-_SHARE = 0.9
-_CHUNK = 1 << 30
-_SECONDS = 15.0
-_SIZE = 4096
+_MEMORY_SHARE = 0.9
+_MEMORY_CHUNK = 1 << 30
+_PRODUCT_SECONDS = 15.0
+_PRODUCT_SIZE = 4096
 
 
 def examine_device(_: Settings) -> Iterator[Check]:
@@ -38,7 +38,7 @@ def examine_device(_: Settings) -> Iterator[Check]:
         one = accelerator.use(index)
         yield _memory(one)
         accelerator.forget_cache()
-        yield _products(one, _SECONDS)
+        yield _products(one, _PRODUCT_SECONDS)
 
 
 def _memory(one: torch.device) -> Check:
@@ -47,8 +47,8 @@ def _memory(one: torch.device) -> Check:
     free = accelerator.free_memory(one)
     if free is None:
         return Check(name, "SKIPPED", "this device does not say how much it has")
-    wanted = int(free * _SHARE) // _CHUNK * _CHUNK or int(free * _SHARE) // 8 * 8
-    chunk = min(wanted, _CHUNK)
+    wanted = int(free * _MEMORY_SHARE) // _MEMORY_CHUNK * _MEMORY_CHUNK or int(free * _MEMORY_SHARE) // 8 * 8
+    chunk = min(wanted, _MEMORY_CHUNK)
     expected = "every number is read as it was written"
     try:
         held = [torch.arange(start, start + chunk // 8, device=one) for start in range(0, wanted // 8, chunk // 8)]
@@ -70,7 +70,7 @@ def _products(one: torch.device, seconds: float) -> Check:
     name, expected = f"products of device {one.index}", "the same bits each time"
     generator = torch.Generator(one).manual_seed(0)
     dtype = torch.bfloat16
-    a, b = (torch.randn(_SIZE, _SIZE, generator=generator, device=one, dtype=dtype) for _ in range(2))
+    a, b = (torch.randn(_PRODUCT_SIZE, _PRODUCT_SIZE, generator=generator, device=one, dtype=dtype) for _ in range(2))
     first, times, end = a @ b, 0, perf_counter() + seconds
     while perf_counter() < end or not times:
         times += 1
@@ -81,10 +81,10 @@ def _products(one: torch.device, seconds: float) -> Check:
 
 
 _MODULE = "forge_train.doctor.correctness"
-_SIZES, _CPU_SIZES = (1 << 20, 1 << 25, 1 << 29), (1 << 16, 1 << 20)
+_COLLECTIVE_SIZES, _CPU_COLLECTIVE_SIZES = (1 << 20, 1 << 25, 1 << 29), (1 << 16, 1 << 20)
 """Bytes that are summed."""
 
-_SQUARE, _CPU_SQUARE = 8192, 256
+_STRAGGLER_SQUARE, _CPU_STRAGGLER_SQUARE = 8192, 256
 _STRAGGLER = 1.05
 
 
@@ -94,7 +94,7 @@ def examine_collectives(_: Settings) -> Iterator[Check]:
     ranks = 2 if kind == "cpu" else accelerator.count()
     if ranks < 2:
         raise Skip("this node shows one device")
-    sizes = list(_CPU_SIZES if kind == "cpu" else _SIZES)
+    sizes = list(_CPU_COLLECTIVE_SIZES if kind == "cpu" else _COLLECTIVE_SIZES)
     found = spawn(f"{_MODULE}:rank", ranks, [kind, sizes], timeout=240)
     backend = "gloo" if kind == "cpu" else accelerator.COLLECTIVES[kind].upper()
     for name, right in found[0]["right"].items():
@@ -133,7 +133,7 @@ def rank(kind: str, sizes: list[int]) -> dict[str, object]:
         numbers = torch.zeros(length // 4, device=here)
         seconds = _timed(lambda: dist.all_reduce(numbers, group=group), here)  # noqa: B023 (called at once)
         rate[f"all-reduce of {length >> 10} KiB, bus"] = 2 * (ranks - 1) / ranks * length / seconds
-    square = torch.randn(*[_CPU_SQUARE if kind == "cpu" else _SQUARE] * 2, device=here)
+    square = torch.randn(*[_CPU_STRAGGLER_SQUARE if kind == "cpu" else _STRAGGLER_SQUARE] * 2, device=here)
     dist.barrier()
     return {"right": right, "rate": rate, "seconds": fastest(lambda: square @ square, here, 0.1 if kind == "cpu" else 2.0)}
 

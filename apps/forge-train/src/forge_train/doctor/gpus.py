@@ -64,7 +64,7 @@ class Facts:
 
 
 def examine_gpus(_: Settings) -> Iterator[Check]:
-    """The step: facts, judged."""
+    """The step: collects the facts and judges them."""
     import torch
 
     from forge_parallel import accelerator

@@ -16,8 +16,8 @@ from forge_core.terminal import size
 from forge_train.doctor.step import Check, Settings
 from forge_train.doctor.torch_build import sees_gpu
 
-_SHARED = 1 << 30
-_ROOM = 1 << 30
+_LEAST_SHARED = 1 << 30
+_LEAST_ROOM = 1 << 30
 _FILE = 1 << 30
 _EXTRAS = {
     "torchao": "forge-parallel[float8]",
@@ -61,8 +61,8 @@ class Facts:
 
 
 def examine_node(settings: Settings) -> Iterator[Check]:
-    """The step: facts, judged."""
-    return judge(facts(settings))
+    """The step: collects the facts and judges them."""
+    return judge_node(facts(settings))
 
 
 def facts(settings: Settings, root: Path = Path("/")) -> Facts:
@@ -76,7 +76,7 @@ def facts(settings: Settings, root: Path = Path("/")) -> Facts:
         locked=None if locked == resource.RLIM_INFINITY else locked,
         shared=shutil.disk_usage(shared).total if shared.is_dir() else None,
         free=shutil.disk_usage(settings.directory).free,
-        wanted=checkpoints(settings) if settings.acceptance else _ROOM,
+        wanted=checkpoints(settings) if settings.acceptance else _LEAST_ROOM,
         triton=find_spec("triton") is not None,
         compiler=_compiler(),
         missing=tuple(name for name in _EXTRAS if find_spec(name) is None),
@@ -94,8 +94,8 @@ def checkpoints(settings: Settings) -> int:
     job = load(settings.recipe, settings.overrides).job
     counts = counts_of(job.model)
     if counts is None or job.checkpoint.store.build(Path(settings.directory)).free() is None:  # behind a URL
-        return _ROOM
-    return _ROOM + (job.checkpoint.most_kept(job.train.max_steps) + 1) * 12 * counts.parameters
+        return _LEAST_ROOM
+    return _LEAST_ROOM + (job.checkpoint.most_kept(job.train.max_steps) + 1) * 12 * counts.parameters
 
 
 def _compiler() -> str | None:
@@ -103,7 +103,7 @@ def _compiler() -> str | None:
     return os.environ.get("CC") or next(filter(None, map(shutil.which, ("clang", "gcc"))), None)
 
 
-def judge(found: Facts) -> Iterator[Check]:
+def judge_node(found: Facts) -> Iterator[Check]:
     """What is missing, and what to do."""
     yield Check("cores", "PASS", f"{found.cores} usable")
     if found.slow_bf16:
@@ -138,10 +138,10 @@ def _file(found: Facts) -> Check:
 
 
 def _shared(found: Facts) -> Check:
-    name, expected = "/dev/shm", f"{size(_SHARED)}: NCCL and loaders pass tensors through it"
+    name, expected = "/dev/shm", f"{size(_LEAST_SHARED)}: NCCL and loaders pass tensors through it"
     if found.shared is None:
         return Check(name, "SKIPPED", "this system has none", expected=expected)
-    if found.shared >= _SHARED:
+    if found.shared >= _LEAST_SHARED:
         return Check(name, "PASS", size(found.shared), expected=expected)
     remedy = "start the container with --shm-size=16g or --ipc=host; without it runs end by SIGBUS"
     return Check(name, "FAIL" if found.gpu else "SKIPPED", size(found.shared), expected=expected, remedy=remedy)
@@ -169,13 +169,13 @@ def _triton(found: Facts) -> Check:
     return Check(name, "PASS", found.compiler, expected=expected)
 
 
-_GPU_NODE, _OTHER = 1 << 30, 1 << 25
-_SLOW = 100e6
+_GPU_DISK_BYTES, _CPU_DISK_BYTES = 1 << 30, 1 << 25
+_SLOW_DISK = 100e6
 
 
 def examine_disk(settings: Settings) -> Iterator[Check]:
     """The step; files are removed again."""
-    length = _GPU_NODE if sees_gpu() else _OTHER
+    length = _GPU_DISK_BYTES if sees_gpu() else _CPU_DISK_BYTES
     content = os.urandom(1 << 20) * (length >> 20)
     with tempfile.TemporaryDirectory(prefix=".forge-doctor-", dir=settings.directory) as name:
         file = Path(name) / "block"
@@ -193,11 +193,11 @@ def examine_disk(settings: Settings) -> Iterator[Check]:
 
 
 def _rate(name: str, rate: float) -> Check:
-    slow = rate < _SLOW
+    slow = rate < _SLOW_DISK
     remedy = (
         "saves and resumes will take long: point job.dir (here: --directory) at a local or a parallel file system" if slow else ""
     )
-    return Check(name, "SLOW" if slow else "PASS", rate / 1e6, "MB/s", f"{_SLOW / 1e6:.0f} MB/s at least", remedy, "higher")
+    return Check(name, "SLOW" if slow else "PASS", rate / 1e6, "MB/s", f"{_SLOW_DISK / 1e6:.0f} MB/s at least", remedy, "higher")
 
 
 def _forget(file: Path) -> None:

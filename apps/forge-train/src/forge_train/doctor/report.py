@@ -48,7 +48,7 @@ class Report:
             self.document["regressions"] = [str(one) for one in regressions(old, self.document)]
         self._save()
         if self.folder is not None:
-            replace_file(self.folder / PAGE, page(self.document).encode())
+            replace_file(self.folder / PAGE, report_page(self.document).encode())
         return self.document
 
     def _save(self) -> None:
@@ -59,7 +59,7 @@ class Report:
 _NAME = "forge-train doctor"
 
 
-def page(report: Mapping[str, Any]) -> str:
+def report_page(report: Mapping[str, Any]) -> str:
     """The page of `doctor.json`, as far as it has got."""
     summary = [[step["name"], step["what"], step["verdict"], f"{step['seconds']:.1f} s"] for step in report["steps"]]
     return document(
@@ -122,7 +122,7 @@ class Regression:
         return f"{self.step}: {self.check}: {numbers} ({self.share:.1%} worse)"
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_report(path: Path) -> dict[str, Any]:
     """A report.
 
     Raises:

@@ -19,12 +19,14 @@ from typing import Any
 from forge_core.errors import ForgeError, did_you_mean
 from forge_train.doctor.step import Check, Result, Settings, Skip, Step, checks_of
 
+_HERE = "forge_train.doctor"
+
 QUICK = (
-    Step("node", "forge_train.doctor.node:examine_node", 120, (), "limits, shared memory, room, compiler, extras"),
-    Step("torch", "forge_train.doctor.torch_build:examine_torch", 120, (), "torch and its CUDA against the driver and the GPUs"),
+    Step("node", f"{_HERE}.node:examine_node", 120, (), "limits, shared memory, room, compiler, extras"),
+    Step("torch", f"{_HERE}.torch_build:examine_torch", 120, (), "torch and its CUDA against the driver and the GPUs"),
     Step(
         "gpus",
-        "forge_train.doctor.gpus:examine_gpus",
+        f"{_HERE}.gpus:examine_gpus",
         120,
         ("torch",),
         "errors, clocks, power, near cores; whether GPUs reach each other",
@@ -36,70 +38,58 @@ ACCEPTANCE = (
     *QUICK,
     Step(
         "device",
-        "forge_train.doctor.correctness:examine_device",
+        f"{_HERE}.correctness:examine_device",
         180,
         ("torch",),
         "memory keeps what is written; products come out twice the same",
     ),
     Step(
         "bandwidth",
-        "forge_train.doctor.speed:examine_bandwidth",
+        f"{_HERE}.speed:examine_bandwidth",
         180,
         ("torch", "device"),
         "copies within and between host and device",
     ),
-    Step(
-        "disk",
-        "forge_train.doctor.node:examine_disk",
-        180,
-        (),
-        "write, flush and read where the run writes, as a checkpoint does",
-    ),
+    Step("disk", f"{_HERE}.node:examine_disk", 180, (), "write, flush and read where the run writes, as a checkpoint does"),
     Step(
         "matmul",
-        "forge_train.doctor.speed:examine_matmul",
+        f"{_HERE}.speed:examine_matmul",
         300,
         ("torch", "device"),
         "products, also of the recipe's shapes, against the peak",
     ),
     Step(
         "kernels",
-        "forge_train.doctor.speed:examine_kernels",
+        f"{_HERE}.speed:examine_kernels",
         300,
         ("torch", "device"),
         "which kernels torch chooses, and how fast they are",
     ),
     Step(
         "numbers",
-        "forge_train.doctor.correctness:examine_numbers",
+        f"{_HERE}.correctness:examine_numbers",
         600,
         ("torch", "device"),
         "training steps on the device against fp64 on a CPU",
     ),
     Step(
         "collectives",
-        "forge_train.doctor.correctness:examine_collectives",
+        f"{_HERE}.correctness:examine_collectives",
         300,
         ("torch", "device"),
         "sums and exchanges between devices",
     ),
-    Step(
-        "training",
-        "forge_train.doctor.training:examine_training",
-        900,
-        ("torch", "device", "numbers"),
-        "the recipe for some steps",
-    ),
+    Step("training", f"{_HERE}.training:examine_training", 900, ("torch", "device", "numbers"), "the recipe for some steps"),
     Step(
         "endurance",
-        "forge_train.doctor.training:endure",
+        f"{_HERE}.training:endure",
         900,
         ("training",),
         "the recipe for minutes: steps stay as fast, losses finite",
     ),
     Step(
         "tests",
-        "forge_train.doctor.training:examine_tests",
+        f"{_HERE}.training:examine_tests",
         1800,
         ("torch", "device", "numbers"),
         "the repository's own tests of GPUs",
@@ -107,6 +97,9 @@ ACCEPTANCE = (
 )
 """What `doctor --acceptance` looks at."""
 
+
+SETTINGS, FOUND = "settings.json", "found.json"
+"""Files by which a step and its process exchange what to do and what was found."""
 
 _LINES = 30
 """Of what a step printed before it went wrong, how many are kept."""
@@ -126,7 +119,7 @@ def chosen(steps: Sequence[Step], only: str) -> list[Step]:
     return [step for step in steps if not names or step.name in names]
 
 
-def examine(steps: Iterable[Step], settings: Settings, after: Callable[[list[Result]], None]) -> list[Result]:
+def examine_all(steps: Iterable[Step], settings: Settings, after: Callable[[list[Result]], None]) -> list[Result]:
     """Runs the steps; `after` gets everything found so far once each of them is through.
 
     A step that was not chosen blocks nothing.
@@ -139,12 +132,12 @@ def examine(steps: Iterable[Step], settings: Settings, after: Callable[[list[Res
             check = Check("runs here", "SKIPPED", reason, remedy=f"first do what {' and '.join(blocked)} says")
             results.append(Result.of(step, 0.0, [check], blocked=True))
         else:
-            results.append(run(step, settings))
+            results.append(run_step(step, settings))
         after(results)
     return results
 
 
-def run(step: Step, settings: Settings) -> Result:
+def run_step(step: Step, settings: Settings) -> Result:
     """What one step found, also when its process hangs or dies."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -163,13 +156,13 @@ def run(step: Step, settings: Settings) -> Result:
                     child.wait(step.seconds)
             finally:
                 code = child.poll()
-                _end(child)
+                _end_child(child)
         seconds = time.monotonic() - began
         text = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
         return _result(step, folder, code, seconds, "\n".join(text))
 
 
-def _end(child: "subprocess.Popen[bytes]") -> None:
+def _end_child(child: "subprocess.Popen[bytes]") -> None:
     """Ends the process and those that it started: they are a session."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
@@ -201,12 +194,11 @@ def _broken(step: Step, code: int | None, last: str, log: str) -> Check:
     return Check("ends as it should", "FAIL", told, expected=f"ends in {step.seconds:g} s", remedy=remedy)
 
 
-SETTINGS, FOUND = "settings.json", "found.json"
+def work_as_child(target: str, folder: Path) -> None:
+    """Runs a step's function, in its own process: `python -m forge_train.doctor.runner module:function FOLDER`.
 
-
-def work(target: str, folder: Path) -> None:
-    """Runs a step's function; every check is on the disk as soon as it is known, so that what ends the process later costs
-    nothing that was found before."""
+    Each check is written as soon as it is known, so that nothing is lost when a later one ends the process.
+    """
     given: dict[str, Any] = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     settings = Settings(**{**given, "overrides": tuple(given["overrides"])})
     module, _, function = target.partition(":")
@@ -215,13 +207,13 @@ def work(target: str, folder: Path) -> None:
         steps: Iterable[Check] = getattr(import_module(module), function)(settings)
         for check in steps:
             found.append(check)
-            _write(folder, found, ended=False)
+            _write_found(folder, found, ended=False)
     except Skip as reason:
         found.append(Check("runs here", "SKIPPED", str(reason), remedy=reason.remedy))
-    _write(folder, found, ended=True)
+    _write_found(folder, found, ended=True)
 
 
-def _write(folder: Path, found: list[Check], ended: bool) -> None:
+def _write_found(folder: Path, found: list[Check], ended: bool) -> None:
     new = folder / f"{FOUND}.new"
     new.write_text(json.dumps({"ended": ended, "checks": [asdict(check) for check in found]}), encoding="utf-8")
     new.replace(folder / FOUND)
@@ -236,7 +228,7 @@ if __name__ == "__main__":
     threading.Thread(target=_end_with_parent, daemon=True).start()
     code = 0
     try:
-        work(sys.argv[1], Path(sys.argv[2]))
+        work_as_child(sys.argv[1], Path(sys.argv[2]))
     except BaseException:  # noqa: BLE001 (the parent reads the log)
         traceback.print_exc()
         code = 1

@@ -14,11 +14,11 @@ from forge_train.doctor.peaks import Peak, peak
 from forge_train.doctor.step import Check, Settings
 from forge_train.recipe.load import load
 
-_SQUARE = 8192
-_CPU_SQUARE, _CPU_ROWS = 512, 256
-_SHARE = 0.6
+_MATMUL_SQUARE = 8192
+_CPU_MATMUL_SQUARE, _CPU_MATMUL_ROWS = 512, 256
+_MATMUL_SHARE = 0.6
 """Of what a data sheet promises, what a large product reaches on a GPU that is well."""
-_REMEDY = "look for throttling (nvidia-smi -q -d PERFORMANCE,CLOCK,POWER), for MIG, and for other processes on the GPU"
+_MATMUL_REMEDY = "look for throttling (nvidia-smi -q -d PERFORMANCE,CLOCK,POWER), for MIG, and for other processes on the GPU"
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,13 @@ def examine_matmul(settings: Settings) -> Iterator[Check]:
     known = None if cpu else peak(name(here))
     told = f"{name(here)}: report only" if known is None else ""
     for kind in _kinds(known, cpu):
-        yield _judged(kind.name, _flops(_product(kind, here, *[_CPU_SQUARE if cpu else _SQUARE] * 3), here), kind.peak, told)
+        yield _judged(
+            kind.name, _flops(_product(kind, here, *[_CPU_MATMUL_SQUARE if cpu else _MATMUL_SQUARE] * 3), here), kind.peak, told
+        )
     if not cpu:
         yield _float8(here, known, told)
     for shape, rows in sorted(shapes(settings).items()):
-        rows = min(rows, _CPU_ROWS) if cpu else rows
+        rows = min(rows, _CPU_MATMUL_ROWS) if cpu else rows
         kind = Kind("", torch.float32 if cpu else torch.bfloat16, "highest", None)
         rate, _ = _flops(_product(kind, here, rows, shape[1], shape[0]), here)
         share = f", {rate / known.bf16:.0%} of the peak" if known else ""
@@ -75,9 +77,9 @@ def _judged(label: str, measured: tuple[float, float], most: float | None, told:
     rate = measured[0]
     if most is None:
         return Check(label, "PASS", rate / 1e12, "TFLOP/s", told or "report only", "", "higher")
-    slow = rate < _SHARE * most
-    expected = f"{_SHARE:.0%} of {most / 1e12:.0f} TFLOP/s"
-    return Check(label, "SLOW" if slow else "PASS", rate / 1e12, "TFLOP/s", expected, _REMEDY if slow else "", "higher")
+    slow = rate < _MATMUL_SHARE * most
+    expected = f"{_MATMUL_SHARE:.0%} of {most / 1e12:.0f} TFLOP/s"
+    return Check(label, "SLOW" if slow else "PASS", rate / 1e12, "TFLOP/s", expected, _MATMUL_REMEDY if slow else "", "higher")
 
 
 def _float8(here: torch.device, known: Peak | None, told: str) -> Check:
@@ -87,15 +89,15 @@ def _float8(here: torch.device, known: Peak | None, told: str) -> Check:
         least = "{}.{}".format(*FLOAT8)
         return Check(label, "SKIPPED", fault, expected=f"compute capability {least} or more")
     one = torch.ones((), device=here)
-    a = torch.randn(_SQUARE, _SQUARE, device=here).to(torch.float8_e4m3fn)
-    b = torch.randn(_SQUARE, _SQUARE, device=here).to(torch.float8_e4m3fn)
+    a = torch.randn(_MATMUL_SQUARE, _MATMUL_SQUARE, device=here).to(torch.float8_e4m3fn)
+    b = torch.randn(_MATMUL_SQUARE, _MATMUL_SQUARE, device=here).to(torch.float8_e4m3fn)
     nn = torch.nn.functional
     both = nn.ScalingType.TensorWise
 
     def product() -> object:
         return nn.scaled_mm(a, b.t(), one, both, one, both, output_dtype=torch.bfloat16)
 
-    return _judged(label, _flops((product, 2 * _SQUARE**3), here), known.fp8 if known else None, told)
+    return _judged(label, _flops((product, 2 * _MATMUL_SQUARE**3), here), known.fp8 if known else None, told)
 
 
 def shapes(settings: Settings) -> dict[tuple[int, int], int]:
@@ -116,7 +118,7 @@ def shapes(settings: Settings) -> dict[tuple[int, int], int]:
     return found
 
 
-_GPU_BYTES, _CPU_BYTES = 1 << 28, 1 << 25
+_GPU_COPY_BYTES, _CPU_COPY_BYTES = 1 << 28, 1 << 25
 _LINK = 10e9
 """Bytes per second that a PCIe 3.0 link of 16 lanes has at least; later ones have two to five times that."""
 _HBM = 0.7
@@ -137,7 +139,7 @@ class Copy:
 def examine_bandwidth(_: Settings) -> Iterator[Check]:
     """The step. Traffic of a copy within one memory is counted twice: it is read and written."""
     here = device()
-    length = _CPU_BYTES if here.type == "cpu" else _GPU_BYTES
+    length = _CPU_COPY_BYTES if here.type == "cpu" else _GPU_COPY_BYTES
     for copy in _copies(here, length):
         rate = copy.traffic / fastest(lambda: copy.target.copy_(copy.source, non_blocking=True), here)  # noqa: B023 (called at once)
         slow = rate < copy.least
@@ -170,15 +172,15 @@ _KERNELS = {
     "fused_attention_math": "math",
     "attention_math": "math",
 }
-_LENGTH, _CPU_LENGTH = 2048, 128
-_EXPECTED = "a kernel that never holds length x length numbers"
+_ATTENTION_LENGTH, _CPU_ATTENTION_LENGTH = 2048, 128
+_ATTENTION_EXPECTED = "a kernel that never holds length x length numbers"
 
 
 def examine_kernels(_: Settings) -> Iterator[Check]:
     """The step: attention as blocks call it, then products of experts."""
     here = device()
     cpu = here.type == "cpu"
-    length, dtype = (_CPU_LENGTH, torch.float32) if cpu else (_LENGTH, torch.bfloat16)
+    length, dtype = (_CPU_ATTENTION_LENGTH, torch.float32) if cpu else (_ATTENTION_LENGTH, torch.bfloat16)
     for width in (64, 128, 256):
         for label, options in _calls(length, here).items():
             yield _attention(f"attention, heads of {width}, {label}", width, length, dtype, here, options)
@@ -212,8 +214,8 @@ def _attention(
     milliseconds = 1e3 * fastest(work, here, 0.05)
     if found == "math" and here.type != "cpu":
         remedy = "a dtype of 16 bits and heads of at most 128 have better ones; is this torch built with flash attention?"
-        return Check(label, "SLOW", milliseconds, f"ms, {found}", _EXPECTED, remedy, "lower")
-    return Check(label, "PASS", milliseconds, f"ms, {found}", _EXPECTED, "", "lower")
+        return Check(label, "SLOW", milliseconds, f"ms, {found}", _ATTENTION_EXPECTED, remedy, "lower")
+    return Check(label, "PASS", milliseconds, f"ms, {found}", _ATTENTION_EXPECTED, "", "lower")
 
 
 def _experts(here: torch.device, dtype: torch.dtype) -> Check:
@@ -238,21 +240,21 @@ def _experts(here: torch.device, dtype: torch.dtype) -> Check:
     return Check(label, "PASS", error, expected=expected)
 
 
-SIZE = 256  # 2 * 256^3 = 34 MFLOP: 0.12 s on a CPU that manages 0.28 GFLOP/s, the slowest seen
-SECONDS = 0.08
+CPU_SIZE = 256  # 2 * 256^3 = 34 MFLOP: 0.12 s on a CPU that manages 0.28 GFLOP/s, the slowest seen
+CPU_SECONDS = 0.08
 
 
-def speed(dtype: torch.dtype, clock: Callable[[], float] = perf_counter) -> float:
+def cpu_speed(dtype: torch.dtype, clock: Callable[[], float] = perf_counter) -> float:
     """FLOP/s of the fastest of some products of (256, 256) matrices; takes 0.08 s, or as long as one product."""
-    a = torch.ones(SIZE, SIZE, dtype=dtype)
+    a = torch.ones(CPU_SIZE, CPU_SIZE, dtype=dtype)
     begin, fastest = clock(), float("inf")
     while True:
         start = clock()
         torch.mm(a, a)
         end = clock()
         fastest = min(fastest, end - start)
-        if end - begin >= SECONDS:
-            return 2 * SIZE**3 / max(fastest, 1e-9)
+        if end - begin >= CPU_SECONDS:
+            return 2 * CPU_SIZE**3 / max(fastest, 1e-9)
 
 
 def bf16_remark(clock: Callable[[], float] = perf_counter) -> str | None:
@@ -260,7 +262,7 @@ def bf16_remark(clock: Callable[[], float] = perf_counter) -> str | None:
     processor does not claim units for it."""
     if multiplies_bf16():
         return None
-    bf16, fp32 = speed(torch.bfloat16, clock), speed(torch.float32, clock)
+    bf16, fp32 = cpu_speed(torch.bfloat16, clock), cpu_speed(torch.float32, clock)
     if bf16 >= fp32:
         return None
     return (

@@ -58,7 +58,7 @@ class Facts:
 
 
 def examine_torch(settings: Settings) -> Iterator[Check]:
-    """The step: facts, judged."""
+    """The step: collects the facts and judges them."""
     from forge_train.recipe.load import load
 
     return judge(facts(("forge.transforms", "float8") in load(settings.recipe, settings.overrides).used))

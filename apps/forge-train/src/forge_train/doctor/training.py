@@ -187,7 +187,7 @@ def _memory(resolved: Resolved, peak_bytes: int) -> Check:
 
 
 _TESTS = Path("tests/parallel/test_gpu.py")
-_SECONDS = 1700
+_TESTS_SECONDS = 1700
 
 
 def examine_tests(_: Settings) -> Iterator[Check]:
@@ -200,12 +200,12 @@ def examine_tests(_: Settings) -> Iterator[Check]:
             "the tests are not here", "clone the repository, pip install -e its packages, pytest and hypothesis, run it there"
         )
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "-p", "no:cacheprovider", str(root / "tests")]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=_TESTS_SECONDS, check=False)
     print(done.stdout)
-    yield judge(done.returncode, done.stdout)
+    yield judge_tests(done.returncode, done.stdout)
 
 
-def judge(code: int, printed: str) -> Check:
+def judge_tests(code: int, printed: str) -> Check:
     """From what pytest printed last."""
     told = next((line for line in reversed(printed.splitlines()) if re.search(r"\d+ (passed|failed|error|skipped)", line)), "")
     expected = "every test passes or is skipped"
