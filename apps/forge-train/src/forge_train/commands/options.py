@@ -10,7 +10,6 @@ import typer
 from typer.core import TyperCommand
 
 from forge_core.errors import ForgeError, LayoutError
-from forge_parallel.launch.environment import read_launcher
 
 if TYPE_CHECKING:
     from forge_core.config.validation import Resolution
@@ -119,6 +118,8 @@ def require_single_process(command: str) -> None:
     Raises:
         LayoutError: torchrun or srun started several processes, which would all write the same files.
     """
+    from forge_parallel.launch.environment import read_launcher
+
     where = read_launcher(os.environ)
     if where.size > 1:
         raise LayoutError(

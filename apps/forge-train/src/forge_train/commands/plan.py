@@ -11,15 +11,15 @@ from rich.text import Text
 
 from forge_core.layout import DENSE, SPARSE, Layout
 from forge_core.terminal import size
-from forge_parallel.dryrun.estimate import Estimate
-from forge_parallel.dryrun.parameters import Placed
-from forge_parallel.dryrun.traffic import Flow
 from forge_train.commands.options import Recipe
-from forge_train.plan import Planned
 
 if TYPE_CHECKING:
     from forge_core.registry import Registry
     from forge_core.terminal import Console
+    from forge_parallel.dryrun.estimate import Estimate
+    from forge_parallel.dryrun.parameters import Placed
+    from forge_parallel.dryrun.traffic import Flow
+    from forge_train.plan import Planned
     from forge_train.recipe.load import Resolved
 
 
@@ -96,10 +96,8 @@ def _show_modules(
     draw_modules(held, _terminal(250))
 
 
-def _terminal(width: int) -> "Terminal":
+def _terminal(width: int) -> Terminal:
     """Where to draw: this terminal, or `width` characters where there is none."""
-    from rich.console import Console as Terminal
-
     terminal = Terminal(markup=False, highlight=False)
     return terminal if terminal.is_terminal else Terminal(markup=False, highlight=False, width=width)
 
@@ -116,7 +114,7 @@ BAR = 32
 """Characters of the longest bar."""
 
 
-def draw(plan: Planned, recipe: str, out: Terminal) -> None:
+def draw(plan: "Planned", recipe: str, out: Terminal) -> None:
     """Prints a plan."""
     layout, nodes = plan.layout, -(-plan.layout.world // plan.per_node)
     rows = plan.micro_batches * plan.rows * layout.data
@@ -137,7 +135,7 @@ def draw(plan: Planned, recipe: str, out: Terminal) -> None:
     out.print(Text(plan.method, style="dim"))
 
 
-def draw_modules(held: Mapping[int, Sequence[Placed]], out: Terminal) -> None:
+def draw_modules(held: "Mapping[int, Sequence[Placed]]", out: Terminal) -> None:
     """Prints every parameter of each rank: where it is in the model, what it became, how it is placed, and its bytes."""
     for rank, parameters in held.items():
         total = sum(parameter.bytes for parameter in parameters)
@@ -199,7 +197,7 @@ def _group(at: dict[str, int], axes: Sequence[str], layout: Layout) -> int:
     return number
 
 
-def _axes(plan: Planned) -> Table:
+def _axes(plan: "Planned") -> Table:
     table = _table("axis", "size", "groups", "the first group", "reaches")
     for group in plan.groups:
         reach = "a node" if group.nodes == 1 else f"{group.nodes:,} nodes"
@@ -218,7 +216,7 @@ def listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _ranks(plan: Planned) -> Iterator[list[Table | Text]]:
+def _ranks(plan: "Planned") -> Iterator[list[Table | Text]]:
     many = plan.ranks if len(plan.ranks) <= SHOWN else (*plan.ranks[: SHOWN - 1], plan.ranks[-1])
     left_out = len(plan.ranks) - len(many)
     memory = _memory(many, plan.layout)
@@ -238,7 +236,7 @@ def _ranks(plan: Planned) -> Iterator[list[Table | Text]]:
             yield [Text(f"What rank {estimate.rank} exchanges in a step", style="bold"), _traffic(flows, estimate)]
 
 
-def _memory(ranks: Sequence[Estimate], layout: Layout) -> Table:
+def _memory(ranks: "Sequence[Estimate]", layout: Layout) -> Table:
     one = len(ranks) == 1
     heads = [f"rank {estimate.rank}" + (f" p{estimate.at['pp']}" if layout.pp > 1 else "") for estimate in ranks]
     table = _table("memory", *heads, *(("bytes",) if one else ()), "")
@@ -264,7 +262,7 @@ def _memory(ranks: Sequence[Estimate], layout: Layout) -> Table:
     return table
 
 
-def _peak(estimate: Estimate) -> Table:
+def _peak(estimate: "Estimate") -> Table:
     table = Table.grid(padding=(0, 2))
     total = sum(estimate.peak.values())
     for index, (kind, held) in enumerate(sorted(estimate.peak.items(), key=lambda item: -item[1])):
@@ -274,7 +272,7 @@ def _peak(estimate: Estimate) -> Table:
     return table
 
 
-def _traffic(flows: Sequence[Flow], estimate: Estimate) -> Table:
+def _traffic(flows: "Sequence[Flow]", estimate: "Estimate") -> Table:
     table = _table("axis", "collective", "calls", "of tensors", "sent by a rank", "at least", "ratio")
     least = {(bound.axis, bound.kind): bound.wire for bound in estimate.bounds}
     for flow in flows:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +12,10 @@ from forge_core.config.changes import Change, changes
 from forge_core.config.toml import read_toml
 from forge_core.config.tree import Table, build
 from forge_core.config.validation import Resolution, walk
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, ForgeError
 from forge_core.registry import Registry
 from forge_core.terminal import Console
 from forge_train.commands.options import OverridesCommand, Recipe
-from forge_train.directory import RECIPE
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
 
@@ -27,10 +27,6 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a recipe for a world of N processes and report every fault; imports no torch."""
-    from forge_core.registry import Registry
-    from forge_core.terminal import Console
-    from forge_train.recipe.load import load
-
     registry = Registry()
     console = Console(as_json=as_json)
     resolved = load(recipe, context.args, world, registry)
@@ -67,7 +63,12 @@ def check(
     )
 
 
-config = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Inspect recipes.")
+config = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Show recipes, explain keys, compare, and print a schema for editors.",
+)
 
 _OPEN = {"allow_extra_args": True, "ignore_unknown_options": True}
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -82,8 +83,6 @@ def show(
 ) -> None:
     """Show the resolved recipe: layers merged, defaults filled in. Any key can be set: --optimizer.lr=1e-3"""
     from forge_core.redaction import redacted, redacted_text
-    from forge_core.terminal import Console
-    from forge_train.recipe.load import load
 
     console = Console(as_json=as_json)
     resolved = load(recipe, context.args)
@@ -105,14 +104,9 @@ def explain(
     as_json: _Json = False,
 ) -> None:
     """Explain a key: type, range, default, value and where it comes from. Give a section, or nothing, for all its keys."""
-    from dataclasses import replace
-
     from forge_core.config.descriptions import explain as explain_key
     from forge_core.config.toml import value_text
     from forge_core.redaction import redacted
-    from forge_core.registry import Registry
-    from forge_core.terminal import Console
-    from forge_train.recipe.load import load
 
     console = Console(as_json=as_json)
     registry = Registry()
@@ -146,10 +140,6 @@ def diff(
     Each has its class: a resume refuses another value of an `identity` key. Overrides such as --optimizer.lr=1e-3 change the
     second side.
     """
-    from dataclasses import asdict
-
-    from forge_core.terminal import Console
-
     found = differences(one, other, context.args)
     console = Console(as_json=as_json)
     if as_json:
@@ -169,10 +159,6 @@ def schema(
 ) -> None:
     """Print the JSON Schema of a recipe with every installed component, for editors that complete TOML."""
     from forge_core.config.descriptions import json_schema
-    from forge_core.errors import ForgeError
-    from forge_core.registry import Registry
-    from forge_core.terminal import Console
-    from forge_train.recipe.schema import Job
 
     made = json_schema(Job, Registry())
     if output is None:
@@ -195,12 +181,10 @@ def prepare(
     A run does the same at its start. On a cluster, do it once before, in one process, so that no accelerator waits.
     """
     from forge_core.protocols.data import StreamedSource
-    from forge_core.registry import Registry
     from forge_data.loading.loader import evaluation
     from forge_data.loading.open_sources import context_of, open_sources
     from forge_data.loading.spec import LoadSpec
     from forge_train.directory import claim, run_directory
-    from forge_train.recipe.load import load
 
     console = Console(as_json=as_json)
     job = load(recipe, context.args, None, Registry()).job
@@ -237,6 +221,8 @@ def differences(one: str, other: str, overrides: Sequence[str] = (), registry: R
 
 
 def _outcome(given: str, overrides: Sequence[str], registry: Registry) -> Resolution:
+    from forge_train.directory import RECIPE
+
     path = Path(given)
     if path.is_dir() and (path / RECIPE).is_file():
         return load(read_toml(path / RECIPE), overrides, None, registry).outcome

@@ -3,13 +3,15 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from forge_core.errors import ForgeError
 from forge_core.terminal import Console
-from forge_train.profiling.classes import CLASSES, has_parts
-from forge_train.profiling.summary import Summary, spreads, waited_for_others
+
+if TYPE_CHECKING:
+    from forge_train.profiling.summary import Summary
 
 
 def report(
@@ -24,7 +26,6 @@ def report(
     Curves to zoom into, what differs between the recipes, throughput, memory, data, experts, samples, faults and restarts,
     machine and versions. The page is a single file that needs no network.
     """
-    from forge_core.terminal import Console
     from forge_train.report.page import report as write
 
     path = write(runs, out)
@@ -53,8 +54,6 @@ def profile(
     Make a profile with [[hooks]] name = "profile" at = [100], or any trace of torch.profiler. A GPU is read by its
     kernels, a CPU by the operators of its threads. The traces open in ui.perfetto.dev, too.
     """
-    from forge_core.errors import ForgeError
-    from forge_core.terminal import Console
     from forge_train.profiling.summary import spreads, summarize, waited_for_others
     from forge_train.profiling.trace import chosen, traces_of
 
@@ -88,8 +87,11 @@ MEANING = (
 _ON_THREADS = "On a CPU, idle is Python, and operators that only call others."
 
 
-def draw(ranks: Mapping[int, Summary], shown: int, out: Console) -> None:
+def draw(ranks: "Mapping[int, Summary]", shown: int, out: Console) -> None:
     """Prints the classes of all ranks and the rest of one of them."""
+    from forge_train.profiling.classes import CLASSES, has_parts
+    from forge_train.profiling.summary import waited_for_others
+
     one = ranks[shown]
     where = "on the device" if one.device else "on the threads of the CPU, by operator"
     steps = one.about.get("steps")
@@ -130,46 +132,50 @@ def draw(ranks: Mapping[int, Summary], shown: int, out: Console) -> None:
             out.table(columns, rows)
 
 
-def _steps(one: Summary) -> str:
+def _steps(one: "Summary") -> str:
     first, count = one.about.get("step", 1), one.about["steps"]
     return f"step {first}" if count == 1 else f"steps {first} to {first + count - 1}"
 
 
-def _classes(ranks: Mapping[int, Summary]) -> Iterator[Sequence[str]]:
+def _classes(ranks: "Mapping[int, Summary]") -> Iterator[Sequence[str]]:
+    from forge_train.profiling.classes import CLASSES
+
     for rank, one in list(ranks.items())[:RANKS]:
         times = [one.classes[label] for label in CLASSES]
         shares = (f"{100 * time / one.window:.1f}" for time in times)
         yield [str(rank), _milliseconds(one.window), *map(_milliseconds, times), *shares]
 
 
-def _spread(ranks: Mapping[int, Summary]) -> Iterator[Sequence[str]]:
+def _spread(ranks: "Mapping[int, Summary]") -> Iterator[Sequence[str]]:
+    from forge_train.profiling.summary import spreads
+
     for row in spreads(ranks):
         mean, least, most = map(_milliseconds, (row.mean, row.least, row.most))
         yield [row.label, mean, least, str(row.least_rank), most, str(row.most_rank)]
 
 
-def _split(one: Summary) -> Iterator[Sequence[str]]:
+def _split(one: "Summary") -> Iterator[Sequence[str]]:
     for part, time in one.split.items():
         yield [part, _milliseconds(time / one.about.get("steps", 1)), f"{100 * time / one.window:.1f}"]
 
 
-def _exposed(one: Summary) -> Iterator[Sequence[str]]:
+def _exposed(one: "Summary") -> Iterator[Sequence[str]]:
     for row in one.exposed[:SHOWN]:
         yield [_short(row.collective), _short(row.waits), str(row.count), _milliseconds(row.time)]
 
 
-def _kernels(one: Summary) -> Iterator[Sequence[str]]:
+def _kernels(one: "Summary") -> Iterator[Sequence[str]]:
     for row in one.kernels[:SHOWN]:
         exposed = _milliseconds(row.exposed) if row.kind == "communication" else ""
         yield [_short(row.name), str(row.kind), str(row.count), _milliseconds(row.busy), exposed]
 
 
-def _annotations(one: Summary) -> Iterator[Sequence[str]]:
+def _annotations(one: "Summary") -> Iterator[Sequence[str]]:
     for row in one.annotations[:SHOWN]:
         yield [_short(row.name), str(row.count), _milliseconds(row.host), _milliseconds(row.device) if row.device else ""]
 
 
-def _waits(one: Summary) -> Iterator[Sequence[str]]:
+def _waits(one: "Summary") -> Iterator[Sequence[str]]:
     for row in one.waits[:SHOWN]:
         yield [row.call, _short(row.operator), _short(row.inside), str(row.count), _milliseconds(row.time)]
 

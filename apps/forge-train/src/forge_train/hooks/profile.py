@@ -39,7 +39,7 @@ class ProfileHook(Hook):
     after the step whose numbers have carried the wish. What fails here, such as a full disk, costs a warning and never the run.
 
     Rank 0 logs `profile/CLASS`, the share of the window in each class of `forge_train.profiling.classes`, `profile/step_seconds`,
-    and `split/PART`, of which each is seconds of a step (`forge_train.profiling.classes`): exposed communication and the host too.
+    and `split/PART`, seconds of a step for each of its parts; exposed communication and the host have parts of their own.
     """
 
     observes = True

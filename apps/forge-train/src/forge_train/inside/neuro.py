@@ -2,23 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-import torch
 import typer
-from torch import Tensor
 
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
-from forge_models.interp.listing import choose
-from forge_models.interp.neuro.recording import Recording
-from forge_models.interp.neuro.ridge import folds_of, lagged
-from forge_models.interp.neuro.words import Pool, binned, pieces_of, token_words, word_features
-from forge_models.interp.store.read import ActivationStore, is_store
+from forge_core.terminal import Console
 
 if TYPE_CHECKING:
-    from forge_core.terminal import Console
+    from torch import Tensor
 
+    from forge_models.interp.neuro.recording import Recording
+    from forge_models.interp.neuro.words import Pool
+    from forge_models.interp.store.read import ActivationStore
 
 neuro = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Predict recordings of brains, and compare with them."
@@ -71,7 +68,6 @@ def encode(
     cross-validation. With repeats, r is also given as a share of what a perfect model would reach. A channel that does not vary
     has no r and no part in means. Runs on one process.
     """
-    from forge_core.errors import ForgeError
     from forge_models.interp.neuro.banded import encode_banded, mixes
     from forge_models.interp.neuro.ridge import ALPHAS, lagged, noise_ceiling, normalized
     from forge_train.inside.inputs import integers
@@ -157,7 +153,6 @@ def rsa(
 
     A condition is a row of the recording: a stimulus, a word, or a row of stored activations. Runs on one process.
     """
-    from forge_core.errors import ForgeError
     from forge_models.interp.neuro.rdm import rdm
     from forge_models.interp.neuro.rdm import rsa as compare
 
@@ -199,9 +194,6 @@ def _opened(
     check: Any,
 ) -> "tuple[Recording, dict[str, Any], Console]":
     """The recording, checked, and the features of its rows."""
-    from forge_core.errors import ForgeError
-    from forge_core.registry import Registry
-    from forge_core.terminal import Console
     from forge_models.interp.neuro.recording import read_recording
     from forge_train.commands.options import require_single_process
 
@@ -231,7 +223,7 @@ def _write(
     arrays: dict[str, Any],
     measure: str,
     columns: tuple[str, ...],
-    console: "Console",
+    console: Console,
     place: Path,
     target: Path,
 ) -> None:
@@ -240,7 +232,6 @@ def _write(
     import numpy as np
 
     from forge_core.durable_files import replace_file
-    from forge_core.errors import ForgeError
     from forge_train.inside.inputs import write_heat_map
 
     if output is None:
@@ -258,7 +249,7 @@ def _write(
     console.note(f"wrote {output}")
 
 
-def _show(console: "Console", facts: dict[str, Any], columns: tuple[str, ...]) -> None:
+def _show(console: Console, facts: dict[str, Any], columns: tuple[str, ...]) -> None:
     if console.as_json:
         console.document(facts)
         return
@@ -268,12 +259,16 @@ def _show(console: "Console", facts: dict[str, Any], columns: tuple[str, ...]) -
     console.table(("", *columns), body)
 
 
-Features = dict[str, Tensor]
+Features: TypeAlias = "dict[str, Tensor]"
 """By inner value (rows, width)."""
 
 
-def check_design(recording: Recording, folds: int, lags: Sequence[int]) -> None:
+def check_design(recording: "Recording", folds: int, lags: Sequence[int]) -> None:
     """Raises `InterpError` unless there are rows for nested folds, and for lags, which need rows in time."""
+    import torch
+
+    from forge_models.interp.neuro.ridge import folds_of, lagged
+
     rows = recording.data.shape[1]
     folds_of(rows - max(map(len, folds_of(rows, folds))), folds)
     lagged(torch.empty(rows, 0), lags)
@@ -283,12 +278,12 @@ def check_design(recording: Recording, folds: int, lags: Sequence[int]) -> None:
 
 def features_of(
     place: Path,
-    recording: Recording,
+    recording: "Recording",
     names: Sequence[str],
     *,
     weights: str,
     length: int | None,
-    pool: Pool,
+    pool: "Pool",
     tokenizer: Path | None,
     registry: Registry,
     note: Callable[[str], None],
@@ -299,6 +294,8 @@ def features_of(
     Raises:
         ForgeError: before any forward, what does not fit.
     """
+    from forge_models.interp.store.read import ActivationStore, is_store
+
     if is_store(place):
         return _of_store(ActivationStore(place), recording, names)
     if not recording.words and not recording.stimuli:
@@ -306,7 +303,7 @@ def features_of(
     return _of_model(place, recording, names, weights, length, pool, tokenizer, registry, note)
 
 
-def _of_store(store: ActivationStore, recording: Recording, names: Sequence[str]) -> Features:
+def _of_store(store: "ActivationStore", recording: "Recording", names: Sequence[str]) -> Features:
     from fnmatch import fnmatchcase
 
     wanted = [name for name in store.names if any(fnmatchcase(name, pattern) for pattern in names)]
@@ -324,17 +321,20 @@ def _of_store(store: ActivationStore, recording: Recording, names: Sequence[str]
 
 def _of_model(
     place: Path,
-    recording: Recording,
+    recording: "Recording",
     names: Sequence[str],
     weights: str,
     length: int | None,
-    pool: Pool,
+    pool: "Pool",
     tokenizer: Path | None,
     registry: Registry,
     note: Callable[[str], None],
 ) -> Features:
+    import torch
+
     from forge_models.interp.capture import capture
-    from forge_models.interp.listing import taps
+    from forge_models.interp.listing import choose, taps
+    from forge_models.interp.neuro.words import pieces_of, token_words, word_features
     from forge_train.inference.stored import load_model, open_weights
     from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 
@@ -373,7 +373,9 @@ def _of_model(
     }
 
 
-def _in_time(values: Tensor, recording: Recording) -> Tensor:
+def _in_time(values: "Tensor", recording: "Recording") -> "Tensor":
+    from forge_models.interp.neuro.words import binned
+
     if recording.onsets is None or recording.times is None:
         return values
     return binned(values, recording.onsets, recording.times)

@@ -6,21 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from forge_core.component import Component
 from forge_core.errors import ForgeError
-from forge_core.protocols.weights import StoredTensor, Weights, WeightsInfo
-from forge_models.interp.listing import InterpError, choose, taps
-from forge_models.interp.names import layer_of
-from forge_models.interp.similarity.linear import MEASURES
-from forge_models.interp.similarity.moments import Moments
-from forge_models.interp.store.read import ActivationStore
+from forge_core.registry import Registry
+from forge_core.terminal import Console
 
 if TYPE_CHECKING:
-    from forge_core.registry import Registry
-    from forge_core.terminal import Console
+    import torch
+
+    from forge_core.component import Component
+    from forge_core.protocols.weights import StoredTensor, Weights, WeightsInfo
+    from forge_models.interp.store.read import ActivationStore
 
 
 def similarity(
@@ -55,9 +52,6 @@ def similarity(
     Sums are made in one pass in fp64, so the values depend on neither batches nor their order. Activations of models lie in a
     temporary folder meanwhile; of a layer, tokens x width x bytes. Blocks behind the last one that is named are not read.
     """
-    from forge_core.errors import ForgeError
-    from forge_core.registry import Registry
-    from forge_core.terminal import Console
     from forge_models.interp.similarity.linear import MEASURES
     from forge_train.commands.options import require_single_process
     from forge_train.inside.inputs import check_picture, write_heat_map
@@ -92,9 +86,8 @@ def similarity(
         console.table((measure, *columns), body)
 
 
-def _pairs(stores: "list[ActivationStore]", labels: list[str], measure: str, output: Path | None, console: "Console") -> None:
+def _pairs(stores: "list[ActivationStore]", labels: list[str], measure: str, output: Path | None, console: Console) -> None:
     """All pairs within each store: (checkpoints, inner values, inner values)."""
-    from forge_core.errors import ForgeError
 
     for store in stores:
         refuse_other_tokens(store, stores[-1])
@@ -122,7 +115,6 @@ def _checkpoints(places: list[Path]) -> list[tuple[str, Path]]:
     """(name, folder) of each checkpoint of one run, the oldest first."""
     from forge_ckpt.format.names import committed
     from forge_ckpt.saving.locate import store_of
-    from forge_core.errors import ForgeError
 
     if len(places) != 1:
         raise ForgeError("--steps takes one run, or one directory of checkpoints")
@@ -137,12 +129,11 @@ def _checkpoints(places: list[Path]) -> list[tuple[str, Path]]:
 
 @contextmanager
 def _stores(
-    wanted: list[tuple[str, Path]], names: str, positions: str, options: dict[str, Any], registry: "Registry", console: "Console"
+    wanted: list[tuple[str, Path]], names: str, positions: str, options: dict[str, Any], registry: Registry, console: Console
 ) -> "Iterator[list[ActivationStore]]":
     """Of each place the stored activations, or those that its model has over the text."""
     from tempfile import TemporaryDirectory
 
-    from forge_core.errors import ForgeError
     from forge_models.interp.store.read import ActivationStore, is_store
     from forge_models.interp.store.record import record
     from forge_train.inference.stored import load_model, open_weights
@@ -170,7 +161,7 @@ ROWS = 4096
 INDEX = ("input", "position", "token")
 
 
-def between(left: ActivationStore, right: ActivationStore, measure: str) -> list[list[float]]:
+def between(left: "ActivationStore", right: "ActivationStore", measure: str) -> list[list[float]]:
     """Every inner value of the one store against every one of the other.
 
     Raises:
@@ -180,7 +171,7 @@ def between(left: ActivationStore, right: ActivationStore, measure: str) -> list
     return [[similarity_of(left, mine, right, other, measure) for other in right.names] for mine in left.names]
 
 
-def to_the_last(stores: Sequence[ActivationStore], measure: str) -> list[list[float]]:
+def to_the_last(stores: "Sequence[ActivationStore]", measure: str) -> list[list[float]]:
     """For each inner value, the one in every store against the same one in the last store."""
     last = stores[-1]
     for store in stores:
@@ -190,8 +181,11 @@ def to_the_last(stores: Sequence[ActivationStore], measure: str) -> list[list[fl
     return [[similarity_of(store, name, last, name, measure) for store in stores] for name in last.names]
 
 
-def similarity_of(left: ActivationStore, mine: str, right: ActivationStore, other: str, measure: str) -> float:
+def similarity_of(left: "ActivationStore", mine: str, right: "ActivationStore", other: str, measure: str) -> float:
     """One pair, in one pass over the rows. Values with heads are compared over all heads together."""
+    from forge_models.interp.similarity.linear import MEASURES
+    from forge_models.interp.similarity.moments import Moments
+
     moments: Moments | None = None
     for start in range(0, left.rows, ROWS):
         stop = min(start + ROWS, left.rows)
@@ -202,15 +196,17 @@ def similarity_of(left: ActivationStore, mine: str, right: ActivationStore, othe
     return float(MEASURES[measure](moments))
 
 
-def refuse_other_tokens(left: ActivationStore, right: ActivationStore) -> None:
+def refuse_other_tokens(left: "ActivationStore", right: "ActivationStore") -> None:
     """Raises `ForgeError` unless both stores have rows of the same tokens."""
+    import torch
+
     if left is right:
         return
     if left.rows != right.rows or any(not torch.equal(a, b) for a, b in _index(left, right)):
         raise ForgeError(f"{left.folder} and {right.folder} are of different tokens; capture both over the same text")
 
 
-def _index(left: ActivationStore, right: ActivationStore) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _index(left: "ActivationStore", right: "ActivationStore") -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
     for name in INDEX:
         yield left.read(name), right.read(name)
 
@@ -218,27 +214,32 @@ def _index(left: ActivationStore, right: ActivationStore) -> Iterator[tuple[torc
 class Shortened:
     """`Weights` for a component of fewer blocks. Tensors of the others are there, and nothing asks for them."""
 
-    def __init__(self, model: Component, weights: Weights) -> None:
+    def __init__(self, model: "Component", weights: "Weights") -> None:
         self.model, self._weights = model, weights
         self.tensors: Mapping[str, StoredTensor] = weights.tensors
         self.facts: WeightsInfo = weights.facts
 
-    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    def read(self, names: Sequence[str]) -> "dict[str, torch.Tensor]":
         """As the whole model's."""
         return self._weights.read(names)
 
-    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> torch.Tensor:
+    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> "torch.Tensor":
         """As the whole model's."""
         return self._weights.box(name, offset, extent)
 
 
-def shortened(weights: Weights, names: str | Sequence[str]) -> Weights:
+def shortened(weights: "Weights", names: str | Sequence[str]) -> "Weights":
     """The weights for inner values that patterns name; as they are where one lies behind all blocks, or where the model cannot
     be built with fewer.
 
     Raises:
         InterpError: a pattern matches nothing.
     """
+    import torch
+
+    from forge_models.interp.listing import InterpError, choose, taps
+    from forge_models.interp.names import layer_of
+
     component: Any = weights.model
     with torch.device("meta"):
         layers = [layer_of(name) for name in choose(taps(component.build()), names)]

@@ -8,11 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from forge_core.machine import processor_name, usable_cores
 from forge_core.terminal import size
-from forge_parallel.accelerator import name
 from forge_train.report.page import write_report
 
 if TYPE_CHECKING:
@@ -55,6 +52,10 @@ def facts(run: "Run") -> dict[str, Any]:
 
 def _processes(run: "Run") -> dict[str, str]:
     """What the run computed on."""
+    import torch
+
+    from forge_parallel.accelerator import name
+
     return {
         "Device of rank 0": name(run.topology.device),
         "Processes": str(run.topology.size),

@@ -94,9 +94,9 @@ def collect(sweep: Sweep) -> Results:
         return (0, 0, value, index) if outcome.status == "finished" else (1, -outcome.step, value, index)
 
     results = []
-    for number, index in enumerate(sorted(range(len(sweep.points)), key=place), 1):
+    for position, index in enumerate(sorted(range(len(sweep.points)), key=place), 1):
         point = sweep.points[index]
-        rank = None if place(index)[0] == 2 else number
+        rank = None if place(index)[0] == 2 else position
         results.append(Result(point, found[point.name], run_size(sweep.resolved[point.name].job), rank))
     finished = [item for item in results if item.rank is not None and item.outcome.status == "finished"]
     return Results(
