@@ -26,7 +26,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import Settled, reduced_by, reduced_so_far, settled, shared_memory
 from forge_parallel.transforms.shard import Shard
 from forge_train.commands.plan import draw
-from forge_train.plan import plan_of, planned
+from forge_train.plan import dry_run, plan_of
 from forge_train.recipe.load import load
 from harness.pool import World
 from train.runs import TINY, prepared, train
@@ -151,7 +151,7 @@ def test_a_person_and_a_program_read_what_was_chosen(recipe: Path) -> None:
     assert resolved.layout is not None
     pages = []
     for gpu in (None, ACCELERATORS["h200"]):
-        plan = planned(resolved.job, resolved.layout, Registry(), 8, accelerator=gpu)
+        plan = dry_run(resolved.job, resolved.layout, Registry(), 8, accelerator=gpu)
         page = io.StringIO()
         draw(plan, "tiny", Console(file=page, width=300))
         pages.append((page.getvalue(), json.loads(json.dumps(plan.as_json()))["shard"]))

@@ -20,7 +20,7 @@ from forge_core.registry import Registry
 from forge_train.cli import main
 from forge_train.hooks import evaluation
 from forge_train.inference.harness import HarnessModel, _Wanted, open_tasks, results_of
-from forge_train.inference.stored import laid_out, open_weights, recipe_to_generate
+from forge_train.inference.stored import load_sharded_model, open_weights, recipe_to_generate
 from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.run.loop import fit
 from harness.pool import World
@@ -98,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ours(folder: Path, overrides: list[str], size: int, batch: int = 3) -> HarnessModel:
     registry = Registry()
     weights = open_weights(folder / "model", registry)
-    model = laid_out(weights, recipe_to_generate(weights, overrides, size, registry), torch.device("cpu"), registry)
+    model = load_sharded_model(weights, recipe_to_generate(weights, overrides, size, registry), torch.device("cpu"), registry)
     return HarnessModel(model, tokenizer_for(weights, None, registry, lambda _: None), batch=batch)
 
 

@@ -21,7 +21,7 @@ from forge_parallel.step.step import Step
 from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
-from forge_train.inside.ranks import capture_on_ranks, edit_on_ranks
+from forge_train.inside.ranks import capture_sharded, edit_sharded
 from harness.pool import World
 from harness.siblings import fast
 from parallel.pipelines import piped
@@ -70,8 +70,8 @@ def edited(model: str, layout: str, kind: str, padded: bool) -> tuple[torch.Tens
     batch = share(rows(0, padded), topology.data_rank, topology.data_size)
     how, options = EDITS[kind]
     with (
-        edit_on_ranks(ours, whole, how=how(), **options),
-        capture_on_ranks(ours, whole, "norm", samples=[batch.samples]) as seen,
+        edit_sharded(ours, whole, how=how(), **options),
+        capture_sharded(ours, whole, "norm", samples=[batch.samples]) as seen,
     ):
         loss = step.evaluate([batch]).loss
     return seen["norm"], loss, step.evaluate([batch]).loss
@@ -124,7 +124,7 @@ def trained(layout: str, kind: str) -> dict[str, float] | str:
     batch = share(rows(0, False), topology.data_rank, topology.data_size)
     how, options = EDITS[kind]
     try:
-        with edit_on_ranks(ours, whole, how=how(), **options):
+        with edit_sharded(ours, whole, how=how(), **options):
             return {name: float(value) for name, value in step([batch]).numbers().items() if name in ("loss", "grad_norm")}
     except InterpError as refusal:
         return str(refusal)
@@ -158,12 +158,12 @@ def test_what_cannot_be_edited_is_refused_by_name() -> None:
         "position 16 is beyond the 16 tokens": {"names": "norm", "positions": 16},
         "norm: a value of shape (3,) cannot take the place of (4, 16, 16)": {"names": "norm", "how": mean(torch.ones(3))},
     }.items():
-        with pytest.raises(InterpError) as refusal, edit_on_ranks(ours, whole, **{"how": zero(), **options}):
+        with pytest.raises(InterpError) as refusal, edit_sharded(ours, whole, **{"how": zero(), **options}):
             step.evaluate([batch])
         assert str(refusal.value).startswith(start)
     recomputed = laid_out("dense", "1", Recompute())
     with (
         pytest.raises(InterpError, match="has a wrapped forward"),
-        edit_on_ranks(recomputed, MODELS["dense"].build(), "norm", zero()),
+        edit_sharded(recomputed, MODELS["dense"].build(), "norm", zero()),
     ):
         Step(recomputed, CrossEntropy().build())([batch])

@@ -22,7 +22,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.shard import Shard
-from forge_train.inside.ranks import Piece, assembled, capture_on_ranks, packed, unpacked
+from forge_train.inside.ranks import Piece, assembled, capture_sharded, packed, unpacked
 from harness.pool import World
 from harness.siblings import fast
 from parallel.pipelines import piped
@@ -81,7 +81,7 @@ def gathered(
     if options["names"] == "*":
         options["names"] = [name for name in names_of(component) if not name.startswith(NOT_HEARD)]
     plain = step(batches).numbers()["loss"] if train else step.evaluate(batches).loss
-    with capture_on_ranks(laid_out, whole, samples=[batch.samples for batch in batches], **options) as seen:
+    with capture_sharded(laid_out, whole, samples=[batch.samples for batch in batches], **options) as seen:
         loss = step(batches).numbers()["loss"] if train else step.evaluate(batches).loss
     return {name: seen[name] for name in seen}, seen.tokens, loss, plain
 
@@ -184,7 +184,7 @@ def refusals(layout: str) -> list[str]:
         (plain, whole, {"names": ["norm", "logits"]}),
     ):
         try:
-            with capture_on_ranks(laid_out, model, **options) as seen:
+            with capture_sharded(laid_out, model, **options) as seen:
                 step.evaluate(batches)
             assert seen["norm"].shape == (64, 16)
             messages.append(str(seen["logits"]))
@@ -194,7 +194,7 @@ def refusals(layout: str) -> list[str]:
     with (
         laid_out.inference(whole_sequences=True),
         pytest.raises(InterpError, match="a cache is not gathered"),
-        capture_on_ranks(laid_out, whole, "norm"),
+        capture_sharded(laid_out, whole, "norm"),
     ):
         model(batch.tokens, cache=model.new_cache(4, 20))
     return messages
@@ -228,7 +228,7 @@ def alike(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     laid_out = realize(Blueprint.of(DENSE.build), Plan.of([Shard()], at), Topology.of(at, CPU), 3, "fp64", "fp64")
     with torch.device("meta"):
         whole = DENSE.build()
-    with capture_on_ranks(laid_out, whole, "blocks.0.hook_resid_post", alike=True) as seen:
+    with capture_sharded(laid_out, whole, "blocks.0.hook_resid_post", alike=True) as seen:
         Step(laid_out, CrossEntropy().build()).evaluate([rows(0, False)])
     return seen["blocks.0.hook_resid_post"], seen.tokens
 

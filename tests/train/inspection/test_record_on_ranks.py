@@ -31,7 +31,7 @@ from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.shard import Shard
 from forge_train.inside import ranks, ranks_store
 from forge_train.inside.probe import Asked
-from forge_train.inside.ranks_store import record_on_ranks
+from forge_train.inside.ranks_store import record_sharded
 from harness.pool import World
 from harness.siblings import fast
 from parallel.pipelines import piped
@@ -76,7 +76,7 @@ def stored(folder: str, model: str, layout: str, compute: str = "fp64", stop: in
     given = {"batch": 2, "shard_bytes": SHARD, "weights": "drawn"} | options
     rows = given.pop("rows", None) or inputs()
     try:
-        record_on_ranks(laid_out(model, layout, compute), whole, rows, Path(folder), report=report, **given)
+        record_sharded(laid_out(model, layout, compute), whole, rows, Path(folder), report=report, **given)
     except InterpError as refusal:
         return str(refusal)
     except KeyboardInterrupt:
@@ -271,7 +271,7 @@ def test_a_row_that_a_layout_would_make_too_long_is_refused(tmp_path: Path) -> N
         whole = odd.build()
     model = laid_out("dense", "1")
     with pytest.raises(InterpError, match="an input has 15 tokens, which layout 1 fills up to 16, more than max_length 15"):
-        record_on_ranks(model, whole, [torch.zeros(15, dtype=torch.int64)], tmp_path / "x", "norm", weights="")
+        record_sharded(model, whole, [torch.zeros(15, dtype=torch.int64)], tmp_path / "x", "norm", weights="")
     assert not (tmp_path / "x").exists()
 
 

@@ -102,10 +102,10 @@ def _one_rank(recipe: Path, folder: Path) -> tuple[int, bool]:
 
 def fit_one(run: Any) -> None:
     """Forward and backward of a step, as the loop has them."""
-    from forge_train.run.micro_batch import noted_when_full
+    from forge_train.run.micro_batch import note_out_of_memory
 
     batches, _ = next(iter(run.data.from_cursor(run.state.cursor)))
-    with noted_when_full(run):
+    with note_out_of_memory(run):
         run.step(batches)
 
 

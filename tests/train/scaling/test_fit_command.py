@@ -12,7 +12,7 @@ import pytest
 from forge_core.errors import DataError
 from forge_train.cli import main
 from forge_train.lab.scaling.runs import gather
-from forge_train.lab.sweep.files import settle
+from forge_train.lab.sweep.files import write_recipes
 from forge_train.plan import run_size
 from forge_train.recipe.load import load
 from forge_train.trackers import METRICS, JsonlTracker
@@ -37,7 +37,7 @@ def by_size(job: Any, step: int) -> float:
 def ladder(tmp_path: Path) -> Path:
     """A finished sweep over sizes and lengths."""
     made = sweep_of(tmp_path, GRID)
-    settle(made)
+    write_recipes(made)
     run_all(made, FakeRuns(by_size))
     return made.directory
 
@@ -96,7 +96,7 @@ def test_products_of_images_are_not_guessed() -> None:
 
 def test_what_of_a_sweep_cannot_count_is_left_out_with_the_reason(tmp_path: Path) -> None:
     made = sweep_of(tmp_path, GRID)
-    settle(made)
+    write_recipes(made)
     names = [point.name for point in made.points]
     run_all(made, FakeRuns(by_size, codes={names[0]: [2]}))
     write_run(made.recipe_of(made.points[1]), by_size, 50)

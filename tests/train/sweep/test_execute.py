@@ -11,7 +11,7 @@ import pytest
 
 from forge_core.errors import ForgeError
 from forge_train.lab.sweep.execution import Asked, slots
-from forge_train.lab.sweep.files import SWEEP_FILE, outcome_of, reached, settle
+from forge_train.lab.sweep.files import SWEEP_FILE, outcome_of, reached, write_recipes
 from forge_train.lab.sweep.processes import command_of, meaning, start, tail
 from forge_train.trackers import METRICS
 from train.sweep.fake_runs import METRIC, FakeRuns, run_all, sweep_of
@@ -31,7 +31,7 @@ def loss(job: Any, step: int) -> float:
 @pytest.fixture
 def prepared(tmp_path: Path) -> Any:
     made = sweep_of(tmp_path, GRID)
-    settle(made)
+    write_recipes(made)
     return made
 
 
@@ -165,17 +165,17 @@ def test_a_point_that_was_begun_with_another_recipe_is_refused(prepared: Any, tm
     before = prepared.recipe_of(prepared.points[0]).read_text()
     changed = sweep_of(tmp_path, GRID, ["--train.grad_clip=0.5"])
     with pytest.raises(ForgeError) as caught:
-        settle(changed)
+        write_recipes(changed)
     said = str(caught.value)
     assert said.startswith("4 of 4 points") and "lr=0.001_dim=32: train.grad_clip was 1.0, is 0.5" in said and "--dir" in said
     assert prepared.recipe_of(prepared.points[0]).read_text() == before
-    settle(sweep_of(tmp_path, GRID, ["--train.micro_batch=2"]))  # where the work is done may change
-    settle(prepared)
+    write_recipes(sweep_of(tmp_path, GRID, ["--train.micro_batch=2"]))  # where the work is done may change
+    write_recipes(prepared)
 
 
 def test_a_point_that_was_not_begun_takes_the_new_recipe(prepared: Any, tmp_path: Path) -> None:
     changed = sweep_of(tmp_path, GRID, ["--train.grad_clip=0.5"])
-    settle(changed)
+    write_recipes(changed)
     assert "grad_clip = 0.5" in changed.recipe_of(changed.points[0]).read_text()
     assert json.loads((tmp_path / "sweep" / SWEEP_FILE).read_text())["metric"] == METRIC
 
@@ -183,7 +183,7 @@ def test_a_point_that_was_not_begun_takes_the_new_recipe(prepared: Any, tmp_path
 def test_a_wider_grid_keeps_what_is_done(prepared: Any, tmp_path: Path) -> None:
     run_all(prepared, FakeRuns(loss))
     wider = sweep_of(tmp_path, GRID.replace("3e-3]", "3e-3, 1e-2]"))
-    settle(wider)
+    write_recipes(wider)
     runs = FakeRuns(loss)
     run_all(wider, runs)
     assert [name for name, _ in runs.started] == ["lr=0.01_dim=32", "lr=0.01_dim=64"]
@@ -192,7 +192,7 @@ def test_a_wider_grid_keeps_what_is_done(prepared: Any, tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sweep").write_text("a file")
     with pytest.raises(ForgeError, match="--dir=PATH"):
-        settle(sweep_of(tmp_path, GRID))
+        write_recipes(sweep_of(tmp_path, GRID))
 
 
 def test_what_is_kept_of_another_version_is_not_read(tmp_path: Path) -> None:

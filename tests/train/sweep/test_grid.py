@@ -8,7 +8,7 @@ import pytest
 
 from forge_core.errors import ConfigError
 from forge_train.lab.sweep.grid import read_sweep
-from forge_train.lab.sweep.points import Axis, Range, drawn, named
+from forge_train.lab.sweep.points import Axis, Range, named, sample_points
 from train.sweep.fake_runs import sweep_of
 
 TWO = """
@@ -70,7 +70,7 @@ RANGES = (
 
 def test_draws_are_spread_over_their_ranges() -> None:
     """Means of uniform distributions, within five standard errors."""
-    points = drawn(RANGES, 400, 7)
+    points = sample_points(RANGES, 400, 7)
     logs = [math.log10(point["a"]) for point in points]
     assert all(-4 <= value <= -1 for value in logs) and all(-2 <= point["b"] <= 6 for point in points)
     assert sum(logs) / 400 == pytest.approx(-2.5, abs=5 * 3 / math.sqrt(12 * 400))
@@ -80,13 +80,13 @@ def test_draws_are_spread_over_their_ranges() -> None:
 
 
 def test_more_samples_and_other_keys_leave_draws_as_they_are() -> None:
-    few, more = drawn(RANGES, 5, 0), drawn(RANGES, 12, 0)
+    few, more = sample_points(RANGES, 5, 0), sample_points(RANGES, 12, 0)
     assert more[:5] == few
-    assert [point["b"] for point in drawn(RANGES[1:2], 5, 0)] == [point["b"] for point in few]
-    assert drawn(RANGES, 5, 1) != few
+    assert [point["b"] for point in sample_points(RANGES[1:2], 5, 0)] == [point["b"] for point in few]
+    assert sample_points(RANGES, 5, 1) != few
     three = Axis(("d",), (("x",), ("y",), ("z",)))
-    assert all(len(drawn([three], 3, seed)) == 3 for seed in range(5)), "one that was drawn before is drawn again"
-    assert len(drawn([Axis(("d",), (("x",), ("y",)))], 10, 0)) == 2, "a space has no more points than it has"
+    assert all(len(sample_points([three], 3, seed)) == 3 for seed in range(5)), "one that was drawn before is drawn again"
+    assert len(sample_points([Axis(("d",), (("x",), ("y",)))], 10, 0)) == 2, "a space has no more points than it has"
 
 
 def test_names_do_not_depend_on_other_values() -> None:

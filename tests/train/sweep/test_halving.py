@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forge_train.lab.sweep.execution import Asked, survivors
-from forge_train.lab.sweep.files import settle
+from forge_train.lab.sweep.files import write_recipes
 from forge_train.lab.sweep.points import Point, Search
 from forge_train.lab.sweep.results import collect
 from train.sweep.fake_runs import FakeRuns, run_all, sweep_of
@@ -54,7 +54,7 @@ def rises(job: Any, step: int) -> float:
 
 def test_the_best_of_each_rung_go_on_to_their_end(tmp_path: Path) -> None:
     made = sweep_of(tmp_path, GRID)
-    settle(made)
+    write_recipes(made)
     runs = FakeRuns(rises)
     found, said = run_all(made, runs, 2)
     expected = [(f"lr=0.00{lr}", "5") for lr in range(1, 7)] + [(f"lr=0.00{lr}", "12") for lr in (4, 5, 6)]
@@ -74,7 +74,7 @@ def test_the_best_of_each_rung_go_on_to_their_end(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_or_diverges_does_not_go_on(tmp_path: Path) -> None:
     made = sweep_of(tmp_path, GRID)
-    settle(made)
+    write_recipes(made)
 
     def loss(job: Any, step: int) -> float:
         return math.nan if job.optimizer.lr == 5e-3 else rises(job, step)
@@ -90,7 +90,7 @@ def test_a_run_that_fails_or_diverges_does_not_go_on(tmp_path: Path) -> None:
 
 def test_a_sweep_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     made = sweep_of(tmp_path, GRID)
-    settle(made)
+    write_recipes(made)
     asked = Asked()
 
     def during(runs: FakeRuns) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from forge_train.lab.sweep.files import outcome_of
 from forge_train.process.stop import REQUEUE
-from forge_train.trackers import METRICS, read
+from forge_train.trackers import METRICS, read_metrics
 from train.runs import TINY, train
 
 HELD_OUT = """
@@ -80,7 +80,7 @@ def values(path: Path) -> dict[str, Any]:
 
 
 def logged(folder: Path, name: str) -> list[float]:
-    return [entry[name] for entry in read(folder / METRICS) if name in entry]
+    return [entry[name] for entry in read_metrics(folder / METRICS) if name in entry]
 
 
 def test_a_grid_trains_what_single_runs_train(here: Path) -> None:
@@ -90,12 +90,14 @@ def test_a_grid_trains_what_single_runs_train(here: Path) -> None:
     assert "report: sweeps/lr/index.html" in out
     for rate in ("0.001", "0.01"):
         train(here / "tiny.toml", [f"--optimizer.lr={rate}", f"--job.dir=alone-{rate}"])
-        alone = [(entry["step"], entry["loss"]) for entry in read(here / f"alone-{rate}" / METRICS) if "loss" in entry]
+        alone = [(entry["step"], entry["loss"]) for entry in read_metrics(here / f"alone-{rate}" / METRICS) if "loss" in entry]
         mine = [
-            (entry["step"], entry["loss"]) for entry in read(here / f"sweeps/lr/points/lr={rate}" / METRICS) if "loss" in entry
+            (entry["step"], entry["loss"])
+            for entry in read_metrics(here / f"sweeps/lr/points/lr={rate}" / METRICS)
+            if "loss" in entry
         ]
         assert mine == alone and len(mine) == 8
-        last = [entry[METRIC] for entry in read(here / f"alone-{rate}" / METRICS) if METRIC in entry][-1]
+        last = [entry[METRIC] for entry in read_metrics(here / f"alone-{rate}" / METRICS) if METRIC in entry][-1]
         assert values(here / "sweeps/lr")[f"lr={rate}"] == last
 
 
@@ -107,7 +109,7 @@ def test_a_signal_saves_every_run_and_the_sweep_goes_on_afterwards(here: Path) -
     process = subprocess.Popen(command("sweep", "lr.toml", "--jobs", "2", *long), env=environment)
     first, second, third = (here / f"sweeps/lr/points/lr={rate}" for rate in ("0.001", "0.003", "0.01"))
     deadline = time.monotonic() + 120
-    while not all(len(read(folder / METRICS)) > 3 for folder in (first, second)):
+    while not all(len(read_metrics(folder / METRICS)) > 3 for folder in (first, second)):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
@@ -120,7 +122,7 @@ def test_a_signal_saves_every_run_and_the_sweep_goes_on_afterwards(here: Path) -
     train(here / "tiny.toml", ["--optimizer.lr=1e-3", "--job.dir=alone", *long])
     assert (
         values(here / "sweeps/lr")["lr=0.001"]
-        == [entry[METRIC] for entry in read(here / "alone" / METRICS) if METRIC in entry][-1]
+        == [entry[METRIC] for entry in read_metrics(here / "alone" / METRICS) if METRIC in entry][-1]
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forge_train.lab.sweep.files import settle
+from forge_train.lab.sweep.files import write_recipes
 from forge_train.lab.sweep.results import BEST, LINES, PAGE, collect, write, write_page
 from forge_train.recipe.load import load
 from train.sweep.fake_runs import METRIC, FakeRuns, run_all, sweep_of
@@ -29,7 +29,7 @@ def additive(job: Any, step: int) -> float:
 @pytest.fixture
 def trained(tmp_path: Path) -> Any:
     made = sweep_of(tmp_path, GRID)
-    settle(made)
+    write_recipes(made)
     run_all(made, FakeRuns(additive))
     return made
 
@@ -56,7 +56,7 @@ def test_points_are_ranked_and_keys_have_their_effects(trained: Any) -> None:
 
 def test_more_is_better_where_the_sweep_says_so(tmp_path: Path) -> None:
     made = sweep_of(tmp_path, GRID + '[search]\nmode = "max"\n')
-    settle(made)
+    write_recipes(made)
     run_all(made, FakeRuns(additive))
     found = collect(made)
     assert found.results[0].point.name == "lr=0.001_dim=32" == found.best.point.name  # type: ignore[union-attr]
@@ -81,7 +81,7 @@ def test_settings_are_compared_by_the_mean_over_seeds(tmp_path: Path) -> None:
     made = sweep_of(
         tmp_path, GRID.replace("[1e-3, 2e-3, 4e-3]", "[1e-3, 3e-3]").replace("[32, 64]", "[64]") + "[search]\nrepeats = 2"
     )
-    settle(made)
+    write_recipes(made)
     run_all(made, FakeRuns(lambda job, step: values[job.optimizer.lr, job.job.seed]))
     found = collect(made)
     assert [(one.values["optimizer.lr"], one.runs, one.mean) for one in found.settings] == [(3e-3, 2, 4.0), (1e-3, 2, 5.0)]
@@ -92,7 +92,7 @@ def test_settings_are_compared_by_the_mean_over_seeds(tmp_path: Path) -> None:
 
 def test_what_failed_or_was_not_begun_comes_last_and_has_no_rank(tmp_path: Path) -> None:
     made = sweep_of(tmp_path, GRID)
-    settle(made)
+    write_recipes(made)
     assert [item.rank for item in collect(made).results] == [None] * 6 and collect(made).best is None
     run_all(made, FakeRuns(additive, codes={"lr=0.002_dim=64": [2]}))
     found = collect(made)
@@ -103,7 +103,7 @@ def test_what_failed_or_was_not_begun_comes_last_and_has_no_rank(tmp_path: Path)
 def test_a_range_with_many_values_is_put_into_parts(tmp_path: Path) -> None:
     vary = 'vary.optimizer.lr = {low = 1e-4, high = 1e-2, scale = "log"}'
     made = sweep_of(tmp_path, f'recipe = "debug"\n{vary}\n[search]\nkind = "random"\nsamples = 12')
-    settle(made)
+    write_recipes(made)
     run_all(made, FakeRuns(lambda job, step: 1 + job.optimizer.lr))
     effects = collect(made).effects
     rates = sorted(point.values["optimizer.lr"] for point in made.points)
@@ -131,6 +131,6 @@ def test_the_page_has_everything_and_fetches_nothing(trained: Any, tmp_path: Pat
 
 def test_the_page_shows_what_a_failed_run_said(tmp_path: Path) -> None:
     made = sweep_of(tmp_path, GRID)
-    settle(made)
+    write_recipes(made)
     run_all(made, FakeRuns(additive, codes={"lr=0.002_dim=64": [2]}))
     assert "it ended with 2" in write_page(made, collect(made)).read_text()

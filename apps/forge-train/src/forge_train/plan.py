@@ -53,7 +53,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Planned:
+class DryRun:
     """A dry run of a recipe.
 
     Attributes:
@@ -120,14 +120,14 @@ class Planned:
         )
 
 
-def planned(
+def dry_run(
     job: Job,
     layout: Layout,
     registry: Registry,
     per_node: int,
     ranks: Sequence[int] = (),
     accelerator: Accelerator | None = None,
-) -> Planned:
+) -> DryRun:
     """Runs `job` dry on some ranks of `layout`: by default on the first one of each pipeline stage, which hold the most.
 
     What their attention keeps is that of `accelerator`, or of a CPU.
@@ -143,7 +143,7 @@ def planned(
     step = workload.micro_batches, workload.rows, workload.length
     experts = getattr(job.model, "moe", None) is not None
     keeps = bool(_keeping(job))
-    return Planned(layout, per_node, plan.names(), *step, groups, tuple(estimates), experts, accelerator, sharding, keeps)
+    return DryRun(layout, per_node, plan.names(), *step, groups, tuple(estimates), experts, accelerator, sharding, keeps)
 
 
 def first_ranks(layout: Layout) -> Sequence[int]:
@@ -151,7 +151,7 @@ def first_ranks(layout: Layout) -> Sequence[int]:
     return range(0, layout.world, layout.world // layout.pp)
 
 
-def modules(job: Job, layout: Layout, registry: Registry, ranks: Sequence[int] = ()) -> dict[int, list[Placed]]:
+def placed_parameters(job: Job, layout: Layout, registry: Registry, ranks: Sequence[int] = ()) -> dict[int, list[Placed]]:
     """Every parameter that some ranks of `layout` hold once `job`'s model is laid out; by rank.
 
     Raises:

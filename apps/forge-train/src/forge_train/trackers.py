@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Guarded:
+class SafeTracker:
     """A tracker whose failures cost one warning; later ones are silent, and later writes are still tried."""
 
     def __init__(self, tracker: Tracker) -> None:
@@ -58,7 +58,7 @@ class Guarded:
                 _log.warning("%s failed (%s: %s); the run goes on; later failures are silent", what, type(cause).__name__, cause)
 
 
-def library(name: str, extra: str) -> Any:
+def import_library(name: str, extra: str) -> Any:
     """Imports a library that a tracker needs, `extra` being the one of forge-train that installs it.
 
     Raises:
@@ -97,7 +97,7 @@ class JsonlTracker:
 
     def rewind(self, step: int) -> None:
         """A run goes on after `step`: later lines are void. Writes nothing into a file without lines: a run begins."""
-        if any("step" in item for item in objects(self.path)):
+        if any("step" in item for item in json_objects(self.path)):
             self._append({"rewind": step, "time": _now()})
 
     def close(self) -> None:
@@ -117,13 +117,13 @@ class JsonlTracker:
             raise OSError(f"only {written} of {len(line)} bytes were written to {self.path}")
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Entries of the file in the order written, without what a rewind made void. No file means no entries.
 
     A line that a kill cut off is skipped. `time` is text, `step` an int, every other value a float.
     """
     entries: list[dict[str, Any]] = []
-    for item in objects(path):
+    for item in json_objects(path):
         if "rewind" in item:
             entries = [entry for entry in entries if entry["step"] <= item["rewind"]]
         elif "step" in item:
@@ -131,7 +131,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def objects(path: Path) -> Iterator[dict[str, Any]]:
+def json_objects(path: Path) -> Iterator[dict[str, Any]]:
     """Lines of the file one by one, as they are in it, void ones too; `{}` for one that is cut off or no JSON object."""
     if not path.exists():
         return
@@ -180,9 +180,9 @@ class TensorBoardTracker:
     def __init__(self, directory: Path, flush_seconds: float = 30.0) -> None:
         self.directory = directory
         self.flush_seconds = flush_seconds
-        self._events = library("tensorboard.compat.proto.event_pb2", "tensorboard")
-        self._summaries = library("tensorboard.compat.proto.summary_pb2", "tensorboard")
-        self._files = library("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        self._events = import_library("tensorboard.compat.proto.event_pb2", "tensorboard")
+        self._summaries = import_library("tensorboard.compat.proto.summary_pb2", "tensorboard")
+        self._files = import_library("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self._open: Any = None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -237,7 +237,7 @@ class WandbTracker:
         tags: Sequence[str] = (),
         mode: Literal["online", "offline"] | None = None,
     ) -> None:
-        self._wandb = library("wandb", "wandb")
+        self._wandb = import_library("wandb", "wandb")
         _refuse_without_key(self._wandb, mode)
         self._directory, self._name, self._config = directory, name, config
         self._project, self._entity, self._group, self._tags, self._mode = project, entity, group, list(tags), mode

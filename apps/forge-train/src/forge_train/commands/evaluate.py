@@ -49,25 +49,25 @@ def evaluate(
     of_tasks = {"--folder": folder, "--shots": shots, "--limit": limit, "--batch": batch, "--tokenizer": tokenizer}
 
     def asked() -> None:
-        from forge_train.hooks.evaluation import harness
-        from forge_train.inference.stored import laid_out, recipe_to_generate
+        from forge_train.hooks.evaluation import import_harness
+        from forge_train.inference.stored import load_sharded_model, recipe_to_generate
         from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 
         names = [name for name in (tasks or "").split(",") if name]
-        index = harness().open_tasks(names, folder)
+        index = import_harness().open_tasks(names, folder)
         opened = open_weights(checkpoint, registry, weights)
         note = console.note if first else lambda _: None
         coder = tokenizer_for(opened, tokenizer, registry, note)
         check_tokenizer(coder, opened, note)
         resolved = recipe_to_generate(opened, context.args, where.size, registry)
         device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
-        model = harness().HarnessModel(
-            laid_out(opened, resolved, device, registry),
+        model = import_harness().HarnessModel(
+            load_sharded_model(opened, resolved, device, registry),
             coder,
             batch=batch or 8,
             before_all=opened.facts.special_tokens.get("bos_token_id"),
         )
-        results = harness().results_of(model, names, index, shots, limit)
+        results = import_harness().results_of(model, names, index, shots, limit)
         for name, metrics in results.items() if first and not as_json else ():
             console.text(f"{name}: {'  '.join(f'{metric} {value:.4f}' for metric, value in metrics.items())}")
         if first and as_json:

@@ -160,7 +160,7 @@ def _model(
     """Collective: the model that this process calls, and how ranks agree on a token; None where there is one."""
     from forge_core.errors import ForgeError
     from forge_parallel.launch import process_group
-    from forge_train.inference.stored import laid_out, load_model, recipe_to_generate
+    from forge_train.inference.stored import load_model, load_sharded_model, recipe_to_generate
     from forge_train.process.ranks import content_of
 
     if where.size == 1:
@@ -172,7 +172,7 @@ def _model(
         return
     resolved = recipe_to_generate(weights, overrides, where.size, registry)
     device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
-    model = laid_out(weights, resolved, device, registry)
+    model = load_sharded_model(weights, resolved, device, registry)
     with model.inference(whole_sequences=True):
         yield model.whole(), model.topology.from_first
 

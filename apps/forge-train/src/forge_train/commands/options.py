@@ -46,9 +46,9 @@ class OverridesCommand(TyperCommand):
         item = type(super().shell_complete(ctx, "--")[0])  # --help is always there
         before = [part for part in ctx.args if part != "="][-1:]
         if recipe and before and before[0].startswith("--") and "=" not in before[0]:  # shells cut a word at its `=`
-            return [item(name) for name in names(recipe, before[0].removeprefix("--")) if name.startswith(incomplete)]
+            return [item(name) for name in component_names(recipe, before[0].removeprefix("--")) if name.startswith(incomplete)]
         if incomplete.startswith("-"):
-            options += [item(f"--{key}=") for key in keys(recipe) if f"--{key}".startswith(incomplete)]
+            options += [item(f"--{key}=") for key in recipe_keys(recipe) if f"--{key}".startswith(incomplete)]
         return options
 
 
@@ -60,7 +60,7 @@ def _sections() -> list[str]:
     return [item.name for item in fields(Job)]
 
 
-def recipes(incomplete: str) -> list[str]:
+def recipe_names(incomplete: str) -> list[str]:
     """Presets and TOML files whose names begin so."""
     from forge_core.config.layers import PRESETS
     from forge_core.registry import Registry
@@ -70,27 +70,27 @@ def recipes(incomplete: str) -> list[str]:
     return [name for name in (*Registry().names(PRESETS), *files) if name.startswith(incomplete)]
 
 
-def keys(recipe: str | None) -> Iterator[str]:
+def recipe_keys(recipe: str | None) -> Iterator[str]:
     """Every key of a recipe that takes a value."""
     from forge_core.config.descriptions import explain
 
-    for item in explain(*_walked(recipe)):
+    for item in explain(*_resolution(recipe)):
         table = isinstance(item.value, dict)  # of a component, whose `name` is a key; of a section, which is none itself
         if not table or item.names:
             yield f"{item.key}.name" if table else item.key
 
 
-def names(recipe: str, key: str) -> tuple[str, ...]:
+def component_names(recipe: str, key: str) -> tuple[str, ...]:
     """What the component behind `key` (such as `optimizer.name`) may be called."""
     from forge_core.config.descriptions import explain
 
-    outcome, registry = _walked(recipe)
+    outcome, registry = _resolution(recipe)
     component = key.removesuffix(".name")
     known = component != key and component in outcome.fields
     return explain(outcome, registry, component)[0].names if known else ()
 
 
-def _walked(recipe: str | None) -> "tuple[Resolution, Registry]":
+def _resolution(recipe: str | None) -> "tuple[Resolution, Registry]":
     """A recipe as it stands, or the defaults where it cannot be read: a recipe that is being written has faults."""
     from forge_core.config.layers import load_layers
     from forge_core.config.tree import DEFAULT, Table
@@ -106,8 +106,9 @@ def _walked(recipe: str | None) -> "tuple[Resolution, Registry]":
     return walk(Job, tree, registry), registry
 
 
-Recipe = Annotated[
-    str, typer.Argument(help="A TOML file, or the name of a preset such as `demo`.", show_default=False, autocompletion=recipes)
+RecipePath = Annotated[
+    str,
+    typer.Argument(help="A TOML file, or the name of a preset such as `demo`.", show_default=False, autocompletion=recipe_names),
 ]
 """The argument of every command that reads a recipe."""
 

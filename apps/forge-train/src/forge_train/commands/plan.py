@@ -11,7 +11,7 @@ from rich.text import Text
 
 from forge_core.layout import DENSE, SPARSE, Layout
 from forge_core.terminal import size
-from forge_train.commands.options import Recipe
+from forge_train.commands.options import RecipePath
 
 if TYPE_CHECKING:
     from forge_core.registry import Registry
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from forge_parallel.dryrun.estimate import Estimate
     from forge_parallel.dryrun.parameters import Placed
     from forge_parallel.dryrun.traffic import Flow
-    from forge_train.plan import Planned
+    from forge_train.plan import DryRun
     from forge_train.recipe.load import Resolved
 
 
 def plan(
     context: typer.Context,
-    recipe: Recipe,
+    recipe: RecipePath,
     world: Annotated[int, typer.Option("--world", min=1, help="Number of processes, one for each GPU.")] = 1,
     per_node: Annotated[int, typer.Option("--per-node", min=1, help="Processes per node, for the map of ranks.")] = 8,
     ranks: Annotated[
@@ -69,9 +69,9 @@ def plan(
         _show_modules(resolved, registry, chosen, recipe, console, as_json)
         return
     from forge_parallel.dryrun.accelerators import ACCELERATORS
-    from forge_train.plan import planned
+    from forge_train.plan import dry_run
 
-    found = planned(resolved.job, resolved.layout, registry, per_node, chosen, ACCELERATORS.get(device))
+    found = dry_run(resolved.job, resolved.layout, registry, per_node, chosen, ACCELERATORS.get(device))
     if as_json:
         console.document({"recipe": recipe, **found.as_json()})
         return
@@ -84,10 +84,10 @@ def _show_modules(
 ) -> None:
     from dataclasses import asdict
 
-    from forge_train.plan import modules
+    from forge_train.plan import placed_parameters
 
     assert resolved.layout is not None
-    held = modules(resolved.job, resolved.layout, registry, ranks)
+    held = placed_parameters(resolved.job, resolved.layout, registry, ranks)
     if as_json:
         shown = {str(rank): [asdict(parameter) for parameter in parameters] for rank, parameters in held.items()}
         console.document({"recipe": recipe, "layout": resolved.layout.sizes(), "parameters": shown})
@@ -114,7 +114,7 @@ BAR = 32
 """Characters of the longest bar."""
 
 
-def draw(plan: "Planned", recipe: str, out: Terminal) -> None:
+def draw(plan: "DryRun", recipe: str, out: Terminal) -> None:
     """Prints a plan."""
     layout, nodes = plan.layout, -(-plan.layout.world // plan.per_node)
     rows = plan.micro_batches * plan.rows * layout.data
@@ -197,7 +197,7 @@ def _group(at: dict[str, int], axes: Sequence[str], layout: Layout) -> int:
     return number
 
 
-def _axes(plan: "Planned") -> Table:
+def _axes(plan: "DryRun") -> Table:
     table = _table("axis", "size", "groups", "the first group", "reaches")
     for group in plan.groups:
         reach = "a node" if group.nodes == 1 else f"{group.nodes:,} nodes"
@@ -216,7 +216,7 @@ def listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _ranks(plan: "Planned") -> Iterator[list[Table | Text]]:
+def _ranks(plan: "DryRun") -> Iterator[list[Table | Text]]:
     many = plan.ranks if len(plan.ranks) <= SHOWN else (*plan.ranks[: SHOWN - 1], plan.ranks[-1])
     left_out = len(plan.ranks) - len(many)
     memory = _memory(many, plan.layout)

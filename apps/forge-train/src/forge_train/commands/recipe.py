@@ -15,14 +15,14 @@ from forge_core.config.validation import Resolution, walk
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.registry import Registry
 from forge_core.terminal import Console
-from forge_train.commands.options import OverridesCommand, Recipe
+from forge_train.commands.options import OverridesCommand, RecipePath
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
 
 
 def check(
     context: typer.Context,
-    recipe: Recipe,
+    recipe: RecipePath,
     world: Annotated[int, typer.Option("--world", help="World size: the number of processes of the run.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -77,7 +77,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @config.command(cls=OverridesCommand, context_settings=_OPEN)
 def show(
     context: typer.Context,
-    recipe: Recipe,
+    recipe: RecipePath,
     origins: Annotated[bool, typer.Option("--origins", help="Show where each value comes from.")] = False,
     as_json: _Json = False,
 ) -> None:
@@ -99,7 +99,7 @@ def show(
 @config.command(cls=OverridesCommand, context_settings=_OPEN)
 def explain(
     context: typer.Context,
-    recipe: Recipe,
+    recipe: RecipePath,
     key: Annotated[str, typer.Argument(help="A key such as optimizer.lr, or a section.", show_default=False)] = "",
     as_json: _Json = False,
 ) -> None:
@@ -173,7 +173,7 @@ def schema(
 
 def prepare(
     context: typer.Context,
-    recipe: Recipe,
+    recipe: RecipePath,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Tokenize the text of a recipe before its run starts.

@@ -55,9 +55,9 @@ def profile(
     kernels, a CPU by the operators of its threads. The traces open in ui.perfetto.dev, too.
     """
     from forge_train.profiling.summary import spreads, summarize, waited_for_others
-    from forge_train.profiling.trace import chosen, traces_of
+    from forge_train.profiling.trace import chosen_traces, traces_of
 
-    paths = chosen(path, step)
+    paths = chosen_traces(path, step)
     ranks = {number: summarize(trace) for number, trace in traces_of(paths).items()}
     shown = min(ranks) if rank is None else rank
     if shown not in ranks:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge_train.commands.options import Recipe
+from forge_train.commands.options import RecipePath
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def run(
     context: typer.Context,
-    recipe: Recipe,
+    recipe: RecipePath,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept until the new one has saved.")
     ] = False,
@@ -177,8 +177,8 @@ def _train(
 
 def _conclude(run: "Run", resolved: "Resolved", reason: str) -> None:
     """Writes the report."""
-    from forge_train.report.facts import write
+    from forge_train.report.facts import write_run_report
 
-    report = write(run, resolved, reason, list(resolved.warnings))
+    report = write_run_report(run, resolved, reason, list(resolved.warnings))
     assert run.console is not None
     run.console.print(f"{reason} after step {run.state.step}; report: {report}", highlight=False, soft_wrap=True)

@@ -174,10 +174,10 @@ def _used(resolved: Resolved, rate: float, length: int, here: torch.device) -> C
 
 def _memory(resolved: Resolved, peak_bytes: int) -> Check:
     """Against the dry run of the same recipe."""
-    from forge_train.plan import planned
+    from forge_train.plan import dry_run
 
     assert resolved.layout is not None, "it was loaded for one process"
-    plan = planned(resolved.job, resolved.layout, Registry(), 1)
+    plan = dry_run(resolved.job, resolved.layout, Registry(), 1)
     wanted = sum(plan.ranks[0].peak.values())
     expected = f"{size(wanted)} by forge-train plan, or {_MEMORY - 1:.0%} more"
     if peak_bytes > _MEMORY * wanted:

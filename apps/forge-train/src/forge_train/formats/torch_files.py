@@ -254,7 +254,7 @@ class DcpConverter:
         return "a distributed checkpoint has no model that could be run"
 
 
-FILE = "model.pt"
+TORCH_FILE = "model.pt"
 
 
 class TorchConverter:
@@ -265,7 +265,7 @@ class TorchConverter:
 
     def read(self, path: Path) -> BytesWeights | PlainWeights:
         """Opens a file of any name, or a folder with `model.pt`; see `read_pickled`."""
-        file = path / FILE if path.is_dir() else path
+        file = path / TORCH_FILE if path.is_dir() else path
         return read_pickled(
             file.parent if path.is_dir() else path,
             "torch",
@@ -283,13 +283,13 @@ class TorchConverter:
         """
         with new_folder(path, weights) as folder:
             state = {self.prefix + name: tensor.clone() for name, tensor in weights.read(list(weights.tensors)).items()}
-            torch.save(state, folder / FILE)
-            span = (0, (folder / FILE).stat().st_size)
+            torch.save(state, folder / TORCH_FILE)
+            span = (0, (folder / TORCH_FILE).stat().st_size)
             places = {
-                name: place_in(folder / FILE, span, str(number), weights.tensors[name])
+                name: place_in(folder / TORCH_FILE, span, str(number), weights.tensors[name])
                 for number, name in enumerate(weights.tensors)
             }
-            write_sidecar(folder, weights, folder / FILE, places)
+            write_sidecar(folder, weights, folder / TORCH_FILE, places)
 
     def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
         """The format has tensors and no model."""

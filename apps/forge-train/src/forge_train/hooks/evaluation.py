@@ -17,7 +17,7 @@ from forge_train.hooks.periodic import Periodic, length_limit
 Mode = Literal["min", "max"]
 
 
-def metrics(name: str, weights: str) -> tuple[str, str]:
+def result_names(name: str, weights: str) -> tuple[str, str]:
     """Under which names loss and perplexity of a set are logged: `evaluation/NAME/loss`, for others than the model's own weights
     `evaluation/NAME@WEIGHTS/loss`."""
     at = name if weights == "model" else f"{name}@{weights}"
@@ -121,7 +121,7 @@ class EvaluateHook(Periodic):
                 _log.warning("evaluation set %r has no token to predict; it is skipped", name)
                 continue
             results = result.loss, perplexity(result.loss)
-            values |= dict(zip(metrics(name, self.weights), results, strict=True))
+            values |= dict(zip(result_names(name, self.weights), results, strict=True))
         if not values:
             return
         run.measured.update({metric: (run.state.step, value) for metric, value in values.items()})
@@ -154,7 +154,7 @@ def _described(values: dict[str, float]) -> list[str]:
     return parts
 
 
-def harness() -> Any:
+def import_harness() -> Any:
     """The module that needs the library.
 
     Raises:
@@ -199,7 +199,7 @@ class TasksHook(Periodic):
         new tokens than the model takes."""
         if run.data.tokenizer is None:
             raise ForgeError("hook 'tasks' needs a tokenizer: add [data.tokenizer], or remove the hook")
-        found = harness()
+        found = import_harness()
         self._index = found.open_tasks(self.tasks, self.folder)
         room = length_limit(run)
         for name, tokens in found.new_tokens(self.tasks, self._index) if room is not None else ():
@@ -211,7 +211,7 @@ class TasksHook(Periodic):
 
     def act(self, run: Run) -> None:
         """Asks all of them."""
-        found = harness()
+        found = import_harness()
         assert run.data.tokenizer is not None, "`check` refuses a run without a tokenizer"
 
         def look(count: int) -> None:
@@ -234,7 +234,7 @@ class TasksHook(Periodic):
             run.console.print(f"step {run.state.step}  {said}", highlight=False)
 
 
-MARK = "best"
+BEST_MARK = "best"
 """File next to the checkpoints whose one line names the best one."""
 
 
@@ -248,7 +248,7 @@ class BestHook(Hook):
     def start(self, run: Run) -> None:
         """Says again which one was best, and looks at an evaluation that an earlier start had left."""
         if self.improvement.best is not None:
-            run.marks[MARK] = self.improvement.step
+            run.marks[BEST_MARK] = self.improvement.step
         self._look(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -269,7 +269,7 @@ class BestHook(Hook):
 
     def _look(self, run: Run) -> None:
         if run.state.step and self.improvement.look(run):
-            run.marks[MARK] = run.state.step
+            run.marks[BEST_MARK] = run.state.step
             run.due = True
 
 

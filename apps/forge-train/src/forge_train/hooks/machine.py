@@ -21,7 +21,7 @@ from forge_core.terminal import size as told
 from forge_parallel.launch.watch import PeerFailure
 from forge_train.hooks.periodic import Periodic
 
-FILE = ".probe"
+PROBE_FILE = ".probe"
 """How a file that tries the disk begins, in the run's directory; it is there for some milliseconds."""
 
 TIMED: tuple[str, ...] = ("device", "disk", "collective")
@@ -74,7 +74,7 @@ class MachineHook(Periodic):
             fault = self.compute()
         if self.writes:
             with _timed(seconds, "disk"):
-                said, is_full = disk_probe(run.directory / f"{FILE}-{run.topology.rank}", run.state.step)
+                said, is_full = disk_probe(run.directory / f"{PROBE_FILE}-{run.topology.rank}", run.state.step)
             full, fault = (said, fault) if is_full else ("", fault or said)
         memory = available_memory()
         self._end_where(run, [reply["fault"] for reply in self._told({"fault": fault})])

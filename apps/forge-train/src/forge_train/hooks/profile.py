@@ -23,7 +23,7 @@ from forge_parallel.launch.environment import read_launcher
 from forge_train.hooks.periodic import pause
 from forge_train.profiling.classes import CLOSING
 from forge_train.profiling.summary import summarize
-from forge_train.profiling.trace import ABOUT, WINDOW, folder_of, forget_old, read, snapshot_of, trace_of
+from forge_train.profiling.trace import ABOUT, WINDOW, folder_of, forget_old, read_trace, snapshot_of, trace_of
 
 ALLOCATIONS = 200_000
 """Events of the allocator that a snapshot holds, the last ones."""
@@ -162,7 +162,7 @@ class ProfileHook(Hook):
         path = trace_of(folder_of(run.directory, first), run.topology.rank)
         if not path.is_file():
             return
-        found = summarize(read(path))
+        found = summarize(read_trace(path))
         shares = {f"profile/{label}": time / found.window for label, time in found.classes.items()}
         parts = {f"split/{part}": time / done / 1e9 for part, time in found.split.items()}
         run.log({**shares, **parts, "profile/step_seconds": found.window / done / 1e9})

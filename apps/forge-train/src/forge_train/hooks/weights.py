@@ -16,7 +16,7 @@ from forge_parallel.verify.replicas import drifted
 from forge_train.hooks.periodic import Periodic
 from forge_train.process.stop import TrainingError
 
-SECTION = "ema"
+EMA_SECTION = "ema"
 """Of a checkpoint: `ema/NAME` is the average of the parameter NAME."""
 
 
@@ -65,7 +65,7 @@ class EmaHook(Hook):
         if not self.begun:
             for mine, weights in self._pairs(model):
                 mine.copy_(weights)
-        return {SECTION: self.average}
+        return {EMA_SECTION: self.average}
 
     def _begin(self, run: Run) -> None:
         if not self.begun and run.state.step >= self.begin_at:

@@ -18,7 +18,7 @@ from forge_parallel.step.step import Step
 from forge_train.directory import run_directory
 from forge_train.formats.forge import table_of
 from forge_train.hooks.evaluation import bits_per_byte, perplexity
-from forge_train.inference.stored import laid_out
+from forge_train.inference.stored import load_sharded_model
 from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.process.ranks import rank_zero_first
 from forge_train.recipe.load import Resolved, load
@@ -96,7 +96,7 @@ def scores(
         vocab_size = getattr(job.model, "vocab_size", None)
         shape: dict[str, Any] = {"workspace": workspace, "vocab_size": vocab_size, "model": job.model, "report": say}
         sets = evaluation(job.data, tokenizer=tokenizer, **shape)
-    model = laid_out(weights, resolved, device, registry)
+    model = load_sharded_model(weights, resolved, device, registry)
     topology, step = model.topology, Step(model, job.objective.build())
     for name, held_out in sets.items():
         result = step.evaluate(held_out.batches(topology.data_rank, topology.data_size, job.train.micro_batch))

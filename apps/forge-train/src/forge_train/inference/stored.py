@@ -22,9 +22,9 @@ from forge_train.formats.forge import table_of
 from forge_train.plan import plan_of
 from forge_train.recipe.load import Resolved, load
 
-FOREIGN = "config.json"
-DCP = ".metadata"
-TORCH = (".pt", ".pth", ".bin")
+HF_CONFIG = "config.json"
+DCP_METADATA = ".metadata"
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 def open_weights(where: str | Path, registry: Registry, weights: str = "model") -> Weights:
@@ -51,8 +51,8 @@ def format_of(where: str | Path) -> str:
     if is_url(where):
         return "forge"
     path = Path(where)
-    marks = {"hf": (path / FOREIGN).is_file(), "safetensors": _is_plain(path), "dcp": (path / DCP).is_file()}
-    marks["torch"] = (path.is_file() and path.suffix in TORCH) or (path / "model.pt").is_file()
+    marks = {"hf": (path / HF_CONFIG).is_file(), "safetensors": _is_plain(path), "dcp": (path / DCP_METADATA).is_file()}
+    marks["torch"] = (path.is_file() and path.suffix in TORCH_SUFFIXES) or (path / "model.pt").is_file()
     return next((kind for kind, found in marks.items() if found), "forge")
 
 
@@ -136,7 +136,7 @@ def recipe_to_generate(weights: Weights, overrides: Sequence[str], world: int, r
     return resolved
 
 
-def laid_out(weights: Weights, resolved: Resolved, device: torch.device, registry: Registry) -> ParallelModel:
+def load_sharded_model(weights: Weights, resolved: Resolved, device: torch.device, registry: Registry) -> ParallelModel:
     """Collective: the model of a recipe over all ranks, each of which reads its own part of the weights.
 
     Raises:

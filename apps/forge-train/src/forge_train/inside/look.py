@@ -14,7 +14,7 @@ from forge_models.interp.names import layer_of
 from forge_models.interp.qk import AttentionScores, rule_of
 from forge_models.interp.tap import listening, speaks
 from forge_parallel.build.parallel_model import ParallelModel
-from forge_train.inside.ranks import capture_on_ranks
+from forge_train.inside.ranks import capture_sharded
 
 STREAM = "residual_after"
 EXPERTS = "router.experts"
@@ -42,7 +42,7 @@ def look(
     """Collective: runs an evaluation of a batch that all data ranks bring alike. Nothing of the run changes.
 
     Args:
-        whole: the model on the meta device, see `capture_on_ranks`.
+        whole: the model on the meta device, see `capture_sharded`.
         statistics: of `cka`, `effective_rank`, `attention`, `lens`, `routing`.
         places: of each row, whose values are compared and whose attention is measured.
     """
@@ -53,7 +53,7 @@ def look(
     with ExitStack() as stack:
         seen = None
         if streams or routers:
-            seen = stack.enter_context(capture_on_ranks(model, whole, [*streams, *routers], positions=list(places), alike=True))
+            seen = stack.enter_context(capture_sharded(model, whole, [*streams, *routers], positions=list(places), alike=True))
         stack.enter_context(listening(local.hear))
         for part in model.parts:
             stack.callback(part.register_forward_pre_hook(local.before, with_kwargs=True).remove)

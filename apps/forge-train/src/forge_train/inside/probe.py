@@ -166,19 +166,19 @@ class Asked(NamedTuple):
 
         from forge_models.interp.store.record import fingerprint_of
         from forge_parallel.launch import process_group
-        from forge_train.inference.stored import laid_out, recipe_to_generate, stored_parameters
-        from forge_train.inside.ranks_store import in_dtype, record_on_ranks
+        from forge_train.inference.stored import load_sharded_model, recipe_to_generate, stored_parameters
+        from forge_train.inside.ranks_store import in_dtype, record_sharded
         from forge_train.process.ranks import content_of
 
         resolved = recipe_to_generate(opened, self.overrides, where.size, registry)
         device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
-        laid = laid_out(opened, resolved, device, registry)
+        laid = load_sharded_model(opened, resolved, device, registry)
         component: Any = opened.model
         with torch.device("meta"):
             whole = in_dtype(component.build(), laid.compute)
         said = self._refuse_beyond_budget(checked(whole, names, layers, heads), rows, heads, positions, note)
         told = fingerprint_of(stored_parameters(opened)) if where.rank == 0 else ""
-        record_on_ranks(laid, whole, rows, self.output, names, weights=told, facts=facts, batch=self.limits["batch"], **chosen)
+        record_sharded(laid, whole, rows, self.output, names, weights=told, facts=facts, batch=self.limits["batch"], **chosen)
         return said
 
     def _refuse_beyond_budget(

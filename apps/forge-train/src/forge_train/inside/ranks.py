@@ -341,7 +341,7 @@ class Kept:
 
 
 @contextmanager
-def capture_on_ranks(
+def capture_sharded(
     model: ParallelModel,
     whole: nn.Module,
     names: str | Sequence[str],
@@ -379,7 +379,7 @@ def capture_on_ranks(
 
 
 @contextmanager
-def edit_on_ranks(
+def edit_sharded(
     model: ParallelModel,
     whole: nn.Module,
     names: str | Sequence[str],
@@ -397,7 +397,7 @@ def edit_on_ranks(
 
     Args:
         model: laid out by any of dp, hsdp, tp, cp, ep and pp.
-        whole: the same model on the meta device, see `capture_on_ranks`.
+        whole: the same model on the meta device, see `capture_sharded`.
         how: one of those in `forge_models.interp.edit`, or a function like theirs.
 
     Raises:

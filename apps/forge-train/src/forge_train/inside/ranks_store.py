@@ -143,7 +143,7 @@ class RanksStore:
             raise InterpError(faults[0])
 
 
-def record_on_ranks(
+def record_sharded(
     model: ParallelModel,
     whole: nn.Module,
     inputs: Sequence[Tensor],

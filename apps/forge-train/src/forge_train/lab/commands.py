@@ -57,12 +57,12 @@ def sweep(
     for warning in made.warnings:
         console.note(f"warning: {warning}")
     if slurm:
-        from forge_train.lab.sweep.files import settle
+        from forge_train.lab.sweep.files import write_recipes
         from forge_train.lab.sweep.processes import script
 
         where = ["--dir", str(directory.resolve())] if directory is not None else []
         text = script(made, [*where, *context.args], jobs)
-        settle(made)
+        write_recipes(made)
         (made.directory / "logs").mkdir(exist_ok=True)  # SLURM makes no directory for what a task prints
         print(text, end="")
         return
@@ -110,7 +110,7 @@ def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> i
     from forge_core.errors import ForgeError
     from forge_parallel import accelerator
     from forge_train.lab.sweep.execution import Asked, Executor, Task, slots, train
-    from forge_train.lab.sweep.files import outcome_of, settle
+    from forge_train.lab.sweep.files import outcome_of, write_recipes
     from forge_train.lab.sweep.processes import LOST
     from forge_train.process.stop import REQUEUE
 
@@ -122,7 +122,7 @@ def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> i
     if point is not None and made.grid.search.kind == "halving":
         raise ForgeError("--point: search.kind = 'halving' compares all points after each rung; run the sweep without it")
     places = slots(jobs if point is None else 1, made.grid.processes, accelerator.count())
-    settle(made)
+    write_recipes(made)
     chosen = made.points if point is None else (made.points[point],)
     left = [one for one in chosen if not outcome_of(made.folder(one)).ended]
     if len(left) < len(chosen):

@@ -7,7 +7,7 @@ from typing import Any
 
 from forge_core.config.toml import value_text
 from forge_train.report.html import fields, rows
-from forge_train.report.record import Found
+from forge_train.report.record import RunRecord
 
 ALWAYS_DIFFER = ("job.name", "job.dir")
 ABSENT = "-"
@@ -19,7 +19,7 @@ _ITEM_NAME = re.compile(r"([\w.-]+?)\.(\d+)\.name")
 _PARTS = (("Model", "model"), ("Machine", "machine"), ("Versions", "versions"))
 
 
-def differences(runs: Sequence[Found]) -> str:
+def differences(runs: Sequence[RunRecord]) -> str:
     """A row for every key, fact of the machine and version that is not the same in all runs that say something of it. What all
     have comes first; of many rows, the later ones are folded."""
     if len(runs) < 2:
@@ -61,7 +61,7 @@ def by_name(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def environment(runs: Sequence[Found]) -> str:
+def environment(runs: Sequence[RunRecord]) -> str:
     """Model, machine and versions of every run; of several, a column for each."""
     if len(runs) == 1:
         summary = runs[0].summary

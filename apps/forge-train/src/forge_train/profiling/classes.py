@@ -40,7 +40,7 @@ _MOVES = frozenset(f"aten::{name}" for name in ("copy_", "fill_", "zero_", "empt
 """Operators that only move, fill or allocate memory, when they do not call others."""
 
 
-def of_device(event: Event) -> Kind:
+def class_of_kernel(event: Event) -> Kind:
     """Of a kernel, copy or fill of a device. A copy between devices is communication."""
     if event.category == "kernel":
         return Kind.COMMUNICATION if _KERNELS.match(event.name) else Kind.COMPUTE
@@ -52,7 +52,7 @@ def is_collective(name: str) -> bool:
     return _WORK.match(name) is not None
 
 
-def of_operator(name: str) -> Kind | None:
+def class_of_operator(name: str) -> Kind | None:
     """Of an operator by itself, without those that it calls. None for what only calls others: autograd's engine, and functions
     written in Python, which may wait for a collective; without a namespace, compiled code alone computes by itself."""
     if name.startswith(_HOST_COLLECTIVES):
@@ -93,7 +93,7 @@ class Stretch:
     part: str = ""
 
 
-def sweep(spans: Iterable[Span], window: tuple[int, int]) -> list[Stretch]:
+def classify(spans: Iterable[Span], window: tuple[int, int]) -> list[Stretch]:
     """The window, cut where its class changes; what lies outside is cut off. The order of spans does not matter."""
     begin, stop = window
     found = sorted(
@@ -145,7 +145,7 @@ OTHER, EXPOSED, HOST = "other", "exposed", "host"
 _LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime")
 
 
-class Parts:
+class StepParts:
     """Which part of a step work belongs to."""
 
     def __init__(self, trace: Trace) -> None:

@@ -11,15 +11,15 @@ from forge_train.profiling.classes import (
     CLOSING,
     HostWait,
     Kind,
-    Parts,
     Span,
+    StepParts,
     Stretch,
+    class_of_kernel,
+    class_of_operator,
+    classify,
     host_waits,
     is_collective,
-    of_device,
-    of_operator,
     split,
-    sweep,
     totals,
 )
 from forge_train.profiling.trace import DEVICE, WINDOW, Enclosing, Event, Trace
@@ -99,9 +99,9 @@ def summarize(trace: Trace) -> Summary:
     """
     window = trace.window
     work = _distinct(trace.of(*DEVICE))
-    device, parts = bool(work), Parts(trace)
+    device, parts = bool(work), StepParts(trace)
     spans = list(_on_device(work, parts) if device else _on_threads(trace, parts))
-    stretches = sweep(spans, window)
+    stretches = classify(spans, window)
     return Summary(
         about=trace.about,
         device=device,
@@ -121,12 +121,12 @@ def _distinct(events: Iterable[Event]) -> list[Event]:
     return list({(event.name, event.lane, event.start, event.end): event for event in events}.values())
 
 
-def _on_device(work: Iterable[Event], parts: Parts) -> Iterator[Span]:
+def _on_device(work: Iterable[Event], parts: StepParts) -> Iterator[Span]:
     for event in work:
-        yield Span(of_device(event), event.name, event.start, event.end, part=parts.of_launch(event))
+        yield Span(class_of_kernel(event), event.name, event.start, event.end, part=parts.of_launch(event))
 
 
-def _on_threads(trace: Trace, parts: Parts) -> Iterator[Span]:
+def _on_threads(trace: Trace, parts: StepParts) -> Iterator[Span]:
     """What threads of a CPU do: own times of operators, and collectives as long as they run."""
     for event in _distinct(trace.of("user_annotation")):
         if is_collective(event.name):
@@ -134,7 +134,7 @@ def _on_threads(trace: Trace, parts: Parts) -> Iterator[Span]:
     for pieces in Enclosing(trace.of("cpu_op")).lanes():
         seen: set[int] = set()
         for start, end, event in pieces:
-            if (kind := of_operator(event.name)) is not None:
+            if (kind := class_of_operator(event.name)) is not None:
                 yield Span(kind, event.name, start, end, first=id(event) not in seen, part=parts.at(event.start))
                 seen.add(id(event))
 

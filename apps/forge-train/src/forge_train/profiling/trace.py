@@ -81,7 +81,7 @@ class Trace:
         return start, end
 
 
-def read(path: Path) -> Trace:
+def read_trace(path: Path) -> Trace:
     """Reads `.json` or `.json.gz`.
 
     Raises:
@@ -151,7 +151,7 @@ def forget_old(directory: Path, keep: int) -> None:
         shutil.rmtree(folder)
 
 
-def chosen(path: Path, step: int | None) -> dict[int, Path]:
+def chosen_traces(path: Path, step: int | None) -> dict[int, Path]:
     """The traces of one window by rank. `path` is a run's directory, a window's folder, or a trace.
 
     Args:
@@ -186,7 +186,7 @@ def traces_of(paths: Mapping[int, Path]) -> dict[int, Trace]:
     Raises:
         ForgeError: one cannot be read, or they are of several windows: a start on another number of ranks has left some.
     """
-    found = {rank: read(path) for rank, path in paths.items()}
+    found = {rank: read_trace(path) for rank, path in paths.items()}
     worlds = {trace.about.get("world") for trace in found.values()}
     if len(worlds) > 1:
         raise ForgeError(

@@ -11,7 +11,7 @@ from forge_core.layout import Layout
 from forge_core.machine import has_accelerator, hides_accelerators
 from forge_train.components.evaluation import Best, EarlyStop, Evaluate, Sample, Tasks
 from forge_train.components.hooks import Ema, Inside, Log, Profile, Progress, Replicas, Routing, Save
-from forge_train.hooks.evaluation import metrics
+from forge_train.hooks.evaluation import result_names
 from forge_train.recipe.schema import Job
 
 
@@ -292,14 +292,14 @@ def _metric_faults(job: Job, key: str, metric: str, before: Sequence[Any]) -> It
 def _evaluated(job: Job, hooks: Sequence[Any]) -> list[str]:
     """Results that some hooks measure."""
     found = [hook for hook in hooks if isinstance(hook, Evaluate)]
-    return [name for hook in found for held_out in job.data.evaluation for name in metrics(held_out, hook.weights)]
+    return [name for hook in found for held_out in job.data.evaluation for name in result_names(held_out, hook.weights)]
 
 
 _OURS = (Best, EarlyStop, Ema, Evaluate, Log, Progress, Replicas, Routing, Sample, Save)
 _LOGGED = ("loss", "grad_norm", "tokens_per_second", "step_seconds", "peak_memory")
 
 
-def measured(job: Job) -> list[str] | None:
+def final_metrics(job: Job) -> list[str] | None:
     """Numbers that a run of this recipe has at its end; None where hooks of others may log any."""
     if not all(type(hook) in _OURS for hook in job.hooks):
         return None

@@ -168,7 +168,7 @@ class History:
 
     @classmethod
     def of(cls, lines: Iterable[Mapping[str, Any]]) -> "History":
-        """Reads lines as `forge_train.trackers.objects` gives them, in their order."""
+        """Reads lines as `forge_train.trackers.json_objects` gives them, in their order."""
         history = cls()
         for line in lines:
             history._take(line)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forge_train.run.run import Run
 
 
-def write(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) -> Path:
+def write_run_report(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) -> Path:
     """Gathers the facts of a run and writes its report; rank 0 only."""
     return write_report(
         run.directory,
@@ -35,12 +35,12 @@ def write(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) ->
             },
             "checkpoints": _checkpoints(run.directory),
             "warnings": [*warnings, *run.health.summary()],
-            **facts(run),
+            **data_facts(run),
         },
     )
 
 
-def facts(run: "Run") -> dict[str, Any]:
+def data_facts(run: "Run") -> dict[str, Any]:
     """What the data say of themselves: entropy of the corpus, bytes that a predicted token of each evaluation set says."""
     sets = {name: found.predicted() for name, found in run.evaluations.items()}
     known = {name: found for name, found in sets.items() if found is not None}

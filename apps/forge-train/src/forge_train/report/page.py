@@ -37,7 +37,7 @@ from forge_train.lab.comparison import differences, environment
 from forge_train.report.charts import MOST_OTHER, OTHER, Chart, charts, drawn
 from forge_train.report.curves import limit
 from forge_train.report.html import document, embedded, heat, rows, section, static, swatch, table
-from forge_train.report.record import MOST, SUMMARY, Found, find, is_run
+from forge_train.report.record import MOST_FAULTS, SUMMARY, RunRecord, is_run, read_record
 from forge_train.report.results import mixture, overview, results
 
 REPORT = "report.html"
@@ -52,7 +52,7 @@ def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
     if "config" in summary:
         clean["config"] = _redacted_config(summary["config"])
     replace_file(directory / SUMMARY, json.dumps(clean, indent=1, default=str).encode())
-    return _write(directory / REPORT, [find(directory)])
+    return _write(directory / REPORT, [read_record(directory)])
 
 
 def report(places: Sequence[Path], out: Path | None = None) -> Path:
@@ -67,7 +67,7 @@ def report(places: Sequence[Path], out: Path | None = None) -> Path:
     """
     runs = {directory.resolve(): directory for place in places for directory in runs_in(place)}
     target = out or (places[0] if len(places) == 1 else Path()) / REPORT
-    return _write(target, _named([find(directory) for directory in runs.values()]))
+    return _write(target, _named([read_record(directory) for directory in runs.values()]))
 
 
 def runs_in(place: Path) -> list[Path]:
@@ -90,7 +90,7 @@ def runs_in(place: Path) -> list[Path]:
     return found
 
 
-def _named(runs: Sequence[Found]) -> list[Found]:
+def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """With labels that tell the runs apart: names, or as much of the paths as is needed."""
     for parts in range(max((len(run.directory.resolve().parts) for run in runs), default=0)):
         labels = [run.label if parts == 0 else "/".join(run.directory.resolve().parts[-parts:]) for run in runs]
@@ -99,7 +99,7 @@ def _named(runs: Sequence[Found]) -> list[Found]:
     return list(runs)
 
 
-def _write(target: Path, runs: Sequence[Found]) -> Path:
+def _write(target: Path, runs: Sequence[RunRecord]) -> Path:
     try:
         replace_file(target, page(runs).encode("utf-8", "replace"))
     except OSError as cause:
@@ -122,7 +122,7 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 _LIBRARY = ("uplot/uPlot.min.css", "uplot/uPlot.iife.min.js", "uplot/LICENSE")
 
 
-def page(runs: Sequence[Found]) -> str:
+def page(runs: Sequence[RunRecord]) -> str:
     """The whole page; a part that no run has anything for is left out."""
     shown, more = _shown(charts(runs))
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
@@ -148,7 +148,7 @@ def page(runs: Sequence[Found]) -> str:
     return document(title, parts, styles=[styles], scripts=[library, static("series.js"), static("report.js")])
 
 
-def _headline(runs: Sequence[Found]) -> str:
+def _headline(runs: Sequence[RunRecord]) -> str:
     if len(runs) > 1:
         return "on top of each other, each in its color"
     history = runs[0].history
@@ -161,7 +161,7 @@ def _minutes(time: str) -> str:
     return time[:16].replace("T", " ")
 
 
-def _notes(runs: Sequence[Found]) -> str:
+def _notes(runs: Sequence[RunRecord]) -> str:
     """Warnings that the runs ended with, and what could not be read or is not there."""
     items = []
     for run in runs:
@@ -178,7 +178,7 @@ def _shown(made: list[Chart]) -> tuple[list[Chart], list[str]]:
     return [chart for chart in made if chart not in left_out], [chart.title for chart in left_out]
 
 
-def _board(runs: Sequence[Found], shown: Sequence[Chart], more: Sequence[str]) -> str:
+def _board(runs: Sequence[RunRecord], shown: Sequence[Chart], more: Sequence[str]) -> str:
     """Controls, and the frames that the script draws charts into."""
     sections: dict[str, list[str]] = {}
     for number, chart in enumerate(shown):
@@ -197,7 +197,7 @@ def _board(runs: Sequence[Found], shown: Sequence[Chart], more: Sequence[str]) -
     return f'<div class="board">{_controls(runs)}<noscript><p>The curves need JavaScript.</p></noscript>{"".join(inner)}</div>'
 
 
-def _controls(runs: Sequence[Found]) -> str:
+def _controls(runs: Sequence[RunRecord]) -> str:
     axes = "".join(
         f'<button data-axis="{axis}" aria-pressed="{str(axis == "step").lower()}">{name}</button>'
         for axis, name in (("step", "steps"), ("tokens", "tokens"), ("hours", "hours"))
@@ -215,7 +215,7 @@ def _controls(runs: Sequence[Found]) -> str:
     )
 
 
-def _experts(run: Found) -> str:
+def _experts(run: RunRecord) -> str:
     routing = run.summary.get("routing")
     if not routing:
         return ""
@@ -224,7 +224,7 @@ def _experts(run: Found) -> str:
     return f'<div class="heat-map">{drawing}</div>' if drawing else ""
 
 
-def _similarity(run: Found) -> str:
+def _similarity(run: RunRecord) -> str:
     found = run.summary.get("similarity")
     if not found:
         return ""
@@ -233,15 +233,15 @@ def _similarity(run: Found) -> str:
     return "".join(f'<div class="heat-map">{drawing}</div>' for drawing in drawn)
 
 
-def _faults(runs: Sequence[Found]) -> str:
+def _faults(runs: Sequence[RunRecord]) -> str:
     listed = [(fault, number) for number, run in enumerate(runs) for fault in run.faults]
     listed.sort(key=lambda pair: (pair[0].time, pair[0].step or 0))
-    kept, several = listed[-MOST:], len(runs) > 1
+    kept, several = listed[-MOST_FAULTS:], len(runs) > 1
     body: list[list[Any]] = []
     for fault, number in kept:
         line = [fault.time.replace("T", " "), "" if fault.step is None else fault.step, fault.kind, fault.text]
         body.append([runs[number].label, *line] if several else line)
-    left = f'<p class="dim">{len(listed) - MOST} earlier ones are not listed.</p>' if len(listed) > MOST else ""
+    left = f'<p class="dim">{len(listed) - MOST_FAULTS} earlier ones are not listed.</p>' if len(listed) > MOST_FAULTS else ""
     head = ["time (UTC)", "step", "what", ""]
     made = rows(
         ["run", *head] if several else head, body, numbers=(1 + several,), runs=[number for _, number in kept] if several else ()
@@ -249,7 +249,7 @@ def _faults(runs: Sequence[Found]) -> str:
     return left + made if body else ""
 
 
-def _of_each(runs: Sequence[Found], part: Any) -> str:
+def _of_each(runs: Sequence[RunRecord], part: Any) -> str:
     """A part of every run, under its name where there are several."""
     made = [(number, run.label, part(run)) for number, run in enumerate(runs)]
     if len(runs) == 1:
@@ -263,7 +263,7 @@ def _sample(item: Any) -> str:
     return (f'<p class="dim">{escape(settings)}</p>' if settings else "") + text
 
 
-def _answers(run: Found) -> str:
+def _answers(run: RunRecord) -> str:
     """What was said of each document, with its pictures; what the document says where it is another."""
     cards = []
     for item in run.summary.get("answers", ()):
@@ -277,13 +277,13 @@ def _answers(run: Found) -> str:
     return f'{note}<div class="answers">{"".join(cards)}</div>' if cards else ""
 
 
-def _checkpoints(run: Found) -> str:
+def _checkpoints(run: RunRecord) -> str:
     items = run.summary.get("checkpoints", ())
     table = [[item.get("path", ""), item.get("step", ""), size(item["bytes"]) if "bytes" in item else ""] for item in items]
     return rows(["path", "step", "size"], table, numbers=(1, 2)) if table else ""
 
 
-def _recipe(run: Found) -> str:
+def _recipe(run: RunRecord) -> str:
     if not run.recipe:
         return ""
     inner = rows(["key", "value", "origin"], run.recipe, code=(0, 1, 2))

@@ -16,9 +16,9 @@ from forge_core.lines import lines_of
 from forge_core.redaction import redacted, redacted_text
 from forge_train.directory import ANSWERS, RECIPE, ROUTING, SAMPLES, SIMILARITY
 from forge_train.report.curves import History
-from forge_train.trackers import METRICS, objects
+from forge_train.trackers import METRICS, json_objects
 
-MOST = 200
+MOST_FAULTS = 200
 """Faults that the page lists; of more, the newest."""
 FIRST_LOG, OTHER_LOGS = 4 * 2**20, 2**16
 """Bytes that are read at the end of a log: of rank 0, of each other rank."""
@@ -29,7 +29,7 @@ _KINDS = {"WARNING": "warning", "ERROR": "error", "CRITICAL": "error"}
 
 
 @dataclass(frozen=True)
-class Fault:
+class RunFault:
     """One of them.
 
     Attributes:
@@ -44,29 +44,29 @@ class Fault:
     text: str
 
 
-def faults(directory: Path, history: History) -> list[Fault]:
+def run_faults(directory: Path, history: History) -> list[RunFault]:
     """Of a run, in the order of their time; what has none comes first."""
     found = [*_restarts(history), *_skipped(history), *_logged(directory, history)]
     return sorted(found, key=lambda fault: fault.time)
 
 
-def _restarts(history: History) -> Iterator[Fault]:
+def _restarts(history: History) -> Iterator[RunFault]:
     for restart in history.restarts:
         lost = f"; steps up to {restart.reached} were trained again" if restart.reached > restart.after else ""
-        yield Fault("restart", restart.after, _seconds(restart.time), f"started again after step {restart.after}{lost}")
+        yield RunFault("restart", restart.after, _seconds(restart.time), f"started again after step {restart.after}{lost}")
 
 
-def _skipped(history: History) -> Iterator[Fault]:
+def _skipped(history: History) -> Iterator[RunFault]:
     """From the count that log lines carry; the lines about single steps in the log are summed up when there are many."""
     series, before = history.series.get("skipped_steps"), 0.0
     for step, total in zip(series.steps, series.values, strict=True) if series else ():
         if total > before:
             count = f"{total - before:.0f} step{'s' if total - before > 1 else ''}"
-            yield Fault("skipped", step, "", f"{count} with a loss or gradient that is not finite, up to step {step}: skipped")
+            yield RunFault("skipped", step, "", f"{count} with a loss or gradient that is not finite, up to step {step}: skipped")
         before = total
 
 
-def _logged(directory: Path, history: History) -> Iterator[Fault]:
+def _logged(directory: Path, history: History) -> Iterator[RunFault]:
     """Warnings and errors; what several ranks say is listed once, at its earliest time."""
     said: dict[tuple[str, str, int], list[tuple[str, int]]] = {}
     for path in sorted((directory / "logs").glob("rank-*.log")):
@@ -78,7 +78,7 @@ def _logged(directory: Path, history: History) -> Iterator[Fault]:
         time, rank = min(by)
         who = f"rank {rank}: " if rank else ""
         more = f" (so do {len(by) - 1} more ranks)" if len(by) > 1 else ""
-        yield Fault(_KINDS[level], _step_of(text, time, history), time, f"{who}{redacted_text(text)}{more}")
+        yield RunFault(_KINDS[level], _step_of(text, time, history), time, f"{who}{redacted_text(text)}{more}")
 
 
 def _records(text: str) -> Iterator[tuple[str, int, str, str]]:
@@ -163,7 +163,7 @@ _SHAPES: Mapping[str, _Is] = {
 
 
 @dataclass
-class Found:
+class RunRecord:
     """A run as its page shows it, without secrets.
 
     Attributes:
@@ -177,7 +177,7 @@ class Found:
     directory: Path = Path()
     summary: Mapping[str, Any] = field(default_factory=dict)
     history: History = field(default_factory=History)
-    faults: Sequence[Fault] = ()
+    run_faults: Sequence[RunFault] = ()
     recipe: Sequence[tuple[str, Any, str]] = ()
     notes: Sequence[str] = ()
 
@@ -203,7 +203,7 @@ def is_run(directory: Path) -> bool:
     return (directory / METRICS).is_file() or (directory / SUMMARY).is_file()
 
 
-def find(directory: Path, summary: Mapping[str, Any] | None = None) -> Found:
+def read_record(directory: Path, summary: Mapping[str, Any] | None = None) -> RunRecord:
     """The run in `directory`; `summary` takes the place of the one that its last end has left.
 
     Raises:
@@ -213,7 +213,7 @@ def find(directory: Path, summary: Mapping[str, Any] | None = None) -> Found:
         raise DataError(f"{directory} has neither {METRICS} nor {SUMMARY}: give a run's directory, such as runs/demo")
     notes: list[str] = []
     try:
-        history = History.of(objects(directory / METRICS))
+        history = History.of(json_objects(directory / METRICS))
     except OSError as cause:
         raise DataError(f"{directory / METRICS} cannot be read: {cause.strerror}") from cause
     if history.unread:
@@ -223,12 +223,12 @@ def find(directory: Path, summary: Mapping[str, Any] | None = None) -> Found:
     for name, file in (("samples", SAMPLES), ("answers", ANSWERS), ("routing", ROUTING), ("similarity", SIMILARITY)):
         newer = _json(directory / file, notes)
         kept |= _checked({} if newer is None else {name: redacted(newer)}, notes)
-    return Found(
+    return RunRecord(
         label=kept.get("name") or directory.resolve().name,
         directory=directory,
         summary=kept,
         history=history,
-        faults=faults(directory, history),
+        faults=run_faults(directory, history),
         recipe=_recipe(directory, kept, history, notes),
         notes=notes,
     )

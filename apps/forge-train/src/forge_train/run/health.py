@@ -20,7 +20,7 @@ Change = Literal["left", "back", "settled"]
 
 
 @dataclass
-class Band:
+class LossBand:
     """Losses of steps in order; `left` is the step of the first loss outside of the present episode, None while there is none."""
 
     left: int | None = None
@@ -140,7 +140,7 @@ class Health:
     skipped: list[int] = field(default_factory=list)
     total: int = 0
     saves: list[int] = field(default_factory=list)
-    band: Band = field(default_factory=Band)
+    band: LossBand = field(default_factory=LossBand)
     remarks: list[str] = field(default_factory=list)
     _row: int = 0
     _said: int = 0

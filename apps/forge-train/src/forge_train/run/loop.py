@@ -10,7 +10,7 @@ from forge_core.protocols.data import Cursor
 from forge_parallel.launch.deterministic import same_bits
 from forge_train.process.stop import RolledBackTooOften, TrainingError
 from forge_train.run.health import RollBack
-from forge_train.run.micro_batch import noted_when_full
+from forge_train.run.micro_batch import note_out_of_memory
 from forge_train.run.observers import rescue
 from forge_train.run.run import Run
 
@@ -24,13 +24,13 @@ def fit(run: Run) -> str:
         Superseded: another job has started in the run's directory.
     """
     run.hook_calls(run, "start")
-    with same_bits(run.job.train.deterministic), planned(run.job.train.collect_every) as collect:
+    with same_bits(run.job.train.deterministic), periodic_gc(run.job.train.collect_every) as collect:
         for batches, cursor in run.phases.drawn("data", run.data.from_cursor(run.state.cursor)):
             if run.stop.reason(run.state):
                 break
             run.begin_step(batches)
             run.hook_calls(run, "before_step")
-            with noted_when_full(run):
+            with note_out_of_memory(run):
                 result = run.step(batches, stop=run.stop.wanted(), trace=run.wants_trace)
             run.hook_calls(run, "before_update", result)
             with run.phases("optimizer"):
@@ -48,7 +48,7 @@ def fit(run: Run) -> str:
 
 
 @contextmanager
-def planned(every: int | None) -> Iterator[Callable[[int], None]]:
+def periodic_gc(every: int | None) -> Iterator[Callable[[int], None]]:
     """Python looks for garbage at the same steps on all ranks; one that does so alone keeps all others waiting.
 
     Inside, garbage in cycles is collected by the function that this gives, called with the number of each complete step: at

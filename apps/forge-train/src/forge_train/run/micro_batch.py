@@ -37,7 +37,7 @@ class OutOfMemory(ForgeError):
 
 
 @contextmanager
-def noted_when_full(run: "Run") -> Iterator[None]:
+def note_out_of_memory(run: "Run") -> Iterator[None]:
     """Around forward and backward of a step.
 
     Raises:
@@ -85,7 +85,7 @@ def smaller(size: int) -> int:
     return max(each for each in range(1, size // 2 + 1) if size % each == 0)
 
 
-def remembered(directory: Path, job: Job, world: World) -> tuple[Job, str]:
+def read_note(directory: Path, job: Job, world: World) -> tuple[Job, str]:
     """Collective: the job with the micro-batch that fits, and what to say of it; as it is without a note, or where the recipe has
     another micro-batch than the one that did not fit."""
 

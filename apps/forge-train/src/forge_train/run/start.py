@@ -45,12 +45,12 @@ from forge_train.recipe.parameters import settings_in
 from forge_train.run.checkpoints import Checkpoints, build_hooks, restore_hooks
 from forge_train.run.health import Health
 from forge_train.run.loop import Back
-from forge_train.run.micro_batch import remembered
-from forge_train.run.resume import check, check_without_checkpoint
+from forge_train.run.micro_batch import read_note
+from forge_train.run.resume import check_resume, check_without_checkpoint
 from forge_train.run.run import Run, State
 from forge_train.run.saves import saves_of
-from forge_train.run.weights import carried, initial_weights, origin
-from forge_train.trackers import METRICS, Guarded, JsonlTracker
+from forge_train.run.weights import facts_of_checkpoint, facts_of_start, initial_weights
+from forge_train.trackers import METRICS, JsonlTracker, SafeTracker
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,7 +122,7 @@ def assemble(
             raise ForgeError(f"model.attention.core = {core!r} {why}; set it to 'auto' or 'sdpa'")
     asked = job.train.micro_batch
     with ranks.together("the micro-batch that fits", collective=True):
-        job, fits = remembered(directory, job, world) if not fresh else (job, "")
+        job, fits = read_note(directory, job, world) if not fresh else (job, "")
     with ranks.together("the directory and the data"), rank_zero_first(world):
         refuse_fresh(job, fresh)
         if world.rank == 0 or directory.is_dir():  # one that is missing is tried out by one rank
@@ -151,10 +151,10 @@ def assemble(
         if topology.rank == 0:
             refuse_without_progress(directory, found.step if found else 0, automatic)
     with ranks.together("the weights to start from"):
-        checkpoints.origin = carried(found.meta) if found else origin(job, registry, data.tokenizer)
+        checkpoints.origin = facts_of_checkpoint(found.meta) if found else facts_of_start(job, registry, data.tokenizer)
         checkpoints.tokenizer = None if data.tokenizer is None else data.tokenizer.fingerprint
     with ranks.together("the plan"):
-        noted = check(found, resolved, registry, data) if found else check_without_checkpoint(resolved)
+        noted = check_resume(found, resolved, registry, data) if found else check_without_checkpoint(resolved)
         blueprint = Blueprint.of(job.model.build)
         _refuse_extras(
             blueprint, [*getattr(data, "sources", ()), *(getattr(each, "source", None) for each in evaluations.values())]
@@ -239,7 +239,7 @@ def assemble(
     with ranks.together("taking the checkpoints", collective=True):
         run.stop.fence = checkpoints.own()
         if later := checkpoints.later(policy):
-            noted = check(later, resolved, registry, data)
+            noted = check_resume(later, resolved, registry, data)
             take_up(later, model, optimizer)
             dropped = restore_hooks(run.hooks, meta["hooks"])
             checkpoints.restore_kept(later, run)
@@ -251,7 +251,7 @@ def assemble(
             note_start(directory, state.step, automatic)
             numbers = JsonlTracker(directory / METRICS)  # every run has it, in its recipe or not
             others = [tracker for tracker in trackers if getattr(tracker, "path", None) != numbers.path]
-            run.trackers = [Guarded(tracker) for tracker in (numbers, *others)]
+            run.trackers = [SafeTracker(tracker) for tracker in (numbers, *others)]
     for tracker in run.trackers:
         tracker.rewind(state.step)
     if "health" in meta:

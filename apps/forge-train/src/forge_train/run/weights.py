@@ -21,7 +21,7 @@ from forge_parallel.build.realize import initialize
 from forge_train.formats.forge import OF_THE_START, ForgeWeights
 from forge_train.inference.stored import fill_from, open_weights
 from forge_train.inference.tokenizer import settings_of, tokenizer_for
-from forge_train.recipe.load import IGNORE, KEY
+from forge_train.recipe.load import FROM_HF, FROM_HF_IGNORE
 from forge_train.recipe.schema import Job, Start
 
 
@@ -34,16 +34,16 @@ def initial_weights(job: Job, registry: Registry, report: Callable[[str], None])
         ForgeError: the recipe has two sources of weights.
     """
     component: Any = job.model
-    path = getattr(component, KEY, None)
+    path = getattr(component, FROM_HF, None)
     parts = weighted_parts(component)
     if parts and path is not None:
         raise ForgeError(
-            f"model.{KEY} and the weights of model.{next(iter(parts))} are two sources of weights, and which tensor is whose is "
-            "not known; remove one of them"
+            f"model.{FROM_HF} and the weights of model.{next(iter(parts))} are two sources of weights, and Forge cannot tell "
+            "which tensor comes from which; remove one of them"
         )
     if job.start.weights is not None:
         if path is not None:
-            raise ForgeError(f"model.{KEY} and start.weights are two sources of weights; remove one of them")
+            raise ForgeError(f"model.{FROM_HF} and start.weights are two sources of weights; remove one of them")
         started = warm_start(job.start, job.job.seed, registry, report, component, tuple(parts))
         return partial(_fill_with_parts, parts=parts, others=started, report=report)
     if parts:
@@ -52,7 +52,7 @@ def initial_weights(job: Job, registry: Registry, report: Callable[[str], None])
         return job.job.seed
 
     def restore(model: ParallelModel) -> None:
-        converter = registry.load("forge.converters", "hf")(ignore=getattr(component, IGNORE, ())).build()
+        converter = registry.load("forge.converters", "hf")(ignore=getattr(component, FROM_HF_IGNORE, ())).build()
         weights = converter.read(Path(path))
         for note in weights.facts.notes:
             report(f"{path}: {note}")
@@ -110,17 +110,17 @@ def warm_start(
             weights = component.starts_from(weights)
         for note in weights.facts.notes:
             report(f"{path}: {note}")
-        taken = chosen(start, weights.tensors)
+        taken = tensors_to_take(start, weights.tensors)
         if twice := [part for part in parts if any(name.startswith(f"{part}.") for name in taken)]:
             raise ForgeError(
                 f"start.weights and the weights of model.{twice[0]} both have its tensors; leave them out with "
                 f"start.exclude = ['{twice[0]}.*'], or take a model.{twice[0]} without weights"
             )
-        left = check(taken, weights, model)
+        left = check_start(taken, weights, model)
         drawn = [name for name in model.specs.tensors if name not in taken and name.partition(".")[0] not in parts]
         check_drawn(drawn, left, start, weights, len(model.specs.tensors))
         initialize(model, seed)
-        copy(taken, weights, model)
+        copy_tensors(taken, weights, model)
         unused = sorted(set(weights.tensors) - set(taken.values()))
         report(f"{path}: {len(taken)} of {len(model.specs.tensors)} tensors are those of step {weights.facts.step}")
         if drawn:
@@ -131,7 +131,7 @@ def warm_start(
     return restore
 
 
-def chosen(start: Start, stored: Iterable[str]) -> dict[str, str]:
+def tensors_to_take(start: Start, stored: Iterable[str]) -> dict[str, str]:
     """The model's name -> the stored name of each tensor that is taken.
 
     Raises:
@@ -162,7 +162,7 @@ def chosen(start: Start, stored: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def check(taken: dict[str, str], weights: Weights, model: ParallelModel) -> list[str]:
+def check_start(taken: dict[str, str], weights: Weights, model: ParallelModel) -> list[str]:
     """Compares what is to be taken with the model. What the model does not have is left out of `taken`, and returned.
 
     Raises:
@@ -237,7 +237,7 @@ def _differ_by_parts(one: str, other: str) -> bool:
 
 
 @torch.no_grad()
-def copy(taken: Mapping[str, str], weights: Weights, model: ParallelModel) -> None:
+def copy_tensors(taken: Mapping[str, str], weights: Weights, model: ParallelModel) -> None:
     """Fills this rank's boxes of what is taken; values are converted to the dtype of the model's state."""
     for name, tensor in model.tensors():
         piece = model.piece(name, tensor)
@@ -257,15 +257,15 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-TOKENIZER = "tokenizer"
+TOKENIZER_KEY = "tokenizer"
 """Key of a checkpoint's metadata with the fingerprint of the tokenizer that the run's ids are of."""
 GENERATION_KEY, TEMPLATE_KEY = OF_THE_START
-KEPT = ("special_tokens", "ends", "family", GENERATION_KEY, TEMPLATE_KEY)
+KEPT_KEYS = ("special_tokens", "ends", "family", GENERATION_KEY, TEMPLATE_KEY)
 """Keys of a checkpoint's metadata that come from the weights that the run started from."""
 _PROBE = "The quick brown fox\n\n  def f(x):\treturn x[0] + 1234.5 # \u00e9\u00df \u732b \u0438 \U0001f642"
 
 
-def origin(job: Job, registry: Registry, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def facts_of_start(job: Job, registry: Registry, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What a new run's checkpoints keep of the weights whose tokens it takes over; empty where it takes none.
 
     Raises:
@@ -279,10 +279,10 @@ def origin(job: Job, registry: Registry, tokenizer: Tokenizer | None) -> dict[st
             f"{key}: the token ids of {weights.facts.origin} are of another tokenizer than those of the data: {why}; set "
             "[data.tokenizer] to the tokenizer of the weights, or leave these weights out"
         )
-    return kept_of(weights)
+    return facts_to_keep(weights)
 
 
-def kept_of(weights: Weights) -> dict[str, Any]:
+def facts_to_keep(weights: Weights) -> dict[str, Any]:
     """The facts of weights that an export of what is made of them needs: ids, settings of generation, the chat template."""
     facts = weights.facts
     found: dict[str, Any] = {
@@ -297,30 +297,30 @@ def kept_of(weights: Weights) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def carried(meta: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of_checkpoint(meta: Mapping[str, Any]) -> dict[str, Any]:
     """What the checkpoint that a run resumes from keeps of these."""
-    return {name: meta[name] for name in KEPT if name in meta}
+    return {name: meta[name] for name in KEPT_KEYS if name in meta}
 
 
 def _weights(job: Job, registry: Registry) -> tuple[str, Weights | None]:
     """The weights whose table of tokens a run takes, and the key that names them."""
     component: Any = job.model
-    if (path := getattr(component, KEY, None)) is not None:
-        return f"model.{KEY}", registry.load("forge.converters", "hf")(ignore=getattr(component, IGNORE, ())).build().read(
-            Path(path)
-        )
+    if (path := getattr(component, FROM_HF, None)) is not None:
+        return f"model.{FROM_HF}", registry.load("forge.converters", "hf")(
+            ignore=getattr(component, FROM_HF_IGNORE, ())
+        ).build().read(Path(path))
     if job.start.weights is None:
         return "", None
     weights = open_weights(job.start.weights, registry, job.start.section)
     started = component.starts_from(weights) if hasattr(component, "starts_from") else weights
-    taken = any(name.endswith("embed.weight") for name in chosen(job.start, started.tensors))
+    taken = any(name.endswith("embed.weight") for name in tensors_to_take(job.start, started.tensors))
     return "start.weights", weights if taken else None
 
 
 def _other_tokenizer(weights: Weights, tokenizer: Tokenizer, registry: Registry) -> str:
     """How ids differ; empty where they do not, as far as is known."""
     if isinstance(weights, ForgeWeights) and weights.facts.tokenizer is None:
-        known = weights.meta.get(TOKENIZER)
+        known = weights.meta.get(TOKENIZER_KEY)
         if known in (None, tokenizer.fingerprint):
             return ""
         return f"their run had the one with the fingerprint {known[:12]}, here it is {tokenizer.fingerprint[:12]}"
@@ -330,10 +330,10 @@ def _other_tokenizer(weights: Weights, tokenizer: Tokenizer, registry: Registry)
         theirs = tokenizer_for(weights, None, registry, lambda _: None)
     except DataError:
         return ""  # files that Forge does not read
-    return difference(tokenizer, theirs)
+    return tokenizer_difference(tokenizer, theirs)
 
 
-def difference(ours: Tokenizer, theirs: Tokenizer) -> str:
+def tokenizer_difference(ours: Tokenizer, theirs: Tokenizer) -> str:
     """The first id with another text in two tokenizers, or that a text has other ids; empty where there is none.
 
     Files of one tokenizer may differ in how they are written, so the ids are compared: those that both have, one by one.

@@ -14,7 +14,7 @@ from forge_train.lab.sweep.files import SWEEP_FILE, finite
 from forge_train.lab.sweep.grid import OURS
 from forge_train.plan import run_size
 from forge_train.recipe.load import Resolved, load
-from forge_train.trackers import METRICS, read
+from forge_train.trackers import METRICS, read_metrics
 
 Counted = Literal["all", "blocks", "active"]
 """Which parameters are N: all of them, as Hoffmann et al. count; those of the blocks, without token table and head, as Kaplan et
@@ -23,7 +23,7 @@ DEFAULT = "evaluation/held_out/loss"
 
 
 @dataclass(frozen=True)
-class Run:
+class FittedRun:
     """A run that counts. `parameters` is N, `tokens` is D, `loss` in nats per token."""
 
     name: str
@@ -36,7 +36,7 @@ class Run:
 class Gathered:
     """Runs, those that were left out with the reason, and the metric that is the loss."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[FittedRun, ...]
     left_out: tuple[tuple[str, str], ...]
     metric: str
 
@@ -78,7 +78,7 @@ def gather(
     if twice := [str(path) for index, path in enumerate(resolved) if path in resolved[:index]]:
         raise DataError(f"{twice[0]} is given twice; a run counts once")
     metric = metric or next(iter(metrics), DEFAULT)
-    kept: list[tuple[Run, Resolved]] = []
+    kept: list[tuple[FittedRun, Resolved]] = []
     left_out: list[tuple[str, str]] = []
     for name, path, of_sweep in found:
         reason, pair = _run(name, path, metric, counted, unfinished, registry)
@@ -94,12 +94,12 @@ def gather(
 
 def _run(
     name: str, path: Path, metric: str, counted: Counted, unfinished: bool, registry: Registry
-) -> tuple[str, tuple[Run, Resolved] | None]:
+) -> tuple[str, tuple[FittedRun, Resolved] | None]:
     """A run, or why it cannot count."""
     if not (path / RECIPE).is_file():
         return "it has not begun", None
     resolved = load(read_recipe(path / RECIPE), (), None, registry)
-    entries = read(path / METRICS)
+    entries = read_metrics(path / METRICS)
     step = max((entry["step"] for entry in entries), default=0)
     steps = resolved.job.train.max_steps
     if step < steps and not unfinished:
@@ -119,10 +119,10 @@ def _run(
     tokens = max((int(entry["tokens"]) for entry in entries if "tokens" in entry and entry["step"] <= at), default=0)
     if tokens <= 0 or parameters <= 0:
         return f"it has {parameters} parameters and {tokens} tokens", None
-    return "", (Run(name, parameters, tokens, float(loss)), resolved)
+    return "", (FittedRun(name, parameters, tokens, float(loss)), resolved)
 
 
-def _refuse_same(kept: Sequence[tuple[Run, Resolved]]) -> None:
+def _refuse_same(kept: Sequence[tuple[FittedRun, Resolved]]) -> None:
     seen: dict[str, str] = {}
     for run, resolved in kept:
         recipe = json.dumps(_without_place(resolved.as_json()), sort_keys=True, default=str)
@@ -142,8 +142,8 @@ def _without_place(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tuned(kept: Sequence[tuple[Run, Resolved]], left_out: list[tuple[str, str]], metric: str) -> Gathered:
-    best: dict[tuple[int, int, int], Run] = {}
+def _tuned(kept: Sequence[tuple[FittedRun, Resolved]], left_out: list[tuple[str, str]], metric: str) -> Gathered:
+    best: dict[tuple[int, int, int], FittedRun] = {}
     for run, resolved in kept:
         key = run.parameters, run.tokens, resolved.job.job.seed
         other = best.get(key)

@@ -13,7 +13,7 @@ from types import FrameType
 
 from forge_core.errors import ForgeError
 from forge_core.machine import usable_cores
-from forge_train.lab.sweep.files import Outcome, finite, keep, outcome_of, reached, share_data
+from forge_train.lab.sweep.files import Outcome, finite, outcome_of, reached, share_data, write_outcome
 from forge_train.lab.sweep.grid import STOP, Sweep
 from forge_train.lab.sweep.points import Point, Search
 from forge_train.lab.sweep.processes import Process, Start, command_of, meaning, start, tail
@@ -191,7 +191,7 @@ class Executor:
         elif end != "stopped":
             now = replace(now, status="diverged" if end == "diverged" else "failed", said=lines)
             now = replace(now, rungs={**now.rungs, str(wanted): None})
-        keep(folder, now)
+        write_outcome(folder, now)
         again = one.attempt < TRIES.get(end, 1)
         self.say(_told(task.point, now, again, self.sweep.grid.search.metric))
         return again

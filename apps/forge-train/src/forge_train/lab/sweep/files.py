@@ -18,14 +18,14 @@ from forge_train.directory import RECIPE
 from forge_train.lab.sweep.grid import OURS, Sweep
 from forge_train.lab.sweep.points import Point
 from forge_train.recipe.load import load
-from forge_train.trackers import METRICS, read
+from forge_train.trackers import METRICS, read_metrics
 
 SWEEP_FILE = "sweep.json"
 """Names the points and their metric; its presence marks a directory as a sweep's."""
 _SHOWN = 5
 
 
-def settle(sweep: Sweep, registry: Registry | None = None) -> None:
+def write_recipes(sweep: Sweep, registry: Registry | None = None) -> None:
     """Writes the recipe of every point, unless one of them has been trained with another.
 
     Raises:
@@ -125,7 +125,7 @@ class Outcome:
 
 
 def outcome_of(folder: Path) -> Outcome:
-    """What `keep` wrote last; `waiting` where there is nothing to be read."""
+    """What `write_outcome` wrote last; `waiting` where there is nothing to be read."""
     try:
         found = json.loads((folder / OUTCOME_FILE).read_text(encoding="utf-8"))
         return Outcome(**{**found, "said": tuple(found["said"])})
@@ -133,7 +133,7 @@ def outcome_of(folder: Path) -> Outcome:
         return Outcome()
 
 
-def keep(folder: Path, outcome: Outcome) -> None:
+def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Writes it whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / OUTCOME_FILE, json.dumps(asdict(outcome), indent=1).encode())
@@ -141,7 +141,7 @@ def keep(folder: Path, outcome: Outcome) -> None:
 
 def reached(folder: Path, metric: str) -> tuple[int, int, float | None]:
     """(step, tokens, value of the metric at that step) of the run in a directory; no value where it was not measured there."""
-    entries = read(folder / METRICS)
+    entries = read_metrics(folder / METRICS)
     step = max((entry["step"] for entry in entries), default=0)
     tokens = max((int(entry["tokens"]) for entry in entries if "tokens" in entry), default=0)
     values = [entry[metric] for entry in entries if entry["step"] == step and metric in entry]

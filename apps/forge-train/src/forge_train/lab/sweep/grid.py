@@ -12,8 +12,8 @@ from forge_core.config.tree import Table, origin_at
 from forge_core.config.validation import walk
 from forge_core.errors import ConfigError, Fault, did_you_mean
 from forge_core.registry import Registry
-from forge_train.lab.sweep.points import SEED, Axis, Grid, Point, Search, axes_of, drawn, grid, named
-from forge_train.recipe.checks import measured
+from forge_train.lab.sweep.points import SEED, Axis, Grid, Point, Search, axes_of, grid, named, sample_points
+from forge_train.recipe.checks import final_metrics
 from forge_train.recipe.load import Resolved, load
 
 MOST = 1000
@@ -168,7 +168,7 @@ def _placed(fault: Fault, tree: Table) -> Fault:
 
 def _settings(made: Grid, axes: Sequence[Axis]) -> list[dict[str, Any]]:
     """The settings that the search tries."""
-    return grid(axes) if made.search.samples is None else drawn(axes, made.search.samples, made.search.seed)
+    return grid(axes) if made.search.samples is None else sample_points(axes, made.search.samples, made.search.seed)
 
 
 def _each_value(axes: Sequence[Axis]) -> list[dict[str, Any]]:
@@ -220,7 +220,7 @@ def _checked(
 
 def _point_faults(made: Grid, found: Resolved) -> Iterator[Fault]:
     """What the sweep needs of a point's recipe."""
-    known = measured(found.job)
+    known = final_metrics(found.job)
     if known is not None and made.search.metric not in known:
         message = f"{made.search.metric!r} is measured by no hook of the recipe"
         yield Fault("search.metric", message, hint=did_you_mean(made.search.metric, known) or "add hook 'evaluate' or 'log'")

@@ -247,7 +247,7 @@ def grid(axes: Sequence[Axis]) -> list[dict[str, Any]]:
     return [_joined(axes, chosen) for chosen in itertools.product(*(axis.every() for axis in axes))]
 
 
-def drawn(axes: Sequence[Axis], samples: int, seed: int) -> list[dict[str, Any]]:
+def sample_points(axes: Sequence[Axis], samples: int, seed: int) -> list[dict[str, Any]]:
     """`samples` different settings. What is drawn for a key depends on the seed, the number of the draw and the key alone, so
     more samples, or another key, change none of the others. Fewer come back where the space has no more."""
     found: dict[str, dict[str, Any]] = {}
