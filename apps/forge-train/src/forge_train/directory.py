@@ -1,4 +1,9 @@
-"""The directory of a run: which files it has, and how a start probes it, takes it over or moves it aside."""
+"""The directory of a run, `runs/<name>/`: its files, and how a start probes it, takes it over, or moves earlier files aside.
+
+A start only reads until it takes the directory over, when nothing is left that could refuse. It then takes the store of
+checkpoints first, so that an older job of the same directory saves and logs nothing more, and the files of the two do not mix.
+Only prepared data is written earlier: its name depends on its content, and it appears by a rename.
+"""
 
 import logging
 import re

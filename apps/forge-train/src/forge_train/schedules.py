@@ -1,4 +1,9 @@
-"""Learning-rate schedules: their keys in `[schedule]`, and their formulas as functions of the step. No torch."""
+"""Learning-rate schedules: their keys in `[schedule]`, and their formulas as functions of the step. No torch.
+
+A run of S steps calls a factor with s = 0 ... S - 1. The progress of a decay from `start` to `stop` is
+p = (s - start) / (stop - start). So the first step of a decay still has the full rate, and `floor` would be reached one step
+after the last one: no step of a run has the factor 0, not even with `floor` = 0.
+"""
 
 import math
 from bisect import bisect_right

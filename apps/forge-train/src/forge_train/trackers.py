@@ -1,4 +1,16 @@
-"""Trackers write the metrics of a run: JSON lines, TensorBoard, Weights & Biases. A tracker that fails does not stop the run."""
+"""Trackers write the metrics of a run: JSON lines, TensorBoard, Weights & Biases. A tracker that fails does not stop the run.
+
+After a resume the steps since the checkpoint are trained again, and what trackers hold of them is void:
+
+- JSON lines: a line is `{"step": 120, "time": "2026-01-31T12:00:00.123+00:00", "loss": 3.2, ...}`, appended by a single system
+  call. NaN and the infinities, for which JSON has no number, are the strings "nan", "inf" and "-inf", and `read_metrics` returns
+  them as floats. A resume after step s appends `{"rewind": s, "time": ...}`, and `read_metrics` leaves out earlier lines of later
+  steps. Nothing is cut from the file, so it shows every start of the run and what a crash lost.
+- TensorBoard: a resume after step s starts a new event file with the "purge step" s + 1, from which TensorBoard ignores earlier
+  files. One event holds all values of a write, as 32-bit floats.
+- W&B: its own step never goes back, and it drops values of earlier steps. So every row has `step`, the axis of its charts, and
+  `started_after`, the step from which this start resumed. A row is void if a later start has a `started_after` below its `step`.
+"""
 
 import importlib
 import json

@@ -1,4 +1,13 @@
-"""The formats `dcp` and `torch`: checkpoints of `torch.distributed.checkpoint` and files of `torch.save`."""
+"""The formats `dcp` and `torch`: checkpoints of `torch.distributed.checkpoint`, and files of `torch.save` with a table of tensors.
+
+Both are pickles. Next to the files that torch writes, Forge writes `forge.json`, which says where the bytes of each tensor are,
+with their digest: such files are read as plain bytes, without unpickling. Files without `forge.json`, or files that have changed
+since, come from somebody else. They are unpickled only with `--unsafe-pickle`, in a separate process.
+
+The keys of `dcp` are the names of parameters at the top, as torchtitan has written them since its pull request 1347 of 2025.
+Checkpoints of `{"model": ...}`, as torchtitan wrote them before, have the prefix `model.`. Names and orientation of tensors are
+Forge's; a model with other names needs a mapping, or the format `hf`.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,10 @@
-"""Reads and changes inner values of a model that is sharded over ranks."""
+"""Reads and changes inner values of a model that is sharded over ranks.
+
+A capture selects on each rank what the rank holds and gathers only that; an edit sees whole values, and each rank takes its share
+of the result. What a rank holds depends on the layout: rows differ over data ranks; places of a row over ranks of cp, and of tp
+where the stream is cut along the sequence; heads and neurons over ranks of tp; layers over stages. Where several ranks hold the
+same value, the first of them answers.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,9 @@
-"""Stores inner values of a model that is sharded over ranks: each rank writes its own files, and one manifest names them all."""
+"""Stores inner values of a model that is sharded over ranks: each rank writes its own files, and one manifest names them all.
+
+Ranks get neighboring blocks of inputs. Data ranks run rows of their blocks together; ranks that share a model run the rows of
+each other's blocks in turn, and the values of a row go to the rank whose block it is in. So memory holds one batch and one shard,
+every rank writes, and rows are in the order of the inputs, as one process writes them.
+"""
 
 import copy
 import json

@@ -1,4 +1,9 @@
-"""The ranks of a job start and end together: verdicts, exit codes, and what rank 0 reports for all."""
+"""The ranks of a job start and end together: verdicts, exit codes, and what rank 0 reports for all.
+
+All ranks run one recipe and one code. What one rank refuses, all refuse, with one exit code, and rank 0 reports it once. Verdicts
+go through the store of the process group and not through a collective, because a rank that refuses may leave the others in a
+collective, and they must not take another message for its result.
+"""
 
 import json
 import logging

@@ -1,4 +1,25 @@
-"""Each instant of a window in exactly one class; the time of each part of a step; waits of the host."""
+"""Each instant of a window in exactly one class; the time of each part of a step; waits of the host.
+
+An event has a kind by its category first and by the beginning of its name within the category, so an operator is never a kernel:
+`record_param_comms` contains "mm" and multiplies no matrices, and kernels that a compiler fused around a collective name the
+collective, and compute.
+
+One pass over the ends of all intervals, on any number of streams, gives each instant a class. They sum to the window exactly:
+
+    compute      computation without communication
+    overlapped   computation during communication
+    exposed      communication without computation: the device waits for it
+    memory       only copies and fills
+    idle         nothing
+
+Another division, by the parts of a step, sums to the window, too. On a device, work belongs to the part in which the host
+launched it, however late it runs:
+
+    data, forward, backward, reduce, optimizer, ...   computation and copies of that part
+    other                                             computation and copies outside of all parts
+    exposed                                           a collective runs and nothing is computed
+    host                                              nothing runs
+"""
 
 import re
 from bisect import bisect_left, bisect_right

@@ -1,4 +1,4 @@
-"""Writes `report.html`: one file, everything inline, nothing fetched when it is opened.
+"""The report of one or several runs as one HTML file: everything is inline, and nothing is fetched when it is opened.
 
 `summary` is plain data; every key is optional:
 

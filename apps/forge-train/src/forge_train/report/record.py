@@ -177,7 +177,7 @@ class RunRecord:
     directory: Path = Path()
     summary: Mapping[str, Any] = field(default_factory=dict)
     history: History = field(default_factory=History)
-    run_faults: Sequence[RunFault] = ()
+    faults: Sequence[RunFault] = ()
     recipe: Sequence[tuple[str, Any, str]] = ()
     notes: Sequence[str] = ()
 

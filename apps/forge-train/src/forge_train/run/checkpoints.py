@@ -1,4 +1,8 @@
-"""What a checkpoint of a run contains, and how model, optimizer and hooks are restored from it."""
+"""What a checkpoint of a run contains, and how model, optimizer and hooks are restored from it.
+
+States of hooks are pairs [key, state] in the order of the hooks. A key is the registered name of the hook, which does not change
+when its class is renamed; checkpoints of earlier versions have the name of the class.
+"""
 
 import json
 import logging

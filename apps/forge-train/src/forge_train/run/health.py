@@ -1,4 +1,10 @@
-"""The health of a run: skipped steps, the expected band of the loss, and when the run goes back to a checkpoint."""
+"""The health of a run: skipped steps, the expected band of the loss, and when the run goes back to a checkpoint.
+
+The band ends at `median + max(6 * 1.4826 * MAD, median / 5, 0.1)` of the last 200 losses inside it (MAD: median absolute
+deviation; the factor 1.4826 makes it the standard deviation of normal noise). The loss has *left* the band when 3 of 5 steps are
+above it, so a single spike does not count, and it is *back* when 3 of 5 are inside. A loss that is not finite is outside. Losses
+outside do not move the band until one episode has 200 of them: then they are the new level, such as that of other data.
+"""
 
 import logging
 import math

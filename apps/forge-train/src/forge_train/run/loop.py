@@ -1,4 +1,9 @@
-"""The training loop, read from top to bottom, and `train`, which runs it again after a rollback."""
+"""The training loop, read from top to bottom, and `train`, which runs it again after a rollback.
+
+What happens around a step is a hook; what happens in one is `Step`. A rollback assembles the run anew within the same processes,
+as a start does, so it restores what a resume restores, in any layout. Its first action is to save that state again with the later
+data position, so that later starts go on from there, without the data that the run has read since.
+"""
 
 import gc
 import logging

@@ -1,4 +1,8 @@
-"""Initial weights of a run, from `[model] from_hf`, parts of the model, or `[start]`; what checkpoints keep of their origin."""
+"""Initial weights of a run, from `[model] from_hf`, parts of the model, or `[start]`; what checkpoints keep of their origin.
+
+`[start]` takes some of the weights of another run. Everything is compared before anything changes: an error lists all tensors
+that do not fit. Tensors that are not taken begin as drawn from `job.seed`, and are reported.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,11 @@
-"""The scaling law L(N, D) = E + A/N^alpha + B/D^beta, its fit to runs with resamples, and the frontier of compute."""
+"""The scaling law L(N, D) = E + A/N^alpha + B/D^beta, its fit to runs with resamples, and the frontier of compute.
+
+The objective is that of Hoffmann et al. (2022, approach 3): the Huber loss, with delta = 1e-3, of the residuals
+log L(N, D) - log L, where log L(N, D) is the log-sum-exp of the terms. They minimized it by L-BFGS from a grid of starts. Here
+each step solves the least-squares problem with the weights that make its gradient that of the Huber loss, damped as by Levenberg
+and Marquardt. It takes all starts and all weightings of the runs in one batch, and converges to the last digits, on which the
+exponents depend (Besiroglu et al., 2024). A test compares it with torch's L-BFGS.
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""Trains the points of a sweep, several at a time: all to their end, or by successive halving."""
+"""Trains the points of a sweep, several at a time: all to their end, or by successive halving (Jamieson and Talwalkar, 2016).
+
+With halving, a run has the schedule of its whole length from the first step, and pauses at a rung by `train.stop_at`. So points
+that go on are bit for bit those that never paused.
+"""
 
 import math
 import os
