@@ -22,6 +22,8 @@ from forge_core.protocols.checkpoint import Store
 from forge_core.redaction import redacted_text
 from forge_train.recipe.schema import Job
 
+_log = logging.getLogger(__name__)
+
 RECIPE = "config.toml"
 """The resolved recipe; its presence marks a directory as a run's."""
 
@@ -146,9 +148,6 @@ def _held(directory: Path) -> list[Path]:
 
 def _number(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
-
-
-_log = logging.getLogger(__name__)
 
 
 def refuse_fresh(job: Job, fresh: bool) -> None:

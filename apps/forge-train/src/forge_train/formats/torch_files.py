@@ -1,4 +1,4 @@
-"""The formats `dcp` and `torch`: checkpoints of `torch.distributed.checkpoint`, and files of `torch.save` with a table of tensors.
+"""The formats `dcp` and `torch`: checkpoints of `torch.distributed.checkpoint`, and `torch.save` files with a table of tensors.
 
 Both are pickles. Next to the files that torch writes, Forge writes `forge.json`, which says where the bytes of each tensor are,
 with their digest: such files are read as plain bytes, without unpickling. Files without `forge.json`, or files that have changed

@@ -14,6 +14,8 @@ from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_train.hooks.periodic import Periodic, length_limit
 
+_log = logging.getLogger(__name__)
+
 Mode = Literal["min", "max"]
 
 
@@ -79,9 +81,6 @@ def bits_per_byte(loss: float, tokens: int, text_bytes: float) -> float:
         text_bytes: of the text that these tokens say, and no other: see `EvaluationSet.predicted`.
     """
     return loss * tokens / math.log(2) / text_bytes
-
-
-_log = logging.getLogger(__name__)
 
 
 class EvaluateHook(Periodic):

@@ -35,6 +35,7 @@ from forge_train.torch_private import default_store
 if TYPE_CHECKING:
     from forge_train.recipe.load import Resolved
 
+_forge_log = logging.getLogger("forge")
 
 _OWN = {name: name.replace("-", "_") for name in ("forge-core", *HOMES)}
 """Forge's distributions and their packages."""
@@ -248,8 +249,6 @@ def rank_zero_first(world: World) -> Iterator[None]:
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Names the file that torchrun shows in its summary; the exit code of torchrun itself is 1 for any failure."""
-
-_forge_log = logging.getLogger("forge")
 
 
 def conclude(error: BaseException, watch: Watch, say: Callable[[ForgeError], object]) -> int:

@@ -41,6 +41,8 @@ from forge_train.run.health import Health
 from forge_train.run.resume import anchors
 from forge_train.run.run import Run
 
+_log = logging.getLogger(__name__)
+
 Named = Mapping[str, torch.Tensor]
 
 ONE_COUNT = "optimizer/step/all"
@@ -276,8 +278,6 @@ def _begin(model: ParallelModel, optimizer: Optimizer, again: Callable[[Any], Op
 
 
 State = tuple[str, Any]
-
-_log = logging.getLogger(__name__)
 
 
 def build_hooks(resolved: Resolved, registry: Registry) -> list[Hook]:

@@ -18,6 +18,8 @@ from typing import Any, Literal
 from forge_core.protocols.run import StepResult
 from forge_train.process.stop import TrainingError
 
+_log = logging.getLogger(__name__)
+
 WINDOW = 200
 LOOK, OUTSIDE = 5, 3
 DEVIATIONS, RELATIVE, ABSOLUTE = 6 * 1.4826, 0.2, 0.1
@@ -113,8 +115,6 @@ SPAN = 100
 _SAVES = 8
 _QUIET_SECONDS = 30.0
 """Between two lines about skipped steps, after the first three."""
-
-_log = logging.getLogger(__name__)
 
 
 class RollBack(Exception):

@@ -19,6 +19,8 @@ from forge_train.run.micro_batch import note_out_of_memory
 from forge_train.run.observers import rescue
 from forge_train.run.run import Run
 
+_log = logging.getLogger(__name__)
+
 
 def fit(run: Run) -> str:
     """Trains until the run is finished or asked to stop; returns why it ended.
@@ -77,9 +79,6 @@ def periodic_gc(every: int | None) -> Iterator[Callable[[int], None]]:
         gc.unfreeze()
         if chosen_by_python:
             gc.enable()
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
