@@ -9,9 +9,9 @@ from forge_core.lines import lines_of
 
 ROOT = Path(__file__).parents[2]
 MACHINES = {
-    "an error's own message": ("pickled.py", "probes.py", "memory.py", "compiler.py", "texts.py", "parts.py"),
-    "files of the system": ("machine.py",),
-    "what programs print": ("runner.py", "gpus.py", "cases.py"),
+    "an error's own message": ("torch_files.py", "micro_batch.py", "compiler.py", "texts.py", "parts.py"),
+    "files of the system, and an error of a device": ("machine.py",),
+    "what programs print": ("runner.py", "gpus.py", "training.py"),
     "a docstring": ("descriptions.py",),
     "what a template asks for, as str does it": ("traced.py",),
     "bytes, which are cut at ends of lines only": ("tiktoken.py",),
