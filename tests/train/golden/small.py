@@ -4,8 +4,7 @@ of it in seconds."""
 from pathlib import Path
 from typing import Any
 
-from forge_core.config.write import to_toml
-
+from forge_core.config.toml import to_toml
 from forge_core.registry import Registry
 from forge_train.recipe.load import load
 
