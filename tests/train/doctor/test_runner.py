@@ -101,12 +101,12 @@ BROKEN_OFF = f"""
 import sys
 from pathlib import Path
 from forge_train.doctor.report import Report
-from forge_train.doctor.runner import examine
+from forge_train.doctor.runner import examine_all
 from forge_train.doctor.step import Settings, Step
 folder = sys.argv[1]
 report = Report("debug", Path(folder))
 steps = [Step(name, "{STEPS}:" + name, 600) for name in ("right", "hangs")]
-examine(steps, Settings("debug", directory=folder), report.write)
+examine_all(steps, Settings("debug", directory=folder), report.write)
 """
 
 
