@@ -326,7 +326,6 @@ class Jsonl(Component):
     """JSON lines in `metrics.jsonl` of the run's directory; every run keeps them, named in its recipe or not."""
 
     def build(self, run: "Run") -> "Tracker":
-
         return JsonlTracker(run.directory / METRICS)
 
 
@@ -340,7 +339,6 @@ class TensorBoard(Component):
     """Longest time that values wait in memory before they are written to the file."""
 
     def build(self, run: "Run") -> "Tracker":
-
         return TensorBoardTracker(run.directory / "tensorboard", flush_seconds=self.flush_seconds)
 
 
@@ -366,7 +364,6 @@ class Wandb(Component):
         return (cls(mode="offline"),)
 
     def build(self, run: "Run") -> "Tracker":
-
         return WandbTracker(
             directory=run.directory,
             name=run.job.job.name,
