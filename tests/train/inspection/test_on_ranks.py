@@ -22,7 +22,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.shard import Shard
-from forge_train.inside.ranks import Piece, assembled, capture_sharded, packed, unpacked
+from forge_train.inside.ranks import Piece, assemble_pieces, capture_sharded, pack, unpack
 from harness.pool import World
 from harness.siblings import fast
 from parallel.pipelines import piped
@@ -241,11 +241,11 @@ def test_pieces_travel_as_bytes_and_come_together_once() -> None:
         Piece(tokens[1:], torch.tensor([2]), torch.full((1, 1, 3), -2.0, dtype=torch.bfloat16)),
         Piece(tokens[:0], torch.tensor([2]), torch.empty(0, 1, 3, dtype=torch.bfloat16)),
     ]
-    sent = [*unpacked(packed(pieces[:1])), *unpacked(packed(pieces[1:])), *unpacked(packed([]))]
+    sent = [*unpack(pack(pieces[:1])), *unpack(pack(pieces[1:])), *unpack(pack([]))]
     assert len(sent) == 3
-    where, value = assembled("x", sent, (3, 3))
+    where, value = assemble_pieces("x", sent, (3, 3))
     assert where.tolist() == [[2, 0], [5, 1]]
     assert value.tolist() == [[[9, 10, 11], [6, 7, 8], [-2] * 3], [[3, 4, 5], [0, 1, 2], [-1] * 3]]
     for wrong in (sent[:2], [*sent, sent[1]]):
         with pytest.raises(InterpError, match="x did not come once"):
-            assembled("x", wrong, (3, 3))
+            assemble_pieces("x", wrong, (3, 3))

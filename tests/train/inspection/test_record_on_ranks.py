@@ -215,12 +215,12 @@ def with_other_shares(folder: str, rank: int) -> str:
 
     if dist.get_rank() != rank:
         return stored(folder, "dense", "dp2", names="norm")
-    before = ranks.packed
-    ranks.packed = lambda pieces: before([*pieces, *pieces])
+    before = ranks.pack
+    ranks.pack = lambda pieces: before([*pieces, *pieces])
     try:
         return stored(folder, "dense", "dp2", names="norm")
     finally:
-        ranks.packed = before
+        ranks.pack = before
 
 
 def test_values_that_do_not_come_together_on_one_rank_stop_all(world: World, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from forge_train.lab.scaling.law import (
     _least,
     _starts,
     chance_of,
-    drawn,
+    draw_resamples,
     fit,
     fit_frontier,
     huber,
@@ -159,7 +159,7 @@ def test_a_weight_is_a_run_that_often() -> None:
     """The minimum of a resample is that of the runs written down as often as they were drawn."""
     rows = ladder(0.01, seed=5)
     given = Losses.of(rows)
-    weights = drawn(given, 100, 3)[:3]
+    weights = draw_resamples(given, 100, 3)[:3]
     terms = Terms(torch.stack([torch.zeros(30).double(), given.parameters.log() - 20, given.tokens.log() - 22]))
     start = _starts(given.losses)[:1].expand(3, -1)
     found, _ = minimize(terms, given.losses.log().expand(3, -1), weights, start)
@@ -172,11 +172,11 @@ def test_a_weight_is_a_run_that_often() -> None:
 
 def test_resamples_are_seeded_and_can_tell_the_constants_apart() -> None:
     given = Losses.of(ladder())
-    first = drawn(given, 50, 0)
-    assert torch.equal(first, drawn(given, 50, 0)) and not torch.equal(first, drawn(given, 50, 1))
+    first = draw_resamples(given, 50, 0)
+    assert torch.equal(first, draw_resamples(given, 50, 0)) and not torch.equal(first, draw_resamples(given, 50, 1))
     assert (first.sum(1) == 30).all()
     few = Losses.of(ladder(sizes=SIZES[:3], tokens=TOKENS[:3]))
-    for counts in drawn(few, 50, 0):
+    for counts in draw_resamples(few, 50, 0):
         runs = torch.nonzero(counts)[:, 0]
         assert len(few.parameters[runs].unique()) == len(few.tokens[runs].unique()) == 3 and len(runs) >= 5
 

@@ -9,7 +9,7 @@ import pytest
 from forge_train.lab.sweep.execution import Asked, survivors
 from forge_train.lab.sweep.files import write_recipes
 from forge_train.lab.sweep.points import Point, Search
-from forge_train.lab.sweep.results import collect
+from forge_train.lab.sweep.results import collect_results
 from train.sweep.fake_runs import FakeRuns, run_all, sweep_of
 
 GRID = """
@@ -66,7 +66,7 @@ def test_the_best_of_each_rung_go_on_to_their_end(tmp_path: Path) -> None:
         "lr=0.006": ("finished", 30),
     }
     assert "after step 5: 3 of 6 points go on" in said and "after step 12: 2 of 3 points go on" in said
-    assert [item.point.name[-1] for item in collect(made).results] == ["6", "5", "4", "3", "2", "1"]
+    assert [item.point.name[-1] for item in collect_results(made).results] == ["6", "5", "4", "3", "2", "1"]
     again = FakeRuns(rises)
     run_all(made, again)
     assert again.commands == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forge_train.lab.sweep.files import write_recipes
-from forge_train.lab.sweep.results import BEST, LINES, PAGE, collect, write, write_page
+from forge_train.lab.sweep.results import BEST, LINES, PAGE, collect_results, write_page, write_results
 from forge_train.recipe.load import load
 from train.sweep.fake_runs import METRIC, FakeRuns, run_all, sweep_of
 
@@ -35,7 +35,7 @@ def trained(tmp_path: Path) -> Any:
 
 
 def test_points_are_ranked_and_keys_have_their_effects(trained: Any) -> None:
-    found = collect(trained)
+    found = collect_results(trained)
     assert [(item.rank, item.point.name) for item in found.results] == [
         (1, "lr=0.002_dim=64"),
         (2, "lr=0.002_dim=32"),
@@ -58,13 +58,13 @@ def test_more_is_better_where_the_sweep_says_so(tmp_path: Path) -> None:
     made = sweep_of(tmp_path, GRID + '[search]\nmode = "max"\n')
     write_recipes(made)
     run_all(made, FakeRuns(additive))
-    found = collect(made)
+    found = collect_results(made)
     assert found.results[0].point.name == "lr=0.001_dim=32" == found.best.point.name  # type: ignore[union-attr]
     assert next(one.best for one in found.effects if one.value == "64") == pytest.approx(5.1)
 
 
 def test_lines_are_json_and_the_best_recipe_can_be_run_elsewhere(trained: Any, tmp_path: Path) -> None:
-    write(trained, collect(trained))
+    write_results(trained, collect_results(trained))
     lines = [json.loads(line) for line in (tmp_path / "sweep" / LINES).read_text().splitlines()]
     assert [line["rank"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert lines[0]["values"] == {"optimizer.lr": 2e-3, "model.dim": 64} and lines[0][METRIC] == pytest.approx(3.1)
@@ -83,7 +83,7 @@ def test_settings_are_compared_by_the_mean_over_seeds(tmp_path: Path) -> None:
     )
     write_recipes(made)
     run_all(made, FakeRuns(lambda job, step: values[job.optimizer.lr, job.job.seed]))
-    found = collect(made)
+    found = collect_results(made)
     assert [(one.values["optimizer.lr"], one.runs, one.mean) for one in found.settings] == [(3e-3, 2, 4.0), (1e-3, 2, 5.0)]
     assert found.settings[0].deviation == pytest.approx(math.sqrt(2.0))
     assert "job.seed" not in found.settings[0].values
@@ -93,9 +93,9 @@ def test_settings_are_compared_by_the_mean_over_seeds(tmp_path: Path) -> None:
 def test_what_failed_or_was_not_begun_comes_last_and_has_no_rank(tmp_path: Path) -> None:
     made = sweep_of(tmp_path, GRID)
     write_recipes(made)
-    assert [item.rank for item in collect(made).results] == [None] * 6 and collect(made).best is None
+    assert [item.rank for item in collect_results(made).results] == [None] * 6 and collect_results(made).best is None
     run_all(made, FakeRuns(additive, codes={"lr=0.002_dim=64": [2]}))
-    found = collect(made)
+    found = collect_results(made)
     assert found.results[-1].point.name == "lr=0.002_dim=64" and found.results[-1].rank is None
     assert found.best is not None and found.best.point.name == "lr=0.002_dim=32"
 
@@ -105,7 +105,7 @@ def test_a_range_with_many_values_is_put_into_parts(tmp_path: Path) -> None:
     made = sweep_of(tmp_path, f'recipe = "debug"\n{vary}\n[search]\nkind = "random"\nsamples = 12')
     write_recipes(made)
     run_all(made, FakeRuns(lambda job, step: 1 + job.optimizer.lr))
-    effects = collect(made).effects
+    effects = collect_results(made).effects
     rates = sorted(point.values["optimizer.lr"] for point in made.points)
     assert [one.runs for one in effects] == [3, 3, 3, 3]
     assert [one.mean for one in effects] == pytest.approx([1 + sum(rates[i : i + 3]) / 3 for i in range(0, 12, 3)])
@@ -113,7 +113,7 @@ def test_a_range_with_many_values_is_put_into_parts(tmp_path: Path) -> None:
 
 def test_the_page_has_everything_and_fetches_nothing(trained: Any, tmp_path: Path) -> None:
     (trained.folder(trained.points[0]) / "report.html").write_text("a report")
-    text = write_page(trained, collect(trained), ["<h2>A law</h2>"]).read_text()
+    text = write_page(trained, collect_results(trained), ["<h2>A law</h2>"]).read_text()
     assert (tmp_path / "sweep" / PAGE).is_file()
     for words in (
         "lr=0.002_dim=64",
@@ -133,4 +133,4 @@ def test_the_page_shows_what_a_failed_run_said(tmp_path: Path) -> None:
     made = sweep_of(tmp_path, GRID)
     write_recipes(made)
     run_all(made, FakeRuns(additive, codes={"lr=0.002_dim=64": [2]}))
-    assert "it ended with 2" in write_page(made, collect(made)).read_text()
+    assert "it ended with 2" in write_page(made, collect_results(made)).read_text()

@@ -216,7 +216,7 @@ class Piece(NamedTuple):
     value: Tensor
 
 
-def packed(pieces: Sequence[Piece]) -> bytes:
+def pack(pieces: Sequence[Piece]) -> bytes:
     """The pieces as bytes; what has no elements is left out."""
     kept = [piece for piece in pieces if piece.value.numel()]
     headers = [
@@ -229,8 +229,8 @@ def packed(pieces: Sequence[Piece]) -> bytes:
     )
 
 
-def unpacked(payload: bytes) -> Iterator[Piece]:
-    """The pieces of `packed`."""
+def unpack(payload: bytes) -> Iterator[Piece]:
+    """The pieces of `pack`."""
     if not payload:
         return
     size = int.from_bytes(payload[:8], "little")
@@ -244,7 +244,7 @@ def unpacked(payload: bytes) -> Iterator[Piece]:
         yield Piece(*parts)
 
 
-def assembled(name: str, pieces: Sequence[Piece], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+def assemble_pieces(name: str, pieces: Sequence[Piece], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(n, 2) tokens in ascending order, and the value (n, *shape).
 
     Raises:
@@ -334,12 +334,12 @@ class Kept:
         """
         found = Gathered(self.shares.infos)
         for name, info in found.infos.items():
-            sent = [piece for payload in world.all_gather(packed(self.pieces[name])) for piece in unpacked(payload)]
+            sent = [piece for payload in world.all_gather(pack(self.pieces[name])) for piece in unpack(payload)]
             self.pieces[name].clear()
             if not sent:
                 continue
             shape = info.shape if self.heads is None else (len(self.heads), *info.shape[1:])
-            tokens, found._values[name] = assembled(name, sent, shape)
+            tokens, found._values[name] = assemble_pieces(name, sent, shape)
             if len(found.tokens) and not torch.equal(tokens, found.tokens):
                 raise InterpError(f"{name} was passed for other tokens than the values before it; capture it apart")
             found.tokens = tokens
@@ -482,12 +482,12 @@ def _together(name: str, share: Share, info: TapInfo, world: World) -> _Together
     first = share.sends and share.start == 0
     marks = [Piece(tokens, torch.zeros(1, dtype=torch.int64), share.wanted.reshape(-1, 1))] if first else []
     values, wanted = [], []
-    for payload in world.all_gather(_joined(packed(mine), packed(marks))):
+    for payload in world.all_gather(_joined(pack(mine), pack(marks))):
         size = int.from_bytes(payload[:8], "little")
-        values += unpacked(payload[8 : 8 + size])
-        wanted += unpacked(payload[8 + size :])
-    where, found = assembled(name, values, info.shape)
-    _, meant = assembled(name, wanted, (1,))
+        values += unpack(payload[8 : 8 + size])
+        wanted += unpack(payload[8 + size :])
+    where, found = assemble_pieces(name, values, info.shape)
+    _, meant = assemble_pieces(name, wanted, (1,))
     rows = where[:, 0].unique()
     return _Together(found.unflatten(0, (len(rows), -1)), meant.view(len(rows), -1), rows)
 

@@ -150,19 +150,19 @@ def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> i
 
 def _compare(made: "Sweep", console: "Console") -> "Results":
     """Writes and shows the results so far."""
-    from forge_train.lab.scaling.study import kept_in
-    from forge_train.lab.sweep.results import collect, line_of, table, write, write_page
+    from forge_train.lab.scaling.study import page_parts_in
+    from forge_train.lab.sweep.results import collect_results, line_of, results_table, write_page, write_results
 
     made.directory.mkdir(parents=True, exist_ok=True)
-    found = collect(made)
-    write(made, found)
-    page = write_page(made, found, kept_in(made.directory))
+    found = collect_results(made)
+    write_results(made, found)
+    page = write_page(made, found, page_parts_in(made.directory))
     metric = made.grid.search.metric
     if console.as_json:
         best = found.best.point.name if found.best else None
         console.document({"page": str(page), "best": best, "points": [line_of(item, metric) for item in found.results]})
         return found
-    console.table(*table(found.results, metric))
+    console.table(*results_table(found.results, metric))
     console.text(f"report: {page}")
     return found
 
@@ -174,7 +174,9 @@ def fit(
     ] = None,
     parameters: Annotated[
         Literal["all", "blocks", "active"],
-        typer.Option("--parameters", help="Which count as N: all, those without token table and head, or those a token uses."),
+        typer.Option(
+            "--parameters", help="Which count as N: all, those without token results_table and head, or those a token uses."
+        ),
     ] = "all",
     budget: Annotated[
         list[float] | None,
@@ -224,14 +226,14 @@ def _write(found: dict[str, Any], target: Path) -> list[Path]:
 
     from forge_core.durable_files import replace_file
     from forge_core.errors import ForgeError
-    from forge_train.lab.scaling.study import LAW, PAGE, parts
+    from forge_train.lab.scaling.study import LAW, PAGE, page_parts
     from forge_train.report.page import document
 
     pages = [target / LAW, target / PAGE]
     try:
         target.mkdir(parents=True, exist_ok=True)
         replace_file(pages[0], json.dumps(found, indent=1).encode())
-        replace_file(pages[1], document("Scaling law", ["<h1>Scaling law</h1>", *parts(found)]).encode())
+        replace_file(pages[1], document("Scaling law", ["<h1>Scaling law</h1>", *page_parts(found)]).encode())
     except OSError as cause:
         raise ForgeError(f"{target} cannot be written: {cause.strerror}; choose another --output") from cause
     return pages
@@ -239,20 +241,20 @@ def _write(found: dict[str, Any], target: Path) -> list[Path]:
 
 def _show(found: dict[str, Any], console: "Console") -> None:
     from forge_train.lab.figures import number
-    from forge_train.lab.scaling.study import measured
+    from forge_train.lab.scaling.study import with_interval
 
     law, frontier = found["law"], found["frontier"]
     console.text(f"{found['formula']}, {len(found['runs'])} runs, N: {found['parameters_counted']} parameters, {found['flops']}")
     console.text(f"intervals: {found['intervals']['level']:.0%}, {found['intervals']['resamples']} resamples of the runs")
     for name, item in law.items():
-        console.text(f"  {name.replace('_', ' '):20} {measured(item)}")
+        console.text(f"  {name.replace('_', ' '):20} {with_interval(item)}")
     for warning in found["warnings"]:
         console.text(f"WARNING: {warning}")
     if "missing" in frontier:
         console.text(f"{frontier['formula']}: {frontier['missing']}")
     else:
-        shown = ", ".join(f"{name} {measured(frontier[name])}" for name in ("E'", "k", "gamma"))
+        shown = ", ".join(f"{name} {with_interval(frontier[name])}" for name in ("E'", "k", "gamma"))
         console.text(f"{frontier['formula']}, through {frontier['runs']} runs: {shown}")
     names = ("parameters", "tokens", "tokens_per_parameter", "loss")
-    body = [[number(item["flops"]), *(measured(item[name]) for name in names)] for item in found["budgets"]]
+    body = [[number(item["flops"]), *(with_interval(item[name]) for name in names)] for item in found["budgets"]]
     console.table(("FLOPs", *(name.replace("_", " ") for name in names)), body, title="Compute-optimal sizes")

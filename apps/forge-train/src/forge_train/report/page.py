@@ -52,7 +52,7 @@ def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
     if "config" in summary:
         clean["config"] = _redacted_config(summary["config"])
     replace_file(directory / SUMMARY, json.dumps(clean, indent=1, default=str).encode())
-    return _write(directory / REPORT, [read_record(directory)])
+    return _write_page(directory / REPORT, [read_record(directory)])
 
 
 def report(places: Sequence[Path], out: Path | None = None) -> Path:
@@ -67,7 +67,7 @@ def report(places: Sequence[Path], out: Path | None = None) -> Path:
     """
     runs = {directory.resolve(): directory for place in places for directory in runs_in(place)}
     target = out or (places[0] if len(places) == 1 else Path()) / REPORT
-    return _write(target, _named([read_record(directory) for directory in runs.values()]))
+    return _write_page(target, _with_labels([read_record(directory) for directory in runs.values()]))
 
 
 def runs_in(place: Path) -> list[Path]:
@@ -90,7 +90,7 @@ def runs_in(place: Path) -> list[Path]:
     return found
 
 
-def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:
+def _with_labels(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """With labels that tell the runs apart: names, or as much of the paths as is needed."""
     for parts in range(max((len(run.directory.resolve().parts) for run in runs), default=0)):
         labels = [run.label if parts == 0 else "/".join(run.directory.resolve().parts[-parts:]) for run in runs]
@@ -99,7 +99,7 @@ def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return list(runs)
 
 
-def _write(target: Path, runs: Sequence[RunRecord]) -> Path:
+def _write_page(target: Path, runs: Sequence[RunRecord]) -> Path:
     try:
         replace_file(target, page(runs).encode("utf-8", "replace"))
     except OSError as cause:

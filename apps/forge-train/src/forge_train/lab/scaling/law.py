@@ -302,7 +302,7 @@ def fit(given: Losses, resamples: int = 1000, seed: int = 0) -> Fit:
                 f"as much in {often:.0%} of {_PERMUTATIONS} permutations of what that law leaves over, and may in "
                 f"{CHANCE:.0%}. Add runs whose {what} differ more, or runs that train longer"
             )
-    weights = drawn(given, resamples, seed)
+    weights = draw_resamples(given, resamples, seed)
     again, _ = minimize(terms, losses.expand(resamples, -1), weights, found[best].expand(resamples, -1).contiguous())
     return Fit(law, tuple(_law(one, middle) for one in again), float(objectives[best]), (len(start), reached), chance)
 
@@ -346,7 +346,7 @@ def _least(terms: Terms, losses: Tensor, steps: int = _FEWER_STEPS) -> tuple[Ten
     return found.view(len(losses), len(start), -1)[torch.arange(len(losses)), least.indices], least.values
 
 
-def drawn(given: Losses, resamples: int, seed: int) -> Tensor:
+def draw_resamples(given: Losses, resamples: int, seed: int) -> Tensor:
     """(resamples, n) how often each run is in each resample: the bootstrap of Efron (1979) over runs. A resample that could not
     tell the constants apart is drawn again."""
     generator, count = torch.Generator().manual_seed(seed), len(given.losses)
@@ -437,7 +437,7 @@ def fit_frontier(given: Losses, resamples: int = 1000, seed: int = 0) -> Frontie
     weights = _mask(runs, len(losses))
     found, objectives = minimize(terms, losses.expand(len(start), -1), weights.expand(len(start), -1), start)
     best = found[int(torch.where(objectives.isfinite(), objectives, torch.inf).argmin())]
-    counts = drawn(given, resamples, seed)
+    counts = draw_resamples(given, resamples, seed)
     masks = [_frontier_of(given, one) for one in counts]
     usable = torch.stack([mask for mask in masks if mask.sum() >= FEWEST_ON_FRONTIER - 1] or [weights])
     again, _ = minimize(terms, losses.expand(len(usable), -1), usable, best.expand(len(usable), -1).contiguous())

@@ -153,7 +153,7 @@ def _frontier(found: Frontier | None, runs: int) -> dict[str, Any]:
     }
 
 
-def spread(low: float, high: float, count: int) -> list[float]:
+def spread_points(low: float, high: float, count: int) -> list[float]:
     """`count` numbers from low to high, evenly in the logarithm."""
     ratio = (high / low) ** (1 / (count - 1))
     return [low * ratio**index for index in range(count)]
@@ -174,7 +174,7 @@ _MEANING = {
 }
 
 
-def parts(found: Mapping[str, Any]) -> list[str]:
+def page_parts(found: Mapping[str, Any]) -> list[str]:
     """HTML of what `forge_train.lab.scaling.study.study` found."""
     law = law_of(found)
     counted = {"all": "all", "blocks": "without token table and head", "active": "used by one token"}[found["parameters_counted"]]
@@ -204,10 +204,10 @@ def parts(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def kept_in(directory: Path) -> list[str]:
+def page_parts_in(directory: Path) -> list[str]:
     """The parts of the law that was fitted to a sweep; none before."""
     path = directory / LAW
-    return parts(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []
+    return page_parts(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []
 
 
 def law_of(found: Mapping[str, Any]) -> Law:
@@ -216,7 +216,7 @@ def law_of(found: Mapping[str, Any]) -> Law:
     return Law(*(given[name]["value"] for name in ("E", "A", "B", "alpha", "beta")))
 
 
-def measured(item: Mapping[str, Any]) -> str:
+def with_interval(item: Mapping[str, Any]) -> str:
     """`1.69 (1.52 to 1.83)`"""
     if item["low"] is None:
         return number(item["value"])
@@ -239,7 +239,7 @@ def _constants_table(found: Mapping[str, Any]) -> list[list[Any]]:
 def _against_compute(found: Mapping[str, Any], law: Law) -> str:
     """Every run, the law's best loss, and the power law through the frontier."""
     flops = [run["flops"] for run in found["runs"]]
-    line = spread(min(flops), max([*flops, *(item["flops"] for item in found["budgets"])]), _POINTS)
+    line = spread_points(min(flops), max([*flops, *(item["flops"] for item in found["budgets"])]), _POINTS)
     series = [
         Series("runs", [(run["flops"], run["loss"]) for run in found["runs"]]),
         Series("best by the law", [(at, law.best_loss(at)) for at in line], line=True),
@@ -255,7 +255,7 @@ def _over_tokens(found: Mapping[str, Any], law: Law) -> str:
     """Runs of each size as dots, the law at that size as a line of the same color."""
     sizes = sorted({run["parameters"] for run in found["runs"]})
     tokens = [run["tokens"] for run in found["runs"]]
-    line = spread(min(tokens), max(tokens), _POINTS)
+    line = spread_points(min(tokens), max(tokens), _POINTS)
     series = []
     for color, size in enumerate(sizes):
         seen = [(run["tokens"], run["loss"]) for run in found["runs"] if run["parameters"] == size]
@@ -278,7 +278,7 @@ def _residuals(found: Mapping[str, Any]) -> str:
 
 def _budget_row(item: Mapping[str, Any]) -> list[str]:
     names = ("parameters", "tokens", "tokens_per_parameter", "loss")
-    return [number(item["flops"]), number(item["times_the_largest_run"]), *(measured(item[name]) for name in names)]
+    return [number(item["flops"]), number(item["times_the_largest_run"]), *(with_interval(item[name]) for name in names)]
 
 
 def _left_out(items: Sequence[Mapping[str, str]]) -> str:

@@ -81,7 +81,7 @@ class Results:
         return next((item for item in self.results if item.outcome.status == "finished" and item.point.setting == best), None)
 
 
-def collect(sweep: Sweep) -> Results:
+def collect_results(sweep: Sweep) -> Results:
     """Reads what became of every point."""
     found = outcomes(sweep)
     sign = 1 if sweep.grid.search.mode == "min" else -1
@@ -106,7 +106,7 @@ def collect(sweep: Sweep) -> Results:
     )
 
 
-def write(sweep: Sweep, found: Results, registry: Registry | None = None) -> None:
+def write_results(sweep: Sweep, found: Results, registry: Registry | None = None) -> None:
     """Writes `results.jsonl`, a line for each point, and `best.toml`, which can be run as it is."""
     lines = "".join(json.dumps(line_of(item, sweep.grid.search.metric)) + "\n" for item in found.results)
     replace_file(sweep.directory / LINES, lines.encode())
@@ -188,7 +188,7 @@ def write_page(sweep: Sweep, found: Results, law: Sequence[str] = ()) -> Path:
         f'<p class="dim">{escape(head)}</p>',
         f"<p>Best: <strong>{escape(best.point.name)}</strong>, in <code>{BEST}</code>.</p>" if best else "",
         "<h2>Points</h2>",
-        _points(sweep, found.results),
+        _points_table(sweep, found.results),
         _settings_table(found),
         _effects_table(sweep, found),
         *law,
@@ -199,7 +199,7 @@ def write_page(sweep: Sweep, found: Results, law: Sequence[str] = ()) -> Path:
     return target
 
 
-def table(results: Sequence[Result], metric: str) -> tuple[list[str], list[list[Any]]]:
+def results_table(results: Sequence[Result], metric: str) -> tuple[list[str], list[list[Any]]]:
     """Columns and rows of the points, for a terminal and for the page."""
     keys = list(dict.fromkeys(key for item in results for key in item.point.values))
     head = ["rank", "point", *keys, metric, "status", "step", "parameters", "tokens", "FLOPs", "time"]
@@ -214,8 +214,8 @@ def table(results: Sequence[Result], metric: str) -> tuple[list[str], list[list[
     return head, body
 
 
-def _points(sweep: Sweep, results: Sequence[Result]) -> str:
-    head, body = table(results, sweep.grid.search.metric)
+def _points_table(sweep: Sweep, results: Sequence[Result]) -> str:
+    head, body = results_table(results, sweep.grid.search.metric)
     made = rows(head, body, numbers={0, *range(2, len(head))})
     for item in results:  # names have no character that HTML changes, and fill their cells
         if (sweep.folder(item.point) / REPORT).is_file():
