@@ -174,9 +174,7 @@ def fit(
     ] = None,
     parameters: Annotated[
         Literal["all", "blocks", "active"],
-        typer.Option(
-            "--parameters", help="Which count as N: all, those without token results_table and head, or those a token uses."
-        ),
+        typer.Option("--parameters", help="Which count as N: all, those without token table and head, or those a token uses."),
     ] = "all",
     budget: Annotated[
         list[float] | None,
