@@ -16,8 +16,8 @@ from forge_train.lab.sweep.files import write_recipes
 from forge_train.plan import run_size
 from forge_train.recipe.load import load
 from forge_train.trackers import METRICS, JsonlTracker
-from train.scaling.test_law import CHINCHILLA
-from train.sweep.fake_runs import METRIC, FakeRuns, run_all, sweep_of, write_run
+from train.lab.fake_runs import METRIC, FakeRuns, run_all, sweep_of, write_run
+from train.lab.test_law import CHINCHILLA
 
 GRID = """
 recipe = "debug"

@@ -11,7 +11,7 @@ import pytest
 
 from forge_core.errors import ForgeError
 from forge_train.lab.sweep.processes import script
-from train.sweep.fake_runs import sweep_of
+from train.lab.fake_runs import sweep_of
 
 GRID = """
 recipe = "debug"

@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 from forge_core.registry import Registry
 from forge_models.interp.capture import capture
 from forge_train.inference.stored import load_model, open_weights
-from train.inspection.commands import refused, said
+from train.inside.commands import refused, said
 
 SENTENCES = [
     f"{a} {b} {c}" for a in ("A cat", "The old dog", "Some") for b in ("saw", "likes", "is") for c in ("it", "me", "no one")

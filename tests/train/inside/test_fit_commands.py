@@ -10,7 +10,7 @@ from forge_models.interp.recipes.sae import SAE, quality
 from forge_models.interp.recipes.tuned_lens import TunedLens
 from forge_models.interp.store.read import ActivationStore
 from forge_train.inference.stored import load_model, open_weights
-from train.inspection.commands import TEXT, refused, said
+from train.inside.commands import TEXT, refused, said
 
 
 def test_a_lens_of_a_checkpoint_is_written(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from forge_train.lab.sweep.execution import Asked, slots
 from forge_train.lab.sweep.files import SWEEP_FILE, outcome_of, reached, write_recipes
 from forge_train.lab.sweep.processes import command_of, meaning, start, tail
 from forge_train.trackers import METRICS
-from train.sweep.fake_runs import METRIC, FakeRuns, run_all, sweep_of
+from train.lab.fake_runs import METRIC, FakeRuns, run_all, sweep_of
 
 GRID = """
 recipe = "debug"

@@ -11,7 +11,7 @@ import pytest
 from forge_train.lab.sweep.files import write_recipes
 from forge_train.lab.sweep.results import BEST, LINES, PAGE, collect_results, write_page, write_results
 from forge_train.recipe.load import load
-from train.sweep.fake_runs import METRIC, FakeRuns, run_all, sweep_of
+from train.lab.fake_runs import METRIC, FakeRuns, run_all, sweep_of
 
 GRID = """
 recipe = "debug"

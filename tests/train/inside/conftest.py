@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from train.inspection.commands import BYTES, TEXT
+from train.inside.commands import BYTES, TEXT
 from train.runs import train
 
 

@@ -25,7 +25,7 @@ from forge_train.inside.ranks import capture_sharded, edit_sharded
 from harness.pool import World
 from harness.siblings import fast
 from parallel.pipelines import piped
-from train.inspection.test_on_ranks import MODELS, rows, share
+from train.inside.test_on_ranks import MODELS, rows, share
 
 
 def drawn(*shape: int) -> torch.Tensor:

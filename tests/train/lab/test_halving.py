@@ -10,7 +10,7 @@ from forge_train.lab.sweep.execution import Asked, survivors
 from forge_train.lab.sweep.files import write_recipes
 from forge_train.lab.sweep.points import Point, Search
 from forge_train.lab.sweep.results import collect_results
-from train.sweep.fake_runs import FakeRuns, run_all, sweep_of
+from train.lab.fake_runs import FakeRuns, run_all, sweep_of
 
 GRID = """
 recipe = "debug"

@@ -22,7 +22,7 @@ from forge_train.formats.forge import ForgeWeights
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.inside.inputs import heat_map, heat_map_png, write_heat_map
 from forge_train.inside.similarity import Shortened, shortened
-from train.inspection.commands import TEXT, refused, said
+from train.inside.commands import TEXT, refused, said
 
 
 def values(model: Any, length: int, name: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 from forge_core.errors import ConfigError
 from forge_train.lab.sweep.grid import read_sweep
 from forge_train.lab.sweep.points import Axis, Range, named, sample_points
-from train.sweep.fake_runs import sweep_of
+from train.lab.fake_runs import sweep_of
 
 TWO = """
 recipe = "debug"
