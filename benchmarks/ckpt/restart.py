@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from forge_train.trackers.jsonl import METRICS, objects
+from forge_train.trackers import METRICS, json_objects
 
 RECIPE = """
 base = "debug"
@@ -44,7 +44,7 @@ name = "save"
 
 
 def lines(folder: Path) -> list[dict[str, object]]:
-    return list(objects(folder / "runs" / "killed" / METRICS))
+    return list(json_objects(folder / "runs" / "killed" / METRICS))
 
 
 def steps(folder: Path) -> list[int]:

@@ -21,10 +21,10 @@ import torch
 
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch
+from forge_train.directory import claim, run_directory
 from forge_train.recipe.load import load
-from forge_train.run.assemble import assemble
-from forge_train.run.directory import claim, run_directory
 from forge_train.run.loop import fit
+from forge_train.run.start import assemble
 
 WARM = 5
 

@@ -17,8 +17,8 @@ from forge_core.registry import Registry
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.model.plan import Plan
 from forge_parallel.transforms.context.transform import ContextParallel, Kind
+from forge_train.plan import plan_of
 from forge_train.recipe.load import load
-from forge_train.run.assemble import plan_of
 
 LAYOUTS = "dp8,dp64,hsdp8x8,hsdp2x1,dp512,tp2,tp8,dp8tp8,cp2,cp8,dp8cp4,dp2cp4tp2"
 KINDS = ",".join(get_args(Kind))

@@ -21,8 +21,8 @@ from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.optim.optimizers import Muon
 from forge_parallel.optim.whole_matrices import matrices_of, overlap
 from forge_parallel.placement.boxes import span_on
+from forge_train.plan import plan_of
 from forge_train.recipe.load import load
-from forge_train.run.assemble import plan_of
 
 
 @dataclass

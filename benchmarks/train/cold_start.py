@@ -24,8 +24,8 @@ def child(recipe: str) -> None:
 
     from forge_core.registry import Registry
     from forge_parallel.launch.environment import Launch
+    from forge_train.directory import claim, run_directory
     from forge_train.recipe.load import load
-    from forge_train.run.directory import claim, run_directory
 
     registry = Registry()
     resolved = load(recipe, ["--train.max_steps=1", "--schedule.name=constant", "--hooks=[]"], 1, registry)
@@ -35,8 +35,8 @@ def child(recipe: str) -> None:
     import torch
 
     stamps.append(time.time())
-    from forge_train.run.assemble import assemble
     from forge_train.run.loop import fit
+    from forge_train.run.start import assemble
 
     stamps.append(time.time())
     run = assemble(resolved, Path(directory), Launch(), torch.device("cpu"), registry, None)

@@ -22,9 +22,9 @@ from forge_core.registry import Registry
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.step.reduce import clip_grad_norm
 from forge_train.recipe.load import load
-from forge_train.run.assemble import assemble
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
+from forge_train.run.start import assemble
 
 RECIPE = """
 [model]

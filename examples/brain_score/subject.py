@@ -23,7 +23,7 @@ from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_models.generation import evaluating
 from forge_models.interp.capture import capture, checked
-from forge_train.inference.open import load_model, open_weights
+from forge_train.inference.stored import load_model, open_weights
 from forge_train.inference.tokenizer import tokenizer_for
 
 TASKS = ("next_word", "reading_times")

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from forge_train.resilience.memory import OutOfMemory
 from forge_train.run.loop import fit
+from forge_train.run.micro_batch import OutOfMemory
 from harness.pool import World
 from rehearsal.ranks import own_device
 from rehearsal.test_trainer import _command, trained_where_it_runs
-from train.resilience.test_out_of_memory import Full
+from train.process.test_out_of_memory import Full
 from train.runs import TINY, prepared
 
 pytestmark = pytest.mark.rehearsal

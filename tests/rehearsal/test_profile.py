@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 
-from forge_train.hooks.log import LogHook
+from forge_train.hooks.metrics import LogHook
 from forge_train.hooks.profile import ProfileHook
 from forge_train.profiling.summary import summarize
-from forge_train.profiling.trace import read
-from forge_train.profiling.windows import chosen
+from forge_train.profiling.trace import chosen_traces, read_trace
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS
-from forge_train.trackers.jsonl import read as read_metrics
+from forge_train.trackers import METRICS
+from forge_train.trackers import read_metrics as read_metrics
 from harness.pool import World
 from rehearsal.ranks import own_device
 from train.runs import TINY, digest, prepared
@@ -39,10 +38,10 @@ def test_weights_are_those_without_it(devices: World, tmp_path: Path, ranks: int
     alone = devices.run(profiled, ranks, recipe, settings("alone"), None, group=False)
     found = devices.run(profiled, ranks, recipe, settings("run"), {"at": [3], "steps": 2}, group=False)
     assert found == alone and {kind for kind, _ in found} == {"cuda"}
-    traces = chosen(tmp_path / "run", 3)
+    traces = chosen_traces(tmp_path / "run", 3)
     assert list(traces) == list(range(ranks))
     for path in traces.values():
-        one = summarize(read(path))
+        one = summarize(read_trace(path))
         assert sum(one.classes.values()) == one.window and one.about["device"] == "cuda"
         assert {row.name: row.count for row in one.annotations}["forge/forward"] == 2 * 4 // ranks
 

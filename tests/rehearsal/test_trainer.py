@@ -11,8 +11,8 @@ import torch
 
 from forge_core.registry import Registry
 from forge_train.cli import main
-from forge_train.inference.evaluate import Score, recipe_for, scores
-from forge_train.inference.open import open_weights
+from forge_train.inference.evaluation import Score, recipe_for, scores
+from forge_train.inference.stored import open_weights
 from harness.pool import World
 from rehearsal.ranks import own_device
 from train.commands.test_evaluate_command import HELD_OUT

@@ -16,8 +16,8 @@ ROOMS = {
     "forge_data/accelerator.py": "whether batches go to one",
     "forge_models/accelerator.py": "which kernels a device has",
     "forge_parallel/accelerator.py": "everything else, also for the application",
-    "forge_train/doctor/steps/build.py": "judges whether this torch fits the driver and GPUs of NVIDIA",
-    "forge_train/doctor/steps/gpus.py": "judges what the driver of NVIDIA says of its GPUs",
+    "forge_train/doctor/torch_build.py": "judges whether this torch fits the driver and GPUs of NVIDIA",
+    "forge_train/doctor/gpus.py": "judges what the driver of NVIDIA says of its GPUs",
 }
 KINDS = frozenset({"cuda", "xpu", "hip", "mps", "npu"})
 MODULES = frozenset({"torch.accelerator", "torch.get_device_module", *(f"torch.{kind}" for kind in KINDS)})

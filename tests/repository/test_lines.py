@@ -9,9 +9,9 @@ from forge_core.lines import lines_of
 
 ROOT = Path(__file__).parents[2]
 MACHINES = {
-    "an error's own message": ("pickled.py", "probes.py", "memory.py", "accelerator.py", "text_and_vision.py", "records.py"),
-    "files of the system": ("machine.py",),
-    "what programs print": ("runner.py", "gpus.py", "cases.py"),
+    "an error's own message": ("torch_files.py", "micro_batch.py", "accelerator.py", "text_and_vision.py", "records.py"),
+    "files of the system, and an error of a device": ("machine.py",),
+    "what programs print": ("runner.py", "gpus.py", "training.py"),
     "a docstring": ("descriptions.py",),
     "what a template asks for, as str does it": ("traced.py",),
     "bytes, which are cut at ends of lines only": ("tiktoken.py",),

@@ -14,7 +14,7 @@ OPENING = frozenset(
 OTHERS = {
     "forge_parallel/dryrun/fake_world.py": "its groups move nothing",
     "forge_ckpt/world.py": "depends on no other package, and gathers with the plain functions, whose names are short",
-    "forge_train/doctor/steps/collectives.py": "calls the plain functions",
+    "forge_train/doctor/correctness.py": "calls the plain functions",
 }
 """Files that need none, and why."""
 

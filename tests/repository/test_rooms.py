@@ -123,5 +123,5 @@ def names_in(file: Path) -> set[str]:
 
 @pytest.mark.skipif(not LOOP.exists(), reason="there is no loop yet")
 def test_the_loop_knows_no_strategy():
-    assert len(LOOP.read_text().splitlines()) < 150
+    assert len(LOOP.read_text().splitlines()) < 160  # with the rollback
     assert names_in(LOOP) & {"pp", "tp", "fsdp", "moe", "vlm", "isinstance"} == set()

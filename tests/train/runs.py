@@ -11,11 +11,11 @@ from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch, read_launcher
 from forge_parallel.model.parallel_model import full
+from forge_train.directory import run_directory
 from forge_train.recipe.load import load
-from forge_train.run.assemble import assemble
-from forge_train.run.directory import run_directory
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
+from forge_train.run.start import assemble
 
 TINY = """
 [job]

@@ -14,8 +14,8 @@ from forge_core.component import Component
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.flops import count, counts_of
-from forge_train.speed import utilization
-from forge_train.speed.utilization import Utilization
+from forge_train.hooks import metrics
+from forge_train.hooks.metrics import Utilization
 from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
 from forge_vlm.components.encoders import Features, ViT
 from forge_vlm.components.fusions import MixtureOfTransformers
@@ -159,7 +159,7 @@ def test_speed_of_a_run_counts_its_images(monkeypatch: pytest.MonkeyPatch) -> No
         batches=[batch_of(given)],
         model=SimpleNamespace(parameters_held=model.named_parameters),
     )
-    monkeypatch.setattr(utilization, "of_device", lambda *_: 1e9)
+    monkeypatch.setattr(metrics, "of_device", lambda *_: 1e9)
     speed, counts = Utilization.of(run), component.counts()
     images = counts.beyond(run.batches) / 48
     found = speed.now(100.0, run)

@@ -13,7 +13,7 @@ from forge_core.registry import Registry
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.conformance.weights import InMemory
-from forge_train.inference.open import open_weights
+from forge_train.inference.stored import open_weights
 from forge_train.run.loop import fit
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT

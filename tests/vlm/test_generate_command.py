@@ -19,10 +19,9 @@ from forge_data.loading.stream import open_stream
 from forge_data.section import Data
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_train.cli import main
-from forge_train.inference.chat import chat_for
-from forge_train.inference.forge_weights import job_of
-from forge_train.inference.open import load_model, open_weights
-from forge_train.inference.tokenizer import tokenizer_for
+from forge_train.formats.forge import job_of
+from forge_train.inference.stored import load_model, open_weights
+from forge_train.inference.tokenizer import chat_for, tokenizer_for
 from forge_vlm.components.encoders import Features
 from forge_vlm.components.fusions import MixtureOfTransformers
 from forge_vlm.data.chat import Chat, Turn

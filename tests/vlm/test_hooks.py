@@ -21,7 +21,7 @@ from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_train.report.charts import charts
-from forge_train.report.found import find
+from forge_train.report.record import read_record
 from forge_train.run.loop import fit
 from forge_vlm.components.fusions import JointDecoder
 from forge_vlm.context import Modalities
@@ -313,6 +313,6 @@ def test_images_are_worth_something_once_a_model_reads_them(name: str) -> None:
 
 def test_the_report_draws_them_in_a_section(recipe: Path, tmp_path: Path) -> None:
     measured(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=2", "--schedule.warmup=1"])
-    drawn = {chart.title: chart for chart in charts([find(tmp_path / "run")]) if chart.section == "Modalities"}
+    drawn = {chart.title: chart for chart in charts([read_record(tmp_path / "run")]) if chart.section == "Modalities"}
     assert set(drawn) >= {"Loss by modality", "Accuracy by modality", "Image gain", "Tokens by modality"}
     assert drawn["Loss by modality"].labels == ["held_out/text"] and drawn["Image gain"].labels == ["held_out"]

@@ -19,9 +19,8 @@ from forge_parallel.step.step import Step
 from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
-from forge_train.inspection.edit_on_ranks import edit_on_ranks
-from forge_train.inspection.look import look
-from forge_train.inspection.on_ranks import capture_on_ranks
+from forge_train.inside.look import look
+from forge_train.inside.ranks import capture_sharded, edit_sharded
 from harness.pool import World
 from harness.siblings import fast
 from parallel.pipelines import piped
@@ -116,8 +115,8 @@ def laid_out(name: str, layout: str) -> tuple[ParallelModel, Batch]:
 def gathered(name: str, layout: str, names: list[str], edited: bool) -> tuple[dict[str, torch.Tensor], float]:
     model, mine = laid_out(name, layout)
     whole, step = on_meta(name), Step(model, CrossEntropy().build())
-    with edit_on_ranks(model, whole, names[0], add(torch.tensor(30.0 if edited else 0.0))):
-        with capture_on_ranks(model, whole, [*names, "modality"], samples=[mine.samples]) as seen:
+    with edit_sharded(model, whole, names[0], add(torch.tensor(30.0 if edited else 0.0))):
+        with capture_sharded(model, whole, [*names, "modality"], samples=[mine.samples]) as seen:
             loss = step.evaluate([mine]).loss
         return {name: seen[name] for name in seen}, loss
 

@@ -15,7 +15,7 @@ from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.verify.proofs import features, unproven
 from forge_train.recipe.load import load
-from forge_train.run.weights.initial_weights import initial_weights
+from forge_train.run.weights import initial_weights
 from train.runs import prepared
 from vlm.encoders.test_published import siglip, stored
 

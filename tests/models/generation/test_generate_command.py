@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from forge_models.generation import GREEDY, Sampling, generate
 from forge_models.hf.reader import Folder
 from forge_train.inference.continuation import Continuation
-from forge_train.inference.open import load_model
+from forge_train.inference.stored import load_model
 from forge_train.run.loop import fit
 from models.hf.command_line import WORDS, run, with_tokenizer
 from models.hf.zoo import random_model, saved

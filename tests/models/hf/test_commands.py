@@ -23,14 +23,13 @@ from forge_parallel.model.parallel_model import full
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
-from forge_train.commands.weights import convert as command
+from forge_train.commands import weights as command
+from forge_train.formats.forge import ForgeWeights
 from forge_train.inference.continuation import Continuation
-from forge_train.inference.forge_weights import ForgeWeights
-from forge_train.inference.open import load_model
-from forge_train.recipe.from_hf import filled
+from forge_train.inference.stored import fill_from, load_model
+from forge_train.recipe.load import fill_from_hf
 from forge_train.recipe.schema import Job
 from forge_train.run.loop import fit
-from forge_train.run.weights.initial_weights import fill_from
 from harness.closeness import assert_no_farther
 from harness.pool import World
 from models.hf.command_line import WORDS, run, with_tokenizer
@@ -191,7 +190,7 @@ def test_from_hf_fills_the_keys_that_nobody_gave(tmp_path: Path) -> None:
         f'[model]\nfrom_hf = "{folder}"\nmax_length = 128\nrope = {{ scaling = "linear", factor = 2.0 }}\nunknown = 1\n'
     )
     registry = Registry()
-    tree, faults = filled(load_layers(path, [], Job, registry).tree, registry)
+    tree, faults = fill_from_hf(load_layers(path, [], Job, registry).tree, registry)
     model = plain(tree)["model"]
     assert (model["name"], model["dim"], model["layers"], model["norm"]["eps"]) == ("decoder", 32, 4, 1e-6)
     assert model["max_length"] == 128
@@ -203,11 +202,11 @@ def test_from_hf_fills_the_keys_that_nobody_gave(tmp_path: Path) -> None:
 
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
-    _, faults = filled(load_layers(path, [], Job, registry).tree, registry)
+    _, faults = fill_from_hf(load_layers(path, [], Job, registry).tree, registry)
     assert "attention_dropout" in faults[0].message
     path.write_text("[model]\ndim = 64\n")
     tree = load_layers(path, [], Job, registry).tree
-    assert filled(tree, registry) == (tree, [])
+    assert fill_from_hf(tree, registry) == (tree, [])
 
 
 def test_a_folder_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:

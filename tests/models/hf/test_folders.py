@@ -18,12 +18,12 @@ from forge_models.hf.config import Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, misfits
 from forge_models.hf.reader import Folder
-from forge_train.inference.forge_weights import ForgeWeights, locate
-from forge_train.inference.open import load_model
+from forge_train.formats.forge import ForgeWeights, locate
+from forge_train.inference.stored import load_model
 from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
-from forge_train.recipe.from_hf import filled
+from forge_train.recipe.load import fill_from_hf
 from forge_train.recipe.schema import Job
-from forge_train.run.weights.initial_weights import initial_weights
+from forge_train.run.weights import initial_weights
 from models.hf.command_line import run, with_tokenizer
 from models.hf.published import folder_of, reference, spread
 from models.hf.zoo import CASES, SIZES, random_model, saved, tokens
@@ -115,11 +115,11 @@ def test_p1_a_recipe_names_the_keys_that_it_ignores(llama: Path, tmp_path: Path)
     recipe = tmp_path / "recipe.toml"
     registry = Registry()
     recipe.write_text(f'[model]\nfrom_hf = "{llama}"\n')
-    _, faults = filled(load_layers(recipe, [], Job, registry).tree, registry)
+    _, faults = fill_from_hf(load_layers(recipe, [], Job, registry).tree, registry)
     assert "something_new: 5 is not known" in faults[0].message
     assert "model.from_hf_ignore" in faults[0].hint
     recipe.write_text(f'[model]\nfrom_hf = "{llama}"\nfrom_hf_ignore = ["something_new"]\n')
-    tree, faults = filled(load_layers(recipe, [], Job, registry).tree, registry)
+    tree, faults = fill_from_hf(load_layers(recipe, [], Job, registry).tree, registry)
     assert faults == []
     model = plain(tree)["model"]
     assert model["dim"] == 32

@@ -346,6 +346,6 @@ def test_reading_the_model_alone_needs_config_json_only(folder: Path) -> None:
     assert read_model(folder).dim == 32
     with pytest.raises(ForgeError):
         Folder(folder)
-    code = "import sys; from forge_models.hf.reader import read_model; import forge_train.recipe.from_hf; "
+    code = "import sys; from forge_models.hf.reader import read_model; import forge_train.recipe.load; "
     code += f"read_model(__import__('pathlib').Path({str(folder)!r})); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ from forge_models.hf.converter import HfConverter
 from forge_models.interp.attention_scores import capture_qk
 from forge_models.interp.capture import capture
 from forge_models.interp.taps import InterpError
-from forge_train.inference.open import load_model
+from forge_train.inference.stored import load_model
 from harness.closeness import wide
 from models.hf.zoo import CASES, random_model, saved, tokens
 

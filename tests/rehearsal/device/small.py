@@ -11,14 +11,17 @@ from typing import Any
 SMALL = "FORGE_REHEARSAL_SMALL"
 """The environment variable that takes them."""
 
-_STEPS = "forge_train.doctor.steps."
+_STEPS = "forge_train.doctor."
 _SIZES: Mapping[str, Mapping[str, Any]] = {
-    "bandwidth": {"_GPU_BYTES": 1 << 20},
-    "collectives": {"_SIZES": (1 << 12, 1 << 16), "_SQUARE": 128},
-    "device": {"_CHUNK": 1 << 22, "_SECONDS": 0.2, "_SIZE": 128},
-    "disk": {"_GPU_NODE": 1 << 22},
-    "kernels": {"_LENGTH": 64},
-    "matmul": {"_SQUARE": 256},
+    "correctness": {
+        "_MEMORY_CHUNK": 1 << 22,
+        "_PRODUCT_SECONDS": 0.2,
+        "_PRODUCT_SIZE": 128,
+        "_COLLECTIVE_SIZES": (1 << 12, 1 << 16),
+        "_STRAGGLER_SQUARE": 128,
+    },
+    "node": {"_GPU_DISK_BYTES": 1 << 22},
+    "speed": {"_GPU_COPY_BYTES": 1 << 20, "_ATTENTION_LENGTH": 64, "_MATMUL_SQUARE": 256},
 }
 
 

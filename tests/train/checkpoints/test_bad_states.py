@@ -17,9 +17,8 @@ from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.run import Hook
 from forge_parallel.model.parallel_model import full
 from forge_train.process.stop import TrainingError
-from forge_train.run.health import SPAN, Health
+from forge_train.run.health import LOOK, SPAN, WINDOW, Health, LossBand
 from forge_train.run.loop import fit
-from forge_train.run.loss_band import LOOK, WINDOW, Band
 from harness.pool import World
 from train.runs import TINY, digest, prepared
 
@@ -265,7 +264,7 @@ def test_a_step_that_was_never_saved_cannot_be_gone_back_to(recipe: Path, tmp_pa
 # --- the band
 
 
-def feed(band: Band, losses: list[float], start: int = 1) -> list[tuple[int, str]]:
+def feed(band: LossBand, losses: list[float], start: int = 1) -> list[tuple[int, str]]:
     changes = [(step, band.take(step, loss)) for step, loss in enumerate(losses, start)]
     return [(step, change) for step, change in changes if change]
 
@@ -277,15 +276,15 @@ def noisy(level: float, count: int, seed: int = 0, spread: float = 0.05) -> list
 def test_a_band_is_silent_while_a_noisy_loss_falls() -> None:
     falling = [2.0 + 9.0 * math.exp(-step / 300) for step in range(3000)]
     losses = [level + noise for level, noise in zip(falling, noisy(0.0, 3000, spread=0.2), strict=True)]
-    assert feed(Band(), losses) == []
+    assert feed(LossBand(), losses) == []
 
 
 def test_a_spike_of_two_steps_is_no_episode() -> None:
-    assert feed(Band(), [*noisy(2.5, 50), 90.0, 70.0, *noisy(2.5, 50, 1), 90.0, *noisy(2.5, 50, 2)]) == []
+    assert feed(LossBand(), [*noisy(2.5, 50), 90.0, 70.0, *noisy(2.5, 50, 1), 90.0, *noisy(2.5, 50, 2)]) == []
 
 
 def test_an_episode_is_said_once_and_its_end_too() -> None:
-    band = Band()
+    band = LossBand()
     losses = [*noisy(2.5, 50), *noisy(4.0, 30, 1), *noisy(2.5, 50, 2)]
     assert feed(band, losses) == [(53, "left"), (83, "back")]
     assert band.left is None
@@ -293,38 +292,38 @@ def test_an_episode_is_said_once_and_its_end_too() -> None:
 
 
 def test_the_first_step_outside_is_what_is_named() -> None:
-    band = Band()
+    band = LossBand()
     feed(band, [*noisy(2.5, 50), 4.0, 2.5, 4.0, 4.0])
     assert band.left == 51
 
 
 def test_a_new_level_is_accepted_after_a_window() -> None:
-    band = Band()
+    band = LossBand()
     changes = feed(band, [*noisy(2.5, 300), *noisy(3.5, WINDOW + 50, 1), *noisy(6.0, LOOK, 2)])
     assert changes == [(303, "left"), (300 + WINDOW, "settled"), (300 + WINDOW + 53, "left")]
 
 
 def test_the_second_of_all_losses_can_be_outside() -> None:
-    assert feed(Band(), [5.77, 110_458.0, 9e4, 8e4]) == [(4, "left")]
+    assert feed(LossBand(), [5.77, 110_458.0, 9e4, 8e4]) == [(4, "left")]
 
 
 def test_the_limit_is_that_of_the_definition() -> None:
-    band = Band()
+    band = LossBand()
     assert band.limit == math.inf
     feed(band, [2.0, 2.4, 2.0, 1.6, 2.0, 2.1, 1.9])
     assert band.limit == pytest.approx(2.0 + 6 * 1.4826 * 0.1)  # deviations: 0 0 0 0.1 0.1 0.4 0.4
-    assert Band(inside=type(band.inside)([3.0])).limit == pytest.approx(3.6)
-    assert Band(inside=type(band.inside)([0.01])).limit == pytest.approx(0.11)
+    assert LossBand(inside=type(band.inside)([3.0])).limit == pytest.approx(3.6)
+    assert LossBand(inside=type(band.inside)([0.01])).limit == pytest.approx(0.11)
 
 
 def test_a_band_survives_a_checkpoint() -> None:
     losses = [*noisy(2.5, 60), *noisy(4.0, 4, 1), *noisy(2.5, 60, 2)]
     for cut in (0, 10, 61, 63, 64, 100):
-        one, other = Band(), Band()
+        one, other = LossBand(), LossBand()
         before = feed(one, losses[:cut])
         other.load(json.loads(json.dumps(one.state())))
         after = feed(other, losses[cut:], cut + 1)
-        assert before + after == feed(Band(), losses)
+        assert before + after == feed(LossBand(), losses)
 
 
 def test_the_band_stands_in_every_checkpoint(recipe: Path, tmp_path: Path) -> None:

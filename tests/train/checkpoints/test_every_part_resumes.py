@@ -19,9 +19,9 @@ from forge_ckpt.checkpoint.locate import locate
 from forge_core.component import Component, fields_of
 from forge_core.errors import ConfigError
 from forge_core.registry import Entry, Registry
-from forge_train.run.directory import CHECKPOINTS
+from forge_train.directory import CHECKPOINTS
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read_metrics
 from harness.pool import World
 from train.runs import prepared
 
@@ -242,7 +242,7 @@ def last(directory: Path) -> tuple[dict[str, bytes], Mapping[str, Any]]:
 
 def numbers(directory: Path) -> list[dict[str, Any]]:
     """Lines of the metrics after the cut; what two hooks say alike once, as `log` always does at the first step of a start."""
-    lines = [line for line in read(directory / METRICS) if line["step"] > CUT]
+    lines = [line for line in read_metrics(directory / METRICS) if line["step"] > CUT]
     said = [{name: value for name, value in line.items() if not CLOCKS.fullmatch(name)} for line in lines]
     return [line for at, line in enumerate(said) if line not in said[:at]]
 

@@ -9,7 +9,7 @@ import torch
 from forge_ckpt.checkpoint.locate import locate
 from forge_core.registry import Registry
 from forge_parallel.model.parallel_model import full
-from forge_train.inference.forge_weights import ForgeWeights
+from forge_train.formats.forge import ForgeWeights
 from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import prepared

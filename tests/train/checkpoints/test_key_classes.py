@@ -20,7 +20,7 @@ from forge_core.trust import trust_file
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
 from forge_train.run.loop import fit
-from forge_train.run.resume import compare
+from forge_train.run.resume import compare_recipes
 from train.runs import TINY, prepared
 
 OURS = {"forge-core", "forge-parallel", "forge-models", "forge-data", "forge-ckpt", "forge-vlm", "forge-train"}
@@ -83,7 +83,7 @@ from typing import Annotated, ClassVar
 
 from forge_core.component import FREE, Component
 from forge_core.protocols.run import Hook
-from forge_train.components.schedules import Constant
+from forge_train.schedules import Constant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ def resumed(folder: Path, *overrides: str, change: Any = None) -> Any:
     meta = json.loads(json.dumps(open_manifest(LocalStore(folder / "run" / "checkpoints"), "step-00000002")[0].meta))
     if change is not None:
         change(meta)
-    return compare(meta, resolved, registry)
+    return compare_recipes(meta, resolved, registry)
 
 
 def test_nothing_changed_is_nothing_said(trained: Path) -> None:

@@ -12,8 +12,8 @@ from forge_core.errors import ForgeError, PlanError
 from forge_core.registry import Registry
 from forge_parallel.optim.elementwise import ElementwiseOptimizer
 from forge_parallel.placement.boxes import local_box
-from forge_train.inference.forge_weights import ForgeWeights
-from forge_train.run.directory import CHECKPOINTS
+from forge_train.directory import CHECKPOINTS
+from forge_train.formats.forge import ForgeWeights
 from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import TINY, digest, prepared, train

@@ -11,7 +11,7 @@ import pytest
 
 from forge_ckpt.checkpoint.locate import locate
 from forge_core.errors import ForgeError
-from forge_train.commands.weights.convert import convert
+from forge_train.commands.weights import convert
 from harness.s3 import BUCKET, Server, s3_server
 from train.runs import TINY, prepared
 
@@ -84,8 +84,8 @@ def recipe(folder: Path) -> Path:
 
 
 def test_a_run_goes_on_from_a_url_and_fresh_is_refused_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from forge_train.directory import prepare_directory
     from forge_train.run.loop import fit
-    from forge_train.run.takeover import prepare_directory
 
     folder = f"memory://{tmp_path.name}"
     given = [f"--job.dir={tmp_path / 'run'}", "--checkpoint.store.name=remote", f"--checkpoint.store.url={folder}"]

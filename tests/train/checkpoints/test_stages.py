@@ -11,7 +11,7 @@ from forge_core.errors import ConfigError, PlanError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_train.commands import parity
-from forge_train.plan.dry_run import planned
+from forge_train.plan import dry_run
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from harness.pool import World
@@ -199,7 +199,7 @@ def test_a_plan_counts_what_any_stage_trains(recipe: Path, tmp_path: Path) -> No
     layout, registry = Layout.parse("1"), Registry()
 
     def state(path: Path) -> int:
-        (found,) = planned(load(path, ["--train.max_steps=8"], 1, registry).job, layout, registry, 1).ranks
+        (found,) = dry_run(load(path, ["--train.max_steps=8"], 1, registry).job, layout, registry, 1).ranks
         return found.optimizer
 
     plain, less = tmp_path / "plain.toml", tmp_path / "less.toml"

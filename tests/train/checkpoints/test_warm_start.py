@@ -9,11 +9,11 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_parallel.model.parallel_model import full
-from forge_train.inference.open import open_weights
+from forge_train.inference.stored import open_weights
 from forge_train.recipe.schema import Start
+from forge_train.run import weights
 from forge_train.run.loop import fit
-from forge_train.run.weights import warm_start
-from forge_train.run.weights.warm_start import chosen
+from forge_train.run.weights import tensors_to_take
 from harness.pool import World
 from train.runs import TINY, prepared
 
@@ -84,8 +84,8 @@ def test_fault_22_everything_that_does_not_fit_is_listed_and_nothing_changes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed: list[Any] = []
-    monkeypatch.setattr(warm_start, "initialize", lambda *given: changed.append(given))
-    monkeypatch.setattr(warm_start, "copy", lambda *given: changed.append(given))
+    monkeypatch.setattr(weights, "initialize", lambda *given: changed.append(given))
+    monkeypatch.setattr(weights, "copy_tensors", lambda *given: changed.append(given))
     with pytest.raises(ForgeError) as refusal:
         begun(source, tmp_path, f"--start.weights={source / 'run'}", "--model.ffn_dim=32", "--model.vocab_size=64")
     said = str(refusal.value)
@@ -109,12 +109,12 @@ def test_fault_22_everything_that_does_not_fit_is_listed_and_nothing_changes(
 )
 def test_what_has_no_part_is_refused(keys: dict[str, Any], why: str) -> None:
     with pytest.raises(ForgeError, match=why.replace("*", r"\*").replace(".", r"\.")):
-        chosen(Start(weights="there", **keys), ["a.w", "b.w", "blocks.0.w"])
+        tensors_to_take(Start(weights="there", **keys), ["a.w", "b.w", "blocks.0.w"])
 
 
 def test_the_longest_beginning_counts() -> None:
     start = Start(weights="there", rename=("net.=blocks.", "net.1.=head."))
-    assert chosen(start, ["net.0.w", "net.1.w", "x"]) == {"blocks.0.w": "net.0.w", "head.w": "net.1.w", "x": "x"}
+    assert tensors_to_take(start, ["net.0.w", "net.1.w", "x"]) == {"blocks.0.w": "net.0.w", "head.w": "net.1.w", "x": "x"}
 
 
 def test_two_sources_or_none_are_refused(source: Path, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_kind_of_number_is_not_converted(source: Path) -> None:
 
     run, _ = prepared(source / "tiny.toml", [f"--job.dir={source / 'kinds'}", *SHORT])
     with pytest.raises(ForgeError, match=r"norm\.weight: dtype float32, in the weights int64"):
-        warm_start.check({"norm.weight": "norm.weight"}, Weights(), run.model)  # type: ignore[arg-type]
+        weights.check_start({"norm.weight": "norm.weight"}, Weights(), run.model)  # type: ignore[arg-type]
 
 
 def test_a_resume_does_not_start_over(source: Path, tmp_path: Path) -> None:

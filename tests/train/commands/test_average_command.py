@@ -9,7 +9,7 @@ import torch
 from forge_core.errors import CheckpointError
 from forge_core.registry import Registry
 from forge_parallel.model.parallel_model import full
-from forge_train.inference.open import load_model, open_weights
+from forge_train.inference.stored import load_model, open_weights
 from forge_train.run.loop import fit
 from models.hf.command_line import WORDS, run
 from train.commands.test_evaluate_command import HELD_OUT, reference

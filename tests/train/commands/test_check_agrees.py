@@ -14,7 +14,7 @@ import pytest
 from forge_core.errors import ConfigError, Fault, ForgeError
 from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
-from forge_train.plan.dry_run import planned
+from forge_train.plan import dry_run
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
 
@@ -164,7 +164,7 @@ def refusal(job: Job, layout: Layout) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            planned(job, layout, REGISTRY, 8)
+            dry_run(job, layout, REGISTRY, 8)
         except (ForgeError, ValueError) as refused:
             return f"{type(refused).__name__}: {refused}"
     return ""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forge_train.cli import main
-from forge_train.trackers.jsonl import read
+from forge_train.trackers import read_metrics
 from train.runs import TINY
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
@@ -86,13 +86,13 @@ def test_a_run_leaves_recipe_numbers_logs_checkpoint_and_report(here: Path) -> N
     found = forge(here, "run", "tiny.toml", "--hooks=[{name='log', every=1}, {name='save'}, {name='progress'}]")
     assert found.returncode == 0, found.stderr
     run = here / "runs" / "tiny"
-    assert [entry["step"] for entry in read(run / "metrics.jsonl")] == list(range(1, 9))
+    assert [entry["step"] for entry in read_metrics(run / "metrics.jsonl")] == list(range(1, 9))
     assert "resolved recipe" in (run / "config.toml").read_text()
     assert (run / "logs" / "rank-00000.log").read_text()
     assert (run / "report.html").stat().st_size < 1_000_000
     again = forge(here, "run", str(run / "config.toml"), f"--job.dir={here / 'again'}")
     assert again.returncode == 0, again.stderr
-    assert read(here / "again" / "metrics.jsonl")[-1]["loss"] == read(run / "metrics.jsonl")[-1]["loss"], (
+    assert read_metrics(here / "again" / "metrics.jsonl")[-1]["loss"] == read_metrics(run / "metrics.jsonl")[-1]["loss"], (
         "the resolved recipe is the run"
     )
 
@@ -160,7 +160,7 @@ def test_sigterm_saves_and_says_that_there_is_more_to_do(here: Path) -> None:
     _until(lambda: len(_lines(here)) > 3)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(timeout=60) == 75
-    last = read(here / "runs" / "tiny" / "metrics.jsonl")[-1]["step"]
+    last = read_metrics(here / "runs" / "tiny" / "metrics.jsonl")[-1]["step"]
     (saved,) = (here / "runs" / "tiny" / "checkpoints").glob("step-*")
     assert int(saved.name.split("-")[1]) == last
 
@@ -180,7 +180,8 @@ def test_fault_1_kill_9_at_any_moment_then_resume_gives_the_same_run(here: Path)
     assert last.returncode == 0, last.stderr
     assert "resuming after step" in last.stdout
     clean, killed = (
-        {entry["step"]: entry["loss"] for entry in read(here / "runs" / name / "metrics.jsonl")} for name in ("clean", "tiny")
+        {entry["step"]: entry["loss"] for entry in read_metrics(here / "runs" / name / "metrics.jsonl")}
+        for name in ("clean", "tiny")
     )
     assert killed == clean
 

@@ -14,11 +14,11 @@ from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_data.loading.evaluation import evaluation
 from forge_train.cli import main
-from forge_train.hooks.evaluation.results import bits_per_byte
-from forge_train.inference.evaluate import Score, recipe_for, scores
-from forge_train.inference.open import load_model, open_weights
+from forge_train.hooks.evaluation import bits_per_byte
+from forge_train.inference.evaluation import Score, recipe_for, scores
+from forge_train.inference.stored import load_model, open_weights
 from forge_train.recipe.load import load
-from forge_train.report.gather import facts
+from forge_train.report.facts import data_facts
 from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import TINY, prepared, train
@@ -137,5 +137,5 @@ def test_trials_c3_bits_per_byte_are_of_the_text_that_is_predicted(packing: str,
     assert size == sum(max(0, len(text.encode()) - 1) for text in TEXTS)
     (found,) = evaluated(tmp_path / "run", [])
     assert found.tokens == count and found.bits_per_byte == pytest.approx(bits / size, rel=1e-5)
-    per_token = facts(run)["bytes_per_token"]["held"]  # what the report divides by
+    per_token = data_facts(run)["bytes_per_token"]["held"]  # what the report divides by
     assert bits_per_byte(found.loss, 1, per_token) == pytest.approx(bits / size, rel=1e-5)

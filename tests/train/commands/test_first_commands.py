@@ -12,7 +12,7 @@ import pytest
 
 from forge_core.component import Slot, fields_of
 from forge_train.cli import main
-from forge_train.commands.completion import keys
+from forge_train.commands.options import recipe_keys
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
 
@@ -121,7 +121,7 @@ def test_m3_the_shell_completes_the_whole_command(words: str, offered: list[str]
 
 
 def test_every_key_of_a_recipe_is_offered(tmp_path: Path) -> None:
-    offered = set(keys("debug"))
+    offered = set(recipe_keys("debug"))
     for info in fields_of(Job):
         slot = any(isinstance(item, Slot) for item in getattr(info.type, "__metadata__", ()))
         assert any(key.startswith(f"{info.name}.") or key == info.name for key in offered) or not slot, info.name
@@ -131,7 +131,7 @@ def test_every_key_of_a_recipe_is_offered(tmp_path: Path) -> None:
 
 def test_a_recipe_with_faults_still_completes_keys(tmp_path: Path) -> None:
     (tmp_path / "broken.toml").write_text("[train\n")
-    assert "train.max_steps" in set(keys(str(tmp_path / "broken.toml")))
+    assert "train.max_steps" in set(recipe_keys(str(tmp_path / "broken.toml")))
 
 
 def test_the_script_for_a_shell_names_the_command() -> None:

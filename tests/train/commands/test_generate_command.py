@@ -15,10 +15,9 @@ from forge_core.registry import Registry
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_models.generation import Sampling, generate
 from forge_train.cli import main
-from forge_train.commands.weights.generate import _texts
+from forge_train.commands.generate import _texts
 from forge_train.inference.continuation import Continuation
-from forge_train.inference.laid_out import laid_out, recipe_to_generate
-from forge_train.inference.open import load_model, open_weights
+from forge_train.inference.stored import load_model, load_sharded_model, open_weights, recipe_to_generate
 from harness.pool import World
 from harness.siblings import fast
 from train.runs import TINY, train
@@ -88,7 +87,7 @@ def continued(run: Path, overrides: list[str], size: int) -> tuple[str, list[str
     """One text piece by piece, and several together, on this rank."""
     registry = Registry()
     weights = open_weights(run, registry)
-    model = laid_out(weights, recipe_to_generate(weights, overrides, size, registry), torch.device("cpu"), registry)
+    model = load_sharded_model(weights, recipe_to_generate(weights, overrides, size, registry), torch.device("cpu"), registry)
     coder = ByteTokenizer()
     with model.inference(whole_sequences=True):
         begun = Continuation(

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_train.plan.dry_run import groups_of, modules, planned
-from forge_train.plan.terminal import draw, listed
+from forge_train.commands.plan import draw, listed
+from forge_train.plan import dry_run, groups_of, placed_parameters
 from forge_train.recipe.load import load
 from train.commands.test_cli import ENVIRONMENT, forge
 from train.runs import TINY
@@ -81,7 +81,7 @@ def test_experts_in_a_plan() -> None:
     keys = ["--parallel.ep=2", "--train.micro_batch=1", "--train.global_batch=4", "--model.layers=2"]
     resolved = load("debug-moe", keys, 4, registry)
     assert resolved.layout is not None
-    planning = planned(resolved.job, resolved.layout, registry, per_node=2, ranks=[3])
+    planning = dry_run(resolved.job, resolved.layout, registry, per_node=2, ranks=[3])
     page = io.StringIO()
     draw(planning, "debug-moe", Console(file=page, width=200))
     words = ("dp4ep2", "s = dp_shard, f = efsdp, e = ep; ranks of one color exchange over ep", "node 1 f1 │ 2 s2 e0 │ 3 s3 e1 │")
@@ -167,8 +167,8 @@ def test_every_parameter_is_shown_and_their_bytes_are_those_of_the_plan(
     registry = Registry()
     resolved = load(str(here / "tiny.toml"), overrides, world, registry)
     assert resolved.layout is not None
-    held = modules(resolved.job, resolved.layout, registry)
-    ranks = planned(resolved.job, resolved.layout, registry, per_node=8).ranks
+    held = placed_parameters(resolved.job, resolved.layout, registry)
+    ranks = dry_run(resolved.job, resolved.layout, registry, per_node=8).ranks
     sums = {rank: sum(parameter.bytes for parameter in parameters) for rank, parameters in held.items()}
     assert sums == {rank.rank: rank.parameters for rank in ranks}
 

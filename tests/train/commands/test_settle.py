@@ -25,10 +25,9 @@ from forge_parallel.model.realize import Blueprint
 from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import Settled, reduced_by, reduced_so_far, settled, shared_memory
 from forge_parallel.transforms.shard import FullyShard
-from forge_train.plan.dry_run import planned
-from forge_train.plan.terminal import draw
+from forge_train.commands.plan import draw
+from forge_train.plan import dry_run, plan_of
 from forge_train.recipe.load import load
-from forge_train.run.assemble import plan_of
 from harness.pool import World
 from train.runs import TINY, prepared, train
 
@@ -152,7 +151,7 @@ def test_a_person_and_a_program_read_what_was_chosen(recipe: Path) -> None:
     assert resolved.layout is not None
     pages = []
     for gpu in (None, ACCELERATORS["h200"]):
-        plan = planned(resolved.job, resolved.layout, Registry(), 8, accelerator=gpu)
+        plan = dry_run(resolved.job, resolved.layout, Registry(), 8, accelerator=gpu)
         page = io.StringIO()
         draw(plan, "tiny", Console(file=page, width=300))
         pages.append((page.getvalue(), json.loads(json.dumps(plan.as_json()))["shard"]))
@@ -204,7 +203,7 @@ def test_a_run_under_auto_is_the_run_with_the_values(world: World, recipe: Path)
 def _resumed(folder: str, name: str, first: list[str], then: list[str]) -> list[Any]:
     recipe, where = Path(folder) / "tiny.toml", f"--job.dir={folder}/{name}"
     train(recipe, [where, "--train.max_steps=3", *first])
-    said, log = logging.handlers.BufferingHandler(10**6), logging.getLogger("forge_train.run.assemble")
+    said, log = logging.handlers.BufferingHandler(10**6), logging.getLogger("forge_train.run.start")
     log.addHandler(said)
     log.setLevel("INFO")
     run, _ = prepared(recipe, [where, "--train.max_steps=6", *then])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forge_train.doctor.plan import ACCEPTANCE, QUICK
+from forge_train.doctor.runner import ACCEPTANCE, QUICK
 
 
 def said(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from forge_core.errors import DataError
-from forge_train.doctor.compare import read, regressions
+from forge_train.doctor.report import read_report, regressions
 from forge_train.doctor.step import Check, Result, Step
 
 
@@ -47,6 +47,6 @@ def test_verdicts_and_checks_of_one_report_only() -> None:
 def test_what_is_no_report_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(text)
     with pytest.raises(DataError, match=r"old\.json"):
-        read(tmp_path / "old.json")
+        read_report(tmp_path / "old.json")
     with pytest.raises(DataError, match=r"absent\.json"):
-        read(tmp_path / "absent.json")
+        read_report(tmp_path / "absent.json")

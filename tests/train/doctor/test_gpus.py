@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_train.doctor.steps import gpus
-from forge_train.doctor.steps.gpus import Gpu
+from forge_train.doctor import gpus
+from forge_train.doctor.gpus import Gpu
 
 WELL = Gpu("00000000:18:00.0", errors=0, slowed=0, limit=700.0, default=700.0)
 PEERS = "GPUs read each other's memory"

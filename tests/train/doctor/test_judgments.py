@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from forge_train.doctor import node, torch_build, training
 from forge_train.doctor.peaks import peak
-from forge_train.doctor.steps import build, cases, node
-from forge_train.doctor.steps.build import Device, has_kernels
+from forge_train.doctor.torch_build import Device, has_kernels
 
 H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30)
-GOOD = build.Facts(
+GOOD = torch_build.Facts(
     seen=True,
     version="2.13.0+cu128",
     cuda="12.8",
@@ -38,14 +38,14 @@ NODE = node.Facts(
 
 
 def test_a_good_machine_passes() -> None:
-    assert {check.verdict for check in [*build.judge(GOOD), *node.judge(NODE)]} == {"PASS"}
+    assert {check.verdict for check in [*torch_build.judge(GOOD), *node.judge_node(NODE)]} == {"PASS"}
 
 
 @pytest.mark.parametrize(
     ("facts", "name", "verdict", "remedy"),
     [
-        (build.Facts(seen=True, version="2.13.0+cpu"), "torch is built for GPUs", "FAIL", "whl/cu128"),
-        (build.Facts(seen=True, version="2.13.0+cpu", driver=(12, 6)), "torch is built for GPUs", "FAIL", "whl/cu126"),
+        (torch_build.Facts(seen=True, version="2.13.0+cpu"), "torch is built for GPUs", "FAIL", "whl/cu128"),
+        (torch_build.Facts(seen=True, version="2.13.0+cpu", driver=(12, 6)), "torch is built for GPUs", "FAIL", "whl/cu126"),
         (replace(OUT, cuda="13.0", driver=(12, 4)), "driver", "FAIL", "a newer driver"),
         (replace(OUT, driver=None), "driver", "FAIL", "install the driver"),
         (replace(OUT, visible=""), "torch can use a device", "FAIL", "CUDA_VISIBLE_DEVICES"),
@@ -55,18 +55,18 @@ def test_a_good_machine_passes() -> None:
         (replace(GOOD, devices=(V100,), architectures=("sm_70",)), "bf16", "SLOW", "fp32"),
         (replace(GOOD, devices=(A100,), wants_float8=True), "float8", "SLOW", "leave out transforms.float8"),
         (replace(GOOD, devices=(A100,)), "float8", "SKIPPED", "transforms.float8"),
-        (build.Facts(seen=False, version="2.13.0+cpu"), "GPU", "SKIPPED", "nvidia-smi"),
+        (torch_build.Facts(seen=False, version="2.13.0+cpu"), "GPU", "SKIPPED", "nvidia-smi"),
     ],
 )
-def test_an_installation_that_does_not_fit(facts: build.Facts, name: str, verdict: str, remedy: str) -> None:
-    found = {check.name: check for check in build.judge(facts)}
+def test_an_installation_that_does_not_fit(facts: torch_build.Facts, name: str, verdict: str, remedy: str) -> None:
+    found = {check.name: check for check in torch_build.judge(facts)}
     assert found[name].verdict == verdict and remedy in found[name].remedy
 
 
 def test_a_driver_runs_newer_minor_versions_of_its_cuda() -> None:
-    assert [check.verdict for check in build.judge(replace(GOOD, cuda="12.9", driver=(12, 0))) if check.name == "driver"] == [
-        "PASS"
-    ]
+    assert [
+        check.verdict for check in torch_build.judge(replace(GOOD, cuda="12.9", driver=(12, 0))) if check.name == "driver"
+    ] == ["PASS"]
 
 
 @pytest.mark.parametrize(
@@ -99,30 +99,30 @@ def test_which_builds_a_device_can_run(capability: tuple[int, int], architecture
     ],
 )
 def test_a_node_that_lacks_something(facts: node.Facts, name: str, verdict: str, remedy: str) -> None:
-    found = {check.name: check for check in node.judge(facts)}
+    found = {check.name: check for check in node.judge_node(facts)}
     assert found[name].verdict == verdict and remedy in found[name].remedy
     assert sum(check.verdict != "PASS" for check in found.values()) == 1
 
 
 def test_a_node_without_gpus_and_cards_needs_less() -> None:
     facts = replace(NODE, gpu=False, infiniband=False, locked=64 << 10, shared=64 << 20, compiler=None, triton=False)
-    assert {check.verdict for check in node.judge(facts)} == {"PASS", "SKIPPED"}
+    assert {check.verdict for check in node.judge_node(facts)} == {"PASS", "SKIPPED"}
 
 
 def test_a_gpu_is_seen_by_its_device_file_or_by_the_tool_of_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     monkeypatch.setenv("PATH", str(tools))
-    assert not build.sees_gpu(tmp_path)
+    assert not torch_build.sees_gpu(tmp_path)
     tool = tools / "nvidia-smi"
     for script, seen in (("echo No devices; exit 6", False), ("echo 'GPU 0: NVIDIA H100'", True)):
         tool.write_text(f"#!/bin/sh\n{script}\n")
         tool.chmod(0o755)
-        assert build.sees_gpu(tmp_path) is seen
+        assert torch_build.sees_gpu(tmp_path) is seen
     tool.unlink()
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
-    assert build.sees_gpu(tmp_path)
+    assert torch_build.sees_gpu(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,6 @@ def test_peaks_are_those_of_the_data_sheets(name: str, bf16: float) -> None:
 
 
 def test_the_verdict_on_tests_is_that_of_pytest() -> None:
-    assert cases.judge(0, "5 passed, 2 skipped in 3 s\n").verdict == "PASS"
-    wrong = cases.judge(1, "FAILED tests/a.py::test_b - assert\n1 failed, 3 passed in 2 s\n")
+    assert training.judge_tests(0, "5 passed, 2 skipped in 3 s\n").verdict == "PASS"
+    wrong = training.judge_tests(1, "FAILED tests/a.py::test_b - assert\n1 failed, 3 passed in 2 s\n")
     assert wrong.verdict == "FAIL" and "tests/a.py::test_b" in wrong.value() and "1 failed" in wrong.value()

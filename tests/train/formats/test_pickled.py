@@ -16,10 +16,8 @@ from safetensors.torch import save_file
 
 from forge_core.errors import ForgeError
 from forge_models.conformance.weights import InMemory, small
-from forge_train.formats.dcp import METADATA, DcpConverter
-from forge_train.formats.pickled import SIDECAR
-from forge_train.formats.torch_file import TorchConverter
-from forge_train.inference.forge_weights import ForgeConverter
+from forge_train.formats.forge import ForgeConverter
+from forge_train.formats.torch_files import METADATA, SIDECAR, DcpConverter, TorchConverter
 from harness.siblings import fast
 from models.hf.command_line import run
 from train.formats.test_plain import RECIPE, alike, tensors

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_models.conformance.weights import InMemory, small
+from forge_train.formats.forge import ForgeConverter
 from forge_train.formats.plain import PlainConverter
-from forge_train.inference.forge_weights import ForgeConverter
-from forge_train.inference.open import format_of, load_model, open_weights
+from forge_train.inference.stored import format_of, load_model, open_weights
 from forge_train.run.loop import fit
 from models.hf.command_line import run
 from train.runs import TINY, prepared
@@ -124,7 +124,7 @@ def test_fault_22_everything_that_does_not_fit_is_listed_at_once(given: InMemory
 
 def test_a_buffer_may_be_missing(tmp_path: Path) -> None:
     from forge_core.protocols.weights import StoredTensor
-    from forge_train.formats.described import check_fit
+    from forge_train.formats.plain import check_fit
 
     class Component:
         def build(self) -> torch.nn.Module:

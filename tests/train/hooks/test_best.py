@@ -20,9 +20,7 @@ from forge_core.protocols.checkpoint import Piece
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.launch.watch import Watch
-from forge_train.hooks.evaluation.best import BestHook
-from forge_train.hooks.evaluation.early_stop import EarlyStopHook
-from forge_train.hooks.evaluation.results import Improvement
+from forge_train.hooks.evaluation import BestHook, EarlyStopHook, Improvement
 from forge_train.hooks.save import SaveHook
 from forge_train.process.stop import Stop
 from forge_train.recipe.load import load

@@ -13,10 +13,10 @@ from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.model.parallel_model import full
 from forge_train.components.hooks import Ema
-from forge_train.hooks.ema import EmaHook
-from forge_train.inference.evaluate import recipe_for, scores
-from forge_train.inference.open import open_weights
-from forge_train.plan.dry_run import planned
+from forge_train.hooks.weights import EmaHook
+from forge_train.inference.evaluation import recipe_for, scores
+from forge_train.inference.stored import open_weights
+from forge_train.plan import dry_run
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from harness.pool import World
@@ -232,7 +232,7 @@ def test_a_plan_counts_it(recipe: Path, tmp_path: Path) -> None:
     for which in (plain, recipe):
         resolved = load(which, [], 2, registry)
         assert resolved.layout is not None
-        found.append(planned(resolved.job, resolved.layout, registry, 2))
+        found.append(dry_run(resolved.job, resolved.layout, registry, 2))
     without, with_it = (plan.ranks[0] for plan in found)
     assert with_it.parameters == without.parameters and without.optimizer > 2 * with_it.parameters
     assert with_it.optimizer - without.optimizer == with_it.parameters, "the average of fp32 weights is as large as they are"

@@ -19,15 +19,15 @@ from forge_parallel.launch.watch import Watch
 from forge_parallel.step.timing import StepTimer
 from forge_train.components.evaluation import Evaluate
 from forge_train.components.hooks import Log, Progress, Save
-from forge_train.hooks.clock import pause, paused
-from forge_train.hooks.evaluation.evaluate import EvaluateHook
-from forge_train.hooks.replicas import ReplicasHook
-from forge_train.hooks.sample import SampleHook
+from forge_train.hooks.evaluation import EvaluateHook
+from forge_train.hooks.metrics import Utilization
+from forge_train.hooks.periodic import pause, paused
+from forge_train.hooks.samples import SampleHook
 from forge_train.hooks.save import SaveHook
+from forge_train.hooks.weights import ReplicasHook
 from forge_train.process.stop import STOPPED, Stop
 from forge_train.recipe.checks import evaluate_has_sets
 from forge_train.run.health import Health
-from forge_train.speed.utilization import Utilization
 
 TOKENS = 512
 

@@ -17,11 +17,11 @@ from forge_models.interp.capture import capture
 from forge_models.interp.kernel_similarity import gram, gram_cka, gram_rank
 from forge_models.interp.methods.probes import effective_rank
 from forge_models.interp.similarity import Moments, unbiased_cka
-from forge_train.hooks.inside import agreement
-from forge_train.inference.open import load_model, open_weights
+from forge_train.inference.stored import load_model, open_weights
+from forge_train.inside.inside import agreement
 from forge_train.recipe.load import load
 from forge_train.report.charts import FAMILIES
-from forge_train.report.write import report
+from forge_train.report.page import report
 from harness.pool import World
 from harness.siblings import fast
 from train.runs import TINY, prepared, train

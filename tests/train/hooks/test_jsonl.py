@@ -9,9 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge_train.components.trackers import Jsonl
-from forge_train.trackers.guarded import Guarded
-from forge_train.trackers.jsonl import JsonlTracker, read
+from forge_train.trackers import Jsonl, JsonlTracker, SafeTracker, read_metrics
 
 
 @pytest.fixture
@@ -20,7 +18,7 @@ def path(tmp_path):
 
 
 def steps(path) -> list[int]:
-    return [entry["step"] for entry in read(path)]
+    return [entry["step"] for entry in read_metrics(path)]
 
 
 def test_each_write_is_one_strict_json_line_at_once(path) -> None:
@@ -35,7 +33,7 @@ def test_each_write_is_one_strict_json_line_at_once(path) -> None:
     assert datetime.fromisoformat(first.pop("time")).utcoffset() is not None
     assert first == {"step": 1, "loss": 2.5, "tokens": 4096}
     assert second["grad_norm"] == "inf"
-    entry = read(path)[1]
+    entry = read_metrics(path)[1]
     assert math.isnan(entry["loss"]) and entry["grad_norm"] == math.inf and entry["low"] == -math.inf
 
 
@@ -47,7 +45,7 @@ def test_a_rewind_voids_later_lines_and_keeps_them_in_the_file(path) -> None:
     again.rewind(20)
     again.write(25, {"loss": -25.0})
     again.write(30, {"loss": -30.0})
-    assert [(e["step"], e["loss"]) for e in read(path)] == [(10, 10.0), (20, 20.0), (25, -25.0), (30, -30.0)]
+    assert [(e["step"], e["loss"]) for e in read_metrics(path)] == [(10, 10.0), (20, 20.0), (25, -25.0), (30, -30.0)]
     assert '"loss": 30.0' in path.read_text()
 
 
@@ -85,7 +83,7 @@ def test_every_cut_of_the_last_line_loses_that_line_only(path) -> None:
 
 
 def test_fault_43_a_failing_disk_is_one_warning_and_heals(path, caplog, monkeypatch) -> None:
-    tracker = Guarded(JsonlTracker(path))
+    tracker = SafeTracker(JsonlTracker(path))
     tracker.write(1, {"loss": 1.0})
     real = os.write
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
@@ -100,7 +98,7 @@ def test_fault_43_a_failing_disk_is_one_warning_and_heals(path, caplog, monkeypa
 
 
 def test_fault_43_a_missing_directory_is_one_warning(tmp_path, caplog) -> None:
-    tracker = Guarded(JsonlTracker(tmp_path / "gone" / "metrics.jsonl"))
+    tracker = SafeTracker(JsonlTracker(tmp_path / "gone" / "metrics.jsonl"))
     with caplog.at_level(logging.WARNING):
         tracker.rewind(3)
         tracker.write(1, {"loss": 1.0})

@@ -12,10 +12,9 @@ from forge_core.errors import ConfigError, DataError, ForgeError
 from forge_core.registry import Registry
 from forge_data.loading.evaluation import Question
 from forge_data.tokenizers.bytes import ByteTokenizer
-from forge_train.hooks import answers
-from forge_train.hooks.answers import AnswersHook
-from forge_train.hooks.evaluation.tasks import TasksHook
-from forge_train.hooks.sample import SampleHook
+from forge_train.hooks import samples
+from forge_train.hooks.evaluation import TasksHook
+from forge_train.hooks.samples import AnswersHook, SampleHook
 from forge_train.recipe.load import load
 from train.runs import TINY
 
@@ -74,9 +73,9 @@ def test_trials_c1_questions_are_asked_in_portions_that_fit_the_model() -> None:
 
 def test_an_answer_that_no_model_of_this_length_can_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     held_out = {"pairs": SimpleNamespace(source=object())}
-    monkeypatch.setattr(answers, "inputs_of", lambda source, part: {})
+    monkeypatch.setattr(samples, "inputs_of", lambda source, part: {})
     for sizes, max_tokens, fits in (((40, 24), 256, True), ((40, 25), 256, False), ((40, 25), 24, True)):
-        monkeypatch.setattr(answers, "questions", lambda source, count, sizes=sizes: iter(asked(sizes)))
+        monkeypatch.setattr(samples, "questions", lambda source, count, sizes=sizes: iter(asked(sizes)))
         hook, run = hook_of(max_tokens), run_of(64, evaluations=held_out)
         if fits:
             hook.check(run)
@@ -89,8 +88,8 @@ def test_a_held_out_image_that_is_gone_is_said_at_the_start(monkeypatch: pytest.
     def gone(source: Any, part: Any) -> Any:
         raise DataError("cat.png is missing")
 
-    monkeypatch.setattr(answers, "questions", lambda source, count: iter(asked((4, 2))))
-    monkeypatch.setattr(answers, "inputs_of", gone)
+    monkeypatch.setattr(samples, "questions", lambda source, count: iter(asked((4, 2))))
+    monkeypatch.setattr(samples, "inputs_of", gone)
     with pytest.raises(ForgeError, match=r"hook 'answers': held-out set 'pets': cat\.png is missing"):
         hook_of().check(run_of(64, evaluations={"pets": SimpleNamespace(source=object())}))
 
@@ -124,7 +123,7 @@ def test_every_image_of_an_evaluated_set_is_looked_for_at_the_start(tmp_path: Pa
     from PIL import Image
 
     from forge_core.protocols.data import SourceContext
-    from forge_train.hooks.evaluation.evaluate import EvaluateHook
+    from forge_train.hooks.evaluation import EvaluateHook
     from forge_vlm.components.sources import ImageJsonl
 
     lines = [{"text": f"number {number}", "image": f"{number}.png"} for number in range(14)]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from forge_core.protocols.run import Hook
-from forge_train.hooks.log import LogHook
+from forge_train.hooks.metrics import LogHook
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read_metrics
 from harness.pool import World
 from train.runs import TINY, prepared
 
@@ -30,7 +30,7 @@ def logged(recipe: Path, directory: Path, overrides: list[str], every: int = 4) 
     timed = Timed()
     run.hooks = [LogHook(every=every), timed]
     fit(run)
-    return read(directory / METRICS), timed.seen, run
+    return read_metrics(directory / METRICS), timed.seen, run
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def on_two_ranks(recipe: str, directory: str) -> list[bool]:
 def test_ranks_that_write_nothing_time_nothing_and_devices_share_the_tokens(world: World, recipe: Path, tmp_path: Path) -> None:
     first, second = world.run(on_two_ranks, 2, str(recipe), str(tmp_path / "run"))
     assert any(first) and not any(second)
-    entry = read(tmp_path / "run" / METRICS)[-1]
+    entry = read_metrics(tmp_path / "run" / METRICS)[-1]
     matrices = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 24) + 61 * 16
     assert entry["model_tflops"] == pytest.approx(
         entry["tokens_per_second"] / 2 * (6 * matrices + 12 * 2 * 16 * 16) / 1e12, rel=1e-9

@@ -17,11 +17,9 @@ from forge_core import durable_files
 from forge_core.protocols.run import Hook
 from forge_parallel.launch.watch import PeerFailure
 from forge_train.hooks import machine
-from forge_train.hooks.machine import FILE, MachineHook
-from forge_train.resilience import probes
-from forge_train.resilience.probes import MachineFault, collective_probe, device_probe, disk_probe
+from forge_train.hooks.machine import PROBE_FILE, MachineFault, MachineHook, collective_probe, device_probe, disk_probe
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read_metrics
 from harness.pool import World
 from train.runs import TINY, digest, prepared
 
@@ -69,7 +67,7 @@ def broken_disk(number: int = errno.EIO) -> Any:
 
 
 def forgetful_disk() -> Any:
-    return patch.object(probes.Path, "read_bytes", lambda path: bytes(path.stat().st_size))
+    return patch.object(machine.Path, "read_bytes", lambda path: bytes(path.stat().st_size))
 
 
 class Breaks(Hook):
@@ -114,7 +112,7 @@ def test_fault_51_what_fails_ends_all_ranks_after_the_same_step_with_rank_and_ho
         assert text.startswith(f"after step 4, the machine of rank {rank} on {HERE} fails a probe: ") and step == 4
         assert re.search(says, text) and "more lines" not in text
     assert MachineFault("").exit_code == 6 and PeerFailure("").exit_code == 5
-    assert not list((tmp_path / "run").glob(f"{FILE}*"))
+    assert not list((tmp_path / "run").glob(f"{PROBE_FILE}*"))
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -143,11 +141,11 @@ def test_fault_51_a_clean_run_has_no_alarm_and_the_bits_of_one_that_is_not_probe
     probed = world.run(_clean, 2, recipe, tmp_path / "probed", True)
     assert probed == world.run(_clean, 2, recipe, tmp_path / "bare", False)
     assert [warned for warned, _ in probed] == [[], []]
-    lines = [line for line in read(tmp_path / "probed" / METRICS) if "machine/device_seconds" in line]
+    lines = [line for line in read_metrics(tmp_path / "probed" / METRICS) if "machine/device_seconds" in line]
     assert [line["step"] for line in lines] == list(range(1, 31))
     assert all(0 < line[f"machine/{name}_seconds"] < 10 for line in lines for name in ("device", "disk", "collective"))
     assert all(line["machine/free_memory"] > 0 for line in lines)
-    assert not list((tmp_path / "probed").glob(f"{FILE}*"))
+    assert not list((tmp_path / "probed").glob(f"{PROBE_FILE}*"))
 
 
 def test_what_is_slow_full_or_short_is_said_once_and_when_it_is_over(recipe: Path, tmp_path: Path) -> None:

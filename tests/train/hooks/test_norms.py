@@ -8,9 +8,9 @@ import torch
 
 from forge_core.protocols.run import Hook
 from forge_parallel.model.parallel_model import full
-from forge_train.hooks.norms import NormsHook
+from forge_train.hooks.weights import NormsHook
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read_metrics
 from harness.pool import World
 from train.runs import TINY, prepared
 from train.whole_runs.test_moe_run import SPARSE
@@ -56,7 +56,7 @@ def normed(recipe: str, directory: str, overrides: list[str], by: Any) -> dict[s
 
 
 def logged(directory: Path) -> dict[str, float]:
-    (entry,) = [entry for entry in read(directory / METRICS) if any(name.startswith("norm/") for name in entry)]
+    (entry,) = [entry for entry in read_metrics(directory / METRICS) if any(name.startswith("norm/") for name in entry)]
     assert entry["step"] == 3, "the last step is always measured"
     return {name: value for name, value in entry.items() if name.startswith("norm/")}
 

@@ -25,10 +25,10 @@ from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, share, synthetic
 from forge_train.components.hooks import Routing
-from forge_train.report.found import Found
-from forge_train.report.heat import heat
+from forge_train.directory import ROUTING
+from forge_train.report.html import heat
 from forge_train.report.page import page
-from forge_train.run.directory import ROUTING
+from forge_train.report.record import RunRecord
 
 SIZES = {"dim": 16, "layers": 2, "heads": 2, "ffn_dim": 24, "vocab_size": 53, "max_length": 64}
 
@@ -71,9 +71,9 @@ def test_numbers_are_those_of_the_step_and_the_report_shows_them(tmp_path, route
     assert logged == [{f"routing/blocks.1/{name}": value for name, value in expected.items()}]
     kept = json.loads((tmp_path / ROUTING).read_text())
     assert kept == {"step": 20, "layers": {"blocks.1": [2.0, 1.0, 0.75, 0.25]}}
-    drawn = page([Found("run", summary={"routing": kept})])
+    drawn = page([RunRecord("run", summary={"routing": kept})])
     assert "Load of experts" in drawn and "blocks.1, expert 2: 0.75" in drawn
-    assert "Load of experts" not in page([Found("run")])
+    assert "Load of experts" not in page([RunRecord("run")])
 
 
 def _looked_at(layout: str, directory: Path) -> list[dict[str, float]]:

@@ -9,9 +9,9 @@ from forge_ckpt.checkpoint.locate import locate
 from forge_core.registry import Registry
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_models.generation import Sampling, generate
-from forge_train.inference.forge_weights import ForgeWeights
-from forge_train.inference.open import load_model
-from forge_train.run.directory import SAMPLES
+from forge_train.directory import SAMPLES
+from forge_train.formats.forge import ForgeWeights
+from forge_train.inference.stored import load_model
 from harness.pool import World
 from train.runs import TINY, train
 

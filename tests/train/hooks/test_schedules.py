@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from forge_core.errors import ConfigError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_train.components.schedules import (
+from forge_train.recipe.checks import schedule_fits
+from forge_train.run.run import Run, State
+from forge_train.schedules import (
     Constant,
     Cosine,
     CosineRestarts,
@@ -29,8 +31,6 @@ from forge_train.components.schedules import (
     Unscheduled,
     Wsd,
 )
-from forge_train.recipe.checks import schedule_fits
-from forge_train.run.run import Run, State
 
 REGISTERED = {entry.name: Registry().load_entry(entry) for entry in Registry().of("forge.schedules")}
 EVERY = [schedule for schedule in REGISTERED.values() if issubclass(schedule, Schedule)]
@@ -128,8 +128,8 @@ def test_a_schedule_of_a_stranger_needs_no_faults_method() -> None:
 
 def test_checks_and_components_import_no_torch() -> None:
     code = (
-        "import sys, forge_train.recipe.checks, forge_train.presets, forge_train.components.schedules as s;"
-        "import forge_train.components.hooks, forge_train.components.trackers;"
+        "import sys, forge_train.recipe.checks, forge_train.presets, forge_train.schedules as s;"
+        "import forge_train.components.hooks, forge_train.trackers;"
         "s.Wsd(warmup=2).build(100);"
         "heavy = {'torch', 'numpy', 'tokenizers', 'matplotlib', 'rich'} & set(sys.modules);"
         "print(sorted(heavy)); sys.exit(bool(heavy))"

@@ -13,7 +13,7 @@ from forge_core.protocols.run import Hook
 from forge_parallel.launch.own_time import OwnTime
 from forge_train.hooks.stragglers import StragglersHook
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read_metrics
 from harness.pool import World
 from harness.siblings import fast
 from train.runs import TINY, digest, prepared
@@ -74,7 +74,7 @@ def test_fault_36_a_rank_that_sleeps_is_named_with_its_host_and_no_other_is(
     assert len(warned) == 1
     found = re.fullmatch(rf"after step (\d+), rank 1 on {socket.gethostname()} is slower than the others: .*", warned[0])
     assert found and int(found[1]) in (9, 12, 15), "in its third slow window"
-    logged = [entry for entry in read(tmp_path / "run" / METRICS) if "stragglers/named" in entry]
+    logged = [entry for entry in read_metrics(tmp_path / "run" / METRICS) if "stragglers/named" in entry]
     assert [entry["step"] for entry in logged] == [3, 6, 9, 12, 15]
     assert [entry["stragglers/named"] for entry in logged] == [float(entry["step"] >= int(found[1])) for entry in logged]
     assert logged[-1]["stragglers/slowest_rank"] == 1

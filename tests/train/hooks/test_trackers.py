@@ -15,11 +15,9 @@ import wandb
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
-from forge_train.components.trackers import TensorBoard, Wandb
-from forge_train.run.directory import RECIPE, move_aside
+from forge_train.directory import RECIPE, move_aside
 from forge_train.run.loop import fit
-from forge_train.trackers.guarded import Guarded
-from forge_train.trackers.jsonl import read
+from forge_train.trackers import SafeTracker, TensorBoard, Wandb, read_metrics
 from train.event_files import tensorboard_scalars, wandb_records, wandb_rows
 from train.runs import TINY, prepared
 
@@ -129,7 +127,7 @@ def test_wandb_without_a_key_is_refused_before_it_could_ask(tmp_path) -> None:
     """In a process of its own, since W&B remembers its settings; with an address that nobody answers."""
     code = (
         "from types import SimpleNamespace as N; from pathlib import Path; from forge_core.errors import ForgeError\n"
-        "from forge_train.components.trackers import Wandb\n"
+        "from forge_train.trackers import Wandb\n"
         "run = N(directory=Path('.'), config={}, job=N(job=N(name='x')))\n"
         "Wandb(mode='offline').build(run)\n"
         "try: Wandb().build(run)\n"
@@ -162,7 +160,7 @@ class Failing:
 
 
 def test_fault_43_a_failing_tracker_is_one_warning(caplog) -> None:
-    tracker = Guarded(failing := Failing())
+    tracker = SafeTracker(failing := Failing())
     with caplog.at_level(logging.WARNING):
         tracker.rewind(3)
         for step in range(4):
@@ -177,7 +175,7 @@ def test_an_interrupt_is_no_failure_of_a_tracker() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Guarded(SimpleNamespace(rewind=interrupt)).rewind(1)  # type: ignore[arg-type]
+        SafeTracker(SimpleNamespace(rewind=interrupt)).rewind(1)  # type: ignore[arg-type]
 
 
 PLUGIN = '''
@@ -222,18 +220,18 @@ def test_fault_43_a_run_survives_its_trackers_and_resumes_in_them(run, caplog) -
         finally:
             for tracker in assembled.trackers:
                 tracker.close()
-        return [entry["step"] for entry in read(place / "metrics.jsonl")]
+        return [entry["step"] for entry in read_metrics(place / "metrics.jsonl")]
 
     with caplog.at_level(logging.WARNING, logger="forge_train"):
         assert train(fall_after=5) == [1, 2, 3, 4, 5], "every value once, named `jsonl` or not"
-    assert [record.name for record in caplog.records] == ["forge_train.trackers.guarded", "forge_train.run.observers"]
+    assert [record.name for record in caplog.records] == ["forge_train.trackers", "forge_train.run.observers"]
     assert "no route to host" in caplog.messages[0] and "hook 'Falling' failed" in caplog.messages[1]
     assert train() == list(range(1, 9)), "from the checkpoint of step 3"
-    losses = [entry["loss"] for entry in read(place / "metrics.jsonl")]
+    losses = [entry["loss"] for entry in read_metrics(place / "metrics.jsonl")]
     drawn = tensorboard_scalars(place / "tensorboard")
     assert [step for step, _ in drawn["loss"]] == list(range(1, 9))
     written: dict[str, list[tuple[int, float]]] = {}
-    for entry in read(place / "metrics.jsonl"):
+    for entry in read_metrics(place / "metrics.jsonl"):
         for name, value in entry.items():
             if name not in ("step", "time"):
                 written.setdefault(name, []).append((entry["step"], pytest.approx(value, rel=1e-6)))

@@ -18,10 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_train.cli import main
-from forge_train.hooks.evaluation import tasks
+from forge_train.hooks import evaluation
 from forge_train.inference.harness import HarnessModel, _Wanted, open_tasks, results_of
-from forge_train.inference.laid_out import laid_out, recipe_to_generate
-from forge_train.inference.open import open_weights
+from forge_train.inference.stored import load_sharded_model, open_weights, recipe_to_generate
 from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.run.loop import fit
 from harness.pool import World
@@ -99,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ours(folder: Path, overrides: list[str], size: int, batch: int = 3) -> HarnessModel:
     registry = Registry()
     weights = open_weights(folder / "model", registry)
-    model = laid_out(weights, recipe_to_generate(weights, overrides, size, registry), torch.device("cpu"), registry)
+    model = load_sharded_model(weights, recipe_to_generate(weights, overrides, size, registry), torch.device("cpu"), registry)
     return HarnessModel(model, tokenizer_for(weights, None, registry, lambda _: None), batch=batch)
 
 
@@ -235,7 +234,7 @@ def test_a_run_that_is_asked_to_stop_leaves_the_questions_and_the_next_start_ask
             f'--hooks=[{{name="tasks",tasks=["forge_choose"],folder="{folder / "tasks"}",every=2}}]',
         ],
     )
-    (hook,) = [hook for hook in run.hooks if isinstance(hook, tasks.TasksHook)]
+    (hook,) = [hook for hook in run.hooks if isinstance(hook, evaluation.TasksHook)]
     made = hook.leaves
 
     def asked_meanwhile(*arguments: Any) -> bool:
@@ -279,7 +278,7 @@ def test_a_run_that_could_not_ask_does_not_start(folder: Path, tmp_path: Path, m
         train(written, [*given, '--data.tokenizer="none"'])
     with pytest.raises(ForgeError, match="does not exist"):
         train(written, [argument.replace("/tasks", "/absent") for argument in given])
-    monkeypatch.setattr(tasks, "importlib", SimpleNamespace(import_module=_absent))
+    monkeypatch.setattr(evaluation, "importlib", SimpleNamespace(import_module=_absent))
     with pytest.raises(ForgeError, match=r'pip install "forge-train\[eval\]"'):
         train(written, given)
 

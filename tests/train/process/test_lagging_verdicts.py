@@ -15,7 +15,7 @@ from forge_core.protocols.run import Hook
 from forge_train.process.stop import FINISHED, STOPPED, TrainingError
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
-from forge_train.trackers.jsonl import METRICS
+from forge_train.trackers import METRICS
 from harness.pool import World
 from train.runs import TINY, digest, prepared
 

@@ -15,8 +15,8 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
 from forge_train.process.stop import HOOK_FAILED, TrainingError
-from forge_train.resilience import rollback
-from forge_train.run.hook_states import states_of
+from forge_train.run import loop
+from forge_train.run.checkpoints import states_of
 from forge_train.run.loop import fit
 from forge_train.run.observers import MOST
 from train.runs import TINY, Recorder, digest, prepared
@@ -139,7 +139,7 @@ def ended(recipe: Path, folder: Path, hook: Hook) -> int | None:
     run, _ = prepared(recipe, [f"--job.dir={folder}"])
     run.hooks = [hook, *run.hooks]
     with pytest.raises(type(hook.error)):  # type: ignore[attr-defined]
-        rollback.train(lambda _: run)
+        loop.train(lambda _: run)
     again, _ = prepared(recipe, [f"--job.dir={folder}"])
     assert again.state.step == 0 or again.resumed
     return again.state.step

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forge_ckpt.resilience.progress import REASON
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read_metrics
 from train import runs
 from train.runs import TINY
 
@@ -123,7 +123,7 @@ def test_fault_34_a_place_that_fails_again_is_left_out_and_the_losses_are_those_
     assert "the rank at local place 1 failed twice in a row: going on with 2 of 4 ranks, at local places 0, 2\n" in said
     assert re.findall(r"restart (\d) of 4", said) == ["1", "2"]
     alone = runs.train(recipe_of(tmp_path / "alone.toml"), [f"--job.dir={tmp_path / 'alone'}", *exact])
-    lines = read(tmp_path / "a" / "runs" / "tiny" / METRICS)
+    lines = read_metrics(tmp_path / "a" / "runs" / "tiny" / METRICS)
     found = {line["step"]: line["loss"] for line in lines if "loss" in line}  # hook `machine` writes lines too
     assert sorted(found) == list(range(1, 9))
     assert [found[step] for step in range(1, 9)] == pytest.approx(alone["losses"], rel=1e-9)

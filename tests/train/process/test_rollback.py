@@ -17,15 +17,14 @@ from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch, read_launcher
 from forge_parallel.launch.watch import Watch
 from forge_train.commands.run import start
+from forge_train.directory import run_directory
 from forge_train.process.logs import logging_of
 from forge_train.process.stop import TrainingError
 from forge_train.recipe.load import load
-from forge_train.resilience.rollback import Back, RolledBackTooOften, train
-from forge_train.run.assemble import assemble
-from forge_train.run.directory import run_directory
-from forge_train.run.loop import fit
+from forge_train.run.loop import Back, RolledBackTooOften, fit, train
 from forge_train.run.run import Run
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.run.start import assemble
+from forge_train.trackers import METRICS, read_metrics
 from harness.pool import World
 from harness.siblings import fast
 from train.runs import CPU, TINY, digest
@@ -251,7 +250,7 @@ def test_fault_37_the_command_goes_back_with_its_panel_its_log_and_its_numbers(
     said = capsys.readouterr()
     assert "resuming after step 3" in said.out and "finished after step 8" in said.out
     assert not list((tmp_path / "runs" / "tiny").glob("previous-*")), "--fresh was for the start, not for going back"
-    assert [entry["step"] for entry in read(tmp_path / "runs" / "tiny" / METRICS)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [entry["step"] for entry in read_metrics(tmp_path / "runs" / "tiny" / METRICS)] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert (
         "going back to step 3, and on without the data of steps 4 to 6"
         in (tmp_path / "runs" / "tiny" / "logs" / "rank-00000.log").read_text()

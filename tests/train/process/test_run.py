@@ -9,7 +9,7 @@ import torch
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
-from forge_train.run.hook_states import restore_hooks, states_of
+from forge_train.run.checkpoints import restore_hooks, states_of
 from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import TINY, prepared

@@ -14,18 +14,17 @@ from forge_core import machine
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch
 from forge_train.cli import main
-from forge_train.doctor.steps import build
+from forge_train.doctor import speed, torch_build
+from forge_train.doctor.speed import CPU_SECONDS, CPU_SIZE, bf16_remark, cpu_speed
 from forge_train.recipe.load import load
-from forge_train.report import matrix_speed
-from forge_train.report.matrix_speed import SECONDS, SIZE, bf16_remark, speed
-from forge_train.run.assemble import assemble
+from forge_train.run.start import assemble
 from train.runs import TINY
 
 
 @pytest.fixture
 def old_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "processor_flags", lambda root=None: frozenset({"avx2"}))
-    monkeypatch.setattr(matrix_speed, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(speed, "multiplies_bf16", lambda: False)
     monkeypatch.setattr(machine, "has_accelerator", lambda root=None: False)
 
 
@@ -40,22 +39,22 @@ def ticking(*seconds: float) -> "Iterator[float]":
 
 
 def test_w14_the_fastest_product_counts_and_time_is_bounded() -> None:
-    clock = ticking(SECONDS / 2, SECONDS / 4, SECONDS / 3)
-    assert speed(torch.float32, lambda: next(clock)) == pytest.approx(2 * SIZE**3 / (SECONDS / 4), rel=1e-9)
+    clock = ticking(CPU_SECONDS / 2, CPU_SECONDS / 4, CPU_SECONDS / 3)
+    assert cpu_speed(torch.float32, lambda: next(clock)) == pytest.approx(2 * CPU_SIZE**3 / (CPU_SECONDS / 4), rel=1e-9)
     assert not list(clock), "it stops when the time is spent"
-    clock = ticking(2 * SECONDS)
-    assert speed(torch.bfloat16, lambda: next(clock)) == pytest.approx(2 * SIZE**3 / (2 * SECONDS), rel=1e-9)
+    clock = ticking(2 * CPU_SECONDS)
+    assert cpu_speed(torch.bfloat16, lambda: next(clock)) == pytest.approx(2 * CPU_SIZE**3 / (2 * CPU_SECONDS), rel=1e-9)
 
 
 def test_w14_both_figures_are_told_where_bf16_is_slower(old_processor: None, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {torch.bfloat16: 0.28e9, torch.float32: 122e9}
-    monkeypatch.setattr(matrix_speed, "speed", lambda dtype, clock: figures[dtype])
+    monkeypatch.setattr(speed, "cpu_speed", lambda dtype, clock: figures[dtype])
     remark = bf16_remark()
     assert remark is not None and "0.28 GFLOP/s in bf16, 122 in fp32, 436 times as fast" in remark
     figures[torch.bfloat16] = 123e9
     assert bf16_remark() is None
     figures[torch.bfloat16] = 1e9
-    monkeypatch.setattr(matrix_speed, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(speed, "multiplies_bf16", lambda: True)
     assert bf16_remark() is None
 
 
@@ -64,7 +63,7 @@ def test_w14_w13_a_run_tells_threads_and_slow_bf16(
     tmp_path: Path, old_processor: None, monkeypatch: pytest.MonkeyPatch, compute: str
 ) -> None:
     figures = {torch.bfloat16: 1e9, torch.float32: 5e9}
-    monkeypatch.setattr(matrix_speed, "speed", lambda dtype, clock: figures[dtype])
+    monkeypatch.setattr(speed, "cpu_speed", lambda dtype, clock: figures[dtype])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     recipe = tmp_path / "tiny.toml"
     recipe.write_text(TINY.replace("threads = 1\n", ""))
@@ -81,12 +80,14 @@ def test_w14_w13_a_run_tells_threads_and_slow_bf16(
     ("facts", "why"),
     [
         (
-            build.Facts(seen=True, version="2.13.0+cpu", driver=(12, 8)),
+            torch_build.Facts(seen=True, version="2.13.0+cpu", driver=(12, 8)),
             "torch is built for GPUs: 2.13.0+cpu has no CUDA; needed: a build for CUDA or ROCm, since this node has a GPU. "
             "What to do: pip install torch --index-url https://download.pytorch.org/whl/cu128",
         ),
         (
-            build.Facts(seen=True, version="2.13.0+cu130", cuda="13.0", driver=(12, 4), error="The NVIDIA driver is too old"),
+            torch_build.Facts(
+                seen=True, version="2.13.0+cu130", cuda="13.0", driver=(12, 4), error="The NVIDIA driver is too old"
+            ),
             "driver: supports CUDA 12.4 at most; needed: CUDA 13.0 or newer, for torch built for 13.0. What to do: a newer "
             "driver, or a torch for this one: pip install torch --index-url https://download.pytorch.org/whl/cu124",
         ),
@@ -94,10 +95,10 @@ def test_w14_w13_a_run_tells_threads_and_slow_bf16(
     ids=["a wheel without CUDA", "a driver that is too old"],
 )
 def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_says_why_and_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: build.Facts, why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: torch_build.Facts, why: str
 ) -> None:
     monkeypatch.setattr(machine, "has_accelerator", lambda root=None: True)
-    monkeypatch.setattr(build, "facts", lambda: facts)
+    monkeypatch.setattr(torch_build, "facts", lambda: facts)
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     recipe = tmp_path / "tiny.toml"

@@ -21,15 +21,16 @@ from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch
+from forge_train import directory
 from forge_train.commands.run import start
+from forge_train.directory import OWNED, RECIPE, move_aside, previous
 from forge_train.process.logs import logging_of
 from forge_train.recipe.load import load
-from forge_train.run import saves, takeover
-from forge_train.run.assemble import assemble
-from forge_train.run.directory import OWNED, RECIPE, move_aside, previous
+from forge_train.run import saves
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
-from forge_train.trackers.jsonl import read
+from forge_train.run.start import assemble
+from forge_train.trackers import read_metrics
 from train.runs import TINY, digest, prepared, train
 
 HOOKS = "--hooks=[{name='save'}, {name='log', every=1}]"
@@ -235,7 +236,7 @@ def test_w1_fresh_moves_the_old_run_aside_until_the_new_one_has_saved(here: Path
         "by the job that resumed, and by the mark that ended it"
     )
     assert not previous(run)
-    assert [entry["step"] for entry in read(run / "metrics.jsonl")] == list(range(1, 9))
+    assert [entry["step"] for entry in read_metrics(run / "metrics.jsonl")] == list(range(1, 9))
     assert digest(fresh) == train(here / "tiny.toml", [f"--job.dir={here / 'clean'}"])["weights"]
 
 
@@ -248,7 +249,7 @@ def test_w1_fresh_ends_a_live_job_before_its_files_move(here: Path, monkeypatch:
         seen.append(live.stop.superseded())
         return move_aside(directory)
 
-    monkeypatch.setattr(takeover, "move_aside", noted)
+    monkeypatch.setattr(directory, "move_aside", noted)
     begun(here)
     assert seen == [True]
 
@@ -366,7 +367,7 @@ def test_w1_w3_a_live_job_goes_on_through_every_refusal_and_finishes_as_if_alone
         live = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=out, stderr=out)
     try:
         deadline = time.monotonic() + 120
-        while len(read(metrics)) < 4:
+        while len(read_metrics(metrics)) < 4:
             assert live.poll() is None and time.monotonic() < deadline, said.read_text()
             time.sleep(0.02)
         before = content(here / "runs" / "live")
@@ -381,5 +382,5 @@ def test_w1_w3_a_live_job_goes_on_through_every_refusal_and_finishes_as_if_alone
         live.kill()
         live.wait()
     alone = train(here / "tiny.toml", ["--job.dir=alone"])
-    assert [line["loss"] for line in read(metrics)] == alone["losses"]
+    assert [line["loss"] for line in read_metrics(metrics)] == alone["losses"]
     assert "seed = 3" in (here / "runs" / "live" / RECIPE).read_text(), "W4"

@@ -15,8 +15,8 @@ from forge_core.config.tree import leaves
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import read_launcher
 from forge_train.commands.run import start
-from forge_train.process.agreement import OWN_KEYS, content_of
 from forge_train.process.logs import logging_of
+from forge_train.process.ranks import OWN_KEYS, content_of
 from forge_train.recipe.load import load
 from harness.pool import World
 from train.runs import TINY

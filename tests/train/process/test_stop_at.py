@@ -7,7 +7,7 @@ import pytest
 from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import start
 from forge_train.process.logs import logging_of
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.trackers import METRICS, read_metrics
 from train.runs import TINY, train
 
 HOOKS = """
@@ -49,12 +49,12 @@ def test_a_run_in_three_parts_is_the_run_in_one(recipe: Path, tmp_path: Path) ->
     assert first["losses"] + second["losses"] + third["losses"] == whole["losses"]
     assert third["weights"] == whole["weights"] != second["weights"]
     entries = [
-        {entry["step"]: entry for entry in read(tmp_path / name / METRICS) if "evaluation/held_out/loss" in entry}
+        {entry["step"]: entry for entry in read_metrics(tmp_path / name / METRICS) if "evaluation/held_out/loss" in entry}
         for name in ("whole", "parts")
     ]
     assert list(entries[1]) == [3, 5, 8] and list(entries[0]) == [8], "a pause is evaluated"
     assert entries[0][8]["evaluation/held_out/loss"] == entries[1][8]["evaluation/held_out/loss"]
-    logged = {entry["step"] for entry in read(tmp_path / "parts" / METRICS) if "grad_norm" in entry}
+    logged = {entry["step"] for entry in read_metrics(tmp_path / "parts" / METRICS) if "grad_norm" in entry}
     assert {3, 5, 8} <= logged, "and logged"
 
 

@@ -17,7 +17,7 @@ from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
 from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import read
+from forge_train.trackers import read_metrics
 from harness.pool import World
 from train.runs import TINY, digest, prepared, train
 
@@ -171,5 +171,5 @@ def test_fault_14_at_the_command_line_the_older_job_exits_with_4(tmp_path: Path)
     said, _ = newer.communicate(timeout=60)
     assert newer.returncode == 0, said
     assert (checkpoints / "latest").read_text() == "step-00000200\n"
-    steps = [entry["step"] for entry in read(tmp_path / "runs" / "tiny" / "metrics.jsonl")]
+    steps = [entry["step"] for entry in read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")]
     assert steps == list(range(1, 201)), "no line of the older job stands between those of the newer one"

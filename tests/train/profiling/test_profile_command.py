@@ -9,7 +9,7 @@ import pytest
 
 from forge_core.errors import ForgeError
 from forge_train.cli import main
-from forge_train.profiling.windows import chosen, folder_of, forget_old, trace_of, traces_of, windows
+from forge_train.profiling.trace import chosen_traces, folder_of, forget_old, trace_of, traces_of, windows
 from train.profiling.test_summary import STEP
 
 
@@ -69,22 +69,22 @@ def test_old_windows_are_removed_by_when_they_were_written(tmp_path: Path) -> No
 
 def test_what_cannot_be_shown_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ForgeError, match="does not exist"):
-        chosen(tmp_path / "absent", None)
+        chosen_traces(tmp_path / "absent", None)
     with pytest.raises(ForgeError, match="has no profiles"):
-        chosen(tmp_path, None)
+        chosen_traces(tmp_path, None)
     write(tmp_path, 40)
     with pytest.raises(ForgeError, match=r"--step 41: .* has profiles of the steps 40"):
-        chosen(tmp_path, 41)
+        chosen_traces(tmp_path, 41)
     folder_of(tmp_path, 50).mkdir()
     with pytest.raises(ForgeError, match="no complete trace"):
-        chosen(tmp_path, 50)
+        chosen_traces(tmp_path, 50)
 
 
 def test_traces_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     write(tmp_path, 40, ranks=4)
     write(tmp_path, 40, ranks=2)
     with pytest.raises(ForgeError, match="of runs on 2, 4 ranks"):
-        traces_of(chosen(tmp_path, 40))
+        traces_of(chosen_traces(tmp_path, 40))
 
 
 def test_a_rank_without_a_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,12 +15,11 @@ from forge_core.protocols.run import Hook
 from forge_train.hooks import profile
 from forge_train.hooks.profile import ProfileHook
 from forge_train.profiling.summary import Summary, summarize
-from forge_train.profiling.trace import read
-from forge_train.profiling.windows import chosen, windows
+from forge_train.profiling.trace import chosen_traces, read_trace, windows
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
-from forge_train.trackers.jsonl import METRICS
-from forge_train.trackers.jsonl import read as metrics_of
+from forge_train.trackers import METRICS
+from forge_train.trackers import read_metrics as metrics_of
 from harness.pool import World
 from train.runs import TINY, prepared, train
 
@@ -41,7 +40,7 @@ def with_hook(recipe: Path, keys: str, *more: str) -> dict[str, Any]:
 
 def forwards(path: Path, steps: int) -> Summary:
     """The summary of a trace that has exactly so many steps: SMALL has two micro-batches in one."""
-    found = summarize(read(path))
+    found = summarize(read_trace(path))
     assert {row.name: row.count for row in found.annotations if row.name in ("forge/forward", "forge/optimizer")} == {
         "forge/forward": 2 * steps,
         "forge/optimizer": steps,
@@ -87,7 +86,7 @@ def test_windows_are_at_the_steps_that_were_asked_for(recipe: Path, tmp_path: Pa
     with_hook(recipe, keys)
     assert list(windows(tmp_path / "run")) == list(expected)
     for first, steps in expected.items():
-        assert forwards(chosen(tmp_path / "run", first)[0], steps).about["step"] == first
+        assert forwards(chosen_traces(tmp_path / "run", first)[0], steps).about["step"] == first
 
 
 def test_a_run_that_ends_in_the_warm_up_leaves_nothing(recipe: Path, tmp_path: Path) -> None:
@@ -114,7 +113,7 @@ def test_a_resume_profiles_what_is_left(recipe: Path, tmp_path: Path) -> None:
     with_hook(recipe, "at=[2], steps=1", "--train.max_steps=4", "--schedule.name=constant")
     with_hook(recipe, "at=[2, 6], steps=1", "--schedule.name=constant")
     assert list(windows(tmp_path / "run")) == [2, 6]
-    forwards(chosen(tmp_path / "run", 6)[0], 1)
+    forwards(chosen_traces(tmp_path / "run", 6)[0], 1)
 
 
 def full_disk(*_: Any) -> None:
@@ -175,10 +174,10 @@ def test_a_signal_to_one_rank_opens_the_same_window_on_all(
     found = world.run(profiled_on_a_signal, 2, str(recipe), str(tmp_path / "run"), 1, ranks)
     assert found == [("finished", "", 3)] * 2, "the wish of step 3 has come with its numbers, and ends no run"
     # Step 3 carries it, step 4 warms up, steps 5 and 6 are recorded.
-    traces = chosen(tmp_path / "run", 5)
+    traces = chosen_traces(tmp_path / "run", 5)
     assert list(windows(tmp_path / "run")) == [5] and list(traces) == written
     for rank, path in traces.items():
-        one = summarize(read(path))
+        one = summarize(read_trace(path))
         assert (one.about["rank"], one.about["world"], one.about["step"], one.about["steps"]) == (rank, 2, 5, 2)
         assert sum(one.classes.values()) == one.window
         assert one.classes["exposed"] + one.classes["overlapped"] > 0, "gradients and numbers are summed over gloo"

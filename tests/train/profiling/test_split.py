@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.terminal import Console
-from forge_train.profiling.split import has_parts
+from forge_train.commands.reports import draw
+from forge_train.profiling.classes import has_parts
 from forge_train.profiling.summary import summarize
-from forge_train.profiling.terminal import draw
 from train.profiling.traces import GATHER, GEMM, event, host, kernel, trace, window
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import ForgeError
-from forge_train.profiling.kinds import Kind, of_device, of_operator
-from forge_train.profiling.ranks import spreads, waited_for_others
-from forge_train.profiling.summary import UNTIL_THE_END, Exposed, summarize
-from forge_train.profiling.trace import Event, read
+from forge_train.profiling.classes import Kind, class_of_kernel, class_of_operator
+from forge_train.profiling.summary import UNTIL_THE_END, Exposed, spreads, summarize, waited_for_others
+from forge_train.profiling.trace import Event, read_trace
 from train.profiling.traces import GATHER, GEMM, REDUCE, event, host, kernel, trace, window
 
 
@@ -90,7 +89,7 @@ def test_no_kernel_is_in_two_classes_and_exposed_rows_sum_to_the_class(tmp_path:
     ],
 )
 def test_kinds_of_work_on_a_device(name: str, category: str, kind: Kind) -> None:
-    assert of_device(Event(name, category, ("0", "7"), 0, 1)) is kind
+    assert class_of_kernel(Event(name, category, ("0", "7"), 0, 1)) is kind
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_kinds_of_work_on_a_device(name: str, category: str, kind: Kind) -> None
     ],
 )
 def test_kinds_of_operators(name: str, kind: Kind | None) -> None:
-    assert of_operator(name) is kind
+    assert class_of_operator(name) is kind
 
 
 def test_threads_of_a_cpu_count_by_the_innermost_operator(tmp_path: Path) -> None:
@@ -224,11 +223,11 @@ def test_traces_are_read_compressed_too_and_others_are_refused(tmp_path: Path) -
     path = tmp_path / "rank-0.json.gz"
     whole = gzip.compress(json.dumps({"traceEvents": STEP, "forge": {"rank": 3}}).encode())
     path.write_bytes(whole)
-    assert classes(summarize(read(path))) == (15, 25, 40, 6, 14) and read(path).about == {"rank": 3}
+    assert classes(summarize(read_trace(path))) == (15, 25, 40, 6, 14) and read_trace(path).about == {"rank": 3}
     for content in (whole[: len(whole) // 2], b"", gzip.compress(b"{}"), gzip.compress(b"[1]")):
         path.write_bytes(content)
         with pytest.raises(ForgeError, match="cannot be read as a trace"):
-            read(path)
+            read_trace(path)
     with pytest.raises(ForgeError, match="no event that took time"):
         of(tmp_path, host("aten::mm", 3, 0))
 

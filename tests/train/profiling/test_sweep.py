@@ -5,15 +5,14 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_train.profiling.kinds import Kind
-from forge_train.profiling.sweep import CLASSES, Span, Stretch, sweep, totals
+from forge_train.profiling.classes import CLASSES, Kind, Span, Stretch, classify, totals
 
 COMPUTE, COMMUNICATION, MEMORY = Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY
 
 
 def classes(window: tuple[int, int], *spans: tuple[Kind, int, int]) -> tuple[int, ...]:
     """In the order compute, overlapped, exposed, memory, idle."""
-    found = totals(sweep((Span(kind, f"{kind}{start}", start, end) for kind, start, end in spans), window))
+    found = totals(classify((Span(kind, f"{kind}{start}", start, end) for kind, start, end in spans), window))
     return tuple(found[label] for label in CLASSES)
 
 
@@ -52,7 +51,7 @@ def test_nested_and_touching_intervals() -> None:
 
 def test_the_one_that_is_waited_for_is_the_one_that_ends_last() -> None:
     spans = [Span(COMMUNICATION, "short", 0, 4), Span(COMMUNICATION, "long", 2, 9), Span(COMPUTE, "gemm", 5, 6)]
-    assert sweep(spans, (0, 9)) == [
+    assert classify(spans, (0, 9)) == [
         Stretch(0, 2, "exposed", "short"),
         Stretch(2, 5, "exposed", "long"),
         Stretch(5, 6, "overlapped"),
@@ -63,7 +62,7 @@ def test_the_one_that_is_waited_for_is_the_one_that_ends_last() -> None:
 def test_one_that_ends_in_the_window_is_not_waited_for_afterwards() -> None:
     """A later end that was pushed first must not hide that it is over, nor one that is over hide a later one."""
     spans = [Span(COMMUNICATION, "b", 0, 3), Span(COMMUNICATION, "a", 0, 3), Span(COMMUNICATION, "c", 4, 5)]
-    assert sweep(spans, (0, 6)) == [
+    assert classify(spans, (0, 6)) == [
         Stretch(0, 3, "exposed", "a"),
         Stretch(3, 4, "idle"),
         Stretch(4, 5, "exposed", "c"),
@@ -80,7 +79,7 @@ def test_they_sum_to_the_window_in_any_order_and_equal_a_count_of_every_nanoseco
 ) -> None:
     window = (begin, begin + length)
     spans = [Span(kind, f"{kind}-{start}-{size}", start, start + size) for kind, start, size in drawn]
-    stretches = sweep(spans, window)
+    stretches = classify(spans, window)
     assert [stretch.start for stretch in stretches[1:]] == [stretch.end for stretch in stretches[:-1]]
     assert (stretches[0].start, stretches[-1].end) == window
     found = totals(stretches)
@@ -100,4 +99,4 @@ def test_they_sum_to_the_window_in_any_order_and_equal_a_count_of_every_nanoseco
     assert found == counted
     shuffled = spans.copy()
     random.Random(seed).shuffle(shuffled)
-    assert sweep(shuffled, window) == stretches
+    assert classify(shuffled, window) == stretches

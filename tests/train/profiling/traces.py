@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_train.profiling.trace import Trace, read
+from forge_train.profiling.trace import Trace, read_trace
 
 GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas"
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -36,4 +36,4 @@ def trace(folder: Path, events: Sequence[dict[str, Any]], **about: Any) -> Trace
     """Written and read again."""
     path = folder / "trace.json"
     path.write_text(json.dumps({"traceEvents": list(events), **({"forge": about} if about else {})}))
-    return read(path)
+    return read_trace(path)

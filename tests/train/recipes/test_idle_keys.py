@@ -7,7 +7,7 @@ import pytest
 
 from forge_core.errors import ConfigError
 from forge_core.registry import Registry
-from forge_train.recipe.idle_keys import SWITCHES
+from forge_train.recipe.checks import SWITCHES
 from forge_train.recipe.load import load
 from train.runs import TINY
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from forge_core.errors import DataError
-from forge_train.report.write import report
+from forge_train.report.page import report
 from train.report.test_page import Page
 
 

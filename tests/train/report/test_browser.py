@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forge_train.report.write import report
+from forge_train.report.page import report
 from harness.browser import Browser, browser, chromium
 from train.report.conftest import metrics, time_of
 

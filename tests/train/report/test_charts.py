@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from forge_train.report.charts import FAMILIES, MOST_OTHER, OTHER, Chart, charts, drawn, shares
-from forge_train.report.curves import POINTS, Series
-from forge_train.report.found import Found
-from forge_train.report.history import History
+from forge_train.report.curves import POINTS, History, Series
 from forge_train.report.page import page
+from forge_train.report.record import RunRecord
 from train.report.conftest import time_of
 
 
-def run(*lines: dict, label: str = "run") -> Found:
-    return Found(label, history=History.of({"step": step, "time": time_of(step), **line} for step, line in enumerate(lines, 1)))
+def run(*lines: dict, label: str = "run") -> RunRecord:
+    return RunRecord(
+        label, history=History.of({"step": step, "time": time_of(step), **line} for step, line in enumerate(lines, 1))
+    )
 
 
 def titles(found: list[Chart]) -> list[tuple[str, list[str]]]:
@@ -77,14 +78,14 @@ def test_a_page_of_many_unknown_metrics_draws_some_and_names_the_rest() -> None:
 
 
 def test_restarts_and_faults_are_marked_at_their_steps() -> None:
-    from forge_train.report.faults import Fault
+    from forge_train.report.record import RunFault
 
     found = run({"loss": 1.0}, {"loss": 2.0}, {"loss": 3.0})
     found.faults = [
-        Fault("warning", 2, "", ""),
-        Fault("error", None, "", ""),
-        Fault("restart", 1, "", ""),
-        Fault("skipped", 3, "", ""),
+        RunFault("warning", 2, "", ""),
+        RunFault("error", None, "", ""),
+        RunFault("restart", 1, "", ""),
+        RunFault("skipped", 3, "", ""),
     ]
     found.history._rewind(2, time_of(9))
     marks = drawn([found], charts([found]))["runs"][0]
@@ -108,7 +109,7 @@ def test_a_long_run_is_a_page_of_a_few_megabytes_that_keeps_its_spikes() -> None
             value = 77.125 if step == 13_210 else 2.0 + math.sin(step)
             yield {"step": step, "time": time_of(step), "tokens": step, **dict.fromkeys(names, value)}
 
-    found = Found("long", history=History.of(lines()))
+    found = RunRecord("long", history=History.of(lines()))
     data = drawn([found], charts([found]))
     for chart in data["charts"]:
         for curve in chart["curves"]:
@@ -121,7 +122,7 @@ def test_a_long_run_is_a_page_of_a_few_megabytes_that_keeps_its_spikes() -> None
 def test_a_million_lines_are_a_page_of_a_few_megabytes(tmp_path: Path) -> None:
     import json
 
-    from forge_train.report.write import report
+    from forge_train.report.page import report
 
     names = ["loss", "grad_norm", "lr", "tokens_per_second", *(f"routing/blocks.{n}/load_max" for n in range(32))]
     with (tmp_path / "metrics.jsonl").open("w") as file:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import DataError
-from forge_train.report.write import report, runs_in
+from forge_train.report.page import report, runs_in
 from train.report.conftest import metrics
 from train.report.test_page import Page
 

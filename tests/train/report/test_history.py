@@ -5,9 +5,8 @@ import math
 
 import pytest
 
-from forge_train.report.curves import finite
-from forge_train.report.history import History, Restart
-from forge_train.trackers.jsonl import JsonlTracker, objects
+from forge_train.report.curves import History, Restart, finite
+from forge_train.trackers import JsonlTracker, json_objects
 
 
 def at(hours: float) -> str:
@@ -55,7 +54,7 @@ def test_the_tracker_marks_every_start_after_the_first(tmp_path) -> None:
         tracker.rewind(after)
         for step in range(after + 1, after + 3):
             tracker.write(step, {"loss": 1.0})
-    history = History.of(objects(path))
+    history = History.of(json_objects(path))
     assert [(one.after, one.reached) for one in history.restarts] == [(2, 2), (1, 4)]
     assert list(history.series["loss"].steps) == [1, 2, 3]
     assert history.unread == 0
@@ -106,8 +105,8 @@ def test_lines_that_are_no_metrics_are_counted_and_left_out(tmp_path) -> None:
     path.write_bytes(
         "\n".join([whole, "", *damaged, whole.replace('"step": 1', '"step": 2')]).encode() + b"\n" + whole[:20].encode()
     )
-    history = History.of(objects(path))
+    history = History.of(json_objects(path))
     assert list(history.series["loss"].steps) == [1, 2]
     assert history.unread == len(damaged) + 1, "the blank line is none, the last one is cut off"
     path.write_bytes(b'{"step": 1, "loss": 1.0, "a": "\xff"}\n')
-    assert History.of(objects(path)).step == 1
+    assert History.of(json_objects(path)).step == 1

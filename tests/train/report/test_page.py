@@ -13,11 +13,10 @@ from xml.etree import ElementTree
 import pytest
 
 from forge_core.terminal import size
-from forge_train.report.document import embedded, static
-from forge_train.report.heat import table
-from forge_train.report.machine import commit, machine, versions
-from forge_train.report.write import report, write_report
-from forge_train.trackers.jsonl import JsonlTracker
+from forge_train.report.facts import commit, machine, versions
+from forge_train.report.html import embedded, static, table
+from forge_train.report.page import report, write_report
+from forge_train.trackers import JsonlTracker
 
 SUMMARY = {
     "name": "small <demo>",
@@ -225,7 +224,7 @@ def test_a_run_without_any_number_still_has_a_page(tmp_path) -> None:
 
 
 def test_the_command_answers_in_json(run, capsys) -> None:
-    from forge_train.commands.report import report as command
+    from forge_train.commands.reports import report as command
 
     command([run], as_json=True)
     answer = json.loads(capsys.readouterr().out)

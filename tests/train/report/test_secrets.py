@@ -17,9 +17,9 @@ from forge_data.commands.recipe import recipe_of
 from forge_data.storage.files import File, _cached_path
 from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import start
-from forge_train.inference.forge_weights import job_of
+from forge_train.formats.forge import job_of
 from forge_train.process.logs import logging_of
-from forge_train.report.write import report, write_report
+from forge_train.report.page import report, write_report
 from train.runs import TINY
 
 ROWS = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forge_train.report.write import report
+from forge_train.report.page import report
 from harness.pool import World
 from train.report.test_page import Page
 from train.runs import TINY, train

@@ -13,7 +13,7 @@ from forge_models.generation import generate
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
-from forge_train.run.directory import SAMPLES
+from forge_train.directory import SAMPLES
 from harness.pool import World
 from train.checkpoints.test_expert_checkpoints import LAYOUTS, RANKS, RECIPE
 from train.runs import train

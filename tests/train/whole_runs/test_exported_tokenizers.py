@@ -15,12 +15,11 @@ from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_data.tokenizers.dump import restore
 from forge_models.generation import GREEDY
-from forge_train.inference.chat import chat_for
+from forge_train.formats.forge import with_rules_of_then
 from forge_train.inference.continuation import Continuation
-from forge_train.inference.forge_weights import with_rules_of_then
-from forge_train.inference.open import load_model, open_weights
-from forge_train.inference.tokenizer import tokenizer_for
-from forge_train.run.weights.origin import difference
+from forge_train.inference.stored import load_model, open_weights
+from forge_train.inference.tokenizer import chat_for, tokenizer_for
+from forge_train.run.weights import tokenizer_difference
 from models.hf.command_line import run
 from train.runs import train
 
@@ -255,10 +254,10 @@ def test_trials_a1_a_prompt_is_a_turn_of_the_template(place: Path, capsys: pytes
 
 def test_trials_a8_tokenizers_are_compared_by_their_ids() -> None:
     one = restore(metaspace().to_str().encode(), 2, "one")
-    assert difference(one, restore(metaspace(bos=False).to_str(pretty=True).encode(), 2, "two")) == ""
+    assert tokenizer_difference(one, restore(metaspace(bos=False).to_str(pretty=True).encode(), 2, "two")) == ""
     changed = json.loads(metaspace().to_str())
     changed["model"]["merges"] = changed["model"]["merges"][1:]
-    assert "the same text has other ids" in difference(one, restore(json.dumps(changed).encode(), 2, "three"))
+    assert "the same text has other ids" in tokenizer_difference(one, restore(json.dumps(changed).encode(), 2, "three"))
 
 
 def test_trials_a4_runs_from_before_the_rule_generate_without_a_first_token(place: Path) -> None:

@@ -11,8 +11,8 @@ from forge_core.registry import Registry
 from forge_models.generation import generate
 from forge_parallel.model.parallel_model import full
 from forge_train.cli import main
-from forge_train.inference.forge_weights import Cast
-from forge_train.inference.open import load_model, open_weights
+from forge_train.formats.forge import Cast
+from forge_train.inference.stored import load_model, open_weights
 from harness.closeness import assert_no_farther
 from models.hf.zoo import CASES, exact_logits, random_model, saved
 from train.runs import TINY, prepared, train

@@ -12,7 +12,7 @@ from forge_core.errors import ConfigError
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_models.hf.reader import Folder
-from forge_train.inference.forge_weights import ForgeWeights
+from forge_train.formats.forge import ForgeWeights
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from models.hf.command_line import WORDS, run

@@ -19,9 +19,9 @@ from forge_models.components.experts import MoEConfig
 from forge_parallel.step.reduce import begin
 from forge_parallel.transforms.context.cores import cut_rows
 from forge_parallel.transforms.context.row_order import SequenceOrder
+from forge_train.hooks.metrics import keys_met
+from forge_train.lab.scaling.runs import gather
 from forge_train.run.loop import fit
-from forge_train.scaling.runs import gather
-from forge_train.speed.utilization import keys_met
 from models.conftest import fill
 from train.runs import TINY, prepared, train
 

@@ -16,8 +16,8 @@ from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import ZeroBubbleV
 from forge_parallel.placement.topology import Topology
 from forge_train.cli import main
+from forge_train.inference.stored import fill_from
 from forge_train.recipe.load import load
-from forge_train.run.weights.initial_weights import fill_from
 from harness.pool import World
 from train.runs import TINY, train
 

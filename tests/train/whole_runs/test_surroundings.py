@@ -14,10 +14,10 @@ from forge_ckpt.store.local import LocalStore
 from forge_core.terminal import size
 from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import start
+from forge_train.doctor.node import checkpoints
 from forge_train.doctor.step import Settings
-from forge_train.doctor.steps.node import checkpoints
 from forge_train.process.logs import logging_of
-from forge_train.trackers.jsonl import read
+from forge_train.trackers import read_metrics
 from train.runs import TINY, train
 
 DAY = 86_400.0
@@ -73,7 +73,7 @@ def test_fault_13_a_run_goes_on_though_the_clock_is_a_day_behind(here: Path, mon
             if f"step-{part:08d}" in str(path):
                 os.utime(path, (real() + offset,) * 2)
     assert found["weights"] == expected
-    assert [entry["step"] for entry in read(here / "cut" / "metrics.jsonl")] == list(range(1, 9))
+    assert [entry["step"] for entry in read_metrics(here / "cut" / "metrics.jsonl")] == list(range(1, 9))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -84,7 +84,7 @@ def test_fault_43_a_log_on_a_full_disk_is_one_warning(here: Path) -> None:
     assert code == 0 and (here / "full" / "checkpoints" / "step-00000008").is_dir(), said
     assert "Traceback" not in said, said
     assert said.count("No space left on device") == 1 and "rank-00000.log cannot be written" in said, said
-    assert [entry["step"] for entry in read(here / "full" / "metrics.jsonl")] == list(range(1, 9))
+    assert [entry["step"] for entry in read_metrics(here / "full" / "metrics.jsonl")] == list(range(1, 9))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")

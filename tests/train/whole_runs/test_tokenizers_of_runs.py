@@ -16,10 +16,10 @@ from forge_core.protocols.weights import WeightsInfo
 from forge_core.registry import Registry
 from forge_data.components import Bpe, Bytes, SentencePiece, Tiktoken
 from forge_models.generation import Sampling
+from forge_train.directory import SAMPLES
 from forge_train.inference.continuation import Continuation
-from forge_train.inference.open import load_model, open_weights
+from forge_train.inference.stored import load_model, open_weights
 from forge_train.inference.tokenizer import tokenizer_for, write_tokenizer
-from forge_train.run.directory import SAMPLES
 from train.runs import TINY, train
 
 TEXT = "the cat sat on the mat; the dog sat on the cat.\n" * 40

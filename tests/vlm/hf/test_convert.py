@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forge_core.registry import Registry
-from forge_train.inference.open import open_weights
+from forge_train.inference.stored import open_weights
 from forge_train.run.loop import fit
 from models.hf.command_line import run
 from train.runs import TINY, prepared

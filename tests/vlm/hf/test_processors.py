@@ -10,9 +10,8 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from forge_core.registry import Registry
-from forge_train.inference.chat import chat_for
-from forge_train.inference.open import load_model, open_weights
-from forge_train.inference.tokenizer import tokenizer_for
+from forge_train.inference.stored import load_model, open_weights
+from forge_train.inference.tokenizer import chat_for, tokenizer_for
 from forge_vlm.data.chat import TEMPLATES, Turn
 from forge_vlm.data.documents import Fields, parts_of
 from forge_vlm.data.prepare import encode

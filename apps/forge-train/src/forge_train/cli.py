@@ -25,7 +25,7 @@ from forge_core.errors import BrokenPlugin, ForgeError
 from forge_core.registry import Entry, Registry
 from forge_core.terminal import Console
 from forge_core.trust import with_trust_option
-from forge_train.commands.completion import OverridesCommand
+from forge_train.commands.options import OverridesCommand
 
 GROUP = "forge.commands"
 COMPLETE = "_FORGE_TRAIN_COMPLETE"
@@ -103,7 +103,8 @@ def command(entry: Entry, registry: Registry) -> Any:
 
 
 def summary(entry: Entry) -> str:
-    """The first line of a command's docstring, or of its module's, read from the source without importing it."""
+    """The first line of a command's docstring, of its typer application's `help`, or of its module's docstring; reads the source,
+    imports nothing."""
     module, _, attribute = entry.target.partition(":")
     try:
         source = _source(module)
@@ -113,9 +114,18 @@ def summary(entry: Entry) -> str:
     if tree is None:
         return f"from {entry.distribution} {entry.version}"
     functions = [item for item in tree.body if isinstance(item, ast.FunctionDef) and item.name == attribute]
-    doc = (ast.get_docstring(functions[0]) if functions else None) or ast.get_docstring(tree) or ""
+    doc = (ast.get_docstring(functions[0]) if functions else _help(tree, attribute)) or ast.get_docstring(tree) or ""
     line = re.sub(r"^`.*?`: *", "", doc.strip().partition("\n")[0])  # module docstrings say how the command is called
     return line[:1].upper() + line[1:] or f"from {entry.distribution} {entry.version}"
+
+
+def _help(tree: ast.Module, name: str) -> str | None:
+    """The text of `name = typer.Typer(..., help="...")`."""
+    for item in tree.body:
+        if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == name and isinstance(item.value, ast.Call):
+            texts = [word.value for word in item.value.keywords if word.arg == "help"]
+            return next((text.value for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)), None)
+    return None
 
 
 def _source(module: str) -> Path | None:

@@ -33,20 +33,18 @@ def doctor(
 
     from forge_core.errors import ForgeError
     from forge_core.terminal import Console
-    from forge_train.commands.single_process import require_single_process
-    from forge_train.doctor.compare import read
-    from forge_train.doctor.plan import ACCEPTANCE, QUICK
-    from forge_train.doctor.report import Report
-    from forge_train.doctor.runner import chosen, examine
+    from forge_train.commands.options import require_single_process
+    from forge_train.doctor.report import Report, read_report
+    from forge_train.doctor.runner import ACCEPTANCE, QUICK, chosen, examine_all
     from forge_train.doctor.step import Settings, exit_code
-    from forge_train.doctor.steps.build import sees_gpu
+    from forge_train.doctor.torch_build import sees_gpu
     from forge_train.recipe.load import load
 
     require_single_process("doctor")
     console = Console(as_json=as_json)
     if not directory.is_dir():
         raise ForgeError(f"--directory {directory}: this folder does not exist; make it first")
-    old = read(compare) if compare else None
+    old = read_report(compare) if compare else None
     recipe = recipe or ("350m" if sees_gpu() else "debug")
     load(recipe, context.args)  # refused here, in one message, rather than in every step
     settings = Settings(recipe, tuple(context.args), str(directory.resolve()), minutes, acceptance)
@@ -54,7 +52,7 @@ def doctor(
     steps = [replace(step, seconds=step.seconds + 60 * minutes) if step.name == "endurance" else step for step in steps]
     folder = out if out is not None else Path("doctor") if acceptance else None
     report = Report(recipe, folder)
-    results = examine(steps, settings, lambda found: _told(found, report, console))
+    results = examine_all(steps, settings, lambda found: _told(found, report, console))
     document = report.end(old)
     if as_json:
         console.document(document)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from forge_core.terminal import Console
-from forge_train.commands.completion import Recipe
+from forge_train.commands.options import RecipePath
 
 FLOAT8 = "float8"
 _OF_LAYOUTS = ("parallel", "transforms", "model", "optimizer", "precision", "data.sequence_length", "train.micro_batch")
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def parity(
     context: typer.Context,
-    recipe: Recipe,
+    recipe: RecipePath,
     layouts: Annotated[str, typer.Option(help="Layout strings, separated by commas.")] = "dp2,hsdp2x1,hsdp2x2,dp4",
     mode: Annotated[str, typer.Option(help="fp64: all numbers within 1e-10; fp32: loss, norm, gradients within 2e-6.")] = "fp64",
     rows: Annotated[int, typer.Option(help="Sequences of the global batch.")] = 8,
@@ -143,9 +143,9 @@ def rank(
     from forge_parallel.optim import optimizers
     from forge_parallel.optim.groups import NO_SETTINGS
     from forge_parallel.verify.parity import Case, measure
+    from forge_train.plan import plan_of
     from forge_train.recipe.load import load
     from forge_train.recipe.parameters import narrow_of
-    from forge_train.run.assemble import plan_of
 
     registry = Registry()
     job = load(recipe, overrides, None, registry).job

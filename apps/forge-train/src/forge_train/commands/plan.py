@@ -1,22 +1,31 @@
 """`forge-train plan RECIPE --world N`: what a run would hold and exchange, from one process without memory for any tensor."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Console as Terminal
+from rich.table import Table
+from rich.text import Text
 
-from forge_train.commands.completion import Recipe
+from forge_core.layout import DENSE, SPARSE, Layout
+from forge_core.terminal import size
+from forge_train.commands.options import RecipePath
 
 if TYPE_CHECKING:
-    from rich.console import Console as Terminal
-
     from forge_core.registry import Registry
     from forge_core.terminal import Console
+    from forge_parallel.dryrun.estimate import Estimate
+    from forge_parallel.dryrun.parameters import ParameterPlacement
+    from forge_parallel.dryrun.traffic import Flow
+    from forge_train.plan import DryRun
     from forge_train.recipe.load import Resolved
 
 
 def plan(
     context: typer.Context,
-    recipe: Recipe,
+    recipe: RecipePath,
     world: Annotated[int, typer.Option("--world", min=1, help="Number of processes, one for each GPU.")] = 1,
     per_node: Annotated[int, typer.Option("--per-node", min=1, help="Processes per node, for the map of ranks.")] = 8,
     ranks: Annotated[
@@ -43,7 +52,7 @@ def plan(
     from forge_core.errors import LayoutError
     from forge_core.registry import Registry
     from forge_core.terminal import Console
-    from forge_train.commands.single_process import require_single_process
+    from forge_train.commands.options import require_single_process
     from forge_train.recipe.load import load
 
     require_single_process("plan")
@@ -60,13 +69,12 @@ def plan(
         _show_modules(resolved, registry, chosen, recipe, console, as_json)
         return
     from forge_parallel.dryrun.fake_world import ACCELERATORS
-    from forge_train.plan.dry_run import planned
+    from forge_train.plan import dry_run
 
-    found = planned(resolved.job, resolved.layout, registry, per_node, chosen, ACCELERATORS.get(device))
+    found = dry_run(resolved.job, resolved.layout, registry, per_node, chosen, ACCELERATORS.get(device))
     if as_json:
         console.document({"recipe": recipe, **found.as_json()})
         return
-    from forge_train.plan.terminal import draw
 
     draw(found, recipe, _terminal(160))
 
@@ -76,22 +84,213 @@ def _show_modules(
 ) -> None:
     from dataclasses import asdict
 
-    from forge_train.plan.dry_run import modules
+    from forge_train.plan import placed_parameters
 
     assert resolved.layout is not None
-    held = modules(resolved.job, resolved.layout, registry, ranks)
+    held = placed_parameters(resolved.job, resolved.layout, registry, ranks)
     if as_json:
         shown = {str(rank): [asdict(parameter) for parameter in parameters] for rank, parameters in held.items()}
         console.document({"recipe": recipe, "layout": resolved.layout.sizes(), "parameters": shown})
         return
-    from forge_train.plan.terminal import draw_modules
 
     draw_modules(held, _terminal(250))
 
 
-def _terminal(width: int) -> "Terminal":
+def _terminal(width: int) -> Terminal:
     """Where to draw: this terminal, or `width` characters where there is none."""
-    from rich.console import Console as Terminal
-
     terminal = Terminal(markup=False, highlight=False)
     return terminal if terminal.is_terminal else Terminal(markup=False, highlight=False, width=width)
+
+
+LETTERS = {"pp": "p", "dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t", "efsdp": "f", "ep": "e", "etp": "w"}
+COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+SHOWN = 4
+"""Nodes drawn of many, and columns of many stages."""
+NOTATION = (
+    "Placements as torch writes them: S(d) is split along dimension d over the ranks of the axis, R is whole on each of them, "
+    "_S(d, n) is split within each of the n parts that a later axis makes of the same dimension."
+)
+BAR = 32
+"""Characters of the longest bar."""
+
+
+def draw(plan: "DryRun", recipe: str, out: Terminal) -> None:
+    """Prints a plan."""
+    layout, nodes = plan.layout, -(-plan.layout.world // plan.per_node)
+    rows = plan.micro_batches * plan.rows * layout.data
+    out.print(
+        Text(f"{recipe} on {_many(layout.world, 'rank')}, {_many(nodes, 'node')} of {plan.per_node}: {layout}", style="bold")
+    )
+    out.print(
+        f"A step: {rows:,} sequences of {plan.length:,} tokens; {_many(plan.micro_batches, 'micro-batch', 'es')} of {plan.rows} "
+        f"on each of {_many(layout.data, 'data rank')}. Transforms: {', '.join(plan.transforms) or 'none'}."
+    )
+    for line in plan.settled.lines() if plan.settled is not None else ():
+        out.print(Text(line))
+    for part in (_map(layout, plan.per_node), [_axes(plan)] if plan.groups else [], *_ranks(plan)):
+        out.print()
+        for item in part:
+            out.print(item)
+    out.print()
+    out.print(Text(plan.method, style="dim"))
+
+
+def draw_modules(held: "Mapping[int, Sequence[ParameterPlacement]]", out: Terminal) -> None:
+    """Prints every parameter of each rank: where it is in the model, what it became, how it is placed, and its bytes."""
+    for rank, parameters in held.items():
+        total = sum(parameter.bytes for parameter in parameters)
+        out.print(Text(f"Parameters of rank {rank}, {size(total)}", style="bold"))
+        table = _table("parameter", "class", "shape", "held", "placement", "bytes")
+        for parameter in parameters:
+            shapes = ["x".join(map(str, shape)) for shape in (parameter.shape, parameter.local)]
+            placement = ", ".join(parameter.placements) or "whole"
+            table.add_row(parameter.name, " > ".join(parameter.classes), *shapes, placement, f"{parameter.bytes:,}")
+        out.print(table)
+        out.print()
+    out.print(Text(NOTATION, style="dim"))
+
+
+def _map(layout: Layout, per_node: int) -> Iterator[Text]:
+    """A line per node, with the rank and the coordinates that differ on it; the others are printed before the bar."""
+    active = [axis for axis in DENSE if layout.size(axis) > 1]
+    nodes = [range(start, min(start + per_node, layout.world)) for start in range(0, layout.world, per_node)]
+    shown = range(len(nodes)) if len(nodes) <= SHOWN + 1 else [*range(SHOWN - 1), len(nodes) - 1]
+    at = {rank: layout.coordinates(rank) for number in shown for rank in nodes[number]}
+    # The places that experts borrow: a second name for the same ranks.
+    borrowed = [axis for axis in SPARSE if axis not in DENSE and layout.ep * layout.etp > 1 and layout.size(axis) > 1]
+    drawn = [*active, *borrowed]
+    varying = [axis for axis in drawn if any(len({at[rank][axis] for rank in nodes[n]}) > 1 for n in shown)]
+    fixed = [axis for axis in drawn if axis not in varying]
+    inner = borrowed[-1] if borrowed else active[-1] if active else None
+    named = [f"{LETTERS[axis]} = {axis}" for axis in drawn]
+    if inner is not None:
+        yield Text(f"{', '.join(named)}; ranks of one color exchange over {inner}", style="dim")
+    others = [axis for axis in (SPARSE if borrowed else DENSE) if layout.size(axis) > 1 and axis != inner]
+    width = max(len(_cell(rank, at[rank], varying)) for rank in at)
+    heads = {number: _head(number, at[nodes[number][0]], fixed) for number in shown}
+    margin = max(map(len, heads.values()))
+    before = -1
+    for number in shown:
+        if number != before + 1:
+            yield Text(f"{'⋮':>{margin}}   {number - before - 1:,} more nodes", style="dim")
+        line = Text(f"{heads[number]:<{margin}} │")
+        for rank in nodes[number]:
+            style = "" if inner is None else COLORS[_group(at[rank], others, layout) % len(COLORS)]
+            line.append(f" {_cell(rank, at[rank], varying):<{width}} ", style=style).append("│")
+        yield line
+        before = number
+
+
+def _head(number: int, at: dict[str, int], axes: Sequence[str]) -> str:
+    return " ".join([f"node {number}", *(f"{LETTERS[axis]}{at[axis]}" for axis in axes)])
+
+
+def _cell(rank: int, at: dict[str, int], axes: Sequence[str]) -> str:
+    return " ".join([str(rank), *(f"{LETTERS[axis]}{at[axis]}" for axis in axes)])
+
+
+def _group(at: dict[str, int], axes: Sequence[str], layout: Layout) -> int:
+    """The number of a rank's group, whose members differ on the axis that is left out."""
+    number = 0
+    for axis in axes:
+        number = number * layout.size(axis) + at[axis]
+    return number
+
+
+def _axes(plan: "DryRun") -> Table:
+    table = _table("axis", "size", "groups", "the first group", "reaches")
+    for group in plan.groups:
+        reach = "a node" if group.nodes == 1 else f"{group.nodes:,} nodes"
+        table.add_row(group.axis, f"{group.size:,}", f"{group.groups:,}", listed(group.first), reach)
+    return table
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """`0-7`, `0, 8, 16` or `0, 8 .. 504`."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    regular = all(b - a == step for a, b in pairwise(ranks))
+    if regular and step == 1 and len(ranks) > 2:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if regular and len(ranks) > 4:
+        return f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _ranks(plan: "DryRun") -> Iterator[list[Table | Text]]:
+    many = plan.ranks if len(plan.ranks) <= SHOWN else (*plan.ranks[: SHOWN - 1], plan.ranks[-1])
+    left_out = len(plan.ranks) - len(many)
+    memory = _memory(many, plan.layout)
+    if plan.accelerator is not None:
+        of = size(plan.accelerator.memory)
+        memory.add_row(
+            f"memory of {plan.accelerator.name}",
+            *[of for _ in many],
+            *((f"{plan.accelerator.memory:,}",) if len(many) == 1 else ()),
+            Text("in all", style="dim"),
+        )
+    yield [memory, *([Text(f"{left_out} more with --json", style="dim")] if left_out else [])]
+    fullest = max(plan.ranks, key=lambda estimate: sum(estimate.peak.values()))
+    yield [Text(f"The peak of rank {fullest.rank}, {size(sum(fullest.peak.values()))}", style="bold"), _peak(fullest)]
+    for estimate in many:
+        if flows := [flow for flow in estimate.flows if flow.axis != "self"]:
+            yield [Text(f"What rank {estimate.rank} exchanges in a step", style="bold"), _traffic(flows, estimate)]
+
+
+def _memory(ranks: "Sequence[Estimate]", layout: Layout) -> Table:
+    one = len(ranks) == 1
+    heads = [f"rank {estimate.rank}" + (f" p{estimate.at['pp']}" if layout.pp > 1 else "") for estimate in ranks]
+    table = _table("memory", *heads, *(("bytes",) if one else ()), "")
+    exact, within = "exact, between steps", "within a step"
+    lines = [
+        ("parameters", "parameters", exact),
+        ("gradients", "gradients", "exact, after a backward"),
+        ("optimizer state", "optimizer", exact),
+        ("buffers", "buffers", exact),
+        ("activations of a micro-batch", "activations", "kept for its backward, head excepted"),
+        ("loss head keeps", "head", "for its backward"),
+        ("loss head works with", "head_work", "at most, while it runs"),
+        ("largest unit gathered", "gathered", within),
+        ("largest gradient scattered", "reduced", within),
+    ]
+    for name, attribute, remark in lines:
+        sizes = [getattr(estimate, attribute) for estimate in ranks]
+        if any(sizes):
+            table.add_row(name, *map(size, sizes), *((f"{sizes[0]:,}",) if one else ()), Text(remark, style="dim"))
+    totals = [sum(estimate.peak.values()) for estimate in ranks]
+    cells = [*map(size, totals), *((f"{totals[0]:,}",) if one else ())]
+    table.add_row("peak", *cells, Text("estimate, of all at once", style="dim"), style="bold")
+    return table
+
+
+def _peak(estimate: "Estimate") -> Table:
+    table = Table.grid(padding=(0, 2))
+    total = sum(estimate.peak.values())
+    for index, (kind, held) in enumerate(sorted(estimate.peak.items(), key=lambda item: -item[1])):
+        bar = Text("█" * max(1, round(BAR * held / total)), style=COLORS[index % len(COLORS)])
+        if held * 1000 >= total:
+            table.add_row(f"  {kind}", Text(size(held), justify="right"), bar)
+    return table
+
+
+def _traffic(flows: "Sequence[Flow]", estimate: "Estimate") -> Table:
+    table = _table("axis", "collective", "calls", "of tensors", "sent by a rank", "at least", "ratio")
+    least = {(bound.axis, bound.kind): bound.wire for bound in estimate.bounds}
+    for flow in flows:
+        bound = least.get((flow.axis, flow.kind))
+        known = ("", "") if not bound else (size(bound), f"{flow.wire / bound:.2f}")
+        sent = "" if flow.kind == "receive" else size(flow.wire)
+        table.add_row(flow.axis, flow.kind.replace("_", "-"), f"{flow.count:,}", size(flow.payload), sent, *known)
+    return table
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        numeric = column not in ("", "the first group", "collective", "reaches", "class", "placement")
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+    return table
+
+
+def _many(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count:,} {noun}{'' if count == 1 else plural}"

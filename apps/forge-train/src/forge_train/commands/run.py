@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge_train.commands.completion import Recipe
+from forge_train.commands.options import RecipePath
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from forge_core.registry import Registry
     from forge_parallel.launch.environment import Launch
     from forge_parallel.launch.watch import Watch
-    from forge_train.process.agreement import Agreement
     from forge_train.process.logs import RunLog
+    from forge_train.process.ranks import Agreement
     from forge_train.process.stop import Signals
     from forge_train.recipe.load import Resolved
     from forge_train.run.run import Run
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def run(
     context: typer.Context,
-    recipe: Recipe,
+    recipe: RecipePath,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept until the new one has saved.")
     ] = False,
@@ -48,7 +48,7 @@ def run(
     from forge_train.process.stop import Signals
 
     if processes > 1 or restarts > 0 or min_processes is not None:
-        from forge_train.resilience.local import supervised
+        from forge_train.process.restarts import supervised
 
         raise typer.Exit(supervised(recipe, context.args, fresh, processes, restarts, min_processes))
     signals = Signals()
@@ -86,9 +86,8 @@ def start(
     from forge_parallel.launch.meeting import RanksDiffer
     from forge_parallel.launch.watch import Watch
     from forge_parallel.sections import Parallel
-    from forge_train.process.agreement import Agreement, Refused, content_of
-    from forge_train.process.ending import conclude, tell_launcher
-    from forge_train.run.directory import run_directory
+    from forge_train.directory import run_directory
+    from forge_train.process.ranks import Agreement, Refused, conclude, content_of, tell_launcher
 
     ranks, watch = Agreement(), Watch()
     try:
@@ -136,12 +135,12 @@ def _train(
 
     from forge_ckpt.resilience.limits import Learned
     from forge_parallel.launch import process_group
-    from forge_train.process.ending import tell_launcher
+    from forge_train.directory import run_directory
+    from forge_train.process.ranks import tell_launcher
     from forge_train.process.stop import REQUEUE, STOPPED
-    from forge_train.resilience.rollback import Back, train
-    from forge_train.run.assemble import assemble
-    from forge_train.run.directory import run_directory
+    from forge_train.run.loop import Back, train
     from forge_train.run.run import DATA
+    from forge_train.run.start import assemble
 
     console, directory = Console() if where.rank == 0 else None, run_directory(resolved.job)
 
@@ -178,8 +177,8 @@ def _train(
 
 def _conclude(run: "Run", resolved: "Resolved", reason: str) -> None:
     """Writes the report."""
-    from forge_train.report.gather import write
+    from forge_train.report.facts import write_run_report
 
-    report = write(run, resolved, reason, list(resolved.warnings))
+    report = write_run_report(run, resolved, reason, list(resolved.warnings))
     assert run.console is not None
     run.console.print(f"{reason} after step {run.state.step}; report: {report}", highlight=False, soft_wrap=True)

@@ -28,7 +28,7 @@ class Evaluate(Component):
     """Whose weights: the model's, or their average, which hook `ema` keeps. Results of the average have `@ema` in their names."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.evaluation.evaluate import EvaluateHook
+        from forge_train.hooks.evaluation import EvaluateHook
 
         return EvaluateHook(every=self.every, at_start=self.at_start, weights=self.weights)
 
@@ -68,7 +68,7 @@ class Tasks(Component):
         return (cls(tasks=["forge_example"], folder=str(folder), every=2),)
 
     def build(self) -> "Hook":
-        from forge_train.hooks.evaluation.tasks import TasksHook
+        from forge_train.hooks.evaluation import TasksHook
 
         return TasksHook(
             tasks=self.tasks,
@@ -93,7 +93,7 @@ class Best(Component):
     """Whether less or more is better."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.evaluation.best import BestHook
+        from forge_train.hooks.evaluation import BestHook
 
         return BestHook(metric=self.metric, mode=self.mode)
 
@@ -114,7 +114,7 @@ class EarlyStop(Component):
     """By how much a result has to be better than the best one to count as better."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.evaluation.early_stop import EarlyStopHook
+        from forge_train.hooks.evaluation import EarlyStopHook
 
         return EarlyStopHook(metric=self.metric, mode=self.mode, patience=self.patience, min_delta=self.min_delta)
 
@@ -140,7 +140,7 @@ class Answers(Component):
     """Whose weights: the model's, or their average, which hook `ema` keeps."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.answers import AnswersHook
+        from forge_train.hooks.samples import AnswersHook
 
         return AnswersHook(self.sets, self.count, self.shown, self.every, self.max_tokens, self.weights)
 
@@ -171,7 +171,7 @@ class Sample(Component):
     """Whose weights: the model's, or their average, which hook `ema` keeps."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.sample import SampleHook
+        from forge_train.hooks.samples import SampleHook
 
         return SampleHook(
             prompts=self.prompts,

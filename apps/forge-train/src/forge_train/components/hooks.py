@@ -24,7 +24,7 @@ class Log(Component):
     """Optimizer steps between two lines; the first and the last step are always written."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.log import LogHook
+        from forge_train.hooks.metrics import LogHook
 
         return LogHook(every=self.every)
 
@@ -63,7 +63,7 @@ class Ema(Component):
     """Of the average: fp32, or that of the weights, in which a decay near 1 may round to nothing. fp64 weights keep fp64."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.ema import EmaHook
+        from forge_train.hooks.weights import EmaHook
 
         return EmaHook(decay=self.decay, start=self.start, every=self.every, dtype=self.dtype)
 
@@ -78,7 +78,7 @@ class Replicas(Component):
     """Optimizer steps between two comparisons, of a few bytes a tensor; the last step is always compared."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.replicas import ReplicasHook
+        from forge_train.hooks.weights import ReplicasHook
 
         return ReplicasHook(every=self.every)
 
@@ -142,7 +142,7 @@ class Norms(Component):
         return (cls(every=2), cls(every=3, by="tensor"))
 
     def build(self) -> "Hook":
-        from forge_train.hooks.norms import NormsHook
+        from forge_train.hooks.weights import NormsHook
 
         return NormsHook(every=self.every, by=self.by)
 
@@ -194,7 +194,7 @@ class Inside(Component):
     """Tokens of these rows, evenly spaced, whose values are compared: the run's directory keeps tokens^2 numbers a layer."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.inside import InsideHook
+        from forge_train.inside.inside import InsideHook
 
         return InsideHook(
             every=self.every, statistics=self.statistics, held_out=self.held_out, rows=self.rows, tokens=self.tokens

@@ -15,8 +15,8 @@ from forge_core.protocols.run import Hook, Run
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import read_launcher
 from forge_train.recipe.load import Resolved, load
-from forge_train.run.assemble import assemble
 from forge_train.run.loop import fit
+from forge_train.run.start import assemble
 
 RECIPE = """
 [job]

@@ -1,16 +1,18 @@
-"""The doctor's report on the disk: `doctor.json` after every step, `doctor.html` at the end."""
+"""The report of the doctor: `doctor.json`, `doctor.html`, and a comparison with an earlier report. No torch."""
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from forge_core.durable_files import replace_file
-from forge_train.doctor.compare import regressions
-from forge_train.doctor.page import page
-from forge_train.doctor.step import Result
-from forge_train.report.machine import machine, versions
+from forge_core.errors import DataError
+from forge_train.doctor.step import Check, Result, checks_of
+from forge_train.report.facts import machine, versions
+from forge_train.report.html import document, fields, rows
 
 DOCUMENT, PAGE = "doctor.json", "doctor.html"
 SCHEMA = 1
@@ -46,9 +48,117 @@ class Report:
             self.document["regressions"] = [str(one) for one in regressions(old, self.document)]
         self._save()
         if self.folder is not None:
-            replace_file(self.folder / PAGE, page(self.document).encode())
+            replace_file(self.folder / PAGE, report_page(self.document).encode())
         return self.document
 
     def _save(self) -> None:
         if self.folder is not None:
             replace_file(self.folder / DOCUMENT, json.dumps(self.document, indent=1, ensure_ascii=False).encode())
+
+
+_NAME = "forge-train doctor"
+
+
+def report_page(report: Mapping[str, Any]) -> str:
+    """The page of `doctor.json`, as far as it has got."""
+    summary = [[step["name"], step["what"], step["verdict"], f"{step['seconds']:.1f} s"] for step in report["steps"]]
+    return document(
+        _NAME,
+        [
+            f"<h1>{_NAME}</h1>",
+            f'<p class="dim">{escape(headline(report))}</p>',
+            _regressions(report.get("regressions", [])),
+            "<h2>Verdicts</h2>\n" + rows(["step", "what it looks at", "verdict", "time"], summary, numbers=(3,)),
+            *(_step(step) for step in report["steps"]),
+            "<h2>Machine and versions</h2>",
+            f'<div class="tables">{fields("Machine", report["machine"])}{fields("Versions", report["versions"])}</div>',
+        ],
+    )
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """One line: the recipe, how many steps have which verdict, and whether the report is whole."""
+    verdicts = [step["verdict"] for step in report["steps"]]
+    counted = ", ".join(f"{verdicts.count(one)} {one}" for one in ("FAIL", "SLOW", "PASS", "SKIPPED") if one in verdicts)
+    ended = "" if report["ended"] else "; broken off, later steps are missing"
+    return f"{report['started']}, recipe {report['recipe']}: {counted}{ended}"
+
+
+def _step(step: Mapping[str, Any]) -> str:
+    table = [[check.name, check.verdict, check.value(), check.expected, check.remedy] for check in _checks(step)]
+    log = f"<details><summary>The end of its output</summary><pre>{escape(step['log'])}</pre></details>" if step["log"] else ""
+    title = f"<h2>{escape(step['name'])}: {step['verdict']}</h2>\n"
+    return title + rows(["check", "verdict", "measured", "expected", "what to do"], table) + log
+
+
+def _checks(step: Mapping[str, Any]) -> tuple[Check, ...]:
+    return checks_of(step["checks"])
+
+
+def _regressions(lines: list[str]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f'<div class="warnings"><strong>Worse than before</strong><ul>{items}</ul></div>' if items else ""
+
+
+TOLERANCE = 0.03
+"""Share by which a number may be worse than before."""
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A number that became worse by `share` (0.1 is a tenth), or a verdict that became worse (then `share` is None)."""
+
+    step: str
+    check: str
+    before: float | str
+    now: float | str
+    unit: str
+    share: float | None
+
+    def __str__(self) -> str:
+        if self.share is None:
+            return f"{self.step}: {self.check}: {self.before}, now {self.now}"
+        numbers = f"{self.before:.4g}, now {self.now:.4g} {self.unit}".rstrip()
+        return f"{self.step}: {self.check}: {numbers} ({self.share:.1%} worse)"
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A report.
+
+    Raises:
+        DataError: the file is not one.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        _verdicts(document)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise DataError(f"{path} is not a report of forge-train doctor ({cause}); give its doctor.json") from cause
+    return document
+
+
+def regressions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Regression]:
+    """Checks of both reports that are worse now; those that only one of them has are not compared."""
+    before, found = _verdicts(old), []
+    for (step, name), now in _verdicts(new).items():
+        was = before.get((step, name))
+        if was is None:
+            continue
+        share = _worse(was, now)
+        if share is not None and share > TOLERANCE:
+            found.append(Regression(step, name, was["measured"], now["measured"], now["unit"], share))
+        elif (was["verdict"], now["verdict"]) in (("PASS", "SLOW"), ("PASS", "FAIL"), ("SLOW", "FAIL")):
+            found.append(Regression(step, name, was["verdict"], now["verdict"], "", None))
+    return found
+
+
+def _verdicts(document: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(step["name"], check["name"]): check for step in document["steps"] for check in step["checks"]}
+
+
+def _worse(was: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
+    """The share by which `now` is worse, negative where it is better; None unless both are numbers of one unit."""
+    pair = was["measured"], now["measured"]
+    if not now["better"] or was["unit"] != now["unit"] or any(isinstance(value, str) or value <= 0 for value in pair):
+        return None
+    ratio = pair[1] / pair[0]
+    return 1 - ratio if now["better"] == "higher" else ratio - 1

@@ -1,4 +1,4 @@
-"""Runs steps one after the other, each in a process with a time limit: a hang or an abort is a verdict, too. No torch."""
+"""The steps of the doctor, and how they run: each in a process of its own with a time limit. No torch."""
 
 import json
 import os
@@ -6,15 +6,100 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from forge_core.errors import ForgeError, did_you_mean
-from forge_train.doctor.child import FOUND, SETTINGS
-from forge_train.doctor.step import Check, Result, Settings, Step, checks_of
+from forge_train.doctor.step import Check, Result, Settings, Skip, Step, checks_of
+
+_HERE = "forge_train.doctor"
+
+QUICK = (
+    Step("node", f"{_HERE}.node:examine_node", 120, (), "limits, shared memory, room, compiler, extras"),
+    Step("torch", f"{_HERE}.torch_build:examine_torch", 120, (), "torch and its CUDA against the driver and the GPUs"),
+    Step(
+        "gpus",
+        f"{_HERE}.gpus:examine_gpus",
+        120,
+        ("torch",),
+        "errors, clocks, power, near cores; whether GPUs reach each other",
+    ),
+)
+"""What plain `doctor` looks at."""
+
+ACCEPTANCE = (
+    *QUICK,
+    Step(
+        "device",
+        f"{_HERE}.correctness:examine_device",
+        180,
+        ("torch",),
+        "memory keeps what is written; products come out twice the same",
+    ),
+    Step(
+        "bandwidth",
+        f"{_HERE}.speed:examine_bandwidth",
+        180,
+        ("torch", "device"),
+        "copies within and between host and device",
+    ),
+    Step("disk", f"{_HERE}.node:examine_disk", 180, (), "write, flush and read where the run writes, as a checkpoint does"),
+    Step(
+        "matmul",
+        f"{_HERE}.speed:examine_matmul",
+        300,
+        ("torch", "device"),
+        "products, also of the recipe's shapes, against the peak",
+    ),
+    Step(
+        "kernels",
+        f"{_HERE}.speed:examine_kernels",
+        300,
+        ("torch", "device"),
+        "which kernels torch chooses, and how fast they are",
+    ),
+    Step(
+        "numbers",
+        f"{_HERE}.correctness:examine_numbers",
+        600,
+        ("torch", "device"),
+        "training steps on the device against fp64 on a CPU",
+    ),
+    Step(
+        "collectives",
+        f"{_HERE}.correctness:examine_collectives",
+        300,
+        ("torch", "device"),
+        "sums and exchanges between devices",
+    ),
+    Step("training", f"{_HERE}.training:examine_training", 900, ("torch", "device", "numbers"), "the recipe for some steps"),
+    Step(
+        "endurance",
+        f"{_HERE}.training:endure",
+        900,
+        ("training",),
+        "the recipe for minutes: steps stay as fast, losses finite",
+    ),
+    Step(
+        "tests",
+        f"{_HERE}.training:examine_tests",
+        1800,
+        ("torch", "device", "numbers"),
+        "the repository's own tests of GPUs",
+    ),
+)
+"""What `doctor --acceptance` looks at."""
+
+
+SETTINGS, FOUND = "settings.json", "found.json"
+"""Files by which a step and its process exchange what to do and what was found."""
 
 _LINES = 30
 """Of what a step printed before it went wrong, how many are kept."""
@@ -34,7 +119,7 @@ def chosen(steps: Sequence[Step], only: str) -> list[Step]:
     return [step for step in steps if not names or step.name in names]
 
 
-def examine(steps: Iterable[Step], settings: Settings, after: Callable[[list[Result]], None]) -> list[Result]:
+def examine_all(steps: Iterable[Step], settings: Settings, after: Callable[[list[Result]], None]) -> list[Result]:
     """Runs the steps; `after` gets everything found so far once each of them is through.
 
     A step that was not chosen blocks nothing.
@@ -47,12 +132,12 @@ def examine(steps: Iterable[Step], settings: Settings, after: Callable[[list[Res
             check = Check("runs here", "SKIPPED", reason, remedy=f"first do what {' and '.join(blocked)} says")
             results.append(Result.of(step, 0.0, [check], blocked=True))
         else:
-            results.append(run(step, settings))
+            results.append(run_step(step, settings))
         after(results)
     return results
 
 
-def run(step: Step, settings: Settings) -> Result:
+def run_step(step: Step, settings: Settings) -> Result:
     """What one step found, also when its process hangs or dies."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -60,7 +145,7 @@ def run(step: Step, settings: Settings) -> Result:
         began = time.monotonic()
         with (folder / "log").open("wb") as log:
             child = subprocess.Popen(
-                [sys.executable, "-m", "forge_train.doctor.child", step.target, str(folder)],
+                [sys.executable, "-m", "forge_train.doctor.runner", step.target, str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -71,13 +156,13 @@ def run(step: Step, settings: Settings) -> Result:
                     child.wait(step.seconds)
             finally:
                 code = child.poll()
-                _end(child)
+                _end_child(child)
         seconds = time.monotonic() - began
         text = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
         return _result(step, folder, code, seconds, "\n".join(text))
 
 
-def _end(child: "subprocess.Popen[bytes]") -> None:
+def _end_child(child: "subprocess.Popen[bytes]") -> None:
     """Ends the process and those that it started: they are a session."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
@@ -107,3 +192,46 @@ def _broken(step: Step, code: int | None, last: str, log: str) -> Check:
         told = f"raised {log.splitlines()[-1] if log else 'an error'}, {last}"
         remedy = "the log below has the traceback"
     return Check("ends as it should", "FAIL", told, expected=f"ends in {step.seconds:g} s", remedy=remedy)
+
+
+def work_as_child(target: str, folder: Path) -> None:
+    """Runs a step's function, in its own process: `python -m forge_train.doctor.runner module:function FOLDER`.
+
+    Each check is written as soon as it is known, so that nothing is lost when a later one ends the process.
+    """
+    given: dict[str, Any] = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    settings = Settings(**{**given, "overrides": tuple(given["overrides"])})
+    module, _, function = target.partition(":")
+    found: list[Check] = []
+    try:
+        steps: Iterable[Check] = getattr(import_module(module), function)(settings)
+        for check in steps:
+            found.append(check)
+            _write_found(folder, found, ended=False)
+    except Skip as reason:
+        found.append(Check("runs here", "SKIPPED", str(reason), remedy=reason.remedy))
+    _write_found(folder, found, ended=True)
+
+
+def _write_found(folder: Path, found: list[Check], ended: bool) -> None:
+    new = folder / f"{FOUND}.new"
+    new.write_text(json.dumps({"ended": ended, "checks": [asdict(check) for check in found]}), encoding="utf-8")
+    new.replace(folder / FOUND)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    code = 0
+    try:
+        work_as_child(sys.argv[1], Path(sys.argv[2]))
+    except BaseException:  # noqa: BLE001 (the parent reads the log)
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads that wait, and those of libraries, may abort an ordinary exit

@@ -1,19 +1,24 @@
-"""The format `safetensors`: one file or several, the model's own names, and the model's description in their headers."""
+"""The format `safetensors`: tensors under the names of the model, and the description that says which model they belong to."""
 
 import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from forge_core.component import Component
+from forge_core.durable_files import publish, sync_path
 from forge_core.errors import ForgeError
-from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights
+from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights, WeightsInfo
+from forge_core.registry import Registry
 from forge_models.hf.reader import DTYPES, INDEX, SINGLE
-from forge_train.formats.described import check_fit, describe, facts_of, model_of
-from forge_train.formats.folder import new_folder
-from forge_train.inference.forge_weights import TOKENIZER
+from forge_train.formats.forge import TOKENIZER, copy_tokenizer, job_of, table_of
+from forge_train.recipe.load import load
 
 DESCRIPTION = "forge"
 """Key of a file's metadata with the description, as JSON."""
@@ -166,3 +171,100 @@ def _shards(tensors: Mapping[str, StoredTensor], limit: int) -> Iterator[list[st
         group.append(name)
         size += _bytes(entry)
     yield group
+
+
+_SHOWN = 20
+
+
+def describe(weights: Weights) -> dict[str, Any]:
+    """The model and the facts of weights as JSON, to be written next to their tensors."""
+    facts = weights.facts
+    return {
+        "model": table_of(weights.model, Registry()),
+        "step": facts.step,
+        "special_tokens": dict(facts.special_tokens),
+        "ends": list(facts.ends),
+        "family": facts.family,
+        "origin": facts.origin,
+        "notes": list(facts.notes),
+    }
+
+
+def model_of(description: Mapping[str, Any] | None, recipe: str | None, origin: Path) -> Component:
+    """The model of a recipe, where one is given, else that of a description.
+
+    Raises:
+        ForgeError: there is neither; or a description names a Python file, which does not run unasked.
+    """
+    if recipe is not None:
+        return load(recipe, registry=Registry()).job.model
+    if description is None or "model" not in description:
+        raise ForgeError(f"{origin} does not say which model its tensors are of; pass --recipe with a [model] that fits")
+    return job_of({"config": {"model": description["model"]}}, Registry(), "model", origin=str(origin)).model
+
+
+def facts_of(description: Mapping[str, Any] | None, origin: Path, tokenizer: Path, notes: tuple[str, ...] = ()) -> WeightsInfo:
+    """The facts of a description; `tokenizer` is the folder of its files, where it exists."""
+    given = description or {}
+    return WeightsInfo(
+        step=given.get("step", 0),
+        special_tokens=dict(given.get("special_tokens", {})),
+        ends=tuple(given.get("ends", ())),
+        family=given.get("family", ""),
+        origin=str(origin),
+        tokenizer=tokenizer if tokenizer.is_dir() else None,
+        notes=(*given.get("notes", ()), *notes),
+    )
+
+
+def check_fit(component: Any, tensors: Mapping[str, StoredTensor], origin: Path) -> None:
+    """Compares names and shapes with the model. A buffer may be missing, since it begins as in a new run.
+
+    Raises:
+        ForgeError: one error with the tensors that are missing, left over or of another shape, the first 20 of each.
+    """
+    with torch.device("meta"):
+        module: torch.nn.Module = component.build()
+    ties = dict(module.specs().ties)  # type: ignore[operator] (a model of Forge has it)
+    parameters = {name: tuple(tensor.shape) for name, tensor in module.named_parameters() if name not in ties}
+    held = parameters | {name: tuple(tensor.shape) for name, tensor in module.named_buffers()}
+    kinds = [
+        [
+            f"{name}: shape {entry.shape}, in the model {held[name]}"
+            for name, entry in tensors.items()
+            if name in held and entry.shape != held[name]
+        ],
+        [f"{name}: missing" for name in parameters if name not in tensors],
+        [f"{name}: not in the model" for name in tensors if name not in held],
+    ]
+    if any(kinds):
+        listed = [line for faults in kinds for line in _cut(faults)]
+        raise ForgeError("\n  ".join([f"the tensors in {origin} do not fit the model:", *listed]))
+
+
+def _cut(faults: list[str]) -> list[str]:
+    more = len(faults) - _SHOWN
+    return faults if more <= 0 else [*faults[:_SHOWN], f"and {more} more: {faults[-1].rpartition(': ')[2]}"]
+
+
+@contextmanager
+def new_folder(path: Path, weights: Weights) -> Iterator[Path]:
+    """Inside, a folder to fill; afterwards it is `path`, with the files of the tokenizer. After an error there is none.
+
+    Raises:
+        ForgeError: `path` is taken.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ForgeError(f"{path} exists and is not an empty folder; choose another")
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if weights.facts.tokenizer is not None:
+            copy_tokenizer(weights.facts.tokenizer, partial / TOKENIZER)
+        for file in [*partial.rglob("*"), partial]:
+            sync_path(file)
+        publish(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

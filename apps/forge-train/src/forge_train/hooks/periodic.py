@@ -1,10 +1,11 @@
-"""Base class of hooks that act every N steps."""
+"""Base class of hooks that act every N steps, and the time that they take, which does not count as training time."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 from forge_core.protocols.run import Hook, Run, StepResult
-from forge_train.hooks.clock import pause
 from forge_train.process.stop import STOPPED
 
 _LOOK = 8
@@ -80,3 +81,35 @@ class Periodic(Hook):
     def act(self, run: Run) -> None:
         """The action."""
         raise NotImplementedError
+
+
+@contextmanager
+def pause(run: Run) -> Iterator[None]:
+    """Adds the time of the block to `run.paused`, in seconds. Evaluation and saving run inside one."""
+    started = perf_counter()
+    try:
+        yield
+    finally:
+        run.paused = paused(run) + perf_counter() - started
+
+
+def paused(run: Run) -> float:
+    """Seconds that the run has spent inside `pause` blocks."""
+    return getattr(run, "paused", 0.0)
+
+
+class Stopwatch:
+    """Training time and tokens since it was last read."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._mark = self._now()
+
+    def _now(self) -> tuple[float, int, int]:
+        return perf_counter() - paused(self._run), self._run.state.step, self._run.state.tokens
+
+    def lap(self) -> tuple[float, int, int]:
+        """(seconds, steps, tokens) since the last lap; read it only when the device has caught up."""
+        before, self._mark = self._mark, self._now()
+        seconds, steps, tokens = (new - old for new, old in zip(self._mark, before, strict=True))
+        return seconds, int(steps), int(tokens)

@@ -20,11 +20,10 @@ from forge_core.protocols.run import Hook, Run
 from forge_core.terminal import size
 from forge_parallel.accelerator import note_allocations, notes_allocations, profiled, wait, write_allocations
 from forge_parallel.launch.environment import read_launcher
-from forge_train.hooks.clock import pause
-from forge_train.profiling.host_waits import CLOSING
+from forge_train.hooks.periodic import pause
+from forge_train.profiling.classes import CLOSING
 from forge_train.profiling.summary import summarize
-from forge_train.profiling.trace import ABOUT, WINDOW, read
-from forge_train.profiling.windows import folder_of, forget_old, snapshot_of, trace_of
+from forge_train.profiling.trace import ABOUT, WINDOW, folder_of, forget_old, read_trace, snapshot_of, trace_of
 
 ALLOCATIONS = 200_000
 """Events of the allocator that a snapshot holds, the last ones."""
@@ -39,8 +38,8 @@ class ProfileHook(Hook):
     steps. On an accelerator the host waits for the device at both ends, nowhere else. A signal on any rank opens a window on all,
     after the step whose numbers have carried the wish. What fails here, such as a full disk, costs a warning and never the run.
 
-    Rank 0 logs `profile/CLASS`, the share of the window in each class of `forge_train.profiling.sweep`, `profile/step_seconds`,
-    and `split/PART`, of which each is seconds of a step (`forge_train.profiling.split`): exposed communication and the host too.
+    Rank 0 logs `profile/CLASS`, the share of the window in each class of `forge_train.profiling.classes`, `profile/step_seconds`,
+    and `split/PART`, seconds of a step for each of its parts; exposed communication and the host have parts of their own.
     """
 
     observes = True
@@ -163,7 +162,7 @@ class ProfileHook(Hook):
         path = trace_of(folder_of(run.directory, first), run.topology.rank)
         if not path.is_file():
             return
-        found = summarize(read(path))
+        found = summarize(read_trace(path))
         shares = {f"profile/{label}": time / found.window for label, time in found.classes.items()}
         parts = {f"split/{part}": time / done / 1e9 for part, time in found.split.items()}
         run.log({**shares, **parts, "profile/step_seconds": found.window / done / 1e9})

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_core.terminal import clock, count, size
 from forge_parallel.accelerator import free_memory, memory
-from forge_train.hooks.clock import Stopwatch
-from forge_train.hooks.log import peak_memory
-from forge_train.speed.utilization import Utilization
+from forge_train.hooks.metrics import Utilization, peak_memory
+from forge_train.hooks.periodic import Stopwatch
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

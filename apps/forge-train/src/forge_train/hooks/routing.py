@@ -12,8 +12,8 @@ from forge_core.durable_files import replace_file
 from forge_core.protocols.checkpoint import World
 from forge_core.protocols.model import Observer
 from forge_core.protocols.run import Run
+from forge_train.directory import ROUTING
 from forge_train.hooks.periodic import Periodic
-from forge_train.run.directory import ROUTING
 
 _log = logging.getLogger(__name__)
 

@@ -1,8 +1,7 @@
 """Saves checkpoints."""
 
 from forge_core.protocols.run import Run, StepResult
-from forge_train.hooks.clock import pause
-from forge_train.hooks.periodic import Periodic
+from forge_train.hooks.periodic import Periodic, pause
 from forge_train.process.stop import STOPPED
 
 

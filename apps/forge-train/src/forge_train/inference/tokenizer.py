@@ -1,11 +1,11 @@
-"""The tokenizer of stored weights: found, checked against the vocabulary, written next to converted weights."""
+"""The tokenizer and the chat template of stored weights."""
 
 import json
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
@@ -15,9 +15,11 @@ from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_data.tokenizers.sentencepiece import KIND as SENTENCEPIECE_KIND
 from forge_data.tokenizers.tiktoken import TiktokenTokenizer
 from forge_models.hf.reader import GENERATION
-from forge_train.inference.chat import chat_for
-from forge_train.inference.forge_weights import ForgeWeights, job_of
-from forge_train.run.directory import run_directory
+from forge_train.directory import run_directory
+from forge_train.formats.forge import ForgeWeights, job_of
+
+if TYPE_CHECKING:
+    from forge_vlm.data.chat import Chat
 
 SENTENCEPIECE = ".model"
 SETTINGS = "tokenizer_config.json"
@@ -202,3 +204,37 @@ def _end(content: bytes, path: Path, weights: Weights) -> int | None:
             if own == text:
                 return index
     raise DataError(f"{path} has no known end-of-text token; set eos_token_id in the checkpoint's config")
+
+
+def chat_for(weights: Weights, coder: Tokenizer, template: str | None = None) -> "Chat":
+    """The chat template of weights, with the special tokens of their tokenizer.
+
+    Args:
+        weights: a folder with a template, a run that started from one, or a run with conversations in its data.
+        coder: their tokenizer.
+        template: what to take instead, as recipes name it: a name, a file or a folder.
+
+    Raises:
+        DataError: there is none, or there are several.
+    """
+    from forge_vlm.data.chat import Chat, chat_of
+
+    if template is not None:
+        return chat_of(template).knowing(coder.special_tokens)
+    if weights.facts.tokenizer is not None:
+        return chat_of(str(weights.facts.tokenizer)).knowing(coder.special_tokens)
+    kept = weights.meta.get("chat_template") if isinstance(weights, ForgeWeights) else None
+    if isinstance(kept, str):
+        return Chat(kept).knowing(coder.special_tokens)
+    names = _of_the_data(weights)
+    if len(names) != 1:
+        found = f"several chat templates in its data: {', '.join(names)}" if names else "no chat template"
+        raise DataError(f"{weights.facts.origin} has {found}; name one with --template, or leave --chat out")
+    return chat_of(names[0]).knowing(coder.special_tokens)
+
+
+def _of_the_data(weights: Weights) -> list[str]:
+    """The templates by which a run's sources wrote conversations."""
+    data: Any = weights.facts.recipe.get("data") or {}
+    templates = [source.get("template") for source in data.get("sources") or () if isinstance(source, Mapping)]
+    return list(dict.fromkeys(name for name in templates if isinstance(name, str) and name != "none"))

@@ -1,4 +1,4 @@
-"""What one rank did in a window: its classes, its kernels, what it waited for, and its annotations."""
+"""What one rank did in a profiled window, and how ranks differ."""
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -6,12 +6,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from forge_train.profiling.host_waits import CLOSING, HostWait, host_waits
-from forge_train.profiling.kinds import Kind, is_collective, of_device, of_operator
-from forge_train.profiling.lanes import Enclosing
-from forge_train.profiling.split import Parts, split
-from forge_train.profiling.sweep import Span, Stretch, sweep, totals
-from forge_train.profiling.trace import DEVICE, WINDOW, Event, Trace
+from forge_train.profiling.classes import (
+    CLASSES,
+    CLOSING,
+    HostWait,
+    Kind,
+    Span,
+    StepParts,
+    Stretch,
+    class_of_kernel,
+    class_of_operator,
+    classify,
+    host_waits,
+    is_collective,
+    split,
+    totals,
+)
+from forge_train.profiling.trace import DEVICE, WINDOW, Enclosing, Event, Trace
 
 UNTIL_THE_END = "the end of the window"
 
@@ -60,7 +71,7 @@ class Summary:
         about: whose trace it is, see `Trace`.
         device: whether work of a device was recorded; else the operators of a CPU's threads are what counts.
         classes: of the window, to which they sum exactly.
-        split: the same by parts of the step, see `forge_train.profiling.split`; sums to the window too.
+        split: the same by parts of the step, see `forge_train.profiling.classes`; sums to the window too.
         groups: for each group of ranks the durations of its collectives in order, where the trace names the ranks.
     """
 
@@ -88,9 +99,9 @@ def summarize(trace: Trace) -> Summary:
     """
     window = trace.window
     work = _distinct(trace.of(*DEVICE))
-    device, parts = bool(work), Parts(trace)
+    device, parts = bool(work), StepParts(trace)
     spans = list(_on_device(work, parts) if device else _on_threads(trace, parts))
-    stretches = sweep(spans, window)
+    stretches = classify(spans, window)
     return Summary(
         about=trace.about,
         device=device,
@@ -110,12 +121,12 @@ def _distinct(events: Iterable[Event]) -> list[Event]:
     return list({(event.name, event.lane, event.start, event.end): event for event in events}.values())
 
 
-def _on_device(work: Iterable[Event], parts: Parts) -> Iterator[Span]:
+def _on_device(work: Iterable[Event], parts: StepParts) -> Iterator[Span]:
     for event in work:
-        yield Span(of_device(event), event.name, event.start, event.end, part=parts.of_launch(event))
+        yield Span(class_of_kernel(event), event.name, event.start, event.end, part=parts.of_launch(event))
 
 
-def _on_threads(trace: Trace, parts: Parts) -> Iterator[Span]:
+def _on_threads(trace: Trace, parts: StepParts) -> Iterator[Span]:
     """What threads of a CPU do: own times of operators, and collectives as long as they run."""
     for event in _distinct(trace.of("user_annotation")):
         if is_collective(event.name):
@@ -123,7 +134,7 @@ def _on_threads(trace: Trace, parts: Parts) -> Iterator[Span]:
     for pieces in Enclosing(trace.of("cpu_op")).lanes():
         seen: set[int] = set()
         for start, end, event in pieces:
-            if (kind := of_operator(event.name)) is not None:
+            if (kind := class_of_operator(event.name)) is not None:
                 yield Span(kind, event.name, start, end, first=id(event) not in seen, part=parts.at(event.start))
                 seen.add(id(event))
 
@@ -203,3 +214,46 @@ def _groups(events: Iterable[Event], window: tuple[int, int]) -> dict[str, list[
         if ranks and name and event.category == "kernel" and window[0] <= event.start < window[1]:
             found[f"{name} {ranks}"].append((event.start, event.end - event.start))
     return {group: [duration for _, duration in sorted(each)] for group, each in sorted(found.items())}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One class over the ranks, in nanoseconds, with the ranks of the extremes."""
+
+    label: str
+    mean: float
+    least: int
+    least_rank: int
+    most: int
+    most_rank: int
+
+
+def spreads(ranks: Mapping[int, Summary]) -> list[Spread]:
+    """Of every class, and of the window."""
+    found = []
+    for label in (*CLASSES, "window"):
+        times = {rank: one.window if label == "window" else one.classes[label] for rank, one in sorted(ranks.items())}
+        least, most = min(times, key=lambda rank: times[rank]), max(times, key=lambda rank: times[rank])
+        found.append(Spread(label, sum(times.values()) / len(times), times[least], least, times[most], most))
+    return found
+
+
+def waited_for_others(ranks: Mapping[int, Summary]) -> dict[int, int]:
+    """Nanoseconds that each rank spent in collectives before the last of its group had come; the slowest rank has the least.
+
+    All ranks of a collective leave it together, so what one of them spends in it beyond the shortest stay is waiting. Only groups
+    of which every rank's trace has the same number of collectives count; without one, the result is empty.
+    """
+    groups: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
+    for rank, one in ranks.items():
+        for group, durations in one.groups.items():
+            groups[group][rank] = tuple(durations)
+    waited: dict[int, int] = {}
+    for members in groups.values():
+        if len(members) < 2 or len({len(durations) for durations in members.values()}) > 1:
+            continue
+        for stays in zip(*members.values(), strict=True):
+            shortest = min(stays)
+            for rank, stay in zip(members, stays, strict=True):
+                waited[rank] = waited.get(rank, 0) + stay - shortest
+    return dict(sorted(waited.items()))

@@ -1,10 +1,16 @@
-"""A trace of torch.profiler, in Chrome's format, as plain events. Times are whole nanoseconds, so that sums are exact."""
+"""Traces of torch.profiler: where a run writes them, their events in whole nanoseconds, and how events are nested."""
 
 import gzip
 import json
+import re
+import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +81,7 @@ class Trace:
         return start, end
 
 
-def read(path: Path) -> Trace:
+def read_trace(path: Path) -> Trace:
     """Reads `.json` or `.json.gz`.
 
     Raises:
@@ -103,3 +109,150 @@ def _events(items: Any) -> Iterator[Event]:
 
 def _nanoseconds(microseconds: float) -> int:
     return round(microseconds * 1000)
+
+
+PROFILES = "profiles"
+
+_WINDOW = re.compile(r"step-(\d+)")
+_RANK = re.compile(r"rank-(\d+)\.json(\.gz)?")
+
+
+def folder_of(directory: Path, step: int) -> Path:
+    """Of the window that begins with this step."""
+    return directory / PROFILES / f"step-{step}"
+
+
+def trace_of(folder: Path, rank: int) -> Path:
+    """The trace of a rank."""
+    return folder / f"rank-{rank}.json.gz"
+
+
+def snapshot_of(folder: Path, rank: int) -> Path:
+    """What the allocator of a rank's device did, for pytorch.org/memory_viz."""
+    return folder / f"rank-{rank}.memory.pickle"
+
+
+def windows(directory: Path) -> dict[int, Path]:
+    """Every window of a run by its first step, in order."""
+    place = directory / PROFILES
+    found = place.iterdir() if place.is_dir() else ()
+    named = {int(match[1]): path for path in found if (match := _WINDOW.fullmatch(path.name)) and path.is_dir()}
+    return dict(sorted(named.items()))
+
+
+def forget_old(directory: Path, keep: int) -> None:
+    """Removes all windows but those written last; one that is just written counts.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    written = sorted(windows(directory).values(), key=lambda folder: folder.stat().st_mtime_ns)
+    for folder in written[: max(0, len(written) - keep)]:
+        shutil.rmtree(folder)
+
+
+def chosen_traces(path: Path, step: int | None) -> dict[int, Path]:
+    """The traces of one window by rank. `path` is a run's directory, a window's folder, or a trace.
+
+    Args:
+        step: of a run's windows; None takes the newest.
+
+    Raises:
+        ForgeError: there are none, or not this one.
+    """
+    if path.is_file():
+        return {0: path}
+    if not path.is_dir():
+        raise ForgeError(f"{path} does not exist; give a run's directory, such as runs/demo, a folder with traces, or a trace")
+    here = _traces(path)
+    if here and step is None:
+        return here
+    found = windows(path)
+    if not found:
+        hint = 'add [[hooks]] name = "profile" with at = [STEP] to its recipe'
+        raise ForgeError(f"{path} has no profiles; {hint}, or give a trace of torch.profiler")
+    if step is not None and step not in found:
+        raise ForgeError(f"--step {step}: {path} has profiles of the steps {', '.join(map(str, found))}")
+    folder = max(found.values(), key=lambda folder: folder.stat().st_mtime_ns) if step is None else found[step]
+    traces = _traces(folder)
+    if not traces:
+        raise ForgeError(f"{folder} has no complete trace; was the run stopped while it wrote one?")
+    return traces
+
+
+def traces_of(paths: Mapping[int, Path]) -> dict[int, Trace]:
+    """The traces themselves, of one start of one run.
+
+    Raises:
+        ForgeError: one cannot be read, or they are of several windows: a start on another number of ranks has left some.
+    """
+    found = {rank: read_trace(path) for rank, path in paths.items()}
+    worlds = {trace.about.get("world") for trace in found.values()}
+    if len(worlds) > 1:
+        raise ForgeError(
+            f"the traces of {next(iter(paths.values())).parent} are of runs on {', '.join(map(str, worlds))} ranks; "
+            "remove the older ones, or give one trace"
+        )
+    return found
+
+
+def _traces(folder: Path) -> dict[int, Path]:
+    named = {int(match[1]): path for path in folder.iterdir() if (match := _RANK.fullmatch(path.name))}
+    return dict(sorted(named.items()))
+
+
+Piece = tuple[int, int, Event]
+"""From, to, and the event that is innermost meanwhile."""
+
+
+def innermost(events: Iterable[Event]) -> list[Piece]:
+    """Pieces of time in which some event runs, in order and without overlap: the innermost is the one that began last.
+
+    So the pieces of an event are its own time without that of what it calls, however deep, also when recorded twice or when a
+    child outlasts its parent by a rounding. Events without a length have no piece.
+    """
+    waiting = sorted(
+        (event for event in events if event.end > event.start), key=lambda event: (event.start, -event.end, event.name)
+    )
+    points = sorted({point for event in waiting for point in (event.start, event.end)})
+    running: list[tuple[int, int, str, int, Event]] = []
+    pieces: list[Piece] = []
+    place = 0
+    for start, end in pairwise(points):
+        while place < len(waiting) and waiting[place].start <= start:
+            event = waiting[place]
+            heappush(running, (-event.start, event.end, event.name, -place, event))
+            place += 1
+        while running and running[0][1] <= start:
+            heappop(running)
+        if not running:
+            continue
+        found = running[0][-1]
+        if pieces and pieces[-1][1] == start and pieces[-1][2] is found:
+            pieces[-1] = (pieces[-1][0], end, found)
+        else:
+            pieces.append((start, end, found))
+    return pieces
+
+
+class Enclosing:
+    """Finds the innermost of some events that runs on a lane at an instant."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        lanes: dict[tuple[str, str], list[Event]] = defaultdict(list)
+        for event in events:
+            lanes[event.lane].append(event)
+        self._pieces = {lane: innermost(found) for lane, found in lanes.items()}
+        self._starts = {lane: [piece[0] for piece in pieces] for lane, pieces in self._pieces.items()}
+
+    def lanes(self) -> Sequence[list[Piece]]:
+        """The pieces of every lane."""
+        return list(self._pieces.values())
+
+    def at(self, lane: tuple[str, str], instant: int) -> str:
+        """The name of the event; "" where none runs."""
+        place = bisect_right(self._starts.get(lane, ()), instant) - 1
+        if place < 0:
+            return ""
+        _, end, event = self._pieces[lane][place]
+        return event.name if instant < end else ""

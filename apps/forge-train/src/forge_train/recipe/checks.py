@@ -1,7 +1,7 @@
-"""Rules that no single key can show: functions of (job, layout) that return faults. They run before torch is imported."""
+"""Rules across the sections of a recipe, as functions of (job, layout) that return faults. They run before torch is imported."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from forge_core.layout import Layout
 from forge_core.machine import has_accelerator, hides_accelerators
 from forge_train.components.evaluation import Best, EarlyStop, Evaluate, Sample, Tasks
 from forge_train.components.hooks import Ema, Inside, Log, Profile, Progress, Replicas, Routing, Save
-from forge_train.hooks.evaluation.results import metrics
+from forge_train.hooks.evaluation import result_names
 from forge_train.recipe.schema import Job
 
 
@@ -292,16 +292,54 @@ def _metric_faults(job: Job, key: str, metric: str, before: Sequence[Any]) -> It
 def _evaluated(job: Job, hooks: Sequence[Any]) -> list[str]:
     """Results that some hooks measure."""
     found = [hook for hook in hooks if isinstance(hook, Evaluate)]
-    return [name for hook in found for held_out in job.data.evaluation for name in metrics(held_out, hook.weights)]
+    return [name for hook in found for held_out in job.data.evaluation for name in result_names(held_out, hook.weights)]
 
 
 _OURS = (Best, EarlyStop, Ema, Evaluate, Log, Progress, Replicas, Routing, Sample, Save)
 _LOGGED = ("loss", "grad_norm", "tokens_per_second", "step_seconds", "peak_memory")
 
 
-def measured(job: Job) -> list[str] | None:
+def final_metrics(job: Job) -> list[str] | None:
     """Numbers that a run of this recipe has at its end; None where hooks of others may log any."""
     if not all(type(hook) in _OURS for hook in job.hooks):
         return None
     logs = any(isinstance(hook, Log) for hook in job.hooks)
     return [*_evaluated(job, job.hooks), *(_LOGGED if logs else ())]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """What turns keys on.
+
+    Attributes:
+        key: of the recipe, as a person sets it.
+        is_on: whether a recipe does.
+        section: where the keys are.
+        keys: of that section; None for all of them but `key`.
+    """
+
+    key: str
+    is_on: Callable[[Job], bool]
+    section: str
+    keys: tuple[str, ...] | None = None
+
+
+SWITCHES = (
+    Switch("checkpoint.mode = 'async'", lambda job: job.checkpoint.mode == "async", "checkpoint", ("saver", "busy")),
+    Switch("train.rollback_after", lambda job: job.train.rollback_after is not None, "train", ("max_rollbacks", "rollback_lr")),
+    Switch("data.packing = 'best_fit'", lambda job: job.data.packing == "best_fit", "data", ("items_per_row",)),
+    Switch("start.weights", lambda job: job.start.weights is not None, "start"),
+)
+
+
+def keys_have_a_part(job: Job, layout: Layout | None) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+    """Keys with another value than their default, where what they are about is not asked for."""
+    for switch in SWITCHES:
+        if switch.is_on(job):
+            continue
+        section = getattr(job, switch.section)
+        for field in fields(section):
+            name = f"{switch.section}.{field.name}"
+            is_meant = name != switch.key and (switch.keys is None or field.name in switch.keys)
+            if is_meant and getattr(section, field.name) != field.default:
+                yield Fault(name, f"has no effect without {switch.key}", hint=f"set {switch.key}, or leave this key out")

@@ -1,20 +1,20 @@
-"""A recipe, read: layers merged, typed, laid out on a world and checked. The one way in for every command."""
+"""Reads a recipe with its bases, overrides and `[model] from_hf`, and checks it: the one way in for every command. No torch."""
 
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from forge_core.component import Component, Slot
 from forge_core.config.layers import load_layers
 from forge_core.config.toml import to_toml
-from forge_core.config.tree import Table, given_at, leaves, origin_at, plain
+from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table, given_at, leaves, origin_at, plain
 from forge_core.config.validation import PartialRecipe, Resolution, run_checks, walk
-from forge_core.errors import ConfigError, Fault, LayoutError, MissingFile
+from forge_core.errors import ConfigError, Fault, ForgeError, LayoutError, MissingFile
 from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
-from forge_train.recipe.from_hf import filled
 from forge_train.recipe.schema import Job
 
 _HEADER = "# The resolved recipe: every key with the value that it had. It is complete and loads to the same run.\n\n"
@@ -80,7 +80,7 @@ def load(
     """
     registry = registry or Registry()
     layered = load_layers(recipe, overrides, Job, registry)
-    tree, unread = filled(layered.tree, registry)
+    tree, unread = fill_from_hf(layered.tree, registry)
     outcome = walk(Job, tree, registry)
     faults = [*layered.faults, *unread, *outcome.faults]
     layout, misfits = _layout(outcome, world)
@@ -123,3 +123,51 @@ def _layout(outcome: Resolution, world: int | None) -> tuple[Layout | None, list
 
 def _once(faults: Iterable[Fault]) -> list[Fault]:
     return list(dict.fromkeys(faults))
+
+
+FROM_HF = "from_hf"
+FROM_HF_IGNORE = "from_hf_ignore"
+
+
+def fill_from_hf(tree: Table, registry: Registry) -> tuple[Table, list[Fault]]:
+    """A recipe's tree in which keys of `[model]` that are not given are those of the folder `model.from_hf`, if it has one.
+
+    The faults say what the folder's configuration holds that Forge does not have (the tree is as it was then), or what is
+    wrong with the keys that were given.
+    """
+    model = tree.items.get("model")
+    given = model.items.get(FROM_HF) if isinstance(model, Table) else None
+    if not isinstance(model, Table) or not isinstance(given, Leaf) or not isinstance(given.value, str) or given.value == UNSET:
+        return tree, []
+    from forge_models.hf.reader import read_model
+
+    try:
+        default = read_model(Path(given.value), _ignored_keys(model.items.get(FROM_HF_IGNORE)))
+    except ConfigError as refusal:
+        return tree, [
+            Fault(f"model.{FROM_HF}", f"{fault.key}: {fault.message}", fault.origin, fault.hint) for fault in refusal.faults
+        ]
+    except ForgeError as refusal:
+        return tree, [Fault(f"model.{FROM_HF}", str(refusal), given.origin)]
+    slot = Annotated[Component, Slot("forge.models")]
+    schema = make_dataclass("Recipe", [("model", slot, field(default=default))], frozen=True)
+    # The recipe's own keys are laid over those of the folder, so they win, with their origins.
+    outcome = walk(schema, Table({"model": model}, tree.origin), registry)
+    fill_from_hf = _with_origin(outcome.tree.items["model"], f"{given.value}/config.json")
+    return Table({**tree.items, "model": fill_from_hf}, tree.origin), list(outcome.faults)
+
+
+def _ignored_keys(node: Node | None) -> tuple[str, ...]:
+    """Keys that the recipe leaves out; none where it says something else, which its own type refuses."""
+    items = node.items if isinstance(node, Array) else []
+    return tuple(item.value for item in items if isinstance(item, Leaf) and isinstance(item.value, str))
+
+
+def _with_origin(node: Node, origin: str) -> Node:
+    """The node with `origin` wherever it says "default"."""
+    place = origin if node.origin == DEFAULT else node.origin
+    if isinstance(node, Table):
+        return Table({name: _with_origin(item, origin) for name, item in node.items.items()}, place)
+    if isinstance(node, Array):
+        return Array([_with_origin(item, origin) for item in node.items], place)
+    return Leaf(node.value, place)

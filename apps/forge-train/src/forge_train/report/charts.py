@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge_train.report.curves import Series, finite, limit, means, short, thin
-from forge_train.report.found import Found
+from forge_train.report.record import RunRecord
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Chart:
         self.curves.append((run, self.labels.index(label), series, dots))
 
 
-def charts(runs: Sequence[Found]) -> list[Chart]:
+def charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """Charts in the order of their sections; a metric that no family knows has its own."""
     made: dict[tuple[str, str], Chart] = {(one.section, one.title): _empty(one) for one in FAMILIES}
     for number, run in enumerate(runs):
@@ -137,7 +137,7 @@ def shares(series: Mapping[str, Series]) -> Iterator[tuple[str, Series]]:
     yield from ((f"share/{label}", found) for label, found in made.items())
 
 
-def drawn(runs: Sequence[Found], chosen: Sequence[Chart]) -> dict[str, Any]:
+def drawn(runs: Sequence[RunRecord], chosen: Sequence[Chart]) -> dict[str, Any]:
     """What the script of the page draws: JSON without numbers that JSON lacks."""
     most = limit(sum(len(chart.curves) for chart in chosen))
     return {
@@ -183,7 +183,7 @@ def _curve(most: int, run: int, label: int, series: Series, dots: bool) -> dict[
     return found
 
 
-def _clock(run: Found, most: int) -> dict[str, list[Any]]:
+def _clock(run: RunRecord, most: int) -> dict[str, list[Any]]:
     """Tokens and hours at some steps; the page draws a straight line between two of them."""
     clock = run.history.clock
     every = max(1, -(-len(clock.steps) // most))
@@ -195,7 +195,7 @@ def _clock(run: Found, most: int) -> dict[str, list[Any]]:
     }
 
 
-def _marks(run: Found) -> dict[str, list[int]]:
+def _marks(run: RunRecord) -> dict[str, list[int]]:
     """Steps of restarts, and of what else went wrong."""
     faulty = {fault.step for fault in run.faults if fault.kind != "restart" and fault.step is not None}
     return {"restarts": sorted({restart.after for restart in run.history.restarts}), "faults": sorted(faulty)}

@@ -1,26 +1,128 @@
-"""The report of one or several runs as one HTML file."""
+"""The report of one or several runs as one HTML file: everything is inline, and nothing is fetched when it is opened.
 
+`summary` is plain data; every key is optional:
+
+    name                text
+    status              text, such as "finished" or "stopped: time limit"
+    ended               ISO time of the end; lines of the metrics that are newer belong to a later start
+    config              the resolved recipe: text, or a list of {"key", "value", "origin"}
+    machine, versions   mappings to text (`forge_train.report.facts`)
+    model               mapping to numbers or text, such as {"parameters": 7_300_000}
+    unigram_entropy     nats per token of the training corpus
+    bytes_per_token     evaluation set -> mean bytes of text that a predicted token says; gives bits per byte
+    samples             list of {"prompt", "text"} and anything else, such as "temperature"
+    answers             list of {"step", "set", "prompt", "answer", "said", "right", "pictures": PNG files in base64}
+    routing             {"step", "layers": mapping of a layer to its experts' loads in units of their mean}
+    similarity          {"step", "maps": list of {"title", "rows", "columns", "values": a list for each row, null for none}}
+    checkpoints         list of {"step", "path", "bytes"}
+    warnings            list of text
+
+Curves and final numbers come from `metrics.jsonl` in the same directory, faults from its logs.
+"""
+
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from forge_core.durable_files import replace_file
+from forge_core.errors import DataError
+from forge_core.redaction import redacted, redacted_text
 from forge_core.terminal import size
+from forge_train.directory import previous
+from forge_train.lab.comparison import differences, environment
 from forge_train.report.charts import MOST_OTHER, OTHER, Chart, charts, drawn
-from forge_train.report.compare import differences, environment
 from forge_train.report.curves import limit
-from forge_train.report.document import document, embedded, section, static
-from forge_train.report.faults import MOST
-from forge_train.report.found import Found
-from forge_train.report.heat import heat, table
+from forge_train.report.html import document, embedded, heat, rows, section, static, swatch, table
+from forge_train.report.record import MOST_FAULTS, SUMMARY, RunRecord, is_run, read_record
 from forge_train.report.results import mixture, overview, results
-from forge_train.report.tables import rows, swatch
+
+REPORT = "report.html"
+
+
+def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
+    """Writes `report.html` and, for later reports, `report.json` into the run's directory; returns the page's path.
+
+    Secrets (text under keys with token, key, secret, password; credentials in addresses) appear in neither.
+    """
+    clean = {name: redacted(value, name) for name, value in summary.items() if name != "config"}
+    if "config" in summary:
+        clean["config"] = _redacted_config(summary["config"])
+    replace_file(directory / SUMMARY, json.dumps(clean, indent=1, default=str).encode())
+    return _write_page(directory / REPORT, [read_record(directory)])
+
+
+def report(places: Sequence[Path], out: Path | None = None) -> Path:
+    """The page of one or several runs, from what they left in their directories, finished or not; returns its path.
+
+    Args:
+        places: directories of runs, or folders of them. A run that is given twice counts once.
+        out: where the page is written: by default `report.html` of the only place, or of the working directory.
+
+    Raises:
+        DataError: a place holds no run, what it left cannot be read, or the page cannot be written.
+    """
+    runs = {directory.resolve(): directory for place in places for directory in runs_in(place)}
+    target = out or (places[0] if len(places) == 1 else Path()) / REPORT
+    return _write_page(target, _with_labels([read_record(directory) for directory in runs.values()]))
+
+
+def runs_in(place: Path) -> list[Path]:
+    """The run's directory itself, or the runs in a folder of runs, by name.
+
+    Raises:
+        DataError: there is none.
+    """
+    if is_run(place):
+        return [place]
+    if not place.is_dir():
+        raise DataError(f"{place} is not a directory: give a run's directory, such as runs/demo, or a folder of runs")
+    kept_aside = set(previous(place))
+    found = [path for path in sorted(place.iterdir()) if path not in kept_aside and path.is_dir() and is_run(path)]
+    if not found:
+        raise DataError(
+            f"{place} holds no run: it has neither metrics.jsonl nor report.json; give a run's directory, such as "
+            "runs/demo, or a folder of runs"
+        )
+    return found
+
+
+def _with_labels(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """With labels that tell the runs apart: names, or as much of the paths as is needed."""
+    for parts in range(max((len(run.directory.resolve().parts) for run in runs), default=0)):
+        labels = [run.label if parts == 0 else "/".join(run.directory.resolve().parts[-parts:]) for run in runs]
+        if len(set(labels)) == len(runs):
+            return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
+    return list(runs)
+
+
+def _write_page(target: Path, runs: Sequence[RunRecord]) -> Path:
+    try:
+        replace_file(target, page(runs).encode("utf-8", "replace"))
+    except OSError as cause:
+        raise DataError(f"the report cannot be written to {target}: {cause.strerror}; choose another place with --out") from cause
+    return target
+
+
+def _redacted_config(config: Any) -> Any:
+    if isinstance(config, str):
+        return redacted_text(config)
+    return [_redacted_row(row) for row in config]
+
+
+def _redacted_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    key = str(row.get("key", ""))
+    return {"key": key, "value": redacted(row.get("value"), key), "origin": redacted_text(str(row.get("origin", "")))}
+
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 _LIBRARY = ("uplot/uPlot.min.css", "uplot/uPlot.iife.min.js", "uplot/LICENSE")
 
 
-def page(runs: Sequence[Found]) -> str:
+def page(runs: Sequence[RunRecord]) -> str:
     """The whole page; a part that no run has anything for is left out."""
     shown, more = _shown(charts(runs))
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
@@ -46,7 +148,7 @@ def page(runs: Sequence[Found]) -> str:
     return document(title, parts, styles=[styles], scripts=[library, static("series.js"), static("report.js")])
 
 
-def _headline(runs: Sequence[Found]) -> str:
+def _headline(runs: Sequence[RunRecord]) -> str:
     if len(runs) > 1:
         return "on top of each other, each in its color"
     history = runs[0].history
@@ -59,7 +161,7 @@ def _minutes(time: str) -> str:
     return time[:16].replace("T", " ")
 
 
-def _notes(runs: Sequence[Found]) -> str:
+def _notes(runs: Sequence[RunRecord]) -> str:
     """Warnings that the runs ended with, and what could not be read or is not there."""
     items = []
     for run in runs:
@@ -76,7 +178,7 @@ def _shown(made: list[Chart]) -> tuple[list[Chart], list[str]]:
     return [chart for chart in made if chart not in left_out], [chart.title for chart in left_out]
 
 
-def _board(runs: Sequence[Found], shown: Sequence[Chart], more: Sequence[str]) -> str:
+def _board(runs: Sequence[RunRecord], shown: Sequence[Chart], more: Sequence[str]) -> str:
     """Controls, and the frames that the script draws charts into."""
     sections: dict[str, list[str]] = {}
     for number, chart in enumerate(shown):
@@ -95,7 +197,7 @@ def _board(runs: Sequence[Found], shown: Sequence[Chart], more: Sequence[str]) -
     return f'<div class="board">{_controls(runs)}<noscript><p>The curves need JavaScript.</p></noscript>{"".join(inner)}</div>'
 
 
-def _controls(runs: Sequence[Found]) -> str:
+def _controls(runs: Sequence[RunRecord]) -> str:
     axes = "".join(
         f'<button data-axis="{axis}" aria-pressed="{str(axis == "step").lower()}">{name}</button>'
         for axis, name in (("step", "steps"), ("tokens", "tokens"), ("hours", "hours"))
@@ -113,7 +215,7 @@ def _controls(runs: Sequence[Found]) -> str:
     )
 
 
-def _experts(run: Found) -> str:
+def _experts(run: RunRecord) -> str:
     routing = run.summary.get("routing")
     if not routing:
         return ""
@@ -122,7 +224,7 @@ def _experts(run: Found) -> str:
     return f'<div class="heat-map">{drawing}</div>' if drawing else ""
 
 
-def _similarity(run: Found) -> str:
+def _similarity(run: RunRecord) -> str:
     found = run.summary.get("similarity")
     if not found:
         return ""
@@ -131,15 +233,15 @@ def _similarity(run: Found) -> str:
     return "".join(f'<div class="heat-map">{drawing}</div>' for drawing in drawn)
 
 
-def _faults(runs: Sequence[Found]) -> str:
+def _faults(runs: Sequence[RunRecord]) -> str:
     listed = [(fault, number) for number, run in enumerate(runs) for fault in run.faults]
     listed.sort(key=lambda pair: (pair[0].time, pair[0].step or 0))
-    kept, several = listed[-MOST:], len(runs) > 1
+    kept, several = listed[-MOST_FAULTS:], len(runs) > 1
     body: list[list[Any]] = []
     for fault, number in kept:
         line = [fault.time.replace("T", " "), "" if fault.step is None else fault.step, fault.kind, fault.text]
         body.append([runs[number].label, *line] if several else line)
-    left = f'<p class="dim">{len(listed) - MOST} earlier ones are not listed.</p>' if len(listed) > MOST else ""
+    left = f'<p class="dim">{len(listed) - MOST_FAULTS} earlier ones are not listed.</p>' if len(listed) > MOST_FAULTS else ""
     head = ["time (UTC)", "step", "what", ""]
     made = rows(
         ["run", *head] if several else head, body, numbers=(1 + several,), runs=[number for _, number in kept] if several else ()
@@ -147,7 +249,7 @@ def _faults(runs: Sequence[Found]) -> str:
     return left + made if body else ""
 
 
-def _of_each(runs: Sequence[Found], part: Any) -> str:
+def _of_each(runs: Sequence[RunRecord], part: Any) -> str:
     """A part of every run, under its name where there are several."""
     made = [(number, run.label, part(run)) for number, run in enumerate(runs)]
     if len(runs) == 1:
@@ -161,7 +263,7 @@ def _sample(item: Any) -> str:
     return (f'<p class="dim">{escape(settings)}</p>' if settings else "") + text
 
 
-def _answers(run: Found) -> str:
+def _answers(run: RunRecord) -> str:
     """What was said of each document, with its pictures; what the document says where it is another."""
     cards = []
     for item in run.summary.get("answers", ()):
@@ -175,13 +277,13 @@ def _answers(run: Found) -> str:
     return f'{note}<div class="answers">{"".join(cards)}</div>' if cards else ""
 
 
-def _checkpoints(run: Found) -> str:
+def _checkpoints(run: RunRecord) -> str:
     items = run.summary.get("checkpoints", ())
     table = [[item.get("path", ""), item.get("step", ""), size(item["bytes"]) if "bytes" in item else ""] for item in items]
     return rows(["path", "step", "size"], table, numbers=(1, 2)) if table else ""
 
 
-def _recipe(run: Found) -> str:
+def _recipe(run: RunRecord) -> str:
     if not run.recipe:
         return ""
     inner = rows(["key", "value", "origin"], run.recipe, code=(0, 1, 2))

@@ -6,15 +6,15 @@ from statistics import median
 from typing import Any
 
 from forge_core.terminal import count, duration, size
-from forge_train.hooks.evaluation.results import bits_per_byte
+from forge_train.hooks.evaluation import bits_per_byte
 from forge_train.report.curves import Series, finite
-from forge_train.report.found import Found
-from forge_train.report.tables import facts, rows
+from forge_train.report.html import facts, rows
+from forge_train.report.record import RunRecord
 
 _EVALUATED = ("evaluation/", "/loss")
 
 
-def overview(runs: Sequence[Found]) -> str:
+def overview(runs: Sequence[RunRecord]) -> str:
     """One run as a row of facts, several as a table with a row for each."""
     told = [_facts(run) for run in runs]
     if len(runs) == 1:
@@ -25,7 +25,7 @@ def overview(runs: Sequence[Found]) -> str:
     return rows(["run", *names], body, numbers=numbers, runs=range(len(runs)))
 
 
-def _facts(run: Found) -> dict[str, str]:
+def _facts(run: RunRecord) -> dict[str, str]:
     history = run.history
     speed, used = (finite(_series(run, name).values) for name in ("tokens_per_second", "mfu"))
     memory = finite(_series(run, "device_memory").values) or finite(_series(run, "peak_memory").values)
@@ -46,7 +46,7 @@ def _facts(run: Found) -> dict[str, str]:
     }
 
 
-def results(runs: Sequence[Found]) -> str:
+def results(runs: Sequence[RunRecord]) -> str:
     """Losses: nats per token, perplexity, bits per byte where it is known, and how far below the unigram entropy."""
     found = [(number, line) for number, run in enumerate(runs) for line in _lines(run)]
     order = list(dict.fromkeys(line[0] for _, line in found))
@@ -67,7 +67,7 @@ def results(runs: Sequence[Found]) -> str:
     return made + (note if any("unigram_entropy" in run.summary for run in runs) else "")
 
 
-def _lines(run: Found) -> list[list[Any]]:
+def _lines(run: RunRecord) -> list[list[Any]]:
     entropy = run.summary.get("unigram_entropy")
     lines = [line for what, key in [("training", "loss"), *_evaluated(run)] if (line := _result(run, what, key, entropy))]
     if lines and entropy is not None:
@@ -75,7 +75,7 @@ def _lines(run: Found) -> list[list[Any]]:
     return lines
 
 
-def _result(run: Found, what: str, key: str, entropy: float | None) -> list[Any]:
+def _result(run: RunRecord, what: str, key: str, entropy: float | None) -> list[Any]:
     series = _series(run, key)
     if not series.steps:
         return []
@@ -87,7 +87,7 @@ def _result(run: Found, what: str, key: str, entropy: float | None) -> list[Any]
     return [what, series.steps[-1], _loss(loss), _perplexity(loss), bits, below, lowest]
 
 
-def mixture(runs: Sequence[Found]) -> str:
+def mixture(runs: Sequence[RunRecord]) -> str:
     """What was read of every source against what the weights asked for."""
     table: list[list[Any]] = []
     marked: list[int] = []
@@ -118,13 +118,13 @@ def _share(of: dict[str, float], label: str) -> str:
     return f"{of[label] / whole:.2%}" if whole > 0 else "-"
 
 
-def _evaluated(run: Found) -> list[tuple[str, str]]:
+def _evaluated(run: RunRecord) -> list[tuple[str, str]]:
     """(set, metric) of every evaluation set's loss, in the order of appearance."""
     start, end = _EVALUATED
     return [(key[len(start) : -len(end)], key) for key in run.history.series if key.startswith(start) and key.endswith(end)]
 
 
-def _series(run: Found, name: str) -> Series:
+def _series(run: RunRecord, name: str) -> Series:
     return run.history.series.get(name, Series())
 
 

@@ -1,6 +1,11 @@
-"""Between a run and its checkpoints: which tensors and which facts are kept, and how they come back."""
+"""What a checkpoint of a run contains, and how model, optimizer and hooks are restored from it.
+
+States of hooks are pairs [key, state] in the order of the hooks. A key is the registered name of the hook, which does not change
+when its class is renamed; checkpoints of earlier versions have the name of the class.
+"""
 
 import json
+import logging
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +25,9 @@ from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece, Store, World
 from forge_core.protocols.data import Cursor
 from forge_core.protocols.model import Optimizer
+from forge_core.protocols.run import Hook
 from forge_core.redaction import redacted
+from forge_core.registry import Entry, Registry
 from forge_data.order.cursor import merged
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.optim.groups import Beginning
@@ -28,10 +35,12 @@ from forge_parallel.placement.boxes import local_box
 from forge_parallel.settle import reduced_by
 from forge_parallel.verify.state import not_finite
 from forge_train.process.stop import TrainingError
+from forge_train.recipe.load import Resolved
 from forge_train.run.health import Health
-from forge_train.run.hook_states import kept_by, states_of
 from forge_train.run.resume import anchors
 from forge_train.run.run import Run
+
+_log = logging.getLogger(__name__)
 
 Named = Mapping[str, torch.Tensor]
 
@@ -77,7 +86,7 @@ class Checkpoints:
 
     Attributes:
         frozen: parameters of the model that are never trained.
-        origin: what the checkpoints keep of the weights that the run started from (`forge_train.run.weights.origin`).
+        origin: what the checkpoints keep of the weights that the run started from (`forge_train.run.weights`).
         tokenizer: fingerprint of the tokenizer that the ids are of, where there is one.
     """
 
@@ -263,3 +272,61 @@ def _begin(model: ParallelModel, optimizer: Optimizer, again: Callable[[Any], Op
     for state, tensors in again(Beginning(model, names)).state().items():
         for name, tensor in tensors.items():
             local_box(optimizer.state()[state][name]).local.copy_(local_box(tensor).local)
+
+
+State = tuple[str, Any]
+
+
+def build_hooks(resolved: Resolved, registry: Registry) -> list[Hook]:
+    """The hooks of a recipe, each with the key of its state."""
+    hooks: list[Hook] = []
+    for index, component in enumerate(resolved.job.hooks):
+        hook = component.build()
+        hook.state_key = _registered(registry.find(*resolved.outcome.chosen[f"hooks.{index}"]))
+        hooks.append(hook)
+    return hooks
+
+
+def states_of(hooks: Sequence[Hook]) -> list[State]:
+    """What a checkpoint keeps of the hooks: JSON. One that only observes and cannot say its state has none, and a warning."""
+    return [(hook.state_key or type(hook).__name__, _state_of(hook)) for hook in hooks]
+
+
+def _state_of(hook: Hook) -> dict[str, Any]:
+    try:
+        return dict(hook.state())
+    except Exception as cause:
+        if not hook.observes:
+            raise
+        name = hook.state_key or type(hook).__name__
+        _log.warning("hook %r has no state in this checkpoint: %s: %s", name, type(cause).__name__, cause)
+        return {}
+
+
+def kept_by(hooks: Sequence[Hook], model: ParallelModel) -> Iterator[tuple[str, str, Piece]]:
+    """(section, name, box) of every tensor that hooks keep; in a checkpoint it is called `section/name`."""
+    for hook in hooks:
+        for section, tensors in hook.tensors(model).items():
+            for name, tensor in tensors.items():
+                yield section, name, model.piece(f"{section}/{name}", tensor)
+
+
+def restore_hooks(hooks: Sequence[Hook], saved: Sequence[Sequence[Any]]) -> list[str]:
+    """Gives each hook the first state under its key that is left; a hook without one starts anew.
+
+    Returns:
+        The keys of the states that no hook took and that hold something.
+    """
+    left: list[State] = [(key, state) for key, state in saved]
+    for hook in hooks:
+        names = (hook.state_key, type(hook).__name__)
+        found = next((item for name in names for item in left if item[0] == name), None)
+        if found:
+            left.remove(found)
+            hook.load_state(found[1])
+    return [key for key, state in left if state]
+
+
+def _registered(entry: Entry) -> str:
+    """`forge-train:evaluate`; `mine.py:Largest` for a class in a file, wherever the file lies."""
+    return f"{entry.distribution}:{entry.name.rpartition(':')[2]}"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Compared:
+class RecipeDifferences:
     """Differences between a checkpoint and the recipe that is to go on from it, a line each.
 
     Attributes:
@@ -44,14 +44,14 @@ def anchors(job: Job) -> dict[str, int]:
     return {"train.global_batch": job.train.global_batch, "data.sequence_length": job.data.sequence_length}
 
 
-def check(found: VerifiedCheckpoint, resolved: "Resolved", registry: Registry, data: Stream) -> tuple[str, ...]:
+def check_resume(found: VerifiedCheckpoint, resolved: "Resolved", registry: Registry, data: Stream) -> tuple[str, ...]:
     """What differs, and may, between a checkpoint and what is to go on from it: recipe, components, data position.
 
     Raises:
         ConfigError: `checkpoint.allow` names what is not a key.
         CheckpointError: something differs that changes what is trained; names all of it.
     """
-    compared = compare(found.meta, resolved, registry)
+    compared = compare_recipes(found.meta, resolved, registry)
     faults, ways = [*compared.anchored, *compared.refused.values()], ["restore the values"]
     if not compared.anchored:  # else its position is known to be another one
         try:
@@ -77,7 +77,7 @@ def check_without_checkpoint(resolved: "Resolved") -> tuple[str, ...]:
     return ()
 
 
-def compare(meta: Mapping[str, Any], resolved: "Resolved", registry: Registry) -> Compared:
+def compare_recipes(meta: Mapping[str, Any], resolved: "Resolved", registry: Registry) -> RecipeDifferences:
     """Compares the facts of a checkpoint with a recipe. A checkpoint without a recipe is accepted with a note.
 
     Raises:
@@ -90,7 +90,7 @@ def compare(meta: Mapping[str, Any], resolved: "Resolved", registry: Registry) -
     )
     config = meta.get("config")
     if not isinstance(config, Mapping):
-        return Compared(anchored, {}, ("the checkpoint has no recipe: nothing else was compared",))
+        return RecipeDifferences(anchored, {}, ("the checkpoint has no recipe: nothing else was compared",))
     tree = build(dict(config), (), lambda _: "checkpoint", Path.cwd())
     assert isinstance(tree, Table)
     before, now = walk(Job, tree, registry), resolved.outcome
@@ -104,7 +104,7 @@ def compare(meta: Mapping[str, Any], resolved: "Resolved", registry: Registry) -
     stopped = {key: change for key, change in found.items() if change.key_class is KeyClass.IDENTITY and key not in allowed}
     noted = [str(change) for key, change in found.items() if key not in stopped and not key.startswith("checkpoint.allow")]
     noted += [f"{key} was {value!r}; this version does not have this key" for key, value in gone.items()]
-    return Compared(
+    return RecipeDifferences(
         anchored, {key: str(change) for key, change in stopped.items()}, (*noted, *_other_versions(meta, resolved, registry))
     )
 

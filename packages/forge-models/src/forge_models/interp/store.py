@@ -21,7 +21,7 @@ from forge_models.interp.taps import InterpError
 
 
 class ActivationStore:
-    """A folder that `StoreWriter` wrote, or the ranks of `forge_train.inspection.record_on_ranks`.
+    """A folder that `StoreWriter` wrote, or the ranks of `forge_train.inside.ranks_store`.
 
     Attributes:
         manifest: as it is on disk; `manifest["facts"]` says what was captured.

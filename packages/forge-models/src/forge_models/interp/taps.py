@@ -325,13 +325,13 @@ def _refuse_parts(model: nn.Module) -> None:
         name, value = sharded
         raise InterpError(
             f"parameter {name} is sharded ({getattr(value, 'placements', '')}): inner values are read from a whole model only; "
-            "gather them with forge_train.inspection.on_ranks.capture_on_ranks, or open a checkpoint on one process"
+            "gather them with forge_train.inside.ranks.capture_sharded, or open a checkpoint on one process"
         )
     for part in ("shape", "embed", "norm", "head"):
         if getattr(model, part, None) is None:
             raise InterpError(
                 f"{type(model).__name__} has no `{part}`: it is one part of a pipeline, or not a decoder of Forge; "
-                "inner values are read from a whole decoder; forge_train.inspection.on_ranks gathers those of stages"
+                "inner values are read from a whole decoder; forge_train.inside.ranks gathers those of stages"
             )
 
 

@@ -1,0 +1,210 @@
+"""`forge-train convert|upcycle SOURCE`: weights in another format, or as those of a model with experts."""
+
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forge_core.terminal import Console
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge_core.protocols.weights import Converter, Weights
+    from forge_core.registry import Registry
+
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TOLERANCE = 1e-4
+"""Largest difference from another library's fp32 logits, in units of the largest logit."""
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="The weights to convert; checkpoints by their URL, too.")],
+    target_: Annotated[str, typer.Argument(metavar="TARGET", help="The folder to create.")],
+    from_: Annotated[str | None, typer.Option("--from", help="Format of SOURCE. Default: as its files say.")] = None,
+    to: Annotated[str, typer.Option("--to", help="Format of TARGET.")] = ...,  # type: ignore[assignment]  # required
+    dtype: Annotated[str | None, typer.Option(help="Data type to write: fp32, bf16 or fp16. Default: unchanged.")] = None,
+    family: Annotated[str | None, typer.Option(help="Model family to write, such as llama or llava.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder to copy tokenizer files from.")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="A key of config.json to ignore; may be given several times.")] = None,
+    max_shard_bytes: Annotated[int | None, typer.Option(help="Maximum size of one tensor file, in bytes.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe whose [model] the tensors of SOURCE are of.")] = None,
+    prefix: Annotated[str | None, typer.Option(help="Text before each name in SOURCE, such as `model.`.")] = None,
+    to_prefix: Annotated[str | None, typer.Option(help="Text before each name in TARGET.")] = None,
+    unsafe_pickle: Annotated[
+        bool, typer.Option("--unsafe-pickle", help="Unpickle SOURCE, which can run any code of its author.")
+    ] = False,
+    weights: Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")] = "model",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+) -> None:
+    """Convert weights between formats, read the result again, and compare its logits.
+
+    Formats are plugins of the group forge.converters. Forge has `hf`, `forge`, and `safetensors`, `dcp` and `torch`, which hold
+    tensors under the names that they have in the model.
+    """
+    from dataclasses import replace
+
+    from forge_ckpt.store.objects import is_url
+    from forge_core.errors import ForgeError
+    from forge_core.registry import Registry
+    from forge_train.commands.options import require_single_process
+    from forge_train.formats.forge import Cast
+    from forge_train.inference.stored import format_of
+    from forge_train.inference.tokenizer import write_tokenizer
+
+    require_single_process("convert")
+    if is_url(target_):
+        raise ForgeError(
+            f"{target_}: weights are written to a folder of this machine and compared there; copy it to the URL then"
+        )
+    from_ = from_ or format_of(source)
+    if is_url(source) and from_ != "forge":
+        raise ForgeError(f"{source}: format {from_!r} is read from a folder of this machine; copy it there first")
+    target = Path(target_)
+    place: Any = source if is_url(source) else Path(source)
+    console, registry = Console(as_json=as_json), Registry()
+    if dtype is not None and dtype not in DTYPES:
+        raise ForgeError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    given = _given(family=family, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer and str(tokenizer), prefix=to_prefix)
+    read = _given(recipe=recipe, prefix=prefix, unsafe_pickle=unsafe_pickle or None, ignore=tuple(ignore) if ignore else None)
+    if recipe is not None and "recipe" in _options(registry, to):
+        given["recipe"] = recipe  # for reading the result
+    reader = converter(registry, from_, read | ({} if weights == "model" else {"weights": weights}))
+    writer = converter(registry, to, given)
+    origin = reader.read(place)
+    converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
+    notes = [*origin.facts.notes, f"{source}: {compared(reader, place, origin)}"]
+    with tempfile.TemporaryDirectory() as folder:
+        if tokenizer is None and write_tokenizer(origin, Path(folder), registry, notes.append):
+            converted.facts = replace(converted.facts, tokenizer=Path(folder))
+        writer.write(target, converted)
+    try:
+        again = writer.read(target)
+        same(converted, again)
+        notes.append(f"{target}: {compared(writer, target, again)}")
+    except BaseException:
+        aside = target.with_name(f"{target.name}.refused")
+        if not aside.exists():
+            target.rename(aside)
+            console.note(f"the written weights failed the comparison and were moved to {aside}")
+        raise
+    result = {"source": source, "target": str(target), "tensors": len(again.tensors), "logits": "equal", "notes": notes}
+    if as_json:
+        console.document(result)
+    console.text(f"{target}: {len(again.tensors)} tensors; read again, its logits are bit by bit those of {source}")
+    for note in notes:
+        console.text(f"  {note}")
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that the command line has."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def converter(registry: "Registry", name: str, options: dict[str, Any]) -> "Converter":
+    """The converter of a format.
+
+    Raises:
+        ForgeError: an option that this format does not have.
+    """
+    from forge_core.errors import ForgeError
+
+    known = _options(registry, name)
+    component = registry.load("forge.converters", name)
+    if unknown := sorted(set(options) - known):
+        flags = ", ".join(f"--{option.replace('_', '-')}" for option in unknown)
+        raise ForgeError(f"format {name!r} does not support {flags}")
+    return component(**options).build()
+
+
+def _options(registry: "Registry", name: str) -> set[str]:
+    from forge_core.trust import trust_name
+
+    trust_name(name)  # of the command line
+    return {item.name for item in fields(registry.load("forge.converters", name))}
+
+
+def same(weights: "Weights", again: "Weights") -> None:
+    """Compares logits of what was to be written with those of what is there now.
+
+    Raises:
+        ForgeError: they differ in any bit, or are not finite.
+    """
+    import torch
+
+    from forge_core.errors import ForgeError
+
+    expected, found = _logits(weights), _logits(again)
+    if not torch.isfinite(expected).all():
+        raise ForgeError(f"the logits of {weights.facts.origin} are not finite; the conversion cannot be checked")
+    if expected.shape != found.shape or not torch.equal(expected, found):
+        raise ForgeError("the logits of the written weights differ from those of the source; please report this")
+
+
+def compared(converter: "Converter", path: Path, weights: "Weights") -> str:
+    """What the comparison with the format's own library showed.
+
+    Raises:
+        ForgeError: the logits differ.
+    """
+    from forge_core.errors import ForgeError
+    from forge_models.hf.streamed_forward import fixed_rows
+
+    reference = converter.reference(path, *fixed_rows(weights.model))
+    if isinstance(reference, str):
+        return f"not compared with another library: {reference}"
+    ours = _logits(weights)
+    error = float((ours - reference).abs().max() / reference.abs().max().clamp(min=1e-30))
+    if not error <= TOLERANCE:
+        raise ForgeError(f"the logits of {path} differ from the format's own library by {error:.1e} of the largest one")
+    return f"largest difference from the format's own library {error:.1e} of the largest logit"
+
+
+def _logits(weights: "Weights") -> "Tensor":
+    from forge_models.hf.streamed_forward import fixed_rows, logits_of
+
+    tokens, extras = fixed_rows(weights.model)
+    return logits_of(weights, tokens, extras=extras)
+
+
+def upcycle(
+    source: Annotated[Path, typer.Argument(help="A run, a checkpoint, or a Hugging Face folder of a dense model.")],
+    recipe: Annotated[str, typer.Argument(help="A TOML file or preset whose [model.moe] describes the new model.")],
+    target: Annotated[Path, typer.Argument(help="The folder to create.")],
+    to: Annotated[str, typer.Option("--to", help="Format of TARGET.")] = "hf",
+    noise: Annotated[float, typer.Option(min=0.0, help="Noise added to experts, in standard deviations of each matrix.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of noise and routers.")] = 0,
+) -> None:
+    """Turn the feed-forward parts of a dense model into experts; without noise the new model computes the same.
+
+    Start a run from a folder in the Hugging Face format with `[model] from_hf`.
+    """
+    from forge_core.errors import ForgeError
+    from forge_core.registry import Registry
+    from forge_core.terminal import Console
+    from forge_core.trust import trust_name
+    from forge_models.upcycle import Upcycled
+    from forge_train.commands.options import require_single_process
+    from forge_train.inference.stored import open_weights
+    from forge_train.recipe.load import load
+
+    require_single_process("upcycle")
+    registry = Registry()
+    model: Any = load(recipe, registry=registry).job.model
+    if getattr(model, "moe", None) is None:
+        raise ForgeError(f"{recipe} has no [model.moe], which defines the experts")
+    console, given = Console(), open_weights(source, registry)
+    for note in given.facts.notes:
+        console.note(note)
+    weights = Upcycled(given, model.moe, noise, seed)
+    trust_name(to)
+    registry.load("forge.converters", to)().build().write(target, weights)
+    shape = weights.model.shape
+    assert shape.moe is not None
+    layers = sum(map(shape.has_experts, range(shape.layers)))
+    console.text(
+        f"{target}: {layers} of {shape.layers} layers with {shape.moe.experts} experts, {shape.moe.top_k} for each token"
+    )

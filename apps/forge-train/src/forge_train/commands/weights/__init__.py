@@ -1,1 +1,0 @@
-"""Commands on stored weights: evaluate, generate, convert, upcycle."""

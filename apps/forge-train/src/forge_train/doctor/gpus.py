@@ -1,0 +1,225 @@
+"""How the GPUs of a node stand: what their driver says of them, which cores are near them, and whether they read each other's
+memory. `facts` asks the machine, `judge` needs none."""
+
+import csv
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from forge_core.machine import allowed_cores
+from forge_train.doctor.step import Check, Settings, Skip
+
+_ASKED = ("pci.bus_id", "ecc.errors.uncorrected.volatile.total", "power.limit", "power.default_limit")
+_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""The name of newer drivers, and of older ones."""
+
+_SLOWED = {
+    0x2: "clocks were set",
+    0x8: "hardware slows it",
+    0x20: "too hot for the driver",
+    0x40: "too hot for the hardware",
+    0x80: "the power supply asks for less",
+}
+"""Bits of NVML's reasons that hold without work, too; to be idle is none, nor is the power limit under load."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the driver says of one GPU; None is not told.
+
+    Attributes:
+        bus: its address, such as `0000:18:00.0`.
+        errors: numbers of its memory that were lost since the driver was loaded (uncorrected by ECC).
+        slowed: why its clocks are lower than they could be, as bits of NVML.
+        limit, default: watts that it may take, and those of its maker.
+    """
+
+    bus: str
+    errors: int | None = None
+    slowed: int | None = None
+    limit: float | None = None
+    default: float | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a node's GPUs.
+
+    Attributes:
+        driver: what the tool of the driver lists; None where the tool is missing or fails.
+        near: memory node of each device of torch; None where the system does not say.
+        nodes: memory nodes of the machine, and the cores of each.
+        cores: that this process may use.
+        apart: pairs of devices of torch of which the first cannot read the memory of the second.
+    """
+
+    driver: tuple[Gpu, ...] | None
+    near: tuple[int | None, ...]
+    nodes: dict[int, frozenset[int]]
+    cores: frozenset[int]
+    apart: tuple[tuple[int, int], ...] = ()
+
+
+def examine_gpus(_: Settings) -> Iterator[Check]:
+    """The step: collects the facts and judges them."""
+    import torch
+
+    from forge_parallel import accelerator
+
+    if accelerator.kind() != "cuda":
+        raise Skip("no GPU is seen", "see the step torch for the reason")
+    return judge(facts([_bus(index) for index in range(accelerator.count())], torch.cuda.can_device_access_peer))
+
+
+def facts(buses: Sequence[str | None], reads: Callable[[int, int], bool], root: Path = Path("/")) -> Facts:
+    """What this node is.
+
+    Args:
+        buses: address of each device of torch; None where torch does not tell.
+        reads: whether a device can read the memory of another one.
+    """
+    pairs = [(one, other) for one in range(len(buses)) for other in range(len(buses)) if one != other]
+    return Facts(
+        driver=_driver(),
+        near=tuple(_node(bus, root) for bus in buses),
+        nodes=_nodes(root),
+        cores=allowed_cores(),
+        apart=tuple(pair for pair in pairs if not reads(*pair)),
+    )
+
+
+def _bus(index: int) -> str | None:
+    """The address of a device of torch, as Linux writes it."""
+    import torch
+
+    seen = torch.cuda.get_device_properties(index)
+    parts = [getattr(seen, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if None in parts:  # older than torch 2.8
+        return None
+    return "{:04x}:{:02x}:{:02x}.0".format(*parts)
+
+
+def _node(bus: str | None, root: Path) -> int | None:
+    file = root / f"sys/bus/pci/devices/{bus}/numa_node"
+    if bus is None or not file.is_file():
+        return None
+    number = int(file.read_text())
+    return None if number < 0 else number
+
+
+def _nodes(root: Path) -> dict[int, frozenset[int]]:
+    found = {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        spans = [span.partition("-") for span in (folder / "cpulist").read_text().strip().split(",") if span]
+        cores = (range(int(first), int(last or first) + 1) for first, _, last in spans)
+        found[int(folder.name.removeprefix("node"))] = frozenset(core for span in cores for core in span)
+    return dict(sorted(found.items()))
+
+
+def _driver() -> tuple[Gpu, ...] | None:
+    """What `nvidia-smi` lists."""
+    command = which("nvidia-smi")
+    for reasons in _REASONS if command else ():
+        asked = f"--query-gpu={','.join((*_ASKED, reasons))}"
+        try:
+            done = subprocess.run(
+                [str(command), asked, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):  # it hangs where the driver does
+            return None
+        if done.returncode == 0:
+            return tuple(_gpu(row) for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if row)
+    return None
+
+
+def _gpu(row: list[str]) -> Gpu:
+    bus, errors, limit, default, slowed = row
+    return Gpu(bus, _number(errors, int), _number(slowed, lambda text: int(text, 16)), _number(limit), _number(default))
+
+
+def _number(text: str, of: Callable[[str], Any] = float) -> Any:
+    """What a GPU does not have is `[N/A]`, `[Not Supported]` or another word."""
+    try:
+        return of(text)
+    except ValueError:
+        return None
+
+
+def judge(found: Facts) -> Iterator[Check]:
+    """What is wrong, and what to do."""
+    if found.driver is None:
+        yield Check("driver's own account", "SKIPPED", "nvidia-smi is not here or fails", remedy="install the driver's tools")
+    else:
+        yield _errors(found.driver)
+        yield _clocks(found.driver)
+        yield _power(found.driver)
+    yield _cores(found)
+    if len(found.near) > 1:
+        yield _peers(found)
+
+
+def _errors(gpus: Sequence[Gpu]) -> Check:
+    name, expected = "memory errors", "none that ECC could not correct"
+    wrong = [f"{gpu.errors} on {gpu.bus}" for gpu in gpus if gpu.errors]
+    if wrong:
+        remedy = "take it out of service and reset it (nvidia-smi --gpu-reset); if they come again, replace it"
+        return Check(name, "FAIL", ", ".join(wrong), expected=expected, remedy=remedy)
+    if all(gpu.errors is None for gpu in gpus):
+        return Check(name, "SKIPPED", "no GPU counts them", expected=expected, remedy="nvidia-smi -e 1, where it has ECC")
+    return Check(name, "PASS", "none", expected=expected)
+
+
+def _clocks(gpus: Sequence[Gpu]) -> Check:
+    name, expected = "clocks", "nothing holds them down"
+    held = {gpu.bus: [why for bit, why in _SLOWED.items() if (gpu.slowed or 0) & bit] for gpu in gpus}
+    told = "; ".join(f"{bus}: {', '.join(reasons)}" for bus, reasons in held.items() if reasons)
+    if told:
+        remedy = "look at cooling and power (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER); nvidia-smi -rac -rgc frees clocks"
+        return Check(name, "SLOW", told, expected=expected, remedy=remedy)
+    if all(gpu.slowed is None for gpu in gpus):
+        return Check(name, "SKIPPED", "the driver does not tell", expected=expected)
+    return Check(name, "PASS", "free", expected=expected)
+
+
+def _power(gpus: Sequence[Gpu]) -> Check:
+    name, expected = "power limit", "that of the maker"
+    capped = [gpu for gpu in gpus if gpu.limit is not None and gpu.default is not None and gpu.limit < gpu.default]
+    if capped:
+        told = "; ".join(f"{gpu.bus}: {gpu.limit:g} of {gpu.default:g} W" for gpu in capped)
+        return Check(name, "SLOW", told, expected=expected, remedy=f"nvidia-smi -pl {capped[0].default:g}, where there is power")
+    if all(gpu.limit is None for gpu in gpus):
+        return Check(name, "SKIPPED", "the driver does not tell", expected=expected)
+    return Check(
+        name, "PASS", ", ".join(sorted({f"{gpu.limit:g} W" for gpu in gpus if gpu.limit is not None})), expected=expected
+    )
+
+
+def _cores(found: Facts) -> Check:
+    """Cores of another node reach the memory next to a GPU, and so the GPU, over a slower bus."""
+    name, expected = "cores near the GPUs", "some of each GPU's memory node (NUMA)"
+    if len(found.nodes) < 2 or all(node is None for node in found.near):
+        return Check(name, "PASS", "one memory node" if len(found.nodes) < 2 else "the system does not say", expected=expected)
+    far = [f"{index} (node {node})" for index, node in enumerate(found.near) if _is_far(node, found)]
+    if far:
+        remedy = "give the job cores of these nodes, too: --cpu-bind of srun, --cpuset-cpus of a container, taskset"
+        return Check(name, "SLOW", f"none for GPU {', '.join(far)}", expected=expected, remedy=remedy)
+    told = ", ".join(f"GPU {index} at node {node}" for index, node in enumerate(found.near) if node is not None)
+    return Check(name, "PASS", told, expected=expected)
+
+
+def _is_far(node: int | None, found: Facts) -> bool:
+    """A node may have memory only."""
+    return node is not None and not found.cores & (found.nodes.get(node) or found.cores)
+
+
+def _peers(found: Facts) -> Check:
+    name, expected = "GPUs read each other's memory", "every one that of every other one"
+    if not found.apart:
+        return Check(name, "PASS", "all do", expected=expected)
+    pairs = len(found.near) * (len(found.near) - 1)
+    told = f"{len(found.apart)} of {pairs} pairs do not, first {found.apart[0][0]} and {found.apart[0][1]}"
+    remedy = "NCCL goes through the host between them: nvidia-smi topo -p2p r tells why (IOMMU or ACS, a container, the kind)"
+    return Check(name, "SLOW", told, expected=expected, remedy=remedy)

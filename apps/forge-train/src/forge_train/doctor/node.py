@@ -1,0 +1,210 @@
+"""The node: limits, shared memory, room on the disk and its speed, compiler, optional packages. No torch."""
+
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+
+from forge_core.durable_files import write_file
+from forge_core.machine import slow_bf16, usable_cores
+from forge_core.terminal import size
+from forge_train.doctor.step import Check, Settings
+from forge_train.doctor.torch_build import sees_gpu
+
+_LEAST_SHARED = 1 << 30
+_LEAST_ROOM = 1 << 30
+_FILE = 1 << 30
+_EXTRAS = {
+    "torchao": "forge-parallel[float8]",
+    "s3fs": "forge-ckpt[remote]",
+    "tensorboard": "forge-train[tensorboard]",
+    "wandb": "forge-train[wandb]",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a node offers.
+
+    Attributes:
+        gpu: whether the system shows a GPU.
+        infiniband: whether it shows network cards that read memory by themselves.
+        file: bytes that one file may have; None is without a limit.
+        locked: bytes of memory that a process may lock; None is without a limit.
+        shared: bytes of /dev/shm; None where there is none.
+        free: bytes free where the run writes.
+        wanted: bytes that it will want there, at least.
+        triton: whether it is installed.
+        compiler: path of a C compiler; None where there is none.
+        missing: modules of extras that are not installed.
+        cores: that this process may use.
+        slow_bf16: a sentence where a processor without bf16 units would have to train.
+    """
+
+    gpu: bool
+    infiniband: bool
+    file: int | None
+    locked: int | None
+    shared: int | None
+    free: int
+    wanted: int
+    triton: bool
+    compiler: str | None
+    missing: tuple[str, ...]
+    cores: int
+    slow_bf16: str | None = None
+
+
+def examine_node(settings: Settings) -> Iterator[Check]:
+    """The step: collects the facts and judges them."""
+    return judge_node(facts(settings))
+
+
+def facts(settings: Settings, root: Path = Path("/")) -> Facts:
+    """What this node is."""
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    shared, cards = root / "dev/shm", root / "sys/class/infiniband"
+    return Facts(
+        gpu=sees_gpu(root),
+        infiniband=cards.is_dir() and any(cards.iterdir()),
+        file=None if (largest := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) == resource.RLIM_INFINITY else largest,
+        locked=None if locked == resource.RLIM_INFINITY else locked,
+        shared=shutil.disk_usage(shared).total if shared.is_dir() else None,
+        free=shutil.disk_usage(settings.directory).free,
+        wanted=checkpoints(settings) if settings.acceptance else _LEAST_ROOM,
+        triton=find_spec("triton") is not None,
+        compiler=_compiler(),
+        missing=tuple(name for name in _EXTRAS if find_spec(name) is None),
+        cores=usable_cores(root),
+        slow_bf16=slow_bf16(root),
+    )
+
+
+def checkpoints(settings: Settings) -> int:
+    """Bytes of the checkpoints that a run of the recipe has on the disk at once: those that it keeps and the one that it writes;
+    which ones `keep_hours` adds is not known before. Weights and both moments of AdamW, 4 bytes each."""
+    from forge_models.flops import counts_of
+    from forge_train.recipe.load import load
+
+    job = load(settings.recipe, settings.overrides).job
+    counts = counts_of(job.model)
+    if counts is None or job.checkpoint.store.build(Path(settings.directory)).free() is None:  # behind a URL
+        return _LEAST_ROOM
+    return _LEAST_ROOM + (job.checkpoint.most_kept(job.train.max_steps) + 1) * 12 * counts.parameters
+
+
+def _compiler() -> str | None:
+    """The one that Triton would take."""
+    return os.environ.get("CC") or next(filter(None, map(shutil.which, ("clang", "gcc"))), None)
+
+
+def judge_node(found: Facts) -> Iterator[Check]:
+    """What is missing, and what to do."""
+    yield Check("cores", "PASS", f"{found.cores} usable")
+    if found.slow_bf16:
+        yield Check("bf16 on the processor", "SKIPPED", found.slow_bf16, remedy="precision.compute = 'fp32' on this machine")
+    yield _room(found)
+    yield _file(found)
+    yield _shared(found)
+    yield _locked(found)
+    yield _triton(found)
+    if found.missing:
+        wanted = " ".join(f'"{_EXTRAS[name]}"' for name in found.missing)
+        told = f"{', '.join(found.missing)} not installed"
+        yield Check("extras", "SKIPPED", told, remedy=f"where a recipe names them: pip install {wanted}")
+    else:
+        yield Check("extras", "PASS", "all installed")
+
+
+def _room(found: Facts) -> Check:
+    name, told, expected = "room on the disk", f"{size(found.free)} free", f"{size(found.wanted)} for checkpoints and logs"
+    if found.free >= found.wanted:
+        return Check(name, "PASS", told, expected=expected)
+    remedy = "free some, or point job.dir (here: --directory) at a larger disk, or set checkpoint.keep lower"
+    return Check(name, "FAIL", told, expected=expected, remedy=remedy)
+
+
+def _file(found: Facts) -> Check:
+    name, expected = "size of a file (ulimit -f)", "unlimited: a checkpoint has one file for each rank"
+    if found.file is None:
+        return Check(name, "PASS", "unlimited", expected=expected)
+    remedy = "ulimit -f unlimited, or more ranks: a start refuses a limit that is smaller than the file of a rank"
+    return Check(name, "FAIL" if found.file < _FILE else "SKIPPED", size(found.file), expected=expected, remedy=remedy)
+
+
+def _shared(found: Facts) -> Check:
+    name, expected = "/dev/shm", f"{size(_LEAST_SHARED)}: NCCL and loaders pass tensors through it"
+    if found.shared is None:
+        return Check(name, "SKIPPED", "this system has none", expected=expected)
+    if found.shared >= _LEAST_SHARED:
+        return Check(name, "PASS", size(found.shared), expected=expected)
+    remedy = "start the container with --shm-size=16g or --ipc=host; without it runs end by SIGBUS"
+    return Check(name, "FAIL" if found.gpu else "SKIPPED", size(found.shared), expected=expected, remedy=remedy)
+
+
+def _locked(found: Facts) -> Check:
+    name, expected = "memory that can be locked (ulimit -l)", "unlimited where there are InfiniBand cards"
+    told = "unlimited" if found.locked is None else size(found.locked)
+    if found.locked is not None and found.infiniband:
+        remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK of slurmd, or --ulimit memlock=-1): NCCL cannot register memory"
+        return Check(name, "FAIL", told, expected=expected, remedy=remedy)
+    return Check(name, "PASS", told, expected=expected)
+
+
+def _triton(found: Facts) -> Check:
+    name, expected = "compiler for Triton", "a C compiler: torch.compile and flex attention build their launchers with it"
+    if not found.gpu:
+        return Check(name, "SKIPPED", "no GPU is seen", expected=expected)
+    if not found.triton:
+        return Check(
+            name, "FAIL", "triton is not installed", expected=expected, remedy="pip install triton, or leave out compile"
+        )
+    if found.compiler is None:
+        return Check(name, "FAIL", "neither $CC, clang nor gcc", expected=expected, remedy="apt-get install gcc, or set CC")
+    return Check(name, "PASS", found.compiler, expected=expected)
+
+
+_GPU_DISK_BYTES, _CPU_DISK_BYTES = 1 << 30, 1 << 25
+_SLOW_DISK = 100e6
+
+
+def examine_disk(settings: Settings) -> Iterator[Check]:
+    """The step; files are removed again."""
+    length = _GPU_DISK_BYTES if sees_gpu() else _CPU_DISK_BYTES
+    content = os.urandom(1 << 20) * (length >> 20)
+    with tempfile.TemporaryDirectory(prefix=".forge-doctor-", dir=settings.directory) as name:
+        file = Path(name) / "block"
+        began = perf_counter()
+        write_file(file, content)
+        yield _rate("write and flush", length / (perf_counter() - began))
+        _forget(file)
+        began = perf_counter()
+        found = file.read_bytes()
+        yield _rate("read", length / (perf_counter() - began))
+    if found == content:
+        yield Check("content", "PASS", "as it was written")
+    else:
+        yield Check("content", "FAIL", "not what was written", remedy="do not train here: look at dmesg for I/O errors")
+
+
+def _rate(name: str, rate: float) -> Check:
+    slow = rate < _SLOW_DISK
+    remedy = (
+        "saves and resumes will take long: point job.dir (here: --directory) at a local or a parallel file system" if slow else ""
+    )
+    return Check(name, "SLOW" if slow else "PASS", rate / 1e6, "MB/s", f"{_SLOW_DISK / 1e6:.0f} MB/s at least", remedy, "higher")
+
+
+def _forget(file: Path) -> None:
+    """Asks the system to drop the file from memory, so that it is read from the disk."""
+    if hasattr(os, "posix_fadvise"):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)

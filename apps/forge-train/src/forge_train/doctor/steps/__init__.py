@@ -1,1 +1,0 @@
-"""The steps of the doctor: each a function that measures and judges, run in a separate process."""

@@ -1,0 +1,217 @@
+"""The recipe for some steps, its speed and memory against the plan; and the GPU tests of the repository."""
+
+import math
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import forge_train
+from forge_core.protocols.run import Hook, StepResult
+from forge_core.registry import Registry
+from forge_core.terminal import size
+from forge_parallel.accelerator import name, take_peaks, use, warns_of_waits
+from forge_parallel.launch.environment import Launch
+from forge_train.directory import run_directory
+from forge_train.doctor.measure import device, wait
+from forge_train.doctor.peaks import peak
+from forge_train.doctor.step import Check, Settings, Skip
+from forge_train.recipe.load import Resolved, load
+from forge_train.run.loop import fit
+from forge_train.run.start import assemble
+
+_STEPS, _CPU_STEPS = 20, 6
+_WARM = 3
+"""Steps that are not timed: kernels are loaded and chosen in them."""
+_MICRO_BATCHES = 2
+_NEAR = 0.15
+_MEMORY = 1.25
+_MFU = 0.25
+_JITTER = 1.5
+
+
+class Watching(Hook):
+    """Seconds, losses and waits of every step; asks the run to end once `limit` seconds are over (0: never)."""
+
+    def __init__(self, here: torch.device, limit: float = 0.0) -> None:
+        self.here, self.limit = here, limit
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.waits: list[int] = []
+        self.told: list[warnings.WarningMessage] = []
+        self.warned = False
+        self.peak: int | None = None
+
+    def start(self, run: Any) -> None:
+        """Starts the clock."""
+        wait(self.here)
+        self.began = self.mark = perf_counter()
+
+    def after_step(self, run: Any, result: StepResult) -> None:
+        """Reads the loss, which waits for the device, and the clock."""
+        self.losses.append(result.numbers()["loss"])
+        now = perf_counter()
+        self.seconds.append(now - self.mark)
+        self.mark = now
+        self.waits.append(sum("synchroniz" in str(one.message) for one in self.told))
+        self.told.clear()
+        if self.limit and now - self.began > self.limit:
+            run.stop.asked = True
+
+
+def examine_training(settings: Settings) -> Iterator[Check]:
+    """The step."""
+    here = _device()
+    steps = _CPU_STEPS if here.type == "cpu" else _STEPS
+    resolved, watching = _trained(settings, here, steps)
+    yield _losses(resolved, watching.losses)
+    timed = sorted(watching.seconds[_WARM:])
+    middle = timed[len(timed) // 2]
+    train, length = resolved.job.train, resolved.job.data.sequence_length
+    rate = train.global_batch * length / middle
+    yield Check("tokens per second", "PASS", rate, "tokens/s", "report only", "", "higher")
+    yield Check("first step", "PASS", watching.seconds[0], "s", "report only: with compilation, where there is some")
+    yield _used(resolved, rate, length, here)
+    if watching.warned:
+        waits = max(watching.waits[_WARM:])
+        yield Check(
+            "waits of the host in a step", "PASS", float(waits), "", "report only: none of a dense model, 1 a layer of experts"
+        )
+    if watching.peak is not None:
+        yield _memory(resolved, watching.peak)
+
+
+def endure(settings: Settings) -> Iterator[Check]:
+    """The step that trains for minutes."""
+    if not settings.minutes:
+        raise Skip("no time was given", "--minutes 30")
+    here = _device()
+    resolved, watching = _trained(settings, here, 10**7, 60 * settings.minutes)
+    yield _losses(resolved, watching.losses)
+    timed = sorted(watching.seconds[_WARM:] or watching.seconds)
+    middle, last = timed[len(timed) // 2], timed[min(len(timed) - 1, len(timed) * 99 // 100)]
+    name, expected = "99th percentile of a step over the median", f"{_JITTER} at most"
+    remedy = "look at clocks and temperature over time (nvidia-smi dmon), and at what else runs on this node"
+    jitters = last > _JITTER * middle
+    judged = "SLOW" if jitters and here.type != "cpu" else "PASS"
+    yield Check(name, judged, last / middle, "", expected, remedy if judged == "SLOW" else "", "lower")
+    yield Check("steps", "PASS", float(len(watching.seconds)), "", "report only")
+
+
+def _device() -> torch.device:
+    here = device()
+    return here if here.type == "cpu" else torch.device(here.type, 0)
+
+
+def _trained(settings: Settings, here: torch.device, steps: int, limit: float = 0.0) -> tuple[Resolved, Watching]:
+    """The recipe after some steps, with random tokens, few micro-batches and no hooks, in a folder that is removed again."""
+    registry, watching = Registry(), Watching(here, limit)
+    train = load(settings.recipe, settings.overrides, None, registry).job.train
+    vocabulary = getattr(load(settings.recipe, settings.overrides, None, registry).job.model, "vocab_size")  # noqa: B009
+    with tempfile.TemporaryDirectory(prefix=".forge-doctor-", dir=settings.directory) as folder:
+        changes = [
+            f"--job.dir={Path(folder) / 'run'}",
+            f"--data.sources=[{{name='random',vocab_size={vocabulary},tokens=10000000}}]",
+            "--hooks=[]",
+            f"--train.max_steps={steps}",
+            f"--train.global_batch={_MICRO_BATCHES * train.micro_batch}",
+            "--schedule.name=constant",
+        ]
+        resolved = load(settings.recipe, [*settings.overrides, *changes], 1, registry)
+        if here.index is not None:
+            use(here.index)
+        run = assemble(resolved, run_directory(resolved.job), Launch(), here, registry, None)
+        run.hooks = [*run.hooks, watching]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            watching.told = told
+            take_peaks(here)
+            watching.warned = warns_of_waits(here)
+            fit(run)
+            watching.peak = take_peaks(here).get("device_memory")
+            for tracker in run.trackers:
+                tracker.close()
+    return resolved, watching
+
+
+def _losses(resolved: Resolved, losses: list[float]) -> Check:
+    """Tokens are drawn with equal chance: no model can do better than the logarithm of how many there are, and a fresh one does
+    little worse."""
+    best = math.log(getattr(resolved.job.model, "vocab_size"))  # noqa: B009 (a plugin's model may call it otherwise)
+    expected = f"within {_NEAR:.0%} of {best:.3f}, the entropy of its random tokens, in every step"
+    wrong = [index for index, loss in enumerate(losses) if not abs(loss - best) <= _NEAR * best]
+    if wrong:
+        told = f"{losses[wrong[0]]:.4f} in step {wrong[0] + 1}"
+        remedy = "is the learning rate of the recipe too high? then --optimizer.lr; otherwise the steps above say what is wrong"
+        return Check("loss", "FAIL", told, "", expected, remedy)
+    return Check("loss", "PASS", losses[-1], "nats per token", expected)
+
+
+def _used(resolved: Resolved, rate: float, length: int, here: torch.device) -> Check:
+    """The share of the device's peak that went into products of the model."""
+    from forge_models.flops import CONVENTION, counts_of
+
+    label, counts = "MFU", counts_of(resolved.job.model)
+    known = None if here.type == "cpu" else peak(name(here))
+    if counts is None or known is None:
+        return Check(label, "SKIPPED", "the peak of this device is not known" if counts else "the model declares no products")
+    most = known.bf16 if resolved.job.precision.compute == "bf16" else known.fp32
+    share = rate * counts.training(length) / most
+    expected = f"{_MFU:.0%} at least; {CONVENTION}"
+    if share < _MFU:
+        remedy = "compile the blocks, or larger micro-batches; the steps matmul and kernels say whether the GPU is at fault"
+        return Check(label, "SLOW", 100 * share, "%", expected, remedy, "higher")
+    return Check(label, "PASS", 100 * share, "%", expected, "", "higher")
+
+
+def _memory(resolved: Resolved, peak_bytes: int) -> Check:
+    """Against the dry run of the same recipe."""
+    from forge_train.plan import dry_run
+
+    assert resolved.layout is not None, "it was loaded for one process"
+    plan = dry_run(resolved.job, resolved.layout, Registry(), 1)
+    wanted = sum(plan.ranks[0].peak.values())
+    expected = f"{size(wanted)} by forge-train plan, or {_MEMORY - 1:.0%} more"
+    if peak_bytes > _MEMORY * wanted:
+        remedy = "which kernels keep more than they need is in the step kernels; leave that much room when planning"
+        return Check("peak memory", "SLOW", peak_bytes / 2**30, "GiB", expected, remedy, "lower")
+    return Check("peak memory", "PASS", peak_bytes / 2**30, "GiB", expected, "", "lower")
+
+
+_TESTS = Path("tests/parallel/test_gpu.py")
+_TESTS_SECONDS = 1700
+
+
+def examine_tests(_: Settings) -> Iterator[Check]:
+    """The step."""
+    if device().type == "cpu":
+        raise Skip("no accelerator is seen", "see the step torch for the reason")
+    root = next((folder for folder in Path(forge_train.__file__).parents if (folder / _TESTS).is_file()), None)
+    if root is None or find_spec("pytest") is None or find_spec("hypothesis") is None:
+        raise Skip(
+            "the tests are not here", "clone the repository, pip install -e its packages, pytest and hypothesis, run it there"
+        )
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "-p", "no:cacheprovider", str(root / "tests")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=_TESTS_SECONDS, check=False)
+    print(done.stdout)
+    yield judge_tests(done.returncode, done.stdout)
+
+
+def judge_tests(code: int, printed: str) -> Check:
+    """From what pytest printed last."""
+    told = next((line for line in reversed(printed.splitlines()) if re.search(r"\d+ (passed|failed|error|skipped)", line)), "")
+    expected = "every test passes or is skipped"
+    if code == 0:
+        return Check("pytest -m gpu", "PASS", told, "", expected)
+    failed = ", ".join(re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)[:10])
+    return Check(
+        "pytest -m gpu", "FAIL", f"{told} {failed}".strip() or f"exit code {code}", "", expected, "report it with this file"
+    )

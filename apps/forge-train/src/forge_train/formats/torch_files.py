@@ -1,0 +1,305 @@
+"""The formats `dcp` and `torch`: checkpoints of `torch.distributed.checkpoint`, and `torch.save` files with a table of tensors.
+
+Both are pickles. Next to the files that torch writes, Forge writes `forge.json`, which says where the bytes of each tensor are,
+with their digest: such files are read as plain bytes, without unpickling. Files without `forge.json`, or files that have changed
+since, come from somebody else. They are unpickled only with `--unsafe-pickle`, in a separate process.
+
+The keys of `dcp` are the names of parameters at the top, as torchtitan has written them since its pull request 1347 of 2025.
+Checkpoints of `{"model": ...}`, as torchtitan wrote them before, have the prefix `model.`. Names and orientation of tensors are
+Forge's; a model with other names needs a mapping, or the format `hf`.
+"""
+
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from io import BufferedIOBase
+from math import prod
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import IO, Any
+from warnings import catch_warnings
+from weakref import finalize
+
+import torch
+
+from forge_ckpt.format.tensor_bytes import DTYPES
+from forge_core.errors import ForgeError
+from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights
+from forge_train.formats.forge import TOKENIZER
+from forge_train.formats.plain import PlainWeights, check_fit, describe, facts_of, model_of, new_folder
+
+SIDECAR = "forge.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the bytes of a tensor are, and their blake2b."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    digest: str
+
+    @property
+    def bytes(self) -> int:
+        """Their number."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @classmethod
+    def parsed(cls, entry: Mapping[str, Any], folder: Path) -> "Place":
+        """What `forge.json` says of a tensor.
+
+        Raises:
+            ValueError: it leads elsewhere than to a part of a file in the folder.
+        """
+        found = cls(**{**entry, "shape": tuple(map(int, entry["shape"]))})
+        file = folder / found.file
+        if Path(found.file).name != found.file or file.is_symlink() or min(0, found.start, *found.shape) < 0:
+            raise ValueError(found.file)
+        if found.start + found.bytes > file.stat().st_size:
+            raise ValueError(found.file)
+        return found
+
+
+class BytesWeights:
+    """`Weights` that Forge wrote: read as bytes by `forge.json`, nothing is unpickled.
+
+    Raises:
+        ForgeError: the tensors do not fit the model.
+    """
+
+    def __init__(self, folder: Path, content: Mapping[str, Any], places: Mapping[str, Place], recipe: str | None) -> None:
+        self._folder, self._places = folder, places
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: StoredTensor(place.shape, place.dtype) for name, place in places.items()
+        }
+        self.model = model_of(content, recipe, folder)
+        check_fit(self.model, self.tensors, folder)
+        self.facts = facts_of(content, folder, folder / TOKENIZER)
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Whole tensors.
+
+        Raises:
+            ForgeError: the bytes are not those that were written.
+        """
+        return {name: self._tensor(name) for name in names}
+
+    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> torch.Tensor:
+        """The box of one tensor that begins at `offset`; the whole tensor is read, for its digest."""
+        return self._tensor(name)[tuple(slice(at, at + size) for at, size in zip(offset, extent, strict=True))]
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        place = self._places[name]
+        with (self._folder / place.file).open("rb") as file:
+            file.seek(place.start)
+            data = bytearray(file.read(place.bytes))
+        if blake2b(data).hexdigest() != place.digest:
+            raise ForgeError(f"{self._folder / place.file}, bytes from {place.start} ({name}): not what was written")
+        dtype = DTYPES[place.dtype]
+        return torch.frombuffer(data, dtype=dtype).reshape(place.shape) if data else torch.empty(place.shape, dtype=dtype)
+
+
+def read_pickled(
+    path: Path, kind: str, marker: Path, *, recipe: str | None, prefix: str, unsafe: bool
+) -> BytesWeights | PlainWeights:
+    """Opens pickled weights, by `forge.json` or, on request, by unpickling them in another process.
+
+    Args:
+        kind: `dcp` or `torch`.
+        marker: the file that shows that there is something of this kind; it may not have changed since `forge.json` was written.
+
+    Raises:
+        ForgeError: there is nothing of the kind, unpickling was not asked for or failed, or the tensors do not fit the model.
+    """
+    if not marker.is_file():
+        raise ForgeError(f"{path} is not of format {kind!r}: {marker} is missing")
+    if (found := _of_forge(path, marker)) is not None:
+        return BytesWeights(path, *found, recipe)
+    if not unsafe:
+        raise ForgeError(
+            f"{path} is pickled ({kind}), and unpickling can run any code of its author as this user, so nothing was read. "
+            "If its author is trusted, pass --unsafe-pickle"
+        )
+    folder = mkdtemp(prefix="forge-unpickled-")
+    try:
+        command = [sys.executable, "-I", "-m", "forge_train.formats.unpickle", kind, str(path), folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
+            raise ForgeError(f"{path} could not be unpickled: {last[:500]}")
+        weights = PlainWeights(Path(folder), recipe, prefix, origin=path)
+    except BaseException:
+        rmtree(folder, ignore_errors=True)
+        raise
+    finalize(weights, rmtree, folder, ignore_errors=True)
+    return weights
+
+
+def write_sidecar(folder: Path, weights: Weights, marker: Path, places: Mapping[str, Place]) -> None:
+    """Writes `forge.json` next to what torch has written."""
+    tensors = {name: vars(place) | {"shape": list(place.shape)} for name, place in places.items()}
+    content = {"version": 1, "marker": _digest(marker), **describe(weights), "tensors": tensors}
+    (folder / SIDECAR).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def place_in(file: Path, span: tuple[int, int], key: str, stored: StoredTensor) -> Place:
+    """Where in an archive of `torch.save`, which lies at `span` (start, length) of a file, the bytes of storage `key` are."""
+    with file.open("rb") as raw, zipfile.ZipFile(_Part(raw, sum(span))) as archive:
+        entry = next(item for item in archive.infolist() if item.filename.endswith(f"/data/{key}"))
+        raw.seek(entry.header_offset + 26)  # the lengths of name and extra field, after which the bytes begin
+        name, extra = (int.from_bytes(raw.read(2), "little") for _ in range(2))
+        start = entry.header_offset + 30 + name + extra
+        raw.seek(start)
+        digest = blake2b(raw.read(prod(stored.shape) * DTYPES[stored.dtype].itemsize)).hexdigest()
+    return Place(stored.dtype, stored.shape, file.name, start, digest)
+
+
+def _of_forge(folder: Path, marker: Path) -> tuple[Mapping[str, Any], Mapping[str, Place]] | None:
+    """The content of `forge.json` and the places in it, if it is of these files."""
+    try:
+        content = json.loads((folder / SIDECAR).read_text(encoding="utf-8"))
+        places = {name: Place.parsed(entry, folder) for name, entry in content["tensors"].items()}
+        mine = content["version"] == 1 and content["marker"] == _digest(marker)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return (content, places) if mine else None
+
+
+def _digest(file: Path) -> str:
+    found = blake2b()
+    with file.open("rb") as opened:
+        while part := opened.read(1 << 20):
+            found.update(part)
+    return found.hexdigest()
+
+
+class _Part(BufferedIOBase):
+    """A file that seems to end at `end`, where an archive in it ends."""
+
+    def __init__(self, file: IO[bytes], end: int) -> None:
+        self._file, self._end = file, end
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(self._end + offset if whence == 2 else offset, 0 if whence == 2 else whence)
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._end - self._file.tell())
+        return self._file.read(left if size is None or size < 0 else min(size, left))
+
+
+METADATA = ".metadata"
+
+
+class DcpConverter:
+    """The converter `dcp`."""
+
+    def __init__(self, *, recipe: str | None, prefix: str, unsafe_pickle: bool) -> None:
+        self.recipe, self.prefix, self.unsafe_pickle = recipe, prefix, unsafe_pickle
+
+    def read(self, path: Path) -> BytesWeights | PlainWeights:
+        """Opens a checkpoint; see `read_pickled`."""
+        return read_pickled(path, "dcp", path / METADATA, recipe=self.recipe, prefix=self.prefix, unsafe=self.unsafe_pickle)
+
+    def write(self, path: Path, weights: Weights) -> None:
+        """Writes a checkpoint of one rank, a tensor at a time, and `forge.json` next to it.
+
+        Raises:
+            ForgeError: `path` is taken.
+        """
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+        prefix = self.prefix
+        failed: list[Exception] = []
+
+        class OnDemand(DefaultSavePlanner):
+            """Reads a tensor when its bytes are written."""
+
+            def lookup_object(self, index: Any) -> torch.Tensor:
+                name = index.fqn.removeprefix(prefix)
+                try:
+                    return weights.read([name])[name]
+                except Exception as cause:
+                    failed.append(cause)
+                    raise
+
+        outlines = {
+            prefix + name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+            for name, entry in weights.tensors.items()
+        }
+        with new_folder(path, weights) as folder:
+            with catch_warnings(action="ignore", category=UserWarning):  # that this is one process
+                try:
+                    made: Any = dcp.save(outlines, checkpoint_id=folder, planner=OnDemand(), no_dist=True)
+                except dcp.CheckpointException:
+                    if failed:
+                        raise failed[0] from None
+                    raise
+            places = {}
+            for index, info in made.storage_data.items():
+                name = index.fqn.removeprefix(prefix)
+                span = (info.offset, info.length)
+                places[name] = place_in(folder / info.relative_path, span, "0", weights.tensors[name])
+            write_sidecar(folder, weights, folder / METADATA, places)
+
+    def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
+        """The format has tensors and no model."""
+        return "a distributed checkpoint has no model that could be run"
+
+
+TORCH_FILE = "model.pt"
+
+
+class TorchConverter:
+    """The converter `torch`."""
+
+    def __init__(self, *, recipe: str | None, prefix: str, unsafe_pickle: bool) -> None:
+        self.recipe, self.prefix, self.unsafe_pickle = recipe, prefix, unsafe_pickle
+
+    def read(self, path: Path) -> BytesWeights | PlainWeights:
+        """Opens a file of any name, or a folder with `model.pt`; see `read_pickled`."""
+        file = path / TORCH_FILE if path.is_dir() else path
+        return read_pickled(
+            file.parent if path.is_dir() else path,
+            "torch",
+            file,
+            recipe=self.recipe,
+            prefix=self.prefix,
+            unsafe=self.unsafe_pickle,
+        )
+
+    def write(self, path: Path, weights: Weights) -> None:
+        """Writes a folder with `model.pt`, `{name: tensor}`, and `forge.json` next to it. All weights are in memory at once.
+
+        Raises:
+            ForgeError: `path` is taken.
+        """
+        with new_folder(path, weights) as folder:
+            state = {self.prefix + name: tensor.clone() for name, tensor in weights.read(list(weights.tensors)).items()}
+            torch.save(state, folder / TORCH_FILE)
+            span = (0, (folder / TORCH_FILE).stat().st_size)
+            places = {
+                name: place_in(folder / TORCH_FILE, span, str(number), weights.tensors[name])
+                for number, name in enumerate(weights.tensors)
+            }
+            write_sidecar(folder, weights, folder / TORCH_FILE, places)
+
+    def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
+        """The format has tensors and no model."""
+        return "a file of tensors has no model that could be run"

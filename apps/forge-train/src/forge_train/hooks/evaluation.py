@@ -1,0 +1,331 @@
+"""Hooks `evaluate`, `tasks`, `best` and `early_stop`, and the names of their results. No torch."""
+
+import importlib
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from forge_core.batch import Batch
+from forge_core.errors import DataError, ForgeError
+from forge_core.protocols.run import Hook, Run, StepResult
+from forge_train.hooks.periodic import Periodic, length_limit
+
+_log = logging.getLogger(__name__)
+_IMAGES_SHOWN = 10
+"""Missing images that a message names."""
+
+Mode = Literal["min", "max"]
+
+
+def result_names(name: str, weights: str) -> tuple[str, str]:
+    """Under which names loss and perplexity of a set are logged: `evaluation/NAME/loss`, for others than the model's own weights
+    `evaluation/NAME@WEIGHTS/loss`."""
+    at = name if weights == "model" else f"{name}@{weights}"
+    return f"evaluation/{at}/loss", f"evaluation/{at}/perplexity"
+
+
+@dataclass
+class Improvement:
+    """Follows one result of evaluations. All ranks have the same numbers, so all of them come to the same verdict.
+
+    Attributes:
+        metric: name under which it is logged, such as `evaluation/held_out/loss`.
+        mode: whether less or more is better.
+        least: by how much a result has to be better than the best one to count.
+        best: of all results so far; None before the first. One that is not finite is none.
+        step: of the best one.
+        seen: step of the newest result; -1 before the first.
+    """
+
+    metric: str
+    mode: Mode = "min"
+    least: float = 0.0
+    best: float | None = None
+    step: int = 0
+    seen: int = -1
+
+    def look(self, run: Run) -> bool | None:
+        """Whether the result of this step is the best; None without a result that was not looked at yet."""
+        step, value = run.measured.get(self.metric, (-1, math.nan))
+        if step != run.state.step or step == self.seen:
+            return None
+        self.seen = step
+        gain = math.inf if self.best is None else (self.best - value) * (1 if self.mode == "min" else -1)
+        if not math.isfinite(value) or not gain > self.least:
+            return False
+        self.best, self.step = value, step
+        return True
+
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps."""
+        if self.seen < 0:
+            return {}
+        return {"metric": self.metric, "mode": self.mode, "best": self.best, "step": self.step, "seen": self.seen}
+
+    def load_state(self, state: Mapping[str, Any]) -> bool:
+        """Takes what `state` gave, and says whether it did: of another metric or mode, the best is not known."""
+        if (state.get("metric"), state.get("mode")) != (self.metric, self.mode):
+            return False
+        self.best, self.step, self.seen = state["best"], state["step"], state["seen"]
+        return True
+
+
+def bits_per_byte(loss: float, tokens: int, text_bytes: float) -> float:
+    """Bits that a model needs for a byte of text.
+
+    Args:
+        loss: nats per predicted token, the mean.
+        tokens: that are predicted.
+        text_bytes: of the text that these tokens say, and no other: see `EvaluationSet.predicted`.
+    """
+    return loss * tokens / math.log(2) / text_bytes
+
+
+class EvaluateHook(Periodic):
+    """Evaluates every set on all ranks and logs `evaluation/NAME/loss` (nats per token) and `.../perplexity`. With the weights of
+    another hook, the average for one, `NAME@ema` takes the place of the name.
+
+    Each rank reads its own share of a set; the step sums loss and valid tokens over all ranks before it divides, so
+    the result does not depend on how many ranks there are.
+    """
+
+    leisurely = True
+    observes = True
+
+    def __init__(self, every: int = 500, at_start: bool = False, weights: str = "model") -> None:
+        super().__init__(every)
+        self.at_start, self.weights = at_start, weights
+
+    def check(self, run: Run) -> None:
+        """Refuses sets whose images are gone: an evaluation that fails does not end the run, which would have no result."""
+        for name, held_out in run.evaluations.items():
+            source: Any = getattr(held_out, "source", None)
+            gone = source.missing() if hasattr(source, "missing") else []
+            if gone:
+                others = f" and {len(gone) - _IMAGES_SHOWN} others" if len(gone) > _IMAGES_SHOWN else ""
+                raise DataError(
+                    f"hook 'evaluate': held-out set {name!r} has {len(gone)} images that are missing: "
+                    f"{', '.join(gone[:_IMAGES_SHOWN])}{others}; put them back, or remove {getattr(source, 'name', 'its store')}, "
+                    "which is then made again without them as far as `skip` allows"
+                )
+
+    def start(self, run: Run) -> None:
+        """Evaluates the initial weights when asked to."""
+        super().start(run)
+        if self.at_start and run.state.step == 0:
+            self.once(run)
+
+    def act(self, run: Run) -> None:
+        """Evaluates every set; a run that is asked to stop meanwhile leaves it, without a result."""
+        with nullcontext() if self.weights == "model" else run.weights(self.weights):
+            self._evaluate(run)
+
+    def _evaluate(self, run: Run) -> None:
+        values: dict[str, float] = {}
+        for name, held_out in run.evaluations.items():
+            batches = held_out.batches(run.topology.data_rank, run.topology.data_size, run.job.train.micro_batch)
+            result = run.step.evaluate(self._until_left(run, name, batches))
+            if self.left:
+                return
+            if result.tokens == 0:
+                _log.warning("evaluation set %r has no token to predict; it is skipped", name)
+                continue
+            results = result.loss, perplexity(result.loss)
+            values |= dict(zip(result_names(name, self.weights), results, strict=True))
+        if not values:
+            return
+        run.measured.update({metric: (run.state.step, value) for metric, value in values.items()})
+        run.log({**values, "tokens": run.state.tokens})
+        if run.console is not None:
+            run.console.print("  ".join([f"step {run.state.step}", *_described(values)]), highlight=False)
+
+    def _until_left(self, run: Run, name: str, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Every rank brings the same number of batches, so all of them look, and leave, before the same one."""
+        for count, batch in enumerate(batches):
+            if self.leaves(run, f"the evaluation of {name!r}", count):
+                return
+            yield batch
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats per token; inf where a float cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _described(values: dict[str, float]) -> list[str]:
+    """`held_out loss 3.2145  perplexity 24.89`"""
+    parts = []
+    for key, value in values.items():
+        name, _, kind = key.removeprefix("evaluation/").rpartition("/")
+        parts.append(f"{name} loss {value:.4f}" if kind == "loss" else f"perplexity {value:.2f}")
+    return parts
+
+
+def import_harness() -> Any:
+    """The module that needs the library.
+
+    Raises:
+        ForgeError: it is not installed; says what to install.
+    """
+    try:
+        return importlib.import_module("forge_train.inference.harness")
+    except ModuleNotFoundError as cause:
+        if (cause.name or "").partition(".")[0] != "lm_eval":
+            raise  # the library is there, and something that it needs is not: its own message says what
+        raise ForgeError('tasks need the LM Evaluation Harness: pip install "forge-train[eval]"') from cause
+
+
+class _Left(Exception):
+    """The run was asked to stop, between two batches of questions."""
+
+
+class TasksHook(Periodic):
+    """Asks every task on all ranks alike, which share its questions, and logs its metrics. Training goes on as without it, and a
+    run that is asked to stop meanwhile leaves it, without a result."""
+
+    leisurely = True
+    observes = True
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        every: int = 1000,
+        folder: str | None = None,
+        shots: int | None = None,
+        limit: int | None = None,
+        batch: int = 8,
+        weights: str = "model",
+    ) -> None:
+        super().__init__(every)
+        self.tasks, self.folder = tuple(tasks), None if folder is None else Path(folder)
+        self.shots, self.limit, self.batch, self.weights = shots, limit, batch, weights
+        self._index: Any = None
+
+    def check(self, run: Run) -> None:
+        """Refuses a run without a tokenizer, without the library, names that are none of its tasks, and tasks that ask for more
+        new tokens than the model takes."""
+        if run.data.tokenizer is None:
+            raise ForgeError("hook 'tasks' needs a tokenizer: add [data.tokenizer], or remove the hook")
+        found = import_harness()
+        self._index = found.open_tasks(self.tasks, self.folder)
+        room = length_limit(run)
+        for name, tokens in found.new_tokens(self.tasks, self._index) if room is not None else ():
+            if tokens >= room:
+                raise ForgeError(
+                    f"hook 'tasks': task {name!r} asks for {tokens} new tokens, and the model takes {room} with the question; "
+                    "set max_gen_toks in its generation_kwargs, raise model.max_length, or leave the task out"
+                )
+
+    def act(self, run: Run) -> None:
+        """Asks all of them."""
+        found = import_harness()
+        assert run.data.tokenizer is not None, "`check` refuses a run without a tokenizer"
+
+        def look(count: int) -> None:
+            if self.leaves(run, "tasks of the LM Evaluation Harness", count):
+                raise _Left
+
+        index = self._index or found.open_tasks(self.tasks, self.folder)
+        try:
+            with nullcontext() if self.weights == "model" else run.weights(self.weights):
+                model = found.HarnessModel(run.model, run.data.tokenizer, batch=self.batch, before=look)
+                results = found.results_of(model, self.tasks, index, self.shots, self.limit)
+        except _Left:
+            return
+        at = "" if self.weights == "model" else f"@{self.weights}"
+        values = {f"tasks/{name}{at}/{metric}": value for name, one in results.items() for metric, value in one.items()}
+        run.measured.update({name: (run.state.step, value) for name, value in values.items()})
+        run.log({**values, "tokens": run.state.tokens})
+        if run.console is not None:
+            said = "  ".join(f"{name.removeprefix('tasks/')} {value:.4f}" for name, value in values.items())
+            run.console.print(f"step {run.state.step}  {said}", highlight=False)
+
+
+BEST_MARK = "best"
+"""File next to the checkpoints whose one line names the best one."""
+
+
+class BestHook(Hook):
+    """Where an evaluation is better than all before, hook `save` saves this step, the file `best` names that checkpoint, and
+    retention spares it until a better one is durable. Initial weights do not count."""
+
+    def __init__(self, metric: str, mode: Mode = "min") -> None:
+        self.improvement = Improvement(metric, mode)
+
+    def start(self, run: Run) -> None:
+        """Says again which one was best, and looks at an evaluation that an earlier start had left."""
+        if self.improvement.best is not None:
+            run.marks[BEST_MARK] = self.improvement.step
+        self._look(run)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Looks at the evaluation of this step, if there was one."""
+        self._look(run)
+
+    def finish(self, run: Run) -> None:
+        """Looks at the evaluation of the end."""
+        self._look(run)
+
+    def state(self) -> Mapping[str, Any]:
+        """The best result and its step."""
+        return self.improvement.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state` gave."""
+        self.improvement.load_state(state)
+
+    def _look(self, run: Run) -> None:
+        if run.state.step and self.improvement.look(run):
+            run.marks[BEST_MARK] = run.state.step
+            run.due = True
+
+
+class EarlyStopHook(Hook):
+    """Ends the run, with a checkpoint and exit code 0, when `patience` evaluations in a row were not better than the best one.
+
+    A start after that ends at once, unless `patience` is larger by then.
+    """
+
+    def __init__(self, metric: str, mode: Mode = "min", patience: int = 3, min_delta: float = 0.0) -> None:
+        self.improvement = Improvement(metric, mode, min_delta)
+        self.patience = patience
+        self.waited = 0
+
+    def start(self, run: Run) -> None:
+        """Looks at an evaluation that an earlier start had left, and whether that start had come to an end."""
+        self._look(run)
+        self._judge(run)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Looks at the evaluation of this step, if there was one."""
+        if self._look(run):
+            self._judge(run)
+
+    def state(self) -> Mapping[str, Any]:
+        """The best result, its step, and the evaluations since."""
+        kept = self.improvement.state()
+        return {**kept, "waited": self.waited} if kept else {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state` gave."""
+        if self.improvement.load_state(state):
+            self.waited = state["waited"]
+
+    def _look(self, run: Run) -> bool:
+        better = self.improvement.look(run)
+        if better is not None:
+            self.waited = 0 if better else self.waited + 1
+        return better is not None
+
+    def _judge(self, run: Run) -> None:
+        if self.waited >= self.patience:
+            found = self.improvement
+            best = f"{found.best:.6g} of step {found.step}" if found.best is not None else "no finite result"
+            run.stop.end(f"{found.metric} was not better than {best} in {self.waited} evaluations")

@@ -1,1 +1,0 @@
-"""Hooks that evaluate, and hooks that act on results."""

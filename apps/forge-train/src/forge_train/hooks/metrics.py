@@ -1,0 +1,269 @@
+"""Hook `log`: writes the metrics of a step to the trackers, with model FLOP/s and MFU (Chowdhery et al., 2022)."""
+
+import logging
+import resource
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forge_core.batch import Batch
+from forge_core.protocols.run import Hook, Run, StepResult
+from forge_parallel.accelerator import name, take_peaks
+from forge_parallel.placement.boxes import local_box
+from forge_train.doctor.measure import fastest
+from forge_train.doctor.peaks import TERA, peak
+from forge_train.hooks.periodic import Stopwatch
+
+if TYPE_CHECKING:
+    from forge_models.flops import Counts
+
+
+_log = logging.getLogger(__name__)
+
+
+class LogHook(Hook):
+    """Writes a line every N steps, at the first step of this start and at the last step of the run.
+
+    A line has the numbers of the step at which it is due. On an accelerator all ranks wait for them; steps without a line do not.
+
+    Values: `loss` (nats per token), `grad_norm` (before clipping), `lr` (where the optimizer has a single one), `skipped` (this
+    step), `stage` (its number, from 1, of a run in stages), `skipped_steps` (of the run so far, once there is one) and every
+    other number of the step, such as `source/LABEL/loss` and `source/LABEL/tokens` (of that step, where it has any) of each
+    source of a mixture; `data/LABEL/tokens` and `data/LABEL/planned_tokens` (of the run so far, with and without loss: read, and
+    asked for by the weights); `tokens` (read by the run so far, without padding), `step_tokens` (with loss, in this step),
+    `tokens_per_second` and `step_seconds` (means since the last line, all ranks together, without evaluation and saving),
+    `peak_memory` (bytes, resident memory of rank 0's process). On an accelerator also `device_memory`, `device_memory_reserved`
+    and `device_memory_retries` of rank 0 since the last line, as `forge_parallel.accelerator.take_peaks` has them.
+
+    Of the speed: `model_tflops`, `mfu` and `mfu_attended` (`forge_train.hooks.metrics`; their convention is printed at the
+    start). Of this step on rank 0: `time/data`, `time/count`, `time/forward`, `time/backward`, `time/reduce`, `time/optimizer`
+    and `time/other` in seconds, on an accelerator of the device, so that what it does not wait for takes none; hook `profile`
+    says how much of them is exposed communication. Of the memory of rank 0 in bytes: `memory/parameters`, `memory/gradients`,
+    `memory/optimizer`, and on an accelerator `memory/rest`, what was held besides at the peak: activations and buffers.
+    """
+
+    observes = True
+
+    watch: Stopwatch
+
+    def __init__(self, every: int = 10) -> None:
+        self.every = every
+        self.first = True
+        self.speed: Utilization | None = None
+
+    def start(self, run: Run) -> None:
+        """Starts the clock, and says what MFU means here."""
+        if run.topology.rank == 0:
+            self.speed = Utilization.of(run)
+            _log.info("%s", self.speed.line())
+            if run.console is not None:
+                run.console.print(self.speed.line(), highlight=False, soft_wrap=True)
+        self.watch = Stopwatch(run)
+        self._look_ahead(run)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Writes a line when one is due."""
+        step, due = run.state.step, self._due(run, run.state.step)
+        self.first = self.first and not due
+        self._look_ahead(run)
+        if not due:
+            return
+        run.judge()  # for `skipped_steps`; on all ranks, though one of them writes
+        if run.topology.rank != 0:
+            return
+        numbers = dict(result.numbers())
+        seconds, steps, tokens = self.watch.lap()
+        for wish in ("stop", "trace"):
+            numbers.pop(wish, None)  # of the loop and of a hook, not metrics
+        if "tokens" in numbers:
+            numbers["step_tokens"] = numbers.pop("tokens")
+        if (health := getattr(run, "health", None)) is not None and health.total:
+            numbers["skipped_steps"] = health.total
+        if (rate := getattr(run, "lr", None)) is not None:
+            numbers["lr"] = rate
+        if seconds > 0 and steps > 0:
+            numbers["tokens_per_second"] = tokens / seconds
+            numbers["step_seconds"] = seconds / steps
+            if self.speed is not None:
+                numbers |= self.speed.now(tokens / seconds, run)
+        if (stage := getattr(run.optimizer, "stage_number", None)) is not None:
+            numbers["stage"] = stage + 1
+        numbers |= {f"time/{name}": value for name, value in run.phases.take().items()}
+        numbers |= mixture(getattr(run, "data", None), step) | take_peaks(run.topology.device)
+        numbers |= self._memory(run, numbers.get("device_memory"))
+        run.log({**numbers, "tokens": run.state.tokens, "peak_memory": peak_memory()})
+
+    def _due(self, run: Run, step: int) -> bool:
+        train = run.job.train
+        ends = (train.max_steps, getattr(train, "stop_at", None))
+        return self.first or step % self.every == 0 or step in ends
+
+    def _look_ahead(self, run: Run) -> None:
+        """Parts of the next step are timed where it has a line, on the rank that writes it."""
+        run.phases.timed = run.topology.rank == 0 and self._due(run, run.state.step + 1)
+
+    def _memory(self, run: Run, peak: float | None) -> dict[str, float]:
+        held = held_memory(run)
+        rest = {} if peak is None else {"memory/rest": peak - sum(held.values())}
+        return {**held, **rest}
+
+
+def held_memory(run: Run) -> dict[str, int]:
+    """Bytes that this rank holds all the time, in this stage of training; gradients are as large as what they belong to."""
+    parameters = [tensor for _, tensor in run.model.parameters_held()]
+    states = [tensor for named in run.optimizer.state().values() for tensor in named.values()]
+    return {
+        "memory/parameters": sum(map(_bytes, parameters)),
+        "memory/gradients": sum(_bytes(tensor) for tensor in parameters if tensor.requires_grad),
+        "memory/optimizer": sum(map(_bytes, states)),
+    }
+
+
+def _bytes(tensor: Any) -> int:
+    local = local_box(tensor).local
+    return local.numel() * local.element_size()
+
+
+def mixture(data: Any, step: int) -> dict[str, float]:
+    """Tokens of each source that the run has read and that its weights asked for, where it mixes several: no device is asked."""
+    mix = getattr(data, "mix", None)
+    found = mix(step) if mix else {}
+    return {
+        f"data/{label}/{what}": value
+        for label, pair in found.items()
+        if len(found) > 1
+        for what, value in zip(("tokens", "planned_tokens"), pair, strict=True)
+    }
+
+
+def peak_memory() -> int:
+    """Largest resident memory of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+_SIZES = (256, 512, 1024, 2048)
+_SECONDS = 0.02
+"""Of the longest product that is tried on a CPU."""
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """What turns tokens per second into shares.
+
+    Attributes:
+        counts: products of the model; None for one that does not declare them.
+        length: tokens of a row.
+        devices: all of the run.
+        peak: FLOP/s of one device in `precision`; None where it is unknown, and then no share is given.
+        precision: that most products are made in: `fp32`, `bf16` or `fp8`.
+        device: its name.
+    """
+
+    counts: "Counts | None"
+    length: int
+    devices: int
+    peak: float | None
+    precision: str
+    device: str
+
+    @classmethod
+    def of(cls, run: Run) -> "Utilization":
+        """Of a run. The peak of a CPU is measured, in at most a tenth of a second or three products."""
+        job, here = run.job, run.topology.device
+        from forge_models.flops import counts_of
+
+        counts, precision = counts_of(getattr(job, "model", None)), _precision(job)
+        promised = None if counts is None else of_device(here, precision)
+        length = job.data.sequence_length if counts else 0
+        return cls(counts, length, run.topology.size, promised, precision, name(here))
+
+    def numbers(self, rate: float, batches: Sequence[Batch] = (), frozen: Collection[str] = ()) -> dict[str, float]:
+        """`model_tflops` of a device, `mfu`, and `mfu_attended`, for `rate` tokens per second of all devices together, without
+        padding. Images count as these batches have them; `frozen` are names of parameters that are not trained.
+
+        `mfu_attended` counts only keys that a query meets: those before it in its own document and window, by the rows of these
+        batches. `mfu` counts whole rows, as most tables do.
+        """
+        if self.counts is None:
+            return {}
+        tokens = sum(batch.tokens.numel() if batch.real is None else int(batch.real.sum()) for batch in batches)
+        beyond = self.counts.beyond(batches, frozen) / tokens if tokens else 0.0
+        found = {"model_tflops": rate * (self.counts.training(self.length) + beyond) / self.devices / TERA}
+        if self.peak is None:
+            return found
+        found["mfu"] = found["model_tflops"] * TERA / self.peak
+        if batches:
+            attended = beyond + self.counts.training_with(lambda window: keys_met(batches, self.length, window))
+            found["mfu_attended"] = rate * attended / self.devices / self.peak
+        return found
+
+    def now(self, rate: float, run: Run) -> dict[str, float]:
+        """`numbers` of a run, by the batches of its step on this rank and by what it trains."""
+        frozen = {name for name, tensor in run.model.parameters_held() if not tensor.requires_grad}
+        return self.numbers(rate, run.batches, frozen)
+
+    def line(self) -> str:
+        """The convention, for people."""
+        from forge_models.flops import CONVENTION
+
+        if self.counts is None:
+            return "mfu: not given, since the model does not declare its matrix products"
+        counted = (
+            f"{self.counts.training(self.length) / 1e6:,.4g} MFLOP a token ({CONVENTION}; 2 per multiply-add){self.counts.note}"
+        )
+        if self.peak is None:
+            return f"mfu: not given, since the {self.precision} peak of {self.device} is unknown; {counted}"
+        how = "measured" if self.device == "cpu" else "dense, by its data sheet"
+        many = f"{self.devices} x " if self.devices > 1 else ""
+        return f"mfu: {counted}, against {many}{self.peak / TERA:,.4g} TFLOP/s of {self.device} in {self.precision}, {how}"
+
+
+def of_device(here: torch.device, precision: str) -> float | None:
+    """FLOP/s that a device promises in a precision; None where nothing is known. fp32 is without TF32, which Forge leaves off."""
+    if here.type == "cpu":
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(precision)
+        return None if dtype is None else _measured(dtype, torch.get_num_threads())
+    known = peak(name(here))
+    return None if known is None else {"bf16": known.bf16, "fp32": known.fp32, "fp8": known.fp8}.get(precision)
+
+
+def keys_met(batches: Sequence[Batch], length: int, window: int | None) -> float:
+    """Mean number of keys that a token of these rows meets: itself and those before it, in its document and window.
+
+    Without `positions` each row is one document.
+    """
+    total, queries = 0, 0
+    for batch in batches:
+        if batch.positions is None:
+            reached = torch.arange(1, length + 1).expand(len(batch.tokens), length)
+        else:
+            reached = batch.positions + 1
+        if batch.real is not None:
+            reached = reached[batch.real]
+        total += int((reached if window is None else reached.clamp(max=window)).sum())
+        queries += reached.numel()
+    return total / max(queries, 1)
+
+
+def _precision(job: Any) -> str:
+    """A transform may say what products are made in."""
+    said = [found for transform in getattr(job, "transforms", {}).values() if (found := getattr(transform, "products", None))]
+    return said[0] if said else job.precision.compute if hasattr(job, "precision") else "fp32"
+
+
+@cache
+def _measured(dtype: torch.dtype, threads: int) -> float:  # noqa: ARG001 (another number has another speed)
+    """FLOP/s of the fastest square product on this CPU with the threads of this process, measured once."""
+    best = 0.0
+    for size in _SIZES:
+        a = torch.ones(size, size, dtype=dtype)
+        seconds = fastest(lambda a=a: torch.mm(a, a), torch.device("cpu"), budget=_SECONDS, batch=1)
+        best = max(best, 2 * size**3 / seconds)
+        if 8 * seconds > _SECONDS:  # the next one would take longer
+            break
+    return best

@@ -1,0 +1,164 @@
+"""Hooks over all parameters: `ema` (their average), `norms`, and `replicas` (are they equal on all replicas)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from forge_core.errors import ForgeError
+from forge_core.protocols.run import Hook, Run, StepResult
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.placement.boxes import local_box, owns
+from forge_parallel.step.reduce import local_grad
+from forge_parallel.verify.state import drifted
+from forge_train.hooks.periodic import Periodic
+from forge_train.process.stop import TrainingError
+
+EMA_SECTION = "ema"
+"""Of a checkpoint: `ema/NAME` is the average of the parameter NAME."""
+
+
+class EmaHook(Hook):
+    """Average m of each parameter w that is trained, in any stage of the run: m = w after step `start`, then every N steps
+    m += (1 - decay) (w - m).
+
+    Each rank averages the elements that it holds, so nothing is exchanged. A step whose update is skipped moves nothing, without
+    the host asking for it. Before `start`, and where a run begins to average later, m is the weights themselves.
+    """
+
+    def __init__(self, decay: float = 0.999, start: int = 0, every: int = 1, dtype: Literal["fp32", "weights"] = "fp32") -> None:
+        self.decay, self.begin_at, self.every, self.dtype = decay, start, every, dtype
+        self.begun = False
+        self.average: dict[str, Tensor] = {}
+
+    def check(self, run: Run) -> None:
+        """Refuses an optimizer that evaluates averages itself: one would be taken for the other."""
+        if run.model.averages:
+            raise ForgeError("hook 'ema' averages weights, and the optimizer evaluates averages already; remove the hook")
+
+    def start(self, run: Run) -> None:
+        """Begins with the initial weights, or those that a run resumes from, where it is time."""
+        self._begin(run)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Begins, or moves the average where it is due."""
+        if self.begun and (run.state.step - self.begin_at) % self.every == 0:
+            self._move(run.model, result.skip)
+        self._begin(run)
+
+    def state(self) -> Mapping[str, Any]:
+        """Whether the average has begun."""
+        return {"begun": True} if self.begun else {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state` gave."""
+        self.begun = state.get("begun", False)
+
+    def tensors(self, model: ParallelModel) -> Mapping[str, Mapping[str, Tensor]]:
+        """The average of each parameter that is trained, laid out as it is."""
+        if not self.average:
+            for name, tensor, _ in model.trained_sometime():
+                wide = tensor.dtype if self.dtype == "weights" else torch.promote_types(tensor.dtype, torch.float32)
+                self.average[name] = torch.zeros_like(tensor.detach(), dtype=wide, memory_format=torch.preserve_format)
+        if not self.begun:
+            for mine, weights in self._pairs(model):
+                mine.copy_(weights)
+        return {EMA_SECTION: self.average}
+
+    def _begin(self, run: Run) -> None:
+        if not self.begun and run.state.step >= self.begin_at:
+            self.tensors(run.model)
+            self.begun = True
+
+    @torch.no_grad()
+    def _move(self, model: ParallelModel, skip: Tensor) -> None:
+        for mine, weights in self._pairs(model):
+            share = (1 - self.decay) * (1 - skip.to(mine.device, mine.dtype))
+            mine.lerp_(weights.to(mine.dtype), share)
+
+    def _pairs(self, model: ParallelModel) -> list[tuple[Tensor, Tensor]]:
+        """This rank's elements of each average and of its parameter."""
+        return [(local_box(self.average[name]).local, local_box(tensor).local) for name, tensor, _ in model.trained_sometime()]
+
+
+class NormsHook(Hook):
+    """Every N steps and at the last one: 2-norms over all ranks of everything that is trained. `norm/gradient/NAME` is that
+    before clipping, `norm/update/NAME` of what the optimizer added, and `norm/parameter/NAME` of the weights after it.
+
+    NAME is the group of the optimizer that a parameter belongs to (`matrix`, `vector`, `embedding`, ...), or its own name. A
+    measurement costs an all-reduce, one wait for the device, and, during the update, a copy of this rank's parameters.
+    """
+
+    observes = True
+
+    def __init__(self, every: int = 100, by: Literal["group", "tensor"] = "group") -> None:
+        self.every, self.by = every, by
+        self.before: dict[str, Tensor] = {}
+        self.gradients: Tensor | None = None
+
+    def before_update(self, run: Run, result: StepResult) -> None:
+        """Measures gradients and keeps the weights, where the step is due."""
+        step = run.state.step + 1
+        if step % self.every == 0 or step >= run.job.train.max_steps:
+            held = run.model.trainable()
+            grown = {item.name: local_grad(item.tensor) for item in held}
+            self.gradients = self._squares(run, lambda name, _: grown[name])
+            self.before = {item.name: local_box(item.tensor).local.clone() for item in held}
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Collective: measures the rest and writes."""
+        if self.gradients is None:
+            return
+        before, squares = self.before, [self._squares(run, lambda _, local: torch.ones_like(local)), self.gradients]
+        squares.append(self._squares(run, lambda name, local: local - before[name]))
+        squares.append(self._squares(run, lambda _, local: local))
+        self.before, self.gradients = {}, None
+        found = run.topology.all_reduce(torch.stack(squares)).sqrt()
+        if run.topology.rank != 0:
+            return
+        names = list(self._places(run))
+        counts, *rows = found.tolist()
+        trained = [place for place, count in enumerate(counts) if count]  # not buffers, nor what is frozen
+        values: dict[str, float] = {}
+        for what, row in zip(("gradient", "update", "parameter"), rows, strict=True):
+            values |= {f"norm/{what}/{names[place]}": row[place] for place in trained}
+        run.log(values)
+
+    def _places(self, run: Run) -> Mapping[str, int]:
+        """Names of the norms, on every rank those of the whole model, in its order."""
+        tensors: Mapping[str, Tensor] = run.model.specs.tensors
+        names = dict.fromkeys(self._name(run, name) for name in tensors)
+        return {name: place for place, name in enumerate(names)}
+
+    def _name(self, run: Run, parameter: str) -> str:
+        return parameter if self.by == "tensor" else run.model.specs.tensors[parameter].group
+
+    @torch.no_grad()
+    def _squares(self, run: Run, take: Callable[[str, Tensor], Tensor | None]) -> Tensor:
+        """(names,) fp64 on the device: sums of squares of the elements that this rank owns."""
+        places, device = self._places(run), run.topology.device
+        total = torch.zeros(len(places), dtype=torch.float64, device=device)
+        for name, parameter, _ in run.model.trainable():
+            local = local_box(parameter).local
+            value = take(name, local) if owns(parameter, run.model.topology) and local.numel() else None
+            if value is not None:
+                total[places[self._name(run, name)]] += torch.linalg.vector_norm(value, dtype=torch.float64).square().to(device)
+        return total
+
+
+class ReplicasHook(Periodic):
+    """Compares the replicas of every parameter, and names the tensor and the rank that differ."""
+
+    def act(self, run: Run) -> None:
+        """Compares all parameters.
+
+        Raises:
+            TrainingError: one drifted.
+        """
+        if found := drifted(run.model):
+            raise TrainingError(
+                f"after step {run.state.step} rank {found.rank} has other values of {found.name} than its replicas. The cause is "
+                "a faulty device or a nondeterministic kernel. Start the run again to resume from its newest checkpoint; "
+                "exclude that rank's device if it happens twice"
+            )

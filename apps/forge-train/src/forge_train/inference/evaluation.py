@@ -1,0 +1,105 @@
+"""Held-out loss of stored weights: of a run, a checkpoint or a Hugging Face folder, on any layout."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
+from forge_core.config.tree import Table, build
+from forge_core.errors import DataError, ForgeError
+from forge_core.protocols.weights import Weights
+from forge_core.redaction import refuse_redacted
+from forge_core.registry import Registry
+from forge_data.loading.evaluation import evaluation
+from forge_parallel.step.step import Step
+from forge_train.directory import run_directory
+from forge_train.formats.forge import table_of
+from forge_train.hooks.evaluation import bits_per_byte, perplexity
+from forge_train.inference.stored import load_sharded_model
+from forge_train.inference.tokenizer import tokenizer_for
+from forge_train.process.ranks import rank_zero_first
+from forge_train.recipe.load import Resolved, load
+
+_SECTIONS = ("job", "model", "data", "train", "precision", "schedule", "objective", "transforms")
+"""What says how a loss is computed. Hooks, checkpoints and the layout of the training run have no part in it."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of one held-out set.
+
+    Attributes:
+        loss: nats per predicted token.
+        perplexity: exp(loss).
+        bits_per_byte: of the text that the predicted tokens say; None where its size is not known.
+        tokens: that were predicted.
+    """
+
+    name: str
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+
+
+def recipe_for(weights: Weights, recipe: str | None, overrides: Sequence[str], world: int, registry: Registry) -> Resolved:
+    """The recipe under which weights are evaluated: the one that they carry, or another one, with the weights' own model.
+
+    Args:
+        recipe: says what is evaluated; None takes the recipe of the weights.
+        overrides: `--section.key=value`; the layout is one of data ranks unless they say otherwise.
+        world: number of processes.
+
+    Raises:
+        ForgeError: the weights carry no recipe and none is given, or it has faults, or has no [data.evaluation].
+    """
+    origin = weights.facts.origin if recipe is None else recipe
+    values: dict[str, Any] = dict(weights.facts.recipe) if recipe is None else load(recipe, (), None, registry).as_json()
+    if "data" not in values:
+        raise ForgeError(f"{origin} has no recipe with [data]; pass --recipe RECIPE")
+    chosen = {name: values[name] for name in _SECTIONS if name in values}
+    refuse_redacted({"data": chosen["data"]}, origin)
+    chosen["model"] = table_of(weights.model, registry)
+    chosen["data"] = {**chosen["data"], "phases": []}
+    micro_batch = chosen["train"]["micro_batch"]
+    chosen["train"] = {**chosen["train"], "global_batch": micro_batch * world}
+    tree = build(chosen, (), lambda _: origin, Path.cwd())
+    assert isinstance(tree, Table)
+    resolved = load(tree, overrides, world, registry)
+    if not resolved.job.data.evaluation:
+        raise ForgeError(
+            f"{origin} has no held-out set; add one, such as --data.evaluation.mine.name=text "
+            "--data.evaluation.mine.path=FILE, or pass another recipe with --recipe"
+        )
+    return resolved
+
+
+def scores(
+    weights: Weights, resolved: Resolved, device: torch.device, registry: Registry, say: Callable[[str], None]
+) -> Iterator[Score]:
+    """Collective: evaluates each held-out set of the recipe in turn; every rank gets the same numbers.
+
+    Raises:
+        ForgeError: a set cannot be read, was made with another tokenizer, or the weights do not fit the model.
+    """
+    job, layout = resolved.job, resolved.layout
+    assert layout is not None
+    with rank_zero_first(ProcessGroupWorld() if layout.world > 1 else SingleProcessWorld()):
+        try:
+            tokenizer = tokenizer_for(weights, None, registry, say)
+        except DataError:
+            tokenizer = None  # the weights were trained on ids, or their data are elsewhere by now
+        workspace = (weights.facts.run or run_directory(job)) / "data"
+        vocab_size = getattr(job.model, "vocab_size", None)
+        shape: dict[str, Any] = {"workspace": workspace, "vocab_size": vocab_size, "model": job.model, "report": say}
+        sets = evaluation(job.data, tokenizer=tokenizer, **shape)
+    model = load_sharded_model(weights, resolved, device, registry)
+    topology, step = model.topology, Step(model, job.objective.build())
+    for name, held_out in sets.items():
+        result = step.evaluate(held_out.batches(topology.data_rank, topology.data_size, job.train.micro_batch))
+        known = held_out.predicted()
+        per_byte = bits_per_byte(result.loss, *known) if known is not None and known[1] > 0 else None
+        yield Score(name, result.loss, perplexity(result.loss), per_byte, result.tokens)

@@ -1,0 +1,183 @@
+"""Opens stored weights, and loads them as a model: whole on one process, or laid out over ranks."""
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_ckpt.store.objects import is_url
+from forge_core.config.tree import Table, build
+from forge_core.errors import ForgeError
+from forge_core.protocols.weights import Weights
+from forge_core.registry import Registry
+from forge_parallel import accelerator
+from forge_parallel.model.initial_weights import fill
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.placement.boxes import local_box
+from forge_parallel.placement.topology import Topology
+from forge_train.formats.forge import table_of
+from forge_train.plan import plan_of
+from forge_train.recipe.load import Resolved, load
+
+HF_CONFIG = "config.json"
+DCP_METADATA = ".metadata"
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+def open_weights(where: str | Path, registry: Registry, weights: str = "model") -> Weights:
+    """The weights at `where`: of a run or a checkpoint, by path or URL; a folder in the Hugging Face format; or what Forge wrote
+    as safetensors, for `torch.distributed.checkpoint` or with `torch.save`.
+
+    Args:
+        weights: which ones of a checkpoint: the model's, or what a hook kept next to them, such as `ema`.
+
+    Raises:
+        ForgeError: there is nothing of that kind; see the converters.
+    """
+    path: Any = str(where) if is_url(where) else Path(where)
+    kind = format_of(where)
+    if kind != "forge" and weights != "model":
+        what = "a Hugging Face folder" if kind == "hf" else f"of format {kind!r}"
+        raise ForgeError(f"--weights {weights}: {path} is {what}, which has one set of weights; leave the option out")
+    options = {} if weights == "model" else {"weights": weights}
+    return registry.load("forge.converters", kind)(**options).build().read(path)
+
+
+def format_of(where: str | Path) -> str:
+    """The format of the weights at `where`, as its files say; `forge` for a run, a checkpoint and what is not there."""
+    if is_url(where):
+        return "forge"
+    path = Path(where)
+    marks = {"hf": (path / HF_CONFIG).is_file(), "safetensors": _is_plain(path), "dcp": (path / DCP_METADATA).is_file()}
+    marks["torch"] = (path.is_file() and path.suffix in TORCH_SUFFIXES) or (path / "model.pt").is_file()
+    return next((kind for kind, found in marks.items() if found), "forge")
+
+
+def _is_plain(path: Path) -> bool:
+    return path.suffix == ".safetensors" if path.is_file() else any(path.glob("*.safetensors"))
+
+
+@torch.no_grad()
+def load_model(weights: Weights, device: torch.device | None = None) -> torch.nn.Module:
+    """The whole model in the widest dtype among its weights, ready to run."""
+    from forge_models.hf.streamed_forward import buffers_of
+
+    component: Any = weights.model
+    place = device or torch.device(accelerator.kind())
+    with torch.device("meta"):
+        model = component.build()
+    held = dict(model.named_buffers())  # they keep the dtypes that they have
+    dtype = _widest(weights, held)
+    state = {name: value.to(place, copy=True) for name, value in buffers_of(weights, model, held).items()}
+    ties = dict(model.specs().ties)
+    for name in dict(model.named_parameters(remove_duplicate=False)):
+        original = ties.get(name, name)
+        if original not in state:
+            state[original] = weights.read([original])[original].to(device=place, dtype=dtype, copy=True)
+        state[name] = state[original]
+    model.load_state_dict(state, assign=True)
+    return model.eval()
+
+
+def stored_parameters(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of `load_model` by name, in its order; one is in memory at a time."""
+    component: Any = weights.model
+    with torch.device("meta"):
+        model = component.build()
+    dtype = _widest(weights, dict(model.named_buffers()))
+    for name in sorted(dict(model.named_parameters())):
+        yield name, weights.read([name])[name].to(dtype)
+
+
+def _widest(weights: Weights, buffers: Collection[str]) -> torch.dtype:
+    dtypes = [getattr(torch, entry.dtype) for name, entry in weights.tensors.items() if name not in buffers]
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+
+
+_SECTIONS = ("parallel", "transforms", "precision")
+"""What an override may change; nothing of the others is used."""
+
+_COMPUTES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+def recipe_to_generate(weights: Weights, overrides: Sequence[str], world: int, registry: Registry) -> Resolved:
+    """A recipe of the weights' model alone: numbers in the widest dtype among them, as on one process, and the ranks that
+    `--parallel.AXIS=N` says, data ranks that share the model where it says none.
+
+    Raises:
+        ForgeError: the overrides have faults, change what is not used, or lay the model out in a way that is refused.
+    """
+    dtypes = [getattr(torch, stored.dtype) for stored in weights.tensors.values()]
+    widest = reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point), torch.bfloat16)
+    compute = _COMPUTES.get(widest)
+    if compute is None:
+        raise ForgeError(f"{weights.facts.origin}: no layout computes in {widest}; convert the weights with --dtype bfloat16")
+    longest, vocab_size = (getattr(weights.model, name, default) for name, default in (("max_length", 2048), ("vocab_size", 2)))
+    length = longest // (2 * world) * 2 * world or longest
+    values = {
+        "model": table_of(weights.model, registry),
+        "precision": {"compute": compute, "state": compute},
+        # No batch is read; checks ask for rows that every layout of this world can cut.
+        "train": {"micro_batch": 1, "global_batch": 4 * world * world},
+        "data": {"sequence_length": length, "sources": [{"name": "random", "vocab_size": vocab_size, "tokens": length + 1}]},
+    }
+    tree = build(values, (), lambda _: weights.facts.origin, Path.cwd())
+    assert isinstance(tree, Table)
+    resolved = load(tree, overrides, world, registry)
+    for override in overrides:
+        key = override.removeprefix("--").partition("=")[0]
+        if override.startswith("--") and key.partition(".")[0] not in _SECTIONS:
+            raise ForgeError(
+                f"--{key} changes nothing here: only [{'], ['.join(_SECTIONS)}] say how a model is laid out; leave it out"
+            )
+    return resolved
+
+
+def load_sharded_model(weights: Weights, resolved: Resolved, device: torch.device, registry: Registry) -> ParallelModel:
+    """Collective: the model of a recipe over all ranks, each of which reads its own part of the weights.
+
+    Raises:
+        ForgeError: the weights do not fit the model.
+    """
+    job, layout = resolved.job, resolved.layout
+    assert layout is not None
+    precision = (job.precision.compute, job.precision.state)
+    topology = Topology.of(layout, device)
+    plan = plan_of(job, layout, registry)
+    model = realize(Blueprint.of(job.model.build), plan, topology, lambda model: fill_from(weights, model), *precision)
+    model.at_step(weights.facts.step, job.train.max_steps)
+    return model
+
+
+@torch.no_grad()
+def fill_from(weights: Weights, model: ParallelModel) -> None:
+    """Fills this rank's boxes; only their slices are read. Values are converted to the dtype of the model's state.
+
+    A buffer that the weights lack, such as a counter of a run, begins as in a new run.
+
+    Raises:
+        ForgeError: names or shapes differ; nothing was changed.
+    """
+    stored = weights.tensors
+    fresh = {
+        name: tensor for name, tensor in model.tensors() if name not in stored and not isinstance(tensor, torch.nn.Parameter)
+    }
+    pieces = [(name, model.piece(name, tensor)) for name, tensor in model.tensors() if name not in fresh]
+    faults = [f"{name}: not in the weights" for name, _ in pieces if name not in stored]
+    faults += [f"{name}: not in the model" for name in sorted(set(stored) - set(model.specs.tensors))]
+    faults += [
+        f"{name}: shape {piece.shape}, in the weights {stored[name].shape}"
+        for name, piece in pieces
+        if name in stored and stored[name].shape != tuple(piece.shape)
+    ]
+    if faults:
+        listed = "\n  ".join(faults[:20])
+        raise ForgeError(f"{weights.facts.origin} does not fit [model]; leave out the keys that differ from it:\n  {listed}")
+    for name, piece in pieces:
+        if piece.local.numel():
+            piece.local.copy_(weights.box(name, piece.offset, tuple(piece.local.shape)))
+    for name, tensor in fresh.items():
+        fill(local_box(tensor), model.specs.tensors[name], name, 0)

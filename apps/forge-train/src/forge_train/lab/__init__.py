@@ -1,0 +1,1 @@
+"""Experiments of many runs: sweeps, scaling laws, and comparisons of runs."""

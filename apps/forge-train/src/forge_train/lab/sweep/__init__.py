@@ -1,0 +1,1 @@
+"""Sweeps: variants of a recipe, trained in parallel and compared."""

@@ -1,0 +1,369 @@
+"""Initial weights of a run, from `[model] from_hf`, parts of the model, or `[start]`; what checkpoints keep of their origin.
+
+`[start]` takes some of the weights of another run. Everything is compared before anything changes: an error lists all tensors
+that do not fit. Tensors that are not taken begin as drawn from `job.seed`, and are reported.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_core.component import fields_of
+from forge_core.errors import DataError, ForgeError
+from forge_core.protocols.data import Tokenizer
+from forge_core.protocols.weights import Weights
+from forge_core.registry import Registry
+from forge_models.hf.reader import GENERATION
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.realize import initialize
+from forge_train.formats.forge import OF_THE_START, ForgeWeights
+from forge_train.inference.stored import fill_from, open_weights
+from forge_train.inference.tokenizer import settings_of, tokenizer_for
+from forge_train.recipe.load import FROM_HF, FROM_HF_IGNORE
+from forge_train.recipe.schema import Job, Start
+
+
+def initial_weights(job: Job, registry: Registry, report: Callable[[str], None]) -> Callable[[ParallelModel], None] | int:
+    """What `realize` takes as its source: the seed, or what loads weights where the recipe has some.
+
+    `report` is told what of them was ignored or left out.
+
+    Raises:
+        ForgeError: the recipe has two sources of weights.
+    """
+    component: Any = job.model
+    path = getattr(component, FROM_HF, None)
+    parts = weighted_parts(component)
+    if parts and path is not None:
+        raise ForgeError(
+            f"model.{FROM_HF} and the weights of model.{next(iter(parts))} are two sources of weights, and Forge cannot tell "
+            "which tensor comes from which; remove one of them"
+        )
+    if job.start.weights is not None:
+        if path is not None:
+            raise ForgeError(f"model.{FROM_HF} and start.weights are two sources of weights; remove one of them")
+        started = warm_start(job.start, job.job.seed, registry, report, component, tuple(parts))
+        return partial(_fill_with_parts, parts=parts, others=started, report=report)
+    if parts:
+        return partial(_fill_with_parts, parts=parts, others=partial(initialize, seed=job.job.seed), report=report)
+    if path is None:
+        return job.job.seed
+
+    def restore(model: ParallelModel) -> None:
+        converter = registry.load("forge.converters", "hf")(ignore=getattr(component, FROM_HF_IGNORE, ())).build()
+        weights = converter.read(Path(path))
+        for note in weights.facts.notes:
+            report(f"{path}: {note}")
+        fill_from(weights, model)
+
+    return restore
+
+
+def weighted_parts(model: Any) -> dict[str, Any]:
+    """Parts of a model that come with weights, by the name of their field, which is that of their module: components that answer
+    `weights()` with a `forge_core.protocols.weights.Weights`."""
+    fields = fields_of(type(model)) if dataclasses.is_dataclass(model) else ()
+    return {info.name: part for info in fields if hasattr(part := getattr(model, info.name), "weights")}
+
+
+@torch.no_grad()
+def _fill_with_parts(
+    model: ParallelModel, parts: dict[str, Any], others: Callable[[ParallelModel], None], report: Callable[[str], None]
+) -> None:
+    """Fills a model as `others` does, but tensors of these parts with their weights."""
+    others(model)
+    given = {name: part.weights() for name, part in parts.items()}
+    for name, weights in given.items():
+        for note in weights.facts.notes:
+            report(f"model.{name}: {note}")
+    for name, tensor in model.tensors():
+        part, _, inner = name.partition(".")
+        if part not in given:
+            continue
+        stored, piece = given[part].tensors.get(inner), model.piece(name, tensor)
+        if stored is None or stored.shape != tuple(piece.shape):
+            found = "does not have it" if stored is None else f"has the shape {stored.shape}, and not {tuple(piece.shape)}"
+            raise ForgeError(f"model.{part}: {given[part].facts.origin} does not fit: of {inner} it {found}")
+        if piece.local.numel():
+            piece.local.copy_(given[part].box(inner, piece.offset, tuple(piece.local.shape)))
+
+
+_SHOWN = 20
+
+
+def warm_start(
+    start: Start, seed: int, registry: Registry, report: Callable[[str], None], component: Any = None, parts: tuple[str, ...] = ()
+) -> Callable[[ParallelModel], None]:
+    """What `realize` takes as its source; `report` is told what was taken, what begins as drawn, and what was left.
+
+    `component` is the model's: one with a method `starts_from(weights)` says what it takes of the weights of another kind of
+    model. `parts` are modules whose weights come from elsewhere.
+    """
+    path = start.weights
+    assert path is not None, "the caller asks only where weights are given"
+
+    def restore(model: ParallelModel) -> None:
+        weights = open_weights(path, registry, start.section)
+        if hasattr(component, "starts_from"):
+            weights = component.starts_from(weights)
+        for note in weights.facts.notes:
+            report(f"{path}: {note}")
+        taken = tensors_to_take(start, weights.tensors)
+        if twice := [part for part in parts if any(name.startswith(f"{part}.") for name in taken)]:
+            raise ForgeError(
+                f"start.weights and the weights of model.{twice[0]} both have its tensors; leave them out with "
+                f"start.exclude = ['{twice[0]}.*'], or take a model.{twice[0]} without weights"
+            )
+        left = check_start(taken, weights, model)
+        drawn = [name for name in model.specs.tensors if name not in taken and name.partition(".")[0] not in parts]
+        check_drawn(drawn, left, start, weights, len(model.specs.tensors))
+        initialize(model, seed)
+        copy_tensors(taken, weights, model)
+        unused = sorted(set(weights.tensors) - set(taken.values()))
+        report(f"{path}: {len(taken)} of {len(model.specs.tensors)} tensors are those of step {weights.facts.step}")
+        if drawn:
+            report(f"drawn from job.seed: {_some(drawn)}")
+        if unused:
+            report(f"not taken from {path}: {_some(unused)}")
+
+    return restore
+
+
+def tensors_to_take(start: Start, stored: Iterable[str]) -> dict[str, str]:
+    """The model's name -> the stored name of each tensor that is taken.
+
+    Raises:
+        ForgeError: a pattern or a renaming has no part in it, two tensors get one name, or nothing is left.
+    """
+    renames = [_pair(text) for text in start.rename]
+    if len(dict(renames)) < len(renames):
+        raise ForgeError(f"start.rename has a name twice: {', '.join(start.rename)}")
+    renames.sort(key=lambda pair: -len(pair[0]))
+    idle = {*start.include, *start.exclude, *start.rename}
+    names: dict[str, str] = {}
+    for old in stored:
+        rule = next((pair for pair in renames if old.startswith(pair[0])), None)
+        new = old if rule is None else rule[1] + old.removeprefix(rule[0])
+        idle -= {f"{rule[0]}={rule[1]}"} if rule is not None else set()
+        hits = [pattern for pattern in start.include if fnmatchcase(new, pattern)]
+        misses = [pattern for pattern in start.exclude if fnmatchcase(new, pattern)]
+        idle -= {*hits, *misses}
+        if not hits or misses:
+            continue
+        if new in names:
+            raise ForgeError(f"start.rename gives {names[new]} and {old} one name, {new}")
+        names[new] = old
+    if idle:
+        raise ForgeError(f"[start]: {', '.join(map(repr, sorted(idle)))} fits no tensor of {start.weights}; check the names")
+    if not names:
+        raise ForgeError(f"[start] takes no tensor of {start.weights}; start.exclude has all that start.include has")
+    return names
+
+
+def check_start(taken: dict[str, str], weights: Weights, model: ParallelModel) -> list[str]:
+    """Compares what is to be taken with the model. What the model does not have is left out of `taken`, and returned.
+
+    Raises:
+        ForgeError: one error with every tensor of another shape or kind of number; or the model has none of them.
+    """
+    left = [name for name in taken if name not in model.specs.tensors]
+    for name in left:
+        del taken[name]
+    if not taken:
+        raise ForgeError(f"the model has no tensor of {weights.facts.origin} under its name; see start.rename")
+    faults = []
+    for name, tensor in model.tensors():
+        if name not in taken:
+            continue
+        shape, entry = tuple(model.piece(name, tensor).shape), weights.tensors[taken[name]]
+        if entry.shape != shape:
+            faults.append(f"{name}: shape {shape}, in the weights {entry.shape}")
+        if getattr(torch, entry.dtype).is_floating_point != tensor.dtype.is_floating_point:
+            faults.append(f"{name}: dtype {str(tensor.dtype).removeprefix('torch.')}, in the weights {entry.dtype}")
+    if faults:
+        listed = "\n  ".join(faults)
+        raise ForgeError(
+            f"{weights.facts.origin} does not fit [model]; nothing was loaded. Leave these out with start.exclude, or change "
+            f"[model]:\n  {listed}"
+        )
+    return left
+
+
+def check_drawn(drawn: list[str], left: list[str], start: Start, weights: Weights, total: int) -> None:
+    """Refuses to draw what the weights have under another name, as those of another fusion or kind of layer do.
+
+    Args:
+        drawn: tensors of the model that begin as drawn.
+        left: names in the weights that are to be taken, and that the model does not have.
+        start: `start.draw` names tensors that may be drawn all the same.
+        weights: where they come from.
+        total: tensors of the model.
+
+    Raises:
+        ForgeError: with the numbers; or a pattern of `start.draw` fits nothing that is drawn.
+    """
+    if idle := [pattern for pattern in start.draw if not any(fnmatchcase(name, pattern) for name in drawn)]:
+        raise ForgeError(f"start.draw: {', '.join(map(repr, idle))} fits no tensor that is drawn; check the names")
+    by_block: dict[tuple[str, ...], list[str]] = {}
+    for name in left:
+        by_block.setdefault(_parts(name)[:2], []).append(name)
+    found = {}
+    for name in drawn:
+        other = next((other for other in by_block.get(_parts(name)[:2], ()) if _differ_by_parts(name, other)), None)
+        if other is not None and not any(fnmatchcase(name, pattern) for pattern in start.draw):
+            found[name] = other
+    if found:
+        name, other = next(iter(found.items()))
+        raise ForgeError(
+            f"start.weights: {len(drawn)} of {total} tensors would be drawn from job.seed, and {weights.facts.origin} has "
+            f"{len(found)} of them under other names, as of another fusion or another kind of layer: {name} is {other} there. "
+            "Take the model of the weights, give names with start.rename, or say by start.draw which tensors may be drawn, such "
+            f"as start.draw = ['{name}'], with * and ?"
+        )
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """Of a name, without the end that every layer has: experts have one tensor where a linear layer has a `weight`."""
+    return tuple(name.removesuffix(".weight").split("."))
+
+
+def _differ_by_parts(one: str, other: str) -> bool:
+    """Whether the longer of two names is the shorter with further parts in between, such as a modality."""
+    few, many = sorted((_parts(one), _parts(other)), key=len)
+    rest = iter(many)
+    return all(part in rest for part in few)
+
+
+@torch.no_grad()
+def copy_tensors(taken: Mapping[str, str], weights: Weights, model: ParallelModel) -> None:
+    """Fills this rank's boxes of what is taken; values are converted to the dtype of the model's state."""
+    for name, tensor in model.tensors():
+        piece = model.piece(name, tensor)
+        if name in taken and piece.local.numel():
+            piece.local.copy_(weights.box(taken[name], piece.offset, tuple(piece.local.shape)))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, sign, new = text.partition("=")
+    if not sign or not old:
+        raise ForgeError(f"start.rename {text!r}: write OLD=NEW, such as encoder.=blocks.")
+    return old, new
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+TOKENIZER_KEY = "tokenizer"
+"""Key of a checkpoint's metadata with the fingerprint of the tokenizer that the run's ids are of."""
+GENERATION_KEY, TEMPLATE_KEY = OF_THE_START
+KEPT_KEYS = ("special_tokens", "ends", "family", GENERATION_KEY, TEMPLATE_KEY)
+"""Keys of a checkpoint's metadata that come from the weights that the run started from."""
+_PROBE = "The quick brown fox\n\n  def f(x):\treturn x[0] + 1234.5 # \u00e9\u00df \u732b \u0438 \U0001f642"
+
+
+def facts_of_start(job: Job, registry: Registry, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What a new run's checkpoints keep of the weights whose tokens it takes over; empty where it takes none.
+
+    Raises:
+        ForgeError: the ids of these weights are of another tokenizer than the run's data.
+    """
+    key, weights = _weights(job, registry)
+    if weights is None:
+        return {}
+    if tokenizer is not None and (why := _other_tokenizer(weights, tokenizer, registry)):
+        raise ForgeError(
+            f"{key}: the token ids of {weights.facts.origin} are of another tokenizer than those of the data: {why}; set "
+            "[data.tokenizer] to the tokenizer of the weights, or leave these weights out"
+        )
+    return facts_to_keep(weights)
+
+
+def facts_to_keep(weights: Weights) -> dict[str, Any]:
+    """The facts of weights that an export of what is made of them needs: ids, settings of generation, the chat template."""
+    facts = weights.facts
+    found: dict[str, Any] = {
+        "special_tokens": dict(facts.special_tokens),
+        "ends": list(facts.ends),
+        "family": facts.family,
+    }
+    if facts.tokenizer is not None:
+        found |= {GENERATION_KEY: _generation(facts.tokenizer), TEMPLATE_KEY: _template(facts.tokenizer)}
+    elif isinstance(weights, ForgeWeights):
+        found |= {name: weights.meta.get(name) for name in (GENERATION_KEY, TEMPLATE_KEY)}
+    return {name: value for name, value in found.items() if value}
+
+
+def facts_of_checkpoint(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What the checkpoint that a run resumes from keeps of these."""
+    return {name: meta[name] for name in KEPT_KEYS if name in meta}
+
+
+def _weights(job: Job, registry: Registry) -> tuple[str, Weights | None]:
+    """The weights whose table of tokens a run takes, and the key that names them."""
+    component: Any = job.model
+    if (path := getattr(component, FROM_HF, None)) is not None:
+        return f"model.{FROM_HF}", registry.load("forge.converters", "hf")(
+            ignore=getattr(component, FROM_HF_IGNORE, ())
+        ).build().read(Path(path))
+    if job.start.weights is None:
+        return "", None
+    weights = open_weights(job.start.weights, registry, job.start.section)
+    started = component.starts_from(weights) if hasattr(component, "starts_from") else weights
+    taken = any(name.endswith("embed.weight") for name in tensors_to_take(job.start, started.tensors))
+    return "start.weights", weights if taken else None
+
+
+def _other_tokenizer(weights: Weights, tokenizer: Tokenizer, registry: Registry) -> str:
+    """How ids differ; empty where they do not, as far as is known."""
+    if isinstance(weights, ForgeWeights) and weights.facts.tokenizer is None:
+        known = weights.meta.get(TOKENIZER_KEY)
+        if known in (None, tokenizer.fingerprint):
+            return ""
+        return f"their run had the one with the fingerprint {known[:12]}, here it is {tokenizer.fingerprint[:12]}"
+    if weights.facts.tokenizer is None:
+        return ""
+    try:
+        theirs = tokenizer_for(weights, None, registry, lambda _: None)
+    except DataError:
+        return ""  # files that Forge does not read
+    return tokenizer_difference(tokenizer, theirs)
+
+
+def tokenizer_difference(ours: Tokenizer, theirs: Tokenizer) -> str:
+    """The first id with another text in two tokenizers, or that a text has other ids; empty where there is none.
+
+    Files of one tokenizer may differ in how they are written, so the ids are compared: those that both have, one by one.
+    """
+    if ours.fingerprint == theirs.fingerprint:
+        return ""
+    for index in range(min(ours.vocab_size, theirs.vocab_size)):
+        if (here := ours.decode([index])) != (there := theirs.decode([index])):
+            return f"id {index} is {there!r} there and {here!r} here"
+    here, there = ours.encode(_PROBE).tolist(), theirs.encode(_PROBE).tolist()
+    if here != there:
+        place = next((at for at, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
+        return f"the same text has other ids, from {there[place : place + 3]} there and {here[place : place + 3]} here on"
+    return ""
+
+
+def _generation(folder: Path) -> Any:
+    path = folder / GENERATION
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _template(folder: Path) -> Any:
+    """The chat template of a tokenizer's folder: one text, or several by name."""
+    if (path := folder / "chat_template.jinja").is_file():
+        return path.read_text(encoding="utf-8")
+    if (path := folder / "chat_template.json").is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found.get("chat_template") if isinstance(found, dict) else None
+    return settings_of(folder).get("chat_template")

@@ -1,1 +1,0 @@
-"""The arithmetic of learning-rate schedules: functions of the step, without torch."""

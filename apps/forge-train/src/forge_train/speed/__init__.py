@@ -1,1 +1,0 @@
-"""What share of a device's speed the products of a model take."""

@@ -1,1 +1,0 @@
-"""Where the numbers of a run are written."""
