@@ -107,10 +107,10 @@ class EvaluateHook(Periodic):
             gone = source.missing() if hasattr(source, "missing") else []
             if gone:
                 others = f" and {len(gone) - _IMAGES_SHOWN} others" if len(gone) > _IMAGES_SHOWN else ""
+                named = f"{', '.join(gone[:_IMAGES_SHOWN])}{others}"
                 raise DataError(
-                    f"hook 'evaluate': held-out set {name!r} has {len(gone)} images that are missing: "
-                    f"{', '.join(gone[:_IMAGES_SHOWN])}{others}; put them back, or remove {getattr(source, 'name', 'its store')}, "
-                    "which is then made again without them as far as `skip` allows"
+                    f"hook 'evaluate': held-out set {name!r} has {len(gone)} images that are missing: {named}; put them back, or "
+                    f"remove {getattr(source, 'name', 'its store')}, which is then made again without them as far as `skip` allows"
                 )
 
     def start(self, run: Run) -> None:
