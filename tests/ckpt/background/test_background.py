@@ -349,12 +349,12 @@ import sys, time
 from pathlib import Path
 from ckpt.background.stores import Told
 from ckpt.ranks import sample, whole
-from forge_ckpt.background import Background
+from forge_ckpt.background import BackgroundSaves
 from forge_ckpt.world import SingleProcessWorld
-from forge_ckpt.checkpoint.write import Order
+from forge_ckpt.checkpoint.write import SaveRequest
 
-background = Background(Told(Path(sys.argv[1])), SingleProcessWorld(), SingleProcessWorld())
-background.save(whole(sample(1)), Order(1, {}))
+background = BackgroundSaves(Told(Path(sys.argv[1])), SingleProcessWorld(), SingleProcessWorld())
+background.save(whole(sample(1)), SaveRequest(1, {}))
 while background._process is None or background._process.process is None:
     time.sleep(0.005)
 print(background._process.process.pid, flush=True)

@@ -19,12 +19,12 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 import torch
-from forge_models.components.decoder import Decoder
+from forge_models.components.decoder import DecoderConfig
 from forge_models.interp.recorder import record
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = Decoder(dim=32, layers=2, heads=4, vocab_size=97, max_length=64).build()
+model = DecoderConfig(dim=32, layers=2, heads=4, vocab_size=97, max_length=64).build()
 for parameter in model.parameters():
     torch.nn.init.normal_(parameter, std=0.3)
 inputs = list(torch.randint(0, 97, (60, 16)))
