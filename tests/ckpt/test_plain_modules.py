@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from forge_ckpt import LocalStore, ProcessGroupWorld, SingleProcessWorld, load, module_pieces, newest, save
+from forge_ckpt import LocalStore, ProcessGroupWorld, SingleProcessWorld, load, pieces, newest, save
 from forge_core.errors import CheckpointError
 from harness.pool import World
 
@@ -76,7 +76,7 @@ def _saved(kind: str, folder: Path) -> float:
     optimizer = _optimizer(module)
     _trained(module, optimizer, 3)
     world = ProcessGroupWorld() if dist.is_initialized() else SingleProcessWorld()
-    save(LocalStore(folder), module_pieces(module, optimizer, world=world), {"rate": 0.05}, step=3, world=world)
+    save(LocalStore(folder), pieces(module, optimizer, world=world), {"rate": 0.05}, step=3, world=world)
     return _trained(module, optimizer, 2)
 
 
@@ -90,7 +90,7 @@ def _resumed(kind: str, folder: Path) -> tuple[float, dict[str, Tensor]]:
     store = LocalStore(folder)
     found = newest(store, world)
     assert found is not None
-    meta = load(store, found, module_pieces(module, optimizer, world=world, fresh=True), world)
+    meta = load(store, found, pieces(module, optimizer, world=world, fresh=True), world)
     assert meta["rate"] == optimizer.param_groups[0]["lr"] == 0.05
     state = {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in module.state_dict().items()}
     return _trained(module, optimizer, 2), state
@@ -116,7 +116,7 @@ def _waiting() -> str:
     module = Net()
     module.register_buffer("sum", DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     try:
-        module_pieces(module, world=ProcessGroupWorld())
+        pieces(module, world=ProcessGroupWorld())
     except CheckpointError as refusal:
         return str(refusal)
     return ""
@@ -128,14 +128,14 @@ def test_trials_d12_what_is_no_part_of_a_checkpoint_is_refused(world: World) -> 
     module = Net()
     stranger = torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=1.0, momentum=0.9)
     with pytest.raises(CheckpointError, match=r"parameter of shape \(3, 2\) that the model does not have"):
-        module_pieces(module, stranger, **alone, fresh=True)
+        pieces(module, stranger, **alone, fresh=True)
     with pytest.raises(CheckpointError, match="has made no step"):
-        module_pieces(module, stranger, **alone, fresh=True)
+        pieces(module, stranger, **alone, fresh=True)
     optimizer = _optimizer(module)
     _trained(module, optimizer, 1)
     optimizer.state[module.scale]["step"] = 1
     with pytest.raises(CheckpointError, match="scale/step is a int, and a checkpoint holds tensors"):
-        module_pieces(module, optimizer, **alone)
+        pieces(module, optimizer, **alone)
 
 
 def test_trials_d12_a_fresh_state_leaves_weights_and_rates() -> None:
@@ -145,7 +145,7 @@ def test_trials_d12_a_fresh_state_leaves_weights_and_rates() -> None:
         torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5),
         torch.optim.SGD(module.parameters(), lr=torch.tensor(0.1), momentum=0.9, weight_decay=0.5),
     ):
-        named = [piece.name for piece in module_pieces(module, optimizer, world=SingleProcessWorld(), fresh=True)]
+        named = [piece.name for piece in pieces(module, optimizer, world=SingleProcessWorld(), fresh=True)]
         assert sum(name.startswith("optimizer/") for name in named) == (24 if isinstance(optimizer, torch.optim.AdamW) else 8)
         assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

@@ -1,7 +1,9 @@
 """The shape that the repository keeps: versions, sizes of files, names, and what every component looks like."""
 
+import ast
 import dataclasses
 import io
+import re
 import tokenize
 import tomllib
 from importlib import import_module
@@ -98,6 +100,125 @@ def test_no_file_is_long_without_a_reason():
     for file in (*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), ROOT / "noxfile.py"):
         lines = file.read_text().splitlines()
         assert len(lines) <= LONG or "long" in "\n".join(lines[:12]), f"{file.relative_to(ROOT)} has {len(lines)} lines"
+
+
+SHORT = frozenset({"forge_models/conformance/mlps.py", "forge_parallel/conformance/transforms.py"})
+"""Files of at most 60 lines that only one neighbor imports, and why not: a check of conformance is a module of its own."""
+
+REPEATED = frozenset(
+    (
+        "AdamW",
+        "Agreement",
+        "Asked",
+        "Attention",
+        "Block",
+        "Checkpoint",
+        "Context",
+        "Copy",
+        "Data",
+        "Device",
+        "Encoded",
+        "Evaluation",
+        "Experts",
+        "Facts",
+        "Family",
+        "Forward",
+        "Fused",
+        "Gathered",
+        "Group",
+        "Head",
+        "Header",
+        "Health",
+        "ImageAttention",
+        "ImageBlock",
+        "Job",
+        "Kept",
+        "Kind",
+        "Linear",
+        "Llava",
+        "Losses",
+        "MLP",
+        "Manifest",
+        "Mllama",
+        "ModalityExperts",
+        "Model",
+        "Muon",
+        "Order",
+        "PatchEmbedding",
+        "Perceiver",
+        "PerceiverLayer",
+        "Piece",
+        "Pieces",
+        "Pipeline",
+        "Place",
+        "Precision",
+        "Projection",
+        "Recording",
+        "Result",
+        "Routing",
+        "Rows",
+        "Run",
+        "Series",
+        "Setting",
+        "Settings",
+        "Share",
+        "Slot",
+        "Span",
+        "Standalone",
+        "Start",
+        "State",
+        "Step",
+        "StepResult",
+        "Stop",
+        "StoreWriter",
+        "Stragglers",
+        "Timeline",
+        "TooLong",
+        "Topology",
+        "Train",
+        "Watch",
+    )
+)
+"""Public class names that have several meanings today. Remove a name here when it has one; none may be added."""
+
+
+def test_no_short_file_has_a_single_neighbor_that_imports_it():
+    modules = {".".join(file.relative_to(src_of(file)).with_suffix("").parts): file for file in SOURCES}
+    importers: dict[str, set[str]] = {name: set() for name in modules}
+    for name, file in modules.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for one in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                    importers.get(one, set()).add(name)
+    found = set()
+    for name, file in modules.items():
+        others = {one for one in importers[name] if modules[one].name != "__init__.py"} - {name}
+        short = file.name not in ("__init__.py", "__main__.py") and len(file.read_text().splitlines()) <= 60
+        if short and len(others) == 1 and modules[others.pop()].parent == file.parent:
+            found.add(str(file.relative_to(src_of(file))))
+    assert found == SHORT, "merge the file with its neighbor"
+
+
+def test_a_public_class_name_has_one_meaning():
+    places: dict[str, list[str]] = {}
+    for file in SOURCES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(file.relative_to(src_of(file))))
+    repeated = {name: files for name, files in places.items() if len(files) > 1}
+    assert set(repeated) == REPEATED, {name: repeated.get(name) for name in set(repeated) ^ REPEATED}
+
+
+def test_the_files_of_the_newcomers_test_exist():
+    page = (ROOT / "docs/adr/0038-one-concept-is-one-file.md").read_text()
+    files = re.findall(r"^\| .* \| `(\S+)` \|$", page, re.MULTILINE)
+    known = {str(file.relative_to(src_of(file))) for file in SOURCES}
+    assert len(files) == 20 and not set(files) - known
+
+
+def src_of(file: Path) -> Path:
+    """The folder `src` that a source is in."""
+    return next(parent for parent in file.parents if parent.name == "src")
 
 
 def test_files_are_flushed_in_one_module():

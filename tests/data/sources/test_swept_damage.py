@@ -244,6 +244,6 @@ def test_damaged_rows_of_a_dataset_are_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[: at + 4 * place] + struct.pack("<i", value) + whole[at + 4 * place + 4 :])
         records = HuggingFace(path=str(tmp_path / "set")).records()
         with pytest.raises(DataError, match=r"set is damaged in rows 0 to 8: .*; restore it"):
-            from forge_data.sources.records import Skips, read
+            from forge_data.sources.records import Skips, read_part
 
-            list(read(records.parts(1 << 20)[0], records.wanted, Skips()))
+            list(read_part(records.parts(1 << 20)[0], records.wanted, Skips()))

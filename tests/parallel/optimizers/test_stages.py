@@ -162,7 +162,7 @@ def test_modules_without_anything_to_learn_run_as_in_evaluation() -> None:
 
 def test_an_optimizer_whose_states_are_not_of_parameters_is_refused() -> None:
     class OneCount:
-        optimizers = "elementwise"
+        shards = "elementwise"
 
         def build(self, model: Any) -> Any:
             made = AdamW().build(model)
@@ -205,7 +205,7 @@ def test_a_step_that_is_skipped_does_not_hold_a_stage_up(component: Any) -> None
 
 def test_a_decay_that_an_optimizer_does_not_have_is_refused() -> None:
     class Bare:
-        optimizers = "elementwise"
+        shards = "elementwise"
 
         def build(self, model: Any) -> Any:
             return AdamW().build(model)

@@ -131,7 +131,7 @@ def test_e6_the_library_refuses_it_too_and_builds_it_on_one_rank(plugins: Any) -
 
 @dataclass(frozen=True, kw_only=True)
 class Misspelled(Component):
-    optimizers: ClassVar[str] = "element-wise"
+    shards: ClassVar[str] = "element-wise"
 
     def build(self, model: Any) -> Any:
         raise NotImplementedError

@@ -13,7 +13,6 @@ from forge_core.protocols.job import Job
 from forge_data import components
 from forge_data.order.phases import batch_faults, faults_of, too_long_of, weight_of
 from forge_data.section import Data
-from forge_data.sources.store import read_manifest
 
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 """Ids of tiktoken's own encodings, one more than the largest."""
@@ -138,6 +137,8 @@ def _bare_stores(data: Data) -> Iterator[RecipeWarning]:
 
 
 def _is_bare(path: str) -> bool:
+    from forge_data.sources.store import read_manifest  # numpy, which a check that gets here has loaded with the tokenizer
+
     try:
         entry = read_manifest(Path(path)).tokenizer
     except DataError:  # opening it says what is wrong with it

@@ -17,7 +17,6 @@ from forge_core.component import FREE, Component
 from forge_core.protocols.data import EvaluationSet
 from forge_core.protocols.model import LossTerms
 from forge_core.protocols.run import Hook, Run, StepResult
-from forge_models.blocks.logit_passes import chunk_rows
 from forge_vlm.context import Modalities
 
 if TYPE_CHECKING:
@@ -184,6 +183,8 @@ class ModalityObjective:
 def predict(head: Any, hidden: "Tensor") -> "Tensor":
     """(B, T) int64: the id with the largest logit. Logits are computed for a few positions at a time."""
     import torch
+
+    from forge_models.blocks.logit_passes import chunk_rows
 
     rows, length, width = hidden.shape
     size = max(1, chunk_rows(head.weight.shape[0], width, hidden.element_size()) // max(1, rows))
