@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from forge_ckpt import LocalStore, ProcessGroupWorld, SingleProcessWorld, load, pieces, newest, save
+from forge_ckpt import LocalStore, ProcessGroupWorld, SingleProcessWorld, load, newest, pieces, save
 from forge_core.errors import CheckpointError
 from harness.pool import World
 

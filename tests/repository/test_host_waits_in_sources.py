@@ -14,9 +14,9 @@ import pytest
 
 PACKAGES = Path(__file__).parents[2] / "packages"
 ROOMS = {
-    "forge_ckpt": ("transfer",),
+    "forge_ckpt": ("format/tensor_bytes.py",),
     "forge_models": ("blocks",),
-    "forge_parallel": ("step", "experts", "tensor", "context", "float8", "optim", "transforms", "pipeline"),
+    "forge_parallel": ("step", "optim", "transforms", "pipeline"),
 }
 READS = frozenset({"item", "tolist", "cpu", "nonzero", "synchronize"})
 COPIES = frozenset({"torch.tensor", "torch.as_tensor"})
@@ -43,8 +43,8 @@ ALLOWED = {
     ),
     "forge_parallel/optim/elementwise.py _parts: torch.tensor": (2, "once, with the optimizer; no step makes one"),
     "forge_parallel/optim/adamw8bit.py Blocks.numbers: torch.tensor": (1, "once, with the optimizer; no step makes one"),
-    "forge_parallel/step/pipeline.py Runner._told: torch.tensor": (1, "in the first step only"),
-    "forge_parallel/step/pipeline.py Runner._told: tolist": (1, "in the first step only"),
+    "forge_parallel/step/pipeline.py PipelineRunner._told: torch.tensor": (1, "in the first step only"),
+    "forge_parallel/step/pipeline.py PipelineRunner._told: tolist": (1, "in the first step only"),
     "forge_parallel/step/timing.py DeferredRead.numbers: synchronize": (
         1,
         "the verdict of a step, read a step later",
@@ -72,7 +72,7 @@ def test_lines_that_wait_are_those_that_are_listed() -> None:
     for package, rooms in ROOMS.items():
         source = PACKAGES / package.replace("_", "-") / "src" / package
         for room in rooms:
-            files = sorted((source / room).rglob("*.py"))
+            files = [source / room] if room.endswith(".py") else sorted((source / room).rglob("*.py"))
             assert files, f"{package}/{room} does not exist"
             for file in files:
                 name = file.relative_to(source.parent).as_posix()

@@ -252,7 +252,8 @@ def follows(name: str, old, new, lr: float, betas: tuple[float, float], decay: f
 
 def checkpoint(run: Path, step: int) -> dict[str, np.ndarray]:
     """Every floating-point tensor of one checkpoint, whole, in fp64."""
-    from forge_ckpt.checkpoint.read import load, resolve
+    from forge_ckpt.checkpoint.locate import resolve
+    from forge_ckpt.checkpoint.read import load
     from forge_ckpt.checkpoint.verification import open_manifest
     from forge_ckpt.store.local import LocalStore
     from forge_ckpt.world import SingleProcessWorld

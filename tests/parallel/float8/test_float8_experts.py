@@ -338,7 +338,7 @@ def test_shapes_are_checked_before_the_run_and_named() -> None:
     with pytest.raises(PlanError, match=r"blocks\.\*\.mlp\.experts\.gate_proj: 24 x 32, .*experts\.down_proj: 32 x 24\. Choose"):
         _converted(Float8(experts=True), odd.build)
     _converted(Float8(), odd.build)
-    from forge_parallel.transforms.float8.transform import check_experts
+    from forge_parallel.transforms.float8.layers import check_experts
 
     specs = Blueprint.of(DECODER.build).specs
     shapes = {"blocks.1.mlp.experts.up_proj": (48, 32), "blocks.1.mlp.experts.down_proj": (32, 48)}

@@ -18,7 +18,7 @@ from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement import shares
 from forge_parallel.placement.topology import Topology
-from forge_parallel.transforms.float8 import conversion, transform
+from forge_parallel.transforms.float8 import conversion, layers
 from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.tensor.transform import TensorParallel as TensorParallel
 from models.variants import VARIANTS
@@ -31,7 +31,7 @@ DECODER = DecoderConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab
 def test_every_linear_layer_of_the_zoo_is_converted_and_no_head_expert_or_router(variant: str) -> None:
     sizes = {"dim": 48, "heads": 6, "head_dim": 10, "ffn_dim": 56, "vocab_size": 101, "max_length": 64} | VARIANTS[variant]
     blueprint = Blueprint.of(DecoderConfig(**{**sizes, "layers": 2}).build)
-    paths = transform.candidates(blueprint.specs)
+    paths = layers.candidates(blueprint.specs)
     modules = dict(blueprint.module.named_modules())
     assert {path for path in paths if isinstance(modules[path], nn.Linear)} == {
         path for path, module in modules.items() if isinstance(module, nn.Linear)
@@ -83,14 +83,14 @@ def test_shapes_are_checked_before_the_run_and_named() -> None:
 def test_shapes_are_those_that_tensor_parallel_ranks_hold() -> None:
     specs: Specs = Blueprint.of(DECODER.build).specs
     shapes = {"blocks.0.mlp.up_proj": (48, 64), "blocks.0.attention.k_proj": (32, 64), "blocks.0.attention.o_proj": (64, 64)}
-    transform.check_shapes(shapes, specs, 1)
+    layers.check_shapes(shapes, specs, 1)
     with pytest.raises(PlanError, match=r"blocks\.\*\.mlp\.up_proj: 24 x 64 \(cut by parallel\.tp = 2\)\. Choose"):
-        transform.check_shapes(shapes, specs, 2)
+        layers.check_shapes(shapes, specs, 2)
     with pytest.raises(PlanError, match=r"gate_proj, blocks\.\*\.mlp\.up_proj: 24 x 64 \(cut by parallel\.tp = 2\)"):
         _apply(Float8(), replace(DECODER, ffn_dim=48), "tp2")
 
     def held(path: str, shape: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-        return shares.held(transform.matrix_of(path, shape, specs), specs.units, 4)
+        return shares.held(layers.matrix_of(path, shape, specs), specs.units, 4)
 
     assert held("blocks.0.attention.k_proj", (32, 64)) == ((16, 64),), "one head of two, on two ranks each"
     assert held("blocks.0.mlp.up_proj", (40, 64)) == ((10, 64),)

@@ -39,7 +39,7 @@ def opened(directory: str, foreign: bool) -> "tuple[AnyStore, str | None]":
 
 def named(store: "AnyStore", step: str | None) -> str:
     """The checkpoint that a step or a name means; the newest without one."""
-    from forge_ckpt.checkpoint.read import resolve
+    from forge_ckpt.checkpoint.locate import resolve
     from forge_ckpt.world import SingleProcessWorld
 
     try:

@@ -58,11 +58,11 @@ def float8_can_multiply(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     float8 = job.transforms.get("float8")
     if not isinstance(float8, Float8) or (model := outline_of(job)) is None or model.matrices is None:
         return
-    from forge_parallel.transforms.float8 import transform
+    from forge_parallel.transforms.float8 import layers
 
     stacks = tuple(dict.fromkeys(name.rpartition(".")[0] for name in model.experts or ())) if float8.experts else ()
     try:
-        chosen = transform.selected([*model.matrices, *stacks], float8.include, float8.exclude)
+        chosen = layers.selected([*model.matrices, *stacks], float8.include, float8.exclude)
     except PlanError as error:
         yield Fault("transforms.float8", str(error))
         return

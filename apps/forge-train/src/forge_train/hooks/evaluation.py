@@ -110,7 +110,7 @@ class EvaluateHook(Periodic):
                 named = f"{', '.join(gone[:_IMAGES_SHOWN])}{others}"
                 raise DataError(
                     f"hook 'evaluate': held-out set {name!r} has {len(gone)} images that are missing: {named}; put them back, or "
-                    f"remove {getattr(source, 'name', 'its store')}, which is then made again without them as far as `skip` allows"
+                    f"remove {getattr(source, 'name', 'its store')}, which is made again without them as far as `skip` allows"
                 )
 
     def start(self, run: Run) -> None:

@@ -6,17 +6,21 @@ from typing import TypeAlias
 
 from forge_ckpt.errors import Damaged, NewerFormat
 from forge_ckpt.format.manifest import Manifest
-from forge_ckpt.format.names import MANIFEST, committed, marked
+from forge_ckpt.format.names import MANIFEST, committed, is_safe, marked
 from forge_ckpt.store.local import MARKER, LocalStore
 from forge_ckpt.store.objects import is_url
 from forge_ckpt.store.remote import RemoteStore
+from forge_ckpt.world import SingleProcessWorld, from_rank_0
 from forge_core.errors import CheckpointError
+from forge_core.protocols.checkpoint import Store, World
 
 CHECKPOINTS = "checkpoints"
 """Where a run keeps its checkpoints, below its directory."""
 
 AnyStore: TypeAlias = LocalStore | RemoteStore
 """A store that a path or a URL means; `root` is that."""
+
+_STEPS_SHOWN = 30
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,6 @@ def locate(where: str | Path) -> CheckpointLocation:
     Raises:
         CheckpointError: there is none.
     """
-    from forge_ckpt.checkpoint.read import resolve
-    from forge_ckpt.world import SingleProcessWorld
 
     store, name = store_of(where)
     run = store.root.parent if isinstance(store.root, Path) and store.root.name == CHECKPOINTS else None
@@ -129,3 +131,23 @@ def _remote(url: str) -> tuple[RemoteStore, str | None]:
 
 def _gone(mark: str | Path, name: str) -> str:
     return f"{mark} names {name}, which is not there; a run that goes on sets it again at its next save"
+
+
+def resolve(store: Store, which: str | int | None, world: World) -> str:
+    """Collective: the directory of a step (its last generation), of a name, or of the newest when None.
+
+    Raises:
+        CheckpointError: none was found; names the available steps.
+    """
+    names = from_rank_0(world, lambda: list(store.list()))
+    if isinstance(which, str) and which in names and is_safe(which):
+        return which
+    steps = committed(names)
+    for entry in steps:
+        if which is None or entry.step == which:
+            return entry.name
+    place = getattr(store, "root", "the store")
+    if not steps:
+        raise CheckpointError(f"no checkpoint found in {place}; give a run's directory, its checkpoints, or one checkpoint")
+    offered = ", ".join(str(entry.step) for entry in steps[:_STEPS_SHOWN])
+    raise CheckpointError(f"checkpoint {which!r} not found in {place}; available steps: {offered}")

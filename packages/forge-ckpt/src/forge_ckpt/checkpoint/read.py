@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from forge_ckpt.checkpoint.locate import AnyStore
+from forge_ckpt.checkpoint.locate import AnyStore, resolve
 from forge_ckpt.checkpoint.verification import agreed_fault, hidden_file, open_manifest
 from forge_ckpt.errors import Damaged, NewerFormat
 from forge_ckpt.format.codec import decode
 from forge_ckpt.format.manifest import CHUNK_BYTES, Manifest, TensorInfo, meeting
-from forge_ckpt.format.names import DAMAGED, SUPERSEDED, committed, free_name, is_safe
+from forge_ckpt.format.names import DAMAGED, SUPERSEDED, committed, free_name
 from forge_ckpt.format.tensor_bytes import DTYPES, DoubleBuffer, copy_box, dtype_name
 from forge_ckpt.world import SingleProcessWorld, describe_error, from_rank_0
 from forge_core.errors import CheckpointError
@@ -232,26 +232,6 @@ def _opened(store: Store, name: str, world: World) -> Manifest:
     if said := next((text.decode() for text in world.all_gather(said.encode()) if text), ""):
         raise CheckpointError(f"{name} cannot be read: {said}; all ranks must see the same directory")
     return manifest
-
-
-def resolve(store: Store, which: str | int | None, world: World) -> str:
-    """Collective: the directory of a step (its last generation), of a name, or of the newest when None.
-
-    Raises:
-        CheckpointError: none was found; names the available steps.
-    """
-    names = from_rank_0(world, lambda: list(store.list()))
-    if isinstance(which, str) and which in names and is_safe(which):
-        return which
-    steps = committed(names)
-    for entry in steps:
-        if which is None or entry.step == which:
-            return entry.name
-    place = getattr(store, "root", "the store")
-    if not steps:
-        raise CheckpointError(f"no checkpoint found in {place}; give a run's directory, its checkpoints, or one checkpoint")
-    offered = ", ".join(str(entry.step) for entry in steps[:_SHOWN])
-    raise CheckpointError(f"checkpoint {which!r} not found in {place}; available steps: {offered}")
 
 
 def _fitting(

@@ -13,7 +13,7 @@ from forge_core.protocols.model import ExpertStack
 from forge_parallel import accelerator, torchao_library
 from forge_parallel.placement.collectives import Ranks
 from forge_parallel.placement.shares import collapsed, stacks
-from forge_parallel.transforms.float8.transform import candidates, check_experts, check_shapes, selected
+from forge_parallel.transforms.float8.layers import candidates, check_experts, check_shapes, selected
 from forge_parallel.transforms.tensor.rules import Role, ancestors, rules
 
 if TYPE_CHECKING:
