@@ -1,4 +1,10 @@
-"""A saver process from its parent's side: it is started, given drafts, and its collectives are carried out here."""
+"""Saves in the background: training waits only while its state is copied in memory.
+
+A save contains the state at the moment of `BackgroundSaves.save`; later steps do not change it. Saves are written one at a
+time, in the order in which they were requested, by a saver process or by a thread of this process. A save that fails fails on
+all ranks and changes nothing else. `SaverProcess` is the parent's side of the saver: it starts the process, sends drafts, and
+runs its collectives (docs/adr/0033).
+"""
 
 import json
 import logging

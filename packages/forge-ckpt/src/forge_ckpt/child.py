@@ -1,4 +1,8 @@
-"""Copies of tensors in memory that two processes share. Needs no torch."""
+"""The saver process, its channel to the parent, and the memory that both share. Needs no torch.
+
+The parent copies boxes of tensors into shared memory and sends a description of the checkpoint. The child hashes and writes
+them. It opens no process group: a collective is a request to the parent, and the parent returns the answer.
+"""
 
 import json
 import logging

@@ -1,7 +1,10 @@
-"""The accelerator of this process: the only module of this package that asks what kind a device is, or calls torch by its kind.
+"""The accelerator of this process: the only module of this package that asks what kind a device is, or calls torch by its
+kind.
 
-`torch.accelerator` answers for every kind. What a test, or a stand-in for a GPU, has shown on one kind alone is asked for here by
-what it is, and another kind says no: ROCm, whose devices torch calls `cuda`, too, and XPU differ from CUDA in this file only.
+`torch.accelerator` answers for every kind. What has been tested, or rehearsed by a stand-in for a GPU, on one kind only is
+asked for by name, and other kinds refuse: ROCm, whose devices torch calls `cuda` too, and XPU differ from CUDA in this file
+only. Also here: whether the process can compile for its device, which is tried with a function of one line, and deterministic
+kernels.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Finding the checkpoint to continue from, and loading it: verified first, then copied, on any layout."""
+"""Finds the checkpoint to continue from and loads it, verified first, on any layout; reads boxes of stored tensors."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Whether what a run will save has room where it saves, asked before it trains. Nothing is copied and nothing written."""
+"""From live tensors to a draft of a checkpoint, its save while training waits, and the check that there is room for it."""
 
 import json
 import resource

@@ -1,4 +1,8 @@
-"""Waits for files of other nodes: network file systems cache listings."""
+"""Verification of checkpoints: are all files visible, and do they contain what was written?
+
+Network file systems cache listings, so a rank waits for files that another node has written. Then the ranks divide the bytes
+of a checkpoint among themselves and compare them with the checksums of its manifest.
+"""
 
 import json
 import time

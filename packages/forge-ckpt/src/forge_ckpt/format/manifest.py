@@ -1,4 +1,7 @@
-"""What an element of a tensor is called in a manifest, and how many bytes it has. Needs no torch."""
+"""The manifest of a checkpoint: its tensors, the boxes in its files, and proof that the boxes cover every tensor exactly once.
+
+Needs no torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,12 @@
-"""What one rank tells rank 0 about its files, and how rank 0 joins the tables of all ranks.
+"""The files of one rank: the table of its boxes, the bytes with their checksums, and frozen tensors that are stored once.
 
-Names, dtypes and shapes are the bulk of a table and mostly the same on every rank: they travel once per distinct list (its
-*signature*), the boxes and checksums as plain int64 arrays.
+Names, dtypes and shapes are most of a table and mostly the same on every rank, so they are sent once per distinct list (its
+*signature*); boxes and checksums are plain int64 arrays. A rank file has no header: the manifest says which boxes it contains,
+in order, and the length of a box follows from its shape and dtype.
+
+Frozen tensors are stored once: a checkpoint gets the file of the one before under a further name (a hard link). The name of
+such a file is made of the checksums of its boxes, and its bytes are read and compared before it gets a further name. Needs no
+torch.
 """
 
 import json

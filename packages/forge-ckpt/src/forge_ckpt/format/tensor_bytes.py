@@ -1,4 +1,4 @@
-"""What a device offers for copies: host memory that it reaches by itself, and an event that tells when a copy is over."""
+"""Tensors as bytes: read from and written to host memory, through two pinned buffers where the device has its own memory."""
 
 import logging
 from collections import deque

@@ -1,4 +1,4 @@
-"""Faults of a network or a server that pass by themselves, and how often an action is repeated for one."""
+"""Objects below a URL, through fsspec: requests are repeated when a fault of the network or the server passes by itself."""
 
 import errno
 import inspect

@@ -1,4 +1,7 @@
-"""A world of any size in one process: collectives return at once and move nothing, and tensors have no memory."""
+"""A world of any size in one process: collectives return at once and move nothing, and tensors have no memory.
+
+Routing of experts is balanced, and attention kernels of GPUs have stand-ins.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

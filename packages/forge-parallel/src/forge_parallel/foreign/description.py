@@ -1,4 +1,4 @@
-"""The description of a module that has none: read off its tree, its class names and its parameters."""
+"""The description of a module that has none: its specs, its tensor-parallel plan and an example input, read from the module."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A foreign module as `parallelize` leaves it: for a loop that is not ours."""
+"""A module of another code base, laid out over ranks: what `parallelize` returns, and how a module becomes one."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy

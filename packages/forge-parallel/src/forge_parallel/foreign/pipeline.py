@@ -1,8 +1,8 @@
-"""What a foreign module hands to its blocks: a pipeline carries the hidden states from one to the next, and nothing else.
+"""A foreign module as a pipeline can run it, and which values its blocks receive.
 
-The module runs twice without its parameters, with other inputs and with random outputs in the place of its modules'. What a block
-is given must be what the one before it returned, and all else the same both times: then it follows from shapes, and every stage
-can make it again.
+A pipeline carries the hidden states from block to block, and nothing else. The module runs twice without its parameters, with
+other inputs and with random outputs of its modules. What a block receives must be what the block before it returned;
+everything else must be equal both times: then it follows from shapes, and every stage can compute it again.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""Random numbers that depend on where in a module they are drawn, so that two forms of it can be compared while it drops out."""
+"""`verify_layout`: one training step of a module on a layout is compared with one process.
+
+Random numbers depend on where in the module they are drawn, so that dropout is the same in both.
+"""
 
 import hashlib
 import math

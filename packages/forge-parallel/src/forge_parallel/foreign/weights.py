@@ -1,8 +1,8 @@
-"""What a constructor does to parameters, written down while they have no memory, and done again for one at a time.
+"""Weights of a foreign module: its constructor is recorded without memory and replayed for one parameter at a time.
 
-A rule such as "call reset_parameters" misses what a constructor does beyond it: a scaled projection, a gate that starts at zero,
-a clone. So every operator that touches a tensor without memory goes onto a tape. The value of a parameter is the replay of those
-entries that it depends on; random numbers come from the seed and the entry's place, so they are the same in every layout.
+A rule such as "call reset_parameters" misses what a constructor does beyond it: a scaled projection, a gate that starts at
+zero, a clone. So every operator on a tensor without memory is recorded. The value of a parameter is the replay of the entries
+that it depends on; random numbers come from the seed and the place of the entry, so they are the same in every layout.
 """
 
 import hashlib

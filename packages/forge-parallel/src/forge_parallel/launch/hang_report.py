@@ -1,4 +1,4 @@
-"""What ranks say of themselves, and which of them the others wait for."""
+"""The report of a hang: the status of every rank, its stacks, and for which ranks the others wait."""
 
 import json
 import sys

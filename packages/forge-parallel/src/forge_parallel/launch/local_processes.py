@@ -1,7 +1,9 @@
-"""A function on a few local processes with a gloo group, forked from this one: so it may use what cannot be pickled, such as a
-module's builder.
+"""A function on a few local processes with a gloo group, for comparisons on one machine: forked or spawned.
 
-Forking is safe as it is for a data loader's workers: children compute on the CPU with one thread. They end with this process.
+A fork may use what cannot be pickled, such as the builder of a module, and is as safe as that of a data loader's workers:
+children compute on the CPU with one thread. A spawned process gets JSON and returns what `torch.load(weights_only=True)`
+accepts, so nothing is unpickled. Both end with their parent, and when one fails the others are ended and its traceback is what
+the caller sees.
 """
 
 import json

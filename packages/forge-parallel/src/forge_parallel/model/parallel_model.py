@@ -1,4 +1,9 @@
-"""What a strategy may use when it is applied: the part's description, this rank's place, and number formats."""
+"""A model that is laid out over ranks, and what is done to it as a whole: compute dtype, freezing, temporary weights, whole
+tensors.
+
+`Context` is what a strategy may use when it is applied: the description of the part, the place of this rank, and number
+formats.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager

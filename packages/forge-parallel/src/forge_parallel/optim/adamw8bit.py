@@ -1,10 +1,10 @@
-"""Tensors whose numbers are eight bits wide, block by block (Dettmers et al., 2021, "8-bit Optimizers via Block-wise
+"""AdamW with moments of eight bits, quantized block by block (Dettmers et al., 2021, "8-bit Optimizers via Block-wise
 Quantization"), in torchao's arithmetic.
 
-A row, the last dimension of a tensor, is cut into blocks. A number is kept as a code, which stands for one of 256 numbers from -1
-to 1, times the largest magnitude of its block. What is kept is so laid out as the parameter, and a rank that holds whole rows, or
-whole blocks of them, has the codes of one process. Codes and scales are saved: values would not bring them back, because the
-numbers of signed codes end at 1 and at -0.993, and a block whose largest magnitude is negative gets another scale.
+A row, the last dimension of a tensor, is cut into blocks. A number is stored as a code, one of 256 numbers from -1 to 1, times
+the largest magnitude of its block. Codes are laid out like the parameter, so a rank that holds whole rows, or whole blocks of
+them, has the codes of one process. Codes and scales are saved; values could not restore them, because signed codes end at 1
+and at -0.993, and a block whose largest magnitude is negative gets another scale.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,10 @@
-"""Stochastic rounding to bf16: up or down with the probability that keeps the expected value.
+"""Optimizers whose update of an element depends on that element only: AdamW in bf16 and Lion, in one fused kernel.
 
-A step of 1e-5 on a weight of 1 is far below half a unit in the last place of bf16 and would always be rounded away; rounded
-stochastically it is taken once in a few hundred steps (Gupta et al., 2015). The noise of an element is a hash of
-(key, step, flat index in the global tensor), so every layout draws the same noise and nothing needs to be stored.
+Numbers are computed in the format of the parameters. bf16 parameters are computed in fp32 and rounded stochastically: up or
+down with the probability that keeps the expected value. A step of 1e-5 on a weight of 1 is far below half a unit in the last
+place of bf16 and would always be rounded away; rounded stochastically it is taken once in a few hundred steps (Gupta et al.,
+2015). The noise of an element is a hash of (key, step, flat index in the global tensor), so every layout draws the same noise
+and nothing needs to be stored.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

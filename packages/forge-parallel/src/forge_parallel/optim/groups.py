@@ -1,4 +1,7 @@
-"""The recipe's `[parameters]` and `[[train.stages]]`: which of a model's parameters are trained, when, and how."""
+"""Groups of parameters (`[parameters]`): name patterns choose which are trained, with which rate and decay.
+
+Each group has its own optimizer. Width scaling (muP) multiplies initial weights and rates. No torch.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

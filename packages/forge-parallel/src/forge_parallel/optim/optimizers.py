@@ -1,4 +1,4 @@
-"""Optimizers."""
+"""The optimizers that a recipe can name, how each treats tensors that are split over ranks, and `build_optimizer`. No torch."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal

@@ -1,6 +1,7 @@
-"""Stages of training: what is frozen, and how the rest is trained, as a function of the step. No torch.
+"""Training stages (`[[train.stages]]`): what is frozen and how the rest is trained, as a function of the step.
 
-Names are resolved here, once, against those of the whole model, so every rank decides alike and exchanges nothing.
+Names are resolved once, against those of the whole model, so every rank decides alike and nothing is exchanged.
+`StagedOptimizer` changes what is trained at the border of two stages (docs/adr/0035).
 """
 
 import logging

@@ -1,8 +1,8 @@
-"""Which rank works on which whole matrix: decided by every rank for itself, from the layout, without a word exchanged.
+"""Optimizers that need whole matrices, such as Muon: each matrix has one owner, which updates it for all ranks.
 
-A logical matrix is a box of a parameter: all of it, one expert of a stack, or one of several matrices that are fused. It has one
-owner among the ranks that together hold its parameter, replicas included; so what is computed of whole matrices costs all ranks
-together as much as it costs one process.
+A logical matrix is a box of a parameter: all of it, one expert of a stack, or one of several fused matrices. Its owner is one
+of the ranks that together hold its parameter, replicas included, so the ranks together compute as much as one process would.
+Every rank derives the owners from the layout; nothing is exchanged (docs/adr/0029).
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -1,7 +1,7 @@
-"""How many blocks each stage of a pipeline has. Pure numbers, no torch.
+"""What a pipeline is: its schedule and how many blocks each stage has. Pure numbers, no torch.
 
-What runs before the first block (the embedding) is always on the first stage, what runs after the last one (the norm, the
-head) on the last; neither counts as a block.
+Modules before the first block (the embedding) are always on the first stage, modules after the last one (the norm, the head)
+on the last; neither counts as a block.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
-"""In which order the stages of a pipeline work. The orders are torch's; here is what has to be known about each beforehand.
+"""Schedules of a pipeline: the order in which its stages work, as components and as what a plan takes.
 
-Importing this needs no torch, so a recipe can be refused without it.
+The orders are torch's; this file has what must be known about each before torch is imported, so that a recipe can be refused
+without it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,8 @@
-"""A model cut into the parts that stages run: on the meta device, so that no rank ever holds the whole of it.
+"""A model cut into pipeline stages on the meta device, tensors that two stages share, and the staged model as one for
+generation.
 
-A part is the model with everything else removed: modules of other stages become None or leave their container, what stays
-keeps its global name, and the part describes itself.
+A part is the model with everything else removed: modules of other stages become None or leave their container, the rest keeps
+its global name, and the part describes itself. No rank ever holds the whole model.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""Which box of a global tensor a rank holds."""
+"""The box of a global tensor that each rank holds, and which rank owns it.
+
+Each element has one owner. Norms, checkpoints, digests and parameter counts take an element from its owner only.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

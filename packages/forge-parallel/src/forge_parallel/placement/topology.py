@@ -1,9 +1,8 @@
-"""Groups of ranks as a layout opens them: with the limit of the world's group, and connected before anything is computed.
+"""The place of this rank in a layout: its coordinates, its device, and the process groups of every axis.
 
-torch gives what it opens another limit, ten or thirty minutes. NCCL connects a group in its first collective, which would be
-somewhere in the first step. Why not by `device_id`, which connects groups as they are opened: docs/adr/0025.
-
-Groups of gloo have one thread: with the two that torch gives them, they break the heap (docs/adr/0036).
+Groups are opened with the limit of the world's group and connected at once. torch gives them another limit, of ten or thirty
+minutes, and NCCL connects a group in its first collective, which would be somewhere in the first step; docs/adr/0025 says why
+not by `device_id`. Groups of gloo have one thread: with the two that torch gives them, they corrupt the heap (docs/adr/0036).
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""One stage as torch's schedules see it."""
+"""Runs the pipeline stages of one rank in the order of a schedule of torch."""
 
 import json
 from collections import deque

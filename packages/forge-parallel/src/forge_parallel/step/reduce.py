@@ -1,8 +1,9 @@
-"""The numbers of a step that are summed over the world, in two all-reduces.
+"""The numbers of a step that are summed over all ranks, in two small all-reduces; gradient norm, clipping and losses by
+source.
 
 Before the first forward: the number of valid tokens of the whole step. After the backward: one packed sum of the squared
-gradient norm, the losses and the stop requests. So no two ranks can see different ones. Models that keep count over a step add
-an all-reduce before and after it (`step.step_statistics`), and a pipeline tells its metrics' names once.
+gradient norm, the losses and the stop requests. So no two ranks can see different ones. Models that count something over a
+step add an all-reduce before and after it (`step_statistics`), and a pipeline exchanges the names of its metrics once.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,8 @@
-"""Parts of a step: named in profiles, and timed in the steps that ask for it. In all others they cost nothing.
+"""Timed parts of a step, and numbers of the device that are read one step late.
 
-On an accelerator a time is that of the device, between two events in its queue: what the host does meanwhile, such as reading
-data ahead, takes no time of it. On a CPU it is that of the clock.
+Parts are named in profiles and timed in the steps that ask for it; in all other steps they cost nothing. On an accelerator a
+time is that of the device, between two events in its queue, so work of the host, such as reading data ahead, does not count.
+On a CPU it is that of the clock.
 """
 
 from collections.abc import Iterable, Iterator

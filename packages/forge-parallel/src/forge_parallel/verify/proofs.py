@@ -1,9 +1,10 @@
-"""Which features a job uses in a layout: what `forge_parallel.verify.proofs` then has to know together.
+"""Features of a recipe, proven combinations of them, and receipts of measured ones.
 
-A feature is declared where its option is (`forge_core.features`). Besides options, these are features: each component of
-the model that names one (`feature`), each transform, each pipeline schedule, each optimizer whose update of an element depends on
-others, gradient accumulation, and each part of the model or the objective that another package brings. What another package
-brings is named after it (`forge_lionize:clip`), so it can never pass for something of ours.
+A feature is declared where its option is (`forge_core.features`). These are features too: each component of the model that
+names one (`feature`), each transform, each pipeline schedule, each optimizer whose update of an element depends on others,
+gradient accumulation, and each part of the model or the objective that another package brings, under its own name
+(`forge_lionize:clip`). `rows.json` lists combinations that tests have compared with one process; `parity --record` writes
+receipts of others.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
-"""Are replicas still replicas? Ranks that hold the same box of a parameter or buffer have to hold the same bits.
+"""Checks of the training state: replicas hold equal bits, and all numbers are finite.
 
-They stay equal because they compute the same, which a non-deterministic kernel, a flipped bit or a wrong collective may end
-without any error. A digest of each tensor is compared along every axis that replicates it: a few bytes a tensor.
+Ranks that hold the same box of a parameter or buffer stay equal because they compute the same. A non-deterministic kernel, a
+flipped bit or a wrong collective can end that without an error, so a digest of each tensor is compared along every axis that
+replicates it: a few bytes per tensor.
 """
 
 from collections.abc import Iterable

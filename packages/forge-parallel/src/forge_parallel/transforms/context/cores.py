@@ -1,4 +1,8 @@
-"""Every rank gathers the keys and values of the whole row, and attends to them from its own queries (Llama 3, 2024, 3.3.2)."""
+"""Attention cores of context parallelism: how a model's cores are replaced, and the core that gathers all keys and values.
+
+`AllGatherAttention` gathers the keys and values of the whole row and attends to them from its own queries (Llama 3, 2024,
+3.3.2).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Places and documents of a row as they lie on ranks."""
+"""Positions and documents of a row as ranks hold them, and attention with a cache. Below ring and Ulysses attention."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""How a module that holds stacked experts reads its share of them."""
+"""Expert parallelism applied to a model: each rank gets its experts of every stack, and the dispatchers that reach the others."""
 
 from functools import cache
 from typing import Any

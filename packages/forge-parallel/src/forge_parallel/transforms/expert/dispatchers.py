@@ -1,9 +1,10 @@
-"""Sends rows of tokens to chosen ranks, each row at most once to each rank, and sums what comes back.
+"""Dispatchers: tokens travel to the ranks that hold their experts, and results travel back.
 
-The two directions are each other's transpose, so each is the other's gradient:
+Rows are sent at most once to each rank, and what comes back is summed. The two directions are each other's transpose, so each
+is the gradient of the other:
 
     spread   (N, ...) -> rows that arrived here      token t is copied to every rank that it goes to
-    collect  rows that arrived here -> (N, ...)      what the ranks made of token t comes back and is summed
+    collect  rows that arrived here -> (N, ...)      what the ranks computed for token t comes back and is summed
 """
 
 from collections.abc import Callable

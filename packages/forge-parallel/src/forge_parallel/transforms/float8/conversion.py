@@ -1,4 +1,4 @@
-"""torchao, imported when it is needed, and what the device can do."""
+"""Conversion of layers to float8 by torchao: which are chosen, how they cast, and whether the device multiplies or emulates."""
 
 import warnings
 from collections.abc import Iterable, Mapping

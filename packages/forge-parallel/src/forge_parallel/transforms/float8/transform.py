@@ -1,4 +1,4 @@
-"""Float8 training: what a recipe chooses. See `float8.convert`."""
+"""Float8 training: the keys of `[transforms.float8]`. `conversion` replaces the layers."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
