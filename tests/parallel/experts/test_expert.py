@@ -27,7 +27,7 @@ from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.reduce import begin, clip_grad_norm
+from forge_parallel.step.reduce import begin_statistics, clip_grad_norm
 from forge_parallel.step.step import Step, local_batch
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.expert.transform import ExpertParallel, Kind
@@ -267,7 +267,7 @@ def told(layout: str) -> float:
     model = realize(Blueprint.of(case.build), plan, topology, 0)
     batches = share(padded(synthetic(case, 0), 0), topology.data_rank, topology.data_size, 1)
     layer = Told()
-    begin([layer], model, [local_batch(model, batch) for batch in batches])
+    begin_statistics([layer], model, [local_batch(model, batch) for batch in batches])
     return layer.scale
 
 

@@ -16,7 +16,7 @@ from forge_data.loading.stream import open_stream
 from forge_data.section import Data
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
-from forge_parallel.step.reduce import begin
+from forge_parallel.step.reduce import begin_statistics
 from forge_parallel.transforms.context.cores import cut_rows
 from forge_parallel.transforms.context.row_order import SequenceOrder
 from forge_train.hooks.metrics import keys_met
@@ -154,7 +154,7 @@ def test_trials_b6_a_token_of_a_step_weighs_one_by_its_tokens(corpus: Path, tmp_
         weights: list[float] = []
         observer: Any = SimpleNamespace(before_step=lambda weight, kept=weights: kept.append(float(weight)))
         topology = SimpleNamespace(device=torch.device("cpu"), coordinates={"tp": 0}, stage_sum=lambda count: count)
-        begin([observer], SimpleNamespace(topology=topology), batches)  # type: ignore[arg-type]
+        begin_statistics([observer], SimpleNamespace(topology=topology), batches)  # type: ignore[arg-type]
         assert weights == [1 / sum(LENGTHS[:4])]
 
 

@@ -106,7 +106,7 @@ def sums_by_source(batches: Sequence[Batch], terms: Sequence[LossTerms], device:
     return total
 
 
-def shares(names: Sequence[str], losses: Sequence[float], counts: Sequence[float], tokens: float) -> dict[str, float]:
+def loss_shares(names: Sequence[str], losses: Sequence[float], counts: Sequence[float], tokens: float) -> dict[str, float]:
     """`source/NAME/loss`, the mean over its valid tokens in nats, and `source/NAME/tokens` of each source that has any.
 
     Nothing where the sources do not account for every token: then some rank's objective did not count rows.
@@ -126,7 +126,7 @@ def observers(model: ParallelModel) -> tuple[Observer, ...]:
     return tuple(module for part in model.parts for module in part.modules() if isinstance(module, Observer))
 
 
-def begin(found: Sequence[Observer], model: ParallelModel, batches: Sequence[Batch]) -> None:
+def begin_statistics(found: Sequence[Observer], model: ParallelModel, batches: Sequence[Batch]) -> None:
     """Collective: before the first forward of a step, whose micro-batches on this rank are `batches`; one all-reduce."""
     if not found:
         return
@@ -142,7 +142,7 @@ def begin(found: Sequence[Observer], model: ParallelModel, batches: Sequence[Bat
 
 
 @torch.no_grad()
-def finish(found: Sequence[Observer], model: ParallelModel, skip: torch.Tensor) -> None:
+def finish_statistics(found: Sequence[Observer], model: ParallelModel, skip: torch.Tensor) -> None:
     """Collective: after the last backward; `skip` is 1 where there will be no update. All counts cross ranks in one all-reduce.
 
     Tensor parallel ranks see different tokens, too: without sequence parallelism such models are refused.

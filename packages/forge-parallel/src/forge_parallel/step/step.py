@@ -16,11 +16,11 @@ from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.pipeline import stages
 from forge_parallel.step.pipeline import Agree, PipelineRunner
 from forge_parallel.step.reduce import (
-    begin,
-    finish,
+    begin_statistics,
+    finish_statistics,
+    loss_shares,
     observers,
     reports,
-    shares,
     sources_of,
     squared_grad_norm,
     sums_by_source,
@@ -90,7 +90,7 @@ class StepResult:
         if self.by_source is None:
             return numbers
         rest = found[alone:]
-        return numbers | shares(self.sources, rest[:count], rest[count:], numbers["tokens"])
+        return numbers | loss_shares(self.sources, rest[:count], rest[count:], numbers["tokens"])
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Step:
             tokens = valid_tokens(moved, topology)
             divisor = tokens.clamp(min=1)
             refresh(self.model)
-            begin(self._observers, self.model, moved)
+            begin_statistics(self._observers, self.model, moved)
         terms, names = self._forward_backward(moved, divisor)
         with self.phases("reduce"):
             return self._reduce(moved, terms, names, (tokens, divisor), (stop, trace))
@@ -157,7 +157,7 @@ class Step:
         asked = [torch.full((), float(wish), device=topology.device) for wish in wishes]
         square, stop, trace, by_source, loss, *metrics = world_sum([squared_grad_norm(self.model), *asked, rows, *mine], topology)
         skip = (~(torch.isfinite(square) & torch.isfinite(loss))).float()
-        finish(self._observers, self.model, skip)
+        finish_statistics(self._observers, self.model, skip)
         means = {name: value / divisor for name, value in zip(names, metrics, strict=True)}
         by_source = by_source if sources else None
         return StepResult(loss / divisor, tokens, square.sqrt(), skip, stop, trace, means, sources, by_source)
