@@ -85,13 +85,13 @@ def foreign(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     shutil.copytree(trained, run)
     (run / "evil.py").write_text(EVIL.format(mark=str(tmp_path / "ran")))
     recipe = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(recipe.replace('name = "decoder"', 'name = "./evil.py:Decoder"'))
+    (run / "config.toml").write_text(recipe.replace('name = "decoder"', 'name = "./evil.py:DecoderConfig"'))
     assert "evil.py" in (run / "config.toml").read_text()
     for path in run.glob("checkpoints/*/manifest.json"):
         manifest = decode(path.read_bytes())
         meta = json.loads(json.dumps(dict(manifest.meta)))
-        meta["config"]["model"]["name"] = f"{run}/evil.py:Decoder"
-        meta["config"]["data"]["tokenizer"] = {"name": f"{run}/evil.py:Decoder"}
+        meta["config"]["model"]["name"] = f"{run}/evil.py:DecoderConfig"
+        meta["config"]["data"]["tokenizer"] = {"name": f"{run}/evil.py:DecoderConfig"}
         path.write_bytes(encode(replace(manifest, meta=meta)))
     (tmp_path / "lines.txt").write_text("a line\n")
     np.savez(tmp_path / "words.npz", data=np.random.default_rng(0).normal(size=(40, 3)), stimuli=np.array(["word"] * 40))
@@ -146,7 +146,7 @@ def test_trials_f4_a_recipe_of_the_user_grants_the_files_that_it_names(
         del meta["config"]["data"]["tokenizer"]
         path.write_bytes(encode(replace(manifest, meta=meta)))
     held_out = '\n[data.evaluation.held]\nname = "random"\nvocab_size = 61\ntokens = 200\n'
-    mine = TINY.replace('name = "decoder"', 'name = "./run/evil.py:Decoder"') + held_out
+    mine = TINY.replace('name = "decoder"', 'name = "./run/evil.py:DecoderConfig"') + held_out
     (tmp_path / "mine.toml").write_text(mine)
     assert "held: loss" in said(capsys, ["evaluate", str(foreign), "--recipe", str(tmp_path / "mine.toml")])
     trust._files.clear()
@@ -155,6 +155,6 @@ def test_trials_f4_a_recipe_of_the_user_grants_the_files_that_it_names(
     said(capsys, ["run", str(tmp_path / "start.toml"), f"--job.dir={tmp_path / 'second'}", "--train.max_steps=3"])
     assert "are those of step 3" in caplog.text
     trust._files.clear()
-    (tmp_path / "other.toml").write_text(start.replace("./run/evil.py:Decoder", "decoder"))
+    (tmp_path / "other.toml").write_text(start.replace("./run/evil.py:DecoderConfig", "decoder"))
     told = said(capsys, ["run", str(tmp_path / "other.toml"), f"--job.dir={tmp_path / 'third'}", "--train.max_steps=3"])
     assert "does not run unasked" in told

@@ -131,8 +131,8 @@ def test_words_are_found_at_their_times_and_with_the_delay_of_the_recording(trai
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (("--folds", 14), "cannot be cut into 14 folds"),
-        (("--folds", 13), "24 rows cannot be cut into 13 folds"),
+        (("--folds", 14), "cannot make 14 folds"),
+        (("--folds", 13), "24 rows cannot make 13 folds"),
         (("--folds", 3, "--lags", "27"), "lag 27: lags are 0 to 26"),
         (("--folds", 3, "--lags", "0,1"), "a stimulus read apart; leave them out"),
         (("--folds", 3, "--lags", "x"), "--lags x: integers"),
