@@ -29,7 +29,7 @@ from forge_parallel.launch.watch import Watch, is_broken_connection
 
 how, folder = sys.argv[1], Path(sys.argv[2])
 where = read_launcher(os.environ)
-process_group.start(where, 60)
+process_group.init_process_groups(where, 60)
 watch = Watch.open(where, 1.0, 60)
 watch.limits = Learned(2.0, waiting=())
 watch._grace = 3.0

@@ -9,7 +9,12 @@ if TYPE_CHECKING:
     from forge_core.plugins import KeyDescription
     from forge_core.terminal import Console
 
-plugins = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Inspect plugins.")
+plugins = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="List installed plugins, show one, and check that all of them are sound.",
+)
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

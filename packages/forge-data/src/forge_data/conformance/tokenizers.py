@@ -6,8 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from forge_data.tokenizers.control import ADDED
-
 PLAIN = "the gradient of the layer"
 TEXTS = (
     "",
@@ -57,6 +55,8 @@ def check_special(component: Any) -> None:
 
 def check_pieces(component: Any) -> None:
     """`encode_pieces` gives the ids of the whole text, each with the pieces that it lies in; `prefix` and `suffix` are ids."""
+    from forge_data.tokenizers.control import ADDED  # imports numpy
+
     tokenizer = _built(component)
     missing = [name for name in ADDED if not hasattr(tokenizer, name)]
     assert not missing, f"has no {missing[0]}, so conversations and text around images are refused"
