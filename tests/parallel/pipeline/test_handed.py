@@ -125,6 +125,24 @@ class Positions(Plain):
         return self.head(self.norm(x))
 
 
+class Borrowing(Plain):
+    """The logits are products with the table of the embedding."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) @ self.embed.weight.T + self.head(x)
+
+
+class Misnaming(Plain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.blocks[0].gain  # type: ignore[operator]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -137,6 +155,8 @@ class Positions(Plain):
         (Leaving, r"\(blocks\.2 and norm\)"),
         (Unused, r"Unused calls other never"),
         (Rooted, "the root holds parameters outside the blocks"),
+        (Borrowing, r"embed\.weight is used outside of embed \(Embedding\).* set pp to 1"),
+        (Misnaming, r"blocks\.0 \(Block\) has no attribute 'gain'"),
         (Positions, r"\(positions and blocks\.0\).*put all that comes before the blocks, .* into one module"),
     ],
 )

@@ -43,6 +43,18 @@ class _Stub(nn.Module):
         self.path, self.visits, self.block = path, visits, block
         self.hidden = [unit.to("meta")]  # in a list, so that it is not a submodule
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            unit = self.__dict__["hidden"][0]
+            if hasattr(unit, name):
+                raise PlanError(
+                    f"parallelize: {self.path}.{name} is used outside of {self.path} ({type(unit).__name__}); a stage of a "
+                    "pipeline holds only the modules that it runs: use it inside of that module, or set pp to 1"
+                ) from None
+            raise AttributeError(f"{self.path} ({type(unit).__name__}) has no attribute {name!r}") from None
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Of any arguments."""
         unit = self.hidden[0]
