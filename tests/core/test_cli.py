@@ -1,5 +1,6 @@
 """The command line as a user meets it: in processes of its own, without torch."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from core.judge import accepts
 from forge_core.config.descriptions import json_schema
-from forge_core.registry import Registry, installed
+from forge_core.registry import Entry, Registry, installed
 from forge_train import cli
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
@@ -194,6 +196,55 @@ def test_list_imports_no_plugin(forge: Callable[..., Result]) -> None:
     rope = shown.index("    rope: a table")
     assert shown[rope + 2] == "        theta: a number greater than 0; default 10000.0"
     assert not any("Rope(" in row for row in shown)
+
+
+COMMANDS = [entry for entry in installed() if entry.group == "forge.commands"]
+
+
+@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
+def test_a_summary_is_what_the_imported_command_says(entry: Entry) -> None:
+    loaded = Registry().load_entry(entry)
+    said = loaded.info.help if isinstance(loaded, typer.Typer) else inspect.getdoc(loaded)
+    assert cli.summary(entry).lower() == (said or "").strip().partition("\n")[0].lower() != ""
+
+
+SOURCE = """'''The module.'''
+import typer
+from elsewhere import bare
+def first(
+    text: str = "def second(): '''not this'''",
+    number: int = 1,
+) -> None:
+    '''The first one.
+
+at the margin
+'''
+def second() -> None: "The second one."
+third = typer.Typer(
+    no_args_is_help=True,
+    help="The third one.",
+)
+fourth = typer.Typer(help=str(5))
+def fifth(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *(("first", "The first one."), ("second", "The second one."), ("third", "The third one."), ("fourth", "The module.")),
+        *(("fifth", "The module."), ("bare", "The module."), ("fir", "The module.")),
+    ],
+)
+def test_a_summary_is_found_in_any_form_of_a_module(
+    name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stranger_forms.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.summary(Entry("forge.commands", "x", "x", "1", f"stranger_forms:{name}")) == expected
+    (tmp_path / "stranger_forms.py").write_text(SOURCE + "def (")
+    assert cli.summary(Entry("forge.commands", "x", "x", "1", "stranger_forms:fifth")) == "from x 1"
+    assert cli.summary(Entry("forge.commands", "x", "x", "1", "stranger_absent:first")) == "from x 1"
 
 
 @pytest.fixture

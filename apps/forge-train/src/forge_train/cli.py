@@ -46,23 +46,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # less of a GPU's memory lies idle between tensors of odd sizes
     os.environ.setdefault(NATIVE_LOG, "ERROR")
     try:
-        options = (
-            not given or given[0].startswith("-") or COMPLETE in os.environ
-        )  # their module takes 3 ms that `check` can do without
-        root(Registry(), completion=options).main(args=given, prog_name="forge-train")
+        listing = not given or given[0].startswith("-") or COMPLETE in os.environ
+        root(Registry(), listing=listing).main(args=given, prog_name="forge-train")
     except ForgeError as refusal:
         sys.exit(Console(as_json="--json" in given).error(refusal))
 
 
-def root(registry: Registry, completion: bool = True) -> TyperGroup:
-    """The command with every registered subcommand, none of them imported; `completion` adds the options that install it."""
-    app = typer.Typer(cls=_Commands, add_completion=completion, no_args_is_help=True, rich_markup_mode=None)
+def root(registry: Registry, listing: bool = True) -> TyperGroup:
+    """The command with every registered subcommand, none of them imported.
+
+    `listing` adds what only the list of commands needs: their summaries, and the options that install completion. A command that
+    is invoked starts sooner without.
+    """
+    app = typer.Typer(cls=_Commands, add_completion=listing, no_args_is_help=True, rich_markup_mode=None)
     app.callback(help="Train foundation models: dense, mixture-of-experts and vision-language.")(_options)
     group = get_command(app)
     assert isinstance(group, _Commands)
     group.registry = registry
     for name in registry.names(GROUP):
-        group.add_command(_placeholder(name, summary(registry.find(GROUP, name))), name)
+        line = summary(registry.find(GROUP, name)) if listing else ""
+        group.add_command(_placeholder(name, line), name)
     return group
 
 
@@ -103,29 +106,40 @@ def command(entry: Entry, registry: Registry) -> Any:
 
 
 def summary(entry: Entry) -> str:
-    """The first line of a command's docstring, of its typer application's `help`, or of its module's docstring; reads the source,
-    imports nothing."""
+    """The first line of a command's docstring, its typer application's `help` or its module's docstring; imports nothing."""
     module, _, attribute = entry.target.partition(":")
     try:
-        source = _source(module)
-        tree = ast.parse(source.read_text(encoding="utf-8")) if source is not None else None
+        path = _source(module)
+        doc = _documentation(path.read_text(encoding="utf-8"), attribute) if path is not None else ""
     except (OSError, SyntaxError, ValueError, ImportError):  # a broken command still has its place in the list
-        tree = None
-    if tree is None:
-        return f"from {entry.distribution} {entry.version}"
-    functions = [item for item in tree.body if isinstance(item, ast.FunctionDef) and item.name == attribute]
-    doc = (ast.get_docstring(functions[0]) if functions else _help(tree, attribute)) or ast.get_docstring(tree) or ""
+        doc = ""
     line = re.sub(r"^`.*?`: *", "", doc.strip().partition("\n")[0])  # module docstrings say how the command is called
     return line[:1].upper() + line[1:] or f"from {entry.distribution} {entry.version}"
 
 
-def _help(tree: ast.Module, name: str) -> str | None:
-    """The text of `name = typer.Typer(..., help="...")`."""
-    for item in tree.body:
-        if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == name and isinstance(item.value, ast.Call):
-            texts = [word.value for word in item.value.keywords if word.arg == "help"]
-            return next((text.value for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)), None)
-    return None
+def _documentation(source: str, name: str) -> str:
+    """What a module says of `name`, a function or `typer.Typer(..., help="...")`; else what it says of itself.
+
+    Only the statement that defines the name is parsed, up to the next line that begins at the margin: parsing the modules of all
+    commands takes longer than the rest of `--help`. Where that is no statement, the module is parsed.
+
+    Raises:
+        SyntaxError: the module is no Python.
+    """
+    found = re.search(rf"^(?:def {name}\b|{name} = ).*\n(?:(?:[ )\]}}].*)?\n)*", source, re.MULTILINE)
+    try:
+        (item,) = ast.parse(found[0]).body if found else (None,)
+    except (SyntaxError, ValueError):
+        bodies = ast.parse(source).body
+        item = next((each for each in bodies if isinstance(each, ast.FunctionDef) and each.name == name), None)
+    if isinstance(item, ast.FunctionDef):
+        doc = ast.get_docstring(item)
+    else:
+        call = item.value if isinstance(item, ast.Assign) else None
+        words = call.keywords if isinstance(call, ast.Call) else []
+        texts = [word.value.value for word in words if word.arg == "help" and isinstance(word.value, ast.Constant)]
+        doc = next((text for text in texts if isinstance(text, str)), None)
+    return doc or ast.get_docstring(ast.parse(source)) or ""
 
 
 def _source(module: str) -> Path | None:
