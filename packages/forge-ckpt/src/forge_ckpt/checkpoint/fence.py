@@ -66,7 +66,7 @@ class Fence:
             return False
 
     def may_write(self) -> None:
-        """On one rank, not collective: what `saver.save` asks before it changes anything.
+        """On one rank, not collective: `checkpoint.save.save` calls it before it changes anything.
 
         Raises:
             Superseded: another job has taken the store.

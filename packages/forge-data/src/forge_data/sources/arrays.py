@@ -24,8 +24,6 @@ from forge_data.storage.shards import Shard, Shards
 from forge_data.storage.workspace import Partial
 
 SUFFIXES = (".npy", ".bin")
-_NPY_MAGIC = b"\x93NUMPY"
-_HEAD = 256
 _UNPACK = "unpack it, for ids are mapped as they lie"
 _CONTAINERS = (
     (b"\x28\xb5\x2f\xfd", f"is compressed with zstandard; {_UNPACK}"),

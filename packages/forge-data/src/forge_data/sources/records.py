@@ -303,7 +303,7 @@ def _kind(value: Any) -> str:
 
 
 def part_as_json(part: CorpusPart) -> dict[str, Any]:
-    """A part as JSON; `from_json` reads it."""
+    """A part as JSON; `part_from_json` reads it."""
     return asdict(part)
 
 

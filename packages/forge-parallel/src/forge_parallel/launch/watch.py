@@ -409,7 +409,7 @@ class Watch:
         return found
 
     def _late(self, seen: dict[int, RankStatus]) -> "Sequence[RankStatus | str]":
-        """The ranks that the others wait for, this one among them where it does not wait itself; see `sights.late`."""
+        """The ranks that the others wait for; this rank is one of them if it does not wait itself. See `hang_report.late`."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         silent = [seen.get(rank) or f"rank {rank} (never heard of)" for rank in others if self._is_quiet(rank)]
         mine = self._sight()

@@ -57,7 +57,8 @@ class StepResult:
     by_source: torch.Tensor | None = None
 
     def numbers(self) -> dict[str, float]:
-        """All numbers on the host: the step's one synchronization, made at the first call. See also `loss_by_source.shares`.
+        """All numbers on the host, with the losses of sources (`reduce.loss_shares`). The first call is the step's one
+        synchronization.
 
         It waits for what was queued before `send`, which the first call does itself if it has not happened.
         """

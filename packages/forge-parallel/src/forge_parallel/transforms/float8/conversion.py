@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 KEY, EXTRA = "transforms.float8", "float8"
 
 
-def check_torchao() -> None:
-    """Looks for torchao without importing it.
-
-    Raises:
-        ForgeError: it is not installed; says what to install.
-    """
-    torchao_library.check_installed(KEY, EXTRA)
-
-
 def require_torchao() -> None:
     """Imports torchao's float8.
 

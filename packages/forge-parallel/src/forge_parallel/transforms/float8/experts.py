@@ -9,7 +9,7 @@ With rows x sorted by expert, the matrix w of each expert, and d the gradient of
 Scales are powers of two. So what a token becomes depends on the token and its experts only, however tokens are spread over ranks
 and micro-batches, and so does its gradient; how the gradient of a matrix is rounded depends on the tokens that it sums at once.
 Kernels take a multiple of 16 rows for each expert, and none of 0: rows of zeros fill them up, which change no sum.
-Imports torchao, which `library.require` has to bring first.
+Imports torchao, which `conversion.require_torchao` has to bring first.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 The products and casts are torchao's. Added is that ranks which hold parts of one operand, of its features (tensor parallelism) or
 of its tokens (context parallelism), cast them with one scale: the numbers are those of one process. Imports torchao, which
-`library.require` has to bring first.
+`conversion.require_torchao` has to bring first.
 """
 
 from collections.abc import Iterable, Sequence

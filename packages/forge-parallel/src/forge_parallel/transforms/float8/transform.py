@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from forge_core.component import FREE, Component
 from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import Transform
+from forge_parallel import torchao_library
 from forge_parallel.model.plan import Order
 
 if TYPE_CHECKING:
@@ -57,9 +58,7 @@ class Float8(Component, Transform):
             raise ValueError("all_gather = true needs recipe = 'tensorwise': else its rows and columns are scaled differently")
 
     def build(self) -> "Float8":
-        from forge_parallel.transforms.float8.conversion import check_torchao
-
-        check_torchao()
+        torchao_library.check_installed(f"transforms.{self.name}", extra=self.name)
         return self
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":

@@ -2,7 +2,7 @@
 
 A tensor around the rank's own (`plain`), because FSDP asks the tensor how it is gathered. What comes out is bit for bit what
 each rank would have made of a weight gathered in the compute precision: rounded to that first, and with one scale for the whole.
-Imports torchao, which `library.require` has to bring first.
+Imports torchao, which `conversion.require_torchao` has to bring first.
 """
 
 from collections.abc import Sequence
