@@ -13,11 +13,13 @@ import torch
 import xxhash
 
 from ckpt.ranks import whole
+from forge_ckpt.checkpoint.locate import resolve
 from forge_ckpt.checkpoint.save import save
 from forge_ckpt.errors import Damaged
 from forge_ckpt.format.codec import decode, encode
 from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
+from forge_core.errors import CheckpointError
 
 
 def seal(rest: bytes) -> bytes:
@@ -202,3 +204,15 @@ def test_fault_46_an_endless_manifest_is_not_read(tmp_path: Path) -> None:
         file.truncate(codec.MAX_BYTES + 1)  # sparse: no such bytes exist
     with pytest.raises(Damaged, match="at most"):
         open_manifest(store, "step-00000001")
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../elsewhere", "a/b", "step-00000001\n", ""])
+def test_a_name_that_a_store_lists_leads_nowhere_else(name: str, tmp_path: Path) -> None:
+    """Stores are plugins, and an object storage lists whatever somebody uploaded."""
+
+    class Listing(LocalStore):
+        def list(self) -> list[str]:
+            return [name]
+
+    with pytest.raises(CheckpointError, match="no checkpoint found"):
+        resolve(Listing(tmp_path), name, SingleProcessWorld())
