@@ -217,7 +217,7 @@ def test_what_cannot_be_shown_is_refused_with_what_to_do(tmp_path: Path) -> None
 
     for refused, why in (
         (lambda: inputs(DECODER), "takes text only; leave --image out"),
-        (lambda: inputs(tokens), "are tokens .* leave --image out"),
+        (lambda: inputs(tokens), "was trained on image tokens .* leave --image out"),
         (lambda: inputs(replace(JOINT, encoder=Features(count=4, dim=8))), "features that were computed before"),
         (lambda: inputs(JOINT, ("anyres", "square")), "in several ways .*'anyres', 'square'.* hook `answers`"),
         (lambda: prompts("https://x.org/a.png"), "download it"),
@@ -239,4 +239,6 @@ def test_options_that_exclude_images(tmp_path: Path, capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit) as ended:
             main(["generate", "absent", "--image", "a.png", *option])
         assert ended.value.code == 2
-        assert f"leave {'--prompts' if '--prompts' in option else '--speculate'} out" in " ".join(capsys.readouterr().err.split())
+        assert f"cannot be combined with {'--prompts' if '--prompts' in option else '--speculate'}" in " ".join(
+            capsys.readouterr().err.split()
+        )

@@ -92,7 +92,7 @@ def test_what_cannot_be_converted_is_named() -> None:
     given = ranks()
     for pattern, tokens, special, why in (
         (r"\w+|\W+", given, {}, "the text near .* would get other ids"),  # \w has superscript digits in one library alone
-        (r"(?m)^a$|.", given, {}, r"its pattern has '\(\?m\)', whose meaning is another one"),
+        (r"(?m)^a$|.", given, {}, r"its pattern has '\(\?m\)', which means something else in `tokenizers`"),
         (r"(?P<x>a)|.", given, {}, r"its pattern has '\(\?P<'"),
         (r"[\w--a]|.", given, {}, "its pattern has '--' in a set"),
         (r"a{2}?|.", given, {}, r"its pattern has '\{2\}\?'"),

@@ -79,9 +79,7 @@ def generate(
     def continued() -> None:
         texts = _texts(where.size, prompt, file, prompts, speculate)
         if image and (prompts is not None or speculate):
-            raise ForgeError(
-                f"--image belongs to one prompt, token by token; leave {'--prompts' if prompts else '--speculate'} out"
-            )
+            raise ForgeError(f"--image cannot be combined with {'--prompts' if prompts else '--speculate'}; remove one of them")
         sampling = Sampling(
             repetition_penalty=repetition_penalty,
             temperature=temperature,

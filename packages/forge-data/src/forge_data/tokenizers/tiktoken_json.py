@@ -203,7 +203,7 @@ def _oniguruma(pattern: str, where: str) -> str:
         elif rest.startswith("("):
             kind = next((group for group in _GROUPS if rest.startswith(group)), "(")
             if kind == "(" and rest.startswith("(?"):
-                raise DataError(f"{where}: its pattern has {rest[:4]!r}, whose meaning is another one there")
+                raise DataError(f"{where}: its pattern has {rest[:4]!r}, which means something else in `tokenizers`")
             opened.append(len(out))
             piece = kind
         elif rest[0] == ")":
@@ -215,7 +215,7 @@ def _oniguruma(pattern: str, where: str) -> str:
                 at += len(found[0])
                 continue
             if found[2] == "?" and not found[1]:
-                raise DataError(f"{where}: its pattern has {piece!r}, whose meaning is another one there")
+                raise DataError(f"{where}: its pattern has {piece!r}, which means something else in `tokenizers`")
         elif rest[0] in "^$":
             out.append({"^": r"\A", "$": r"\z"}[rest[0]])
             at += 1
@@ -234,7 +234,9 @@ def _class(rest: str, where: str) -> str:
     while at < len(rest):
         step = 2 if rest[at] == "\\" else 1
         if rest[at : at + 2] in ("--", "~~", "&&"):
-            raise DataError(f"{where}: its pattern has {rest[at : at + 2]!r} in a set, whose meaning is another one there")
+            raise DataError(
+                f"{where}: its pattern has {rest[at : at + 2]!r} in a set, which means something else in `tokenizers`"
+            )
         depth += (rest[at] == "[") - (rest[at] == "]")
         at += step
         if not depth:

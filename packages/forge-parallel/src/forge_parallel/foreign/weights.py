@@ -385,7 +385,7 @@ def refuse_narrow(skeleton: Skeleton, compute: torch.dtype) -> None:
         wider = next((dtype for dtype in held if dtype.is_floating_point and compute.itemsize < dtype.itemsize), None)
         if wider is not None and isinstance(module, BatchNorm):
             raise PlanError(
-                f"{name} keeps running statistics in {wider} and would compute in {compute}, in which such averages stand still; "
+                f"{name} keeps running statistics in {wider} and would compute in {compute}, which rounds their updates away; "
                 'set compute = "fp32", track_running_stats=False or another norm'
             )
         if wider is not None or (is_orthogonal(module) and compute.itemsize < torch.float32.itemsize):

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class Prompt(NamedTuple):
-    """What a model continues.
+    """The input from which a model generates.
 
     Attributes:
-        ids: of the text and of the placeholders of images.
-        text_ids: of the text alone, which a tokenizer can decode.
-        inputs: what the model takes besides ids: `images` (tiles, ...) float32 and `image_rows` (1, tiles) int64; empty without
+        ids: token ids of the text, with placeholders for images.
+        text_ids: token ids of the text alone, which a tokenizer can decode.
+        inputs: further inputs of the model: `images` (tiles, ...) float32 and `image_rows` (1, tiles) int64; empty without
             images.
     """
 
@@ -36,9 +36,9 @@ class Prompt(NamedTuple):
 
 
 class Prompts:
-    """Makes prompts that show the same images.
+    """Builds prompts that contain the same images.
 
-    Where an image stands the text has `<image>`; see `forge_vlm.data.documents.chat_prompt_of` for text without it.
+    `<image>` in the text marks the place of an image. `forge_vlm.data.documents.chat_prompt_of` says where images go without it.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Prompts:
     ) -> None:
         """
         Args:
-            tokenizer: of the model.
-            chat: the template by which turns are written.
-            images: paths of files.
-            inputs: what the model takes of an image; see `image_inputs`.
+            tokenizer: the tokenizer of the model.
+            chat: the chat template, for prompts that are turns of a conversation.
+            images: paths of image files.
+            inputs: how an image becomes placeholders and pixels; see `image_inputs`.
 
         Raises:
             DataError: a file cannot be read, or is not an image.
@@ -118,13 +118,15 @@ def image_inputs(weights: Weights) -> ImageInputs:
     if not isinstance(model, SeesImages):
         raise DataError(f"--image: the model of {origin} takes text only; leave --image out, or name a model with images")
     if model.placeholder is None:
-        raise DataError(f"--image: images of {origin} are tokens (images = 'tokens'), which no image file is; leave --image out")
+        raise DataError(
+            f"--image: {origin} was trained on image tokens (images = 'tokens') and cannot read image files; leave --image out"
+        )
     tilings = _tilings(weights)
     if len(tilings) > 1:
         names = ", ".join(sorted(f"{tiling.name!r}" for tiling in tilings))
         raise DataError(
-            f"--image: the sources of {origin} cut images in several ways ({names}), and which one holds for this image is not "
-            "known; hook `answers` asks with that of each source"
+            f"--image: the sources of {origin} cut images in several ways ({names}), and Forge cannot tell which one "
+            "applies to this image; the hook `answers` uses that of each source"
         )
     tiling = tilings[0] if tilings else Tiling()
     return inputs_of(model, "--image", tiling, placeholder=None, per_image=None, size=None)
