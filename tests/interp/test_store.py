@@ -236,7 +236,7 @@ def test_a_converter_without_its_library_or_place_says_so(make, inputs, tmp_path
         convert(store, tmp_path / "no" / "found.h5")
     for library, suffix in (("h5py", ".h5"), ("zarr", ".zarr"), ("pyarrow", ".parquet")):
         monkeypatch.setitem(sys.modules, library, None)
-        with pytest.raises(InterpError, match=rf"{suffix} files need {library}: pip install 'forge-models\[interp\]'"):
+        with pytest.raises(InterpError, match=rf"{suffix} files need {library}: pip install 'forge-interp\[neuro\]'"):
             convert(store, tmp_path / f"x{suffix}")
     monkeypatch.setitem(sys.modules, "xarray", None)
     with pytest.raises(InterpError, match="a data set of xarray need"):
