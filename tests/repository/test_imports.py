@@ -96,8 +96,8 @@ def undeclared(package: str, tree: ast.AST) -> list[str]:
     return found
 
 
-def test_the_walk_sees_the_eight_packages():
-    assert set(PROJECTS) == {"forge_core", *MIDDLE, "forge_vlm", "forge_interp", "forge_train"}
+def test_the_walk_sees_the_nine_packages():
+    assert set(PROJECTS) == {"forge_core", *MIDDLE, "forge_vlm", "forge_interp", "forge_train", "forge_lab"}
     assert len(sources()) > 20
 
 
@@ -127,7 +127,9 @@ def test_the_packages_depend_on_each_other_as_designed():
         assert siblings[package] <= {"forge_core"}
     assert siblings["forge_vlm"] <= {"forge_core", "forge_models", "forge_data"}
     assert {name.replace("-", "_") for name in required("forge_interp")} & set(PROJECTS) == {"forge_core", "forge_models"}
-    assert "forge_interp" not in siblings["forge_train"]
+    assert not {"forge_interp", "forge_lab"} & siblings["forge_train"]
+    assert not any("forge_lab" in others for others in siblings.values())
+    assert "forge_interp" not in siblings["forge_lab"]
 
 
 def test_only_the_commands_of_forge_interp_import_the_trainer():

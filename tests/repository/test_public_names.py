@@ -17,6 +17,7 @@ PACKAGES = (
     "forge_interp",
     "forge_interp.methods",
     "forge_interp.neuro",
+    "forge_lab",
 )
 
 

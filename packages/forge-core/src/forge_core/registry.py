@@ -84,6 +84,7 @@ HOMES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
             *("forge.models", "forge.fusions", "forge.encoders", "forge.adapters", "forge.hooks", "forge.sources"),
             *("forge.hf_models", "forge.presets"),
         ),
+        "forge-lab": ("forge.commands",),
         "forge-train": (
             *("forge.schedules", "forge.hooks", "forge.trackers", "forge.converters", "forge.presets", "forge.commands"),
         ),
@@ -97,11 +98,14 @@ FORGE = frozenset({"forge-core", *HOMES})
 MOVED: MappingProxyType[tuple[str, str], tuple[str, str]] = MappingProxyType(
     {
         ("forge.hooks", "inside"): ("forge-train", "forge-interp"),
+        ("forge.commands", "compare"): ("forge-train", "forge-lab"),
+        ("forge.commands", "fit"): ("forge-train", "forge-lab"),
         ("forge.commands", "lens"): ("forge-train", "forge-interp"),
         ("forge.commands", "neuro"): ("forge-train", "forge-interp"),
         ("forge.commands", "probe"): ("forge-train", "forge-interp"),
         ("forge.commands", "sae"): ("forge-train", "forge-interp"),
         ("forge.commands", "similarity"): ("forge-train", "forge-interp"),
+        ("forge.commands", "sweep"): ("forge-train", "forge-lab"),
     }
 )
 """(group, name) of parts that moved between distributions of Forge: the former and the present one. Recipes and checkpoints that

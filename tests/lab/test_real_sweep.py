@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from forge_train.lab.sweep.files import outcome_of
+from forge_lab.sweep.files import outcome_of
 from forge_train.process.stop import REQUEUE
 from forge_train.trackers import METRICS, read_metrics
 from train.runs import TINY, train

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from forge_core.config.toml import read_toml as read_recipe
 from forge_core.errors import DataError, did_you_mean
 from forge_core.registry import Registry
+from forge_lab.sweep.files import SWEEP_FILE, finite
+from forge_lab.sweep.grid import OURS
 from forge_train.directory import RECIPE
-from forge_train.lab.sweep.files import SWEEP_FILE, finite
-from forge_train.lab.sweep.grid import OURS
 from forge_train.plan import run_size
 from forge_train.recipe.load import Resolved, load
 from forge_train.trackers import METRICS, read_metrics

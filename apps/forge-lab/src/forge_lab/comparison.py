@@ -1,22 +1,39 @@
-"""What differs between runs: keys of recipes, versions, machines. No component is asked: a run may be of another version."""
+"""Pages that compare runs: their curves over each other, and what differs between their recipes, machines and versions.
+
+Only files are read, and no component is asked: a run may be of another version.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from forge_core.config.toml import value_text
-from forge_train.report.html import fields, rows
+from forge_train.report.html import rows
+from forge_train.report.page import report
 from forge_train.report.record import RunRecord
+from forge_train.report.results import ABSENT, values_by_name
 
 ALWAYS_DIFFER = ("job.name", "job.dir")
-ABSENT = "-"
 SHOWN = 12
 """Rows of differences that are not folded."""
 
 _ITEM = re.compile(r"([\w.-]+?)\.(\d+)\.(.+)")
 _ITEM_NAME = re.compile(r"([\w.-]+?)\.(\d+)\.name")
-_PARTS = (("Model", "model"), ("Machine", "machine"), ("Versions", "versions"))
+
+
+def write_comparison(places: Sequence[Path], out: Path | None = None) -> Path:
+    """Writes one page about several runs; returns its path.
+
+    Args:
+        places: directories of runs, or folders of them.
+        out: where the page is written: by default `report.html` of the only place, or of the working directory.
+
+    Raises:
+        DataError: a place holds no run, what it left cannot be read, or the page cannot be written.
+    """
+    return report(places, out, lambda runs: {"What differs": differences(runs)})
 
 
 def differences(runs: Sequence[RunRecord]) -> str:
@@ -25,11 +42,11 @@ def differences(runs: Sequence[RunRecord]) -> str:
     if len(runs) < 2:
         return ""
     parts = [("", [by_name(run.config) for run in runs], value_text)]
-    parts += [(f"{caption.lower()}: ", [run.summary.get(key, {}) for run in runs], str) for caption, key in _PARTS[1:]]
+    parts += [(f"{part}: ", [run.summary.get(part, {}) for run in runs], str) for part in ("machine", "versions")]
     table = [
         [prefix + name, *cells]
         for prefix, tables, text in parts
-        for name, cells in _all(tables, text)
+        for name, cells in values_by_name(tables, text)
         if name not in ALWAYS_DIFFER and len({cell for cell, told in zip(cells, tables, strict=True) if told}) > 1
     ]
     table.sort(key=lambda line: ABSENT in line)
@@ -59,30 +76,3 @@ def by_name(config: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[f"{match[1]}.{unique[match[1]].get(match[2], match[2])}.{match[3]}"] = value
     return found
-
-
-def environment(runs: Sequence[RunRecord]) -> str:
-    """Model, machine and versions of every run; of several, a column for each."""
-    if len(runs) == 1:
-        summary = runs[0].summary
-        return _grid(fields(caption, summary[key]) for caption, key in _PARTS if summary.get(key))
-    return _grid(
-        rows([caption, *(run.label for run in runs)], [[name, *cells] for name, cells in _all(found, _plain)])
-        for caption, key in _PARTS
-        if any(found := [run.summary.get(key, {}) for run in runs])
-    )
-
-
-def _all(tables: Sequence[Mapping[str, Any]], text: Any) -> list[tuple[str, list[str]]]:
-    """Every name of any table, and its value in each."""
-    names = dict.fromkeys(name for table in tables for name in table)
-    return [(name, [text(table[name]) if name in table else ABSENT for table in tables]) for name in names]
-
-
-def _grid(parts: Any) -> str:
-    inner = "".join(parts)
-    return f'<div class="tables">{inner}</div>' if inner else ""
-
-
-def _plain(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import ForgeError
-from forge_train.lab.sweep.processes import script
-from train.lab.fake_runs import sweep_of
+from forge_lab.sweep.processes import script
+from lab.fake_runs import sweep_of
 
 GRID = """
 recipe = "debug"

@@ -14,9 +14,9 @@ from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
 from forge_core.redaction import redacted_text
 from forge_core.registry import Registry
+from forge_lab.sweep.grid import OURS, Sweep
+from forge_lab.sweep.points import Point
 from forge_train.directory import RECIPE
-from forge_train.lab.sweep.grid import OURS, Sweep
-from forge_train.lab.sweep.points import Point
 from forge_train.recipe.load import load
 from forge_train.trackers import METRICS, read_metrics
 

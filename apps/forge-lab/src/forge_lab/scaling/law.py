@@ -416,7 +416,7 @@ def on_frontier(flops: Tensor, losses: Tensor) -> list[int]:
 
 
 def fit_frontier(given: Losses, resamples: int = 1000, seed: int = 0) -> Frontier | None:
-    """As `forge_train.lab.scaling.law.fit`, of the runs on the frontier; each resample has a frontier too. None where
+    """As `forge_lab.scaling.law.fit`, of the runs on the frontier; each resample has a frontier too. None where
     the frontier has too few runs."""
     runs = on_frontier(given.flops, given.losses)
     if len(runs) < FEWEST_ON_FRONTIER:

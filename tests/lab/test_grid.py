@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import ConfigError
-from forge_train.lab.sweep.grid import read_sweep
-from forge_train.lab.sweep.points import Axis, Range, named, sample_points
-from train.lab.fake_runs import sweep_of
+from forge_lab.sweep.grid import read_sweep
+from forge_lab.sweep.points import Axis, Range, named, sample_points
+from lab.fake_runs import sweep_of
 
 TWO = """
 recipe = "debug"

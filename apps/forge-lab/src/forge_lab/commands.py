@@ -1,4 +1,4 @@
-"""`forge-train sweep GRID` trains many variants of a recipe; `forge-train fit RUN...` fits a scaling law to finished runs."""
+"""Commands about many runs: `sweep` trains variants of a recipe, `fit` fits a scaling law, `compare` draws runs together."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -7,8 +7,8 @@ import typer
 
 if TYPE_CHECKING:
     from forge_core.terminal import Console
-    from forge_train.lab.sweep.grid import Sweep
-    from forge_train.lab.sweep.results import Results
+    from forge_lab.sweep.grid import Sweep
+    from forge_lab.sweep.results import Results
 
 
 FAILED = 1
@@ -47,8 +47,8 @@ def sweep(
     and best.toml is the recipe of the best. `forge-train fit sweeps/<name>` fits a scaling law to them.
     """
     from forge_core.terminal import Console
+    from forge_lab.sweep.grid import read_sweep
     from forge_train.commands.options import require_single_process
-    from forge_train.lab.sweep.grid import read_sweep
 
     require_single_process("sweep")
     console = Console(as_json=as_json)
@@ -57,8 +57,8 @@ def sweep(
     for warning in made.warnings:
         console.note(f"warning: {warning}")
     if slurm:
-        from forge_train.lab.sweep.files import write_recipes
-        from forge_train.lab.sweep.processes import script
+        from forge_lab.sweep.files import write_recipes
+        from forge_lab.sweep.processes import script
 
         where = ["--dir", str(directory.resolve())] if directory is not None else []
         text = script(made, [*where, *context.args], jobs)
@@ -85,7 +85,7 @@ def _refuse_pairs(given: dict[str, bool]) -> None:
 
 def _list(made: "Sweep", console: "Console") -> None:
     """The points, none of them started."""
-    from forge_train.lab.figures import number
+    from forge_lab.figures import number
     from forge_train.plan import run_size
 
     sizes = {point.name: run_size(made.resolved[point.name].job) for point in made.points}
@@ -108,10 +108,10 @@ def _list(made: "Sweep", console: "Console") -> None:
 def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> int:
     """Trains what is left; the exit code."""
     from forge_core.errors import ForgeError
+    from forge_lab.sweep.execution import Asked, Executor, Task, slots, train
+    from forge_lab.sweep.files import outcome_of, write_recipes
+    from forge_lab.sweep.processes import LOST
     from forge_parallel import accelerator
-    from forge_train.lab.sweep.execution import Asked, Executor, Task, slots, train
-    from forge_train.lab.sweep.files import outcome_of, write_recipes
-    from forge_train.lab.sweep.processes import LOST
     from forge_train.process.stop import REQUEUE
 
     def say(line: str) -> None:
@@ -150,8 +150,8 @@ def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> i
 
 def _compare(made: "Sweep", console: "Console") -> "Results":
     """Writes and shows the results so far."""
-    from forge_train.lab.scaling.study import page_parts_in
-    from forge_train.lab.sweep.results import collect_results, line_of, results_table, write_page, write_results
+    from forge_lab.scaling.study import page_parts_in
+    from forge_lab.sweep.results import collect_results, line_of, results_table, write_page, write_results
 
     made.directory.mkdir(parents=True, exist_ok=True)
     found = collect_results(made)
@@ -198,9 +198,9 @@ def fit(
     """
     from forge_core.errors import ForgeError
     from forge_core.terminal import Console
-    from forge_train.lab.scaling.runs import gather
-    from forge_train.lab.scaling.study import study
-    from forge_train.lab.sweep.files import SWEEP_FILE
+    from forge_lab.scaling.runs import gather
+    from forge_lab.scaling.study import study
+    from forge_lab.sweep.files import SWEEP_FILE
 
     console = Console(as_json=as_json)
     if wrong := [value for value in budget or () if not 0 < value < float("inf")]:
@@ -224,8 +224,8 @@ def _write(found: dict[str, Any], target: Path) -> list[Path]:
 
     from forge_core.durable_files import replace_file
     from forge_core.errors import ForgeError
-    from forge_train.lab.scaling.study import LAW, PAGE, page_parts
-    from forge_train.report.page import document
+    from forge_lab.scaling.study import LAW, PAGE, page_parts
+    from forge_train.report.html import document
 
     pages = [target / LAW, target / PAGE]
     try:
@@ -238,8 +238,8 @@ def _write(found: dict[str, Any], target: Path) -> list[Path]:
 
 
 def _show(found: dict[str, Any], console: "Console") -> None:
-    from forge_train.lab.figures import number
-    from forge_train.lab.scaling.study import with_interval
+    from forge_lab.figures import number
+    from forge_lab.scaling.study import with_interval
 
     law, frontier = found["law"], found["frontier"]
     console.text(f"{found['formula']}, {len(found['runs'])} runs, N: {found['parameters_counted']} parameters, {found['flops']}")
@@ -256,3 +256,33 @@ def _show(found: dict[str, Any], console: "Console") -> None:
     names = ("parameters", "tokens", "tokens_per_parameter", "loss")
     body = [[number(item["flops"]), *(with_interval(item[name]) for name in names)] for item in found["budgets"]]
     console.table(("FLOPs", *(name.replace("_", " ") for name in names)), body, title="Compute-optimal sizes")
+
+
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Directories of runs, or folders of runs: runs/demo runs/other.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where to write the page; by default report.html in the only folder, else here.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write one offline page about several runs: their curves on top of each other, and what differs between them.
+
+    Keys of the recipes, facts of the machines and versions that are not the same in all runs are in a table; the rest is as in
+    the report of one run. Runs that go on are compared as far as they are.
+
+    forge-train compare runs/small runs/wide --out compared.html
+    """
+    from forge_core.errors import ForgeError
+    from forge_core.terminal import Console
+    from forge_lab.comparison import write_comparison
+    from forge_train.report.page import directories_of
+
+    if len(directories_of(runs)) < 2:
+        raise ForgeError(f"{runs[0]} is one run, and a comparison needs two; forge-train report writes the page of one")
+    path = write_comparison(runs, out)
+    console = Console(as_json=as_json)
+    if as_json:
+        console.document({"report": str(path), "bytes": path.stat().st_size})
+    console.text(f"wrote {path}")

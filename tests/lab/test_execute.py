@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from forge_core.errors import ForgeError
-from forge_train.lab.sweep.execution import Asked, slots
-from forge_train.lab.sweep.files import SWEEP_FILE, outcome_of, reached, write_recipes
-from forge_train.lab.sweep.processes import command_of, meaning, start, tail
+from forge_lab.sweep.execution import Asked, slots
+from forge_lab.sweep.files import SWEEP_FILE, outcome_of, reached, write_recipes
+from forge_lab.sweep.processes import command_of, meaning, start, tail
 from forge_train.trackers import METRICS
-from train.lab.fake_runs import METRIC, FakeRuns, run_all, sweep_of
+from lab.fake_runs import METRIC, FakeRuns, run_all, sweep_of
 
 GRID = """
 recipe = "debug"
@@ -219,7 +219,7 @@ def test_accelerators_are_dealt_out(
 
 
 def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_train.lab.sweep.execution.usable_cores", lambda: 24)
+    monkeypatch.setattr("forge_lab.sweep.execution.usable_cores", lambda: 24)
     assert [place.environment for place in slots(3, 2, 0, {})] == [{"OMP_NUM_THREADS": "4"}] * 3
     assert slots(30, 1, 0, {})[0].environment == {"OMP_NUM_THREADS": "1"}
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from forge_train.lab.sweep.files import write_recipes
-from forge_train.lab.sweep.results import BEST, LINES, PAGE, collect_results, write_page, write_results
+from forge_lab.sweep.files import write_recipes
+from forge_lab.sweep.results import BEST, LINES, PAGE, collect_results, write_page, write_results
 from forge_train.recipe.load import load
-from train.lab.fake_runs import METRIC, FakeRuns, run_all, sweep_of
+from lab.fake_runs import METRIC, FakeRuns, run_all, sweep_of
 
 GRID = """
 recipe = "debug"

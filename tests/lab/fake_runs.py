@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forge_lab.sweep.execution import Asked, Executor, outcomes, slots, train
+from forge_lab.sweep.files import Outcome
+from forge_lab.sweep.grid import Sweep, read_sweep
 from forge_train.directory import keep_recipe
-from forge_train.lab.sweep.execution import Asked, Executor, outcomes, slots, train
-from forge_train.lab.sweep.files import Outcome
-from forge_train.lab.sweep.grid import Sweep, read_sweep
 from forge_train.process.stop import REQUEUE
 from forge_train.recipe.load import load
 from forge_train.trackers import METRICS, JsonlTracker

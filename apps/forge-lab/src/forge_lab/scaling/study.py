@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.errors import DataError
-from forge_train.lab.figures import Series, number, plot
-from forge_train.lab.scaling.law import FEWEST_ON_FRONTIER, Fit, Frontier, Law, Losses, fit, fit_frontier, on_frontier
-from forge_train.lab.scaling.runs import Counted, Gathered
+from forge_lab.figures import Series, number, plot
+from forge_lab.scaling.law import FEWEST_ON_FRONTIER, Fit, Frontier, Law, Losses, fit, fit_frontier, on_frontier
+from forge_lab.scaling.runs import Counted, Gathered
 from forge_train.report.html import rows
 
 LEVEL = 0.95
@@ -175,7 +175,7 @@ _MEANING = {
 
 
 def page_parts(found: Mapping[str, Any]) -> list[str]:
-    """HTML of what `forge_train.lab.scaling.study.study` found."""
+    """HTML of what `forge_lab.scaling.study.study` found."""
     law = law_of(found)
     counted = {"all": "all", "blocks": "without token table and head", "active": "used by one token"}[found["parameters_counted"]]
     how = found["intervals"]

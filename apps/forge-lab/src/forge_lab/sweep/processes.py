@@ -15,7 +15,7 @@ from forge_ckpt.resilience.progress import NoProgress
 from forge_ckpt.resilience.restarts import FAULTY, FULL
 from forge_core.errors import ForgeError
 from forge_core.lines import lines_of
-from forge_train.lab.sweep.grid import Sweep
+from forge_lab.sweep.grid import Sweep
 from forge_train.process.stop import HOOK_FAILED, REQUEUE, RolledBackTooOften, TrainingError
 
 TAIL = 12

@@ -12,7 +12,7 @@ from forge_core.config.tree import Table, origin_at
 from forge_core.config.validation import walk
 from forge_core.errors import ConfigError, Fault, did_you_mean
 from forge_core.registry import Registry
-from forge_train.lab.sweep.points import SEED, Axis, Grid, Point, Search, axes_of, grid, named, sample_points
+from forge_lab.sweep.points import SEED, Axis, Grid, Point, Search, axes_of, grid, named, sample_points
 from forge_train.recipe.checks import final_metrics
 from forge_train.recipe.load import Resolved, load
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from forge_core.errors import DataError
+from forge_lab.scaling.runs import gather
+from forge_lab.sweep.files import write_recipes
 from forge_train.cli import main
-from forge_train.lab.scaling.runs import gather
-from forge_train.lab.sweep.files import write_recipes
 from forge_train.plan import run_size
 from forge_train.recipe.load import load
 from forge_train.trackers import METRICS, JsonlTracker
-from train.lab.fake_runs import METRIC, FakeRuns, run_all, sweep_of, write_run
-from train.lab.test_law import CHINCHILLA
+from lab.fake_runs import METRIC, FakeRuns, run_all, sweep_of, write_run
+from lab.test_law import CHINCHILLA
 
 GRID = """
 recipe = "debug"

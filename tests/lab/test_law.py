@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forge_core.errors import DataError
-from forge_train.lab.scaling.law import (
+from forge_lab.scaling.law import (
     CHANCE,
     DELTA,
     Fit,
@@ -24,7 +24,7 @@ from forge_train.lab.scaling.law import (
     minimize,
     on_frontier,
 )
-from forge_train.lab.scaling.study import _warnings, interval
+from forge_lab.scaling.study import _warnings, interval
 
 CHINCHILLA = Law(irreducible=1.69, a=406.4, b=410.7, alpha=0.34, beta=0.28)
 """Hoffmann et al. (2022), equation 10."""

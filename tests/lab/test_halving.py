@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from forge_train.lab.sweep.execution import Asked, survivors
-from forge_train.lab.sweep.files import write_recipes
-from forge_train.lab.sweep.points import Point, Search
-from forge_train.lab.sweep.results import collect_results
-from train.lab.fake_runs import FakeRuns, run_all, sweep_of
+from forge_lab.sweep.execution import Asked, survivors
+from forge_lab.sweep.files import write_recipes
+from forge_lab.sweep.points import Point, Search
+from forge_lab.sweep.results import collect_results
+from lab.fake_runs import FakeRuns, run_all, sweep_of
 
 GRID = """
 recipe = "debug"

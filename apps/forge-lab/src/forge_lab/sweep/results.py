@@ -13,15 +13,15 @@ from forge_core.config.toml import read_toml, value_text
 from forge_core.durable_files import replace_file
 from forge_core.registry import Registry
 from forge_core.terminal import duration
-from forge_train.lab.figures import Series, number, plot
-from forge_train.lab.sweep.execution import outcomes
-from forge_train.lab.sweep.files import Outcome
-from forge_train.lab.sweep.grid import Sweep
-from forge_train.lab.sweep.points import SEED, Point
+from forge_lab.figures import Series, number, plot
+from forge_lab.sweep.execution import outcomes
+from forge_lab.sweep.files import Outcome
+from forge_lab.sweep.grid import Sweep
+from forge_lab.sweep.points import SEED, Point
 from forge_train.plan import RunSize, run_size
 from forge_train.recipe.load import load
-from forge_train.report.html import rows
-from forge_train.report.page import REPORT, document
+from forge_train.report.html import document, rows
+from forge_train.report.page import REPORT
 
 LINES, BEST = "results.jsonl", "best.toml"
 _BINS = 4

@@ -17,10 +17,10 @@ from types import FrameType
 
 from forge_core.errors import ForgeError
 from forge_core.machine import usable_cores
-from forge_train.lab.sweep.files import Outcome, finite, outcome_of, reached, share_data, write_outcome
-from forge_train.lab.sweep.grid import STOP, Sweep
-from forge_train.lab.sweep.points import Point, Search
-from forge_train.lab.sweep.processes import Process, Start, command_of, meaning, start, tail
+from forge_lab.sweep.files import Outcome, finite, outcome_of, reached, share_data, write_outcome
+from forge_lab.sweep.grid import STOP, Sweep
+from forge_lab.sweep.points import Point, Search
+from forge_lab.sweep.processes import Process, Start, command_of, meaning, start, tail
 from forge_train.process.stop import heard
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
