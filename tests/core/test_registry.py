@@ -96,13 +96,10 @@ def test_a_part_that_moved_names_its_package_where_that_is_absent() -> None:
         sample.registry().find("forge.hooks", "forge-train:inside")
 
 
-def test_parts_moved_to_where_the_pyproject_files_have_them() -> None:
-    offered: dict[str, dict[str, dict[str, str]]] = {}
-    for path in Path(__file__).parents[2].glob("*/*/pyproject.toml"):
-        project = tomllib.loads(path.read_text())["project"]
-        offered[project["name"]] = project.get("entry-points", {})
-    for (group, name), (former, present) in MOVED.items():
-        assert name in offered[present][group] and name not in offered[former].get(group, {})
+def test_parts_moved_to_where_they_are_today() -> None:
+    present = {(entry.group, entry.name, entry.distribution) for entry in Registry().entries}
+    for part, (former, today) in MOVED.items():
+        assert (*part, today) in present and (*part, former) not in present
 
 
 def test_the_hints_of_pip_install_are_those_of_the_pyproject_files() -> None:
