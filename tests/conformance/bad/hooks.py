@@ -46,7 +46,7 @@ class Reaches(Hook):
     """Looks at what only the trainer's own run has."""
 
     def after_step(self, run, result):
-        run.factor(run.state.step)
+        run.training.factor(run.state.step)
 
 
 class Writes(Hook):

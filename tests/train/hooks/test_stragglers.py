@@ -52,7 +52,7 @@ class Sleeps(Hook):
 def _named(recipe: Path, folder: Path, settings: list[str], where: str, until: int) -> tuple[list[str], str]:
     """What the report of rank 0 warns of, and the weights."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--checkpoint.every=0", "--train.micro_batch=4", *settings])
-    run.hooks = [Sleeps(where, until), StragglersHook(every=3)]
+    run.hooks[:] = [Sleeps(where, until), StragglersHook(every=3)]
     fit(run)
     return run.health.summary(), digest(run)
 
@@ -117,7 +117,7 @@ def test_own_time_leaves_out_what_does_not_count_and_ends() -> None:
 def test_alone_it_looks_at_nothing(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=4"])
     hook = StragglersHook(every=2)
-    run.hooks = [hook]
+    run.hooks[:] = [hook]
     with caplog.at_level(logging.WARNING):
         fit(run)
     assert hook.own is None and caplog.records == []

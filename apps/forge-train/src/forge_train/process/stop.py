@@ -86,9 +86,8 @@ class Signals:
         """Inside, signals are noted; in the main thread."""
         return heard(self._note)
 
-    @property
-    def since(self) -> float:
-        """Seconds since the first signal; 0 while there was none."""
+    def waited(self) -> float:
+        """Returns the seconds since the first signal; 0 while there was none."""
         return time.monotonic() - self._when if self.asked else 0.0
 
     @contextmanager

@@ -32,6 +32,7 @@ class Resolved:
         outcome: the walk behind it, for explanations.
         files: every file that was read, the recipe last.
         warnings: what stops nothing; also checks that could not run, of distributions that the recipe does not use.
+        registry: where its components were found.
     """
 
     job: Job
@@ -41,6 +42,7 @@ class Resolved:
     outcome: Resolution
     files: tuple[Path, ...]
     warnings: tuple[str, ...]
+    registry: Registry = field(compare=False, repr=False)
 
     def as_json(self) -> dict[str, Any]:
         """The resolved tree as plain values; `"none"` means unset."""
@@ -102,7 +104,7 @@ def load(
     if faults:
         raise ConfigError(_once(faults))
     used = tuple(dict.fromkeys(outcome.used))
-    return Resolved(outcome.value, outcome.tree, layout, used, outcome, layered.files, tuple(warnings))
+    return Resolved(outcome.value, outcome.tree, layout, used, outcome, layered.files, tuple(warnings), registry)
 
 
 def _layout(outcome: Resolution, world: int | None) -> tuple[Layout | None, list[Fault]]:

@@ -64,7 +64,7 @@ def _full(run: "Run", cause: Exception) -> ForgeError:
     fits = smaller(size)
     if why := _refusal(replace(run.job, train=replace(run.job.train, micro_batch=fits)), run.topology.layout):
         return TrainingError(f"{what} ({first}), and smaller ones are not taken: {why}. Set train.micro_batch yourself")
-    note = {"recipe": run.recipe_micro_batch or size, "micro_batch": fits, "why": what}
+    note = {"recipe": run.decided.recipe.job.train.micro_batch, "micro_batch": fits, "why": what}
     replace_file(run.directory / MICRO_BATCH, json.dumps(note).encode())
     return OutOfMemory(f"{what} ({first}). Started again, the run goes on with micro-batches of {fits} and the same loss")
 
