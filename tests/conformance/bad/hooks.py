@@ -75,7 +75,7 @@ BAD = {
         (Part(make=Forgets), "has the state {'seen': 0}"),
     ],
     "check_protocol": [
-        (Part(make=Reaches), "uses factor of the run"),
+        (Part(make=Reaches), "uses training of the run"),
         (Part(make=Writes), "uses health of the run"),
         (Part(make=SaysTooMuch), "observes is 'mostly'"),
     ],
