@@ -32,7 +32,7 @@ from forge_data.order.cursor import merged
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.optim.groups import Beginning
 from forge_parallel.placement.boxes import local_box
-from forge_parallel.settle import reduced_by
+from forge_parallel.transforms.shard import reduce_of
 from forge_parallel.verify.state import not_finite
 from forge_train.process.stop import TrainingError
 from forge_train.recipe.load import Resolved
@@ -131,7 +131,7 @@ class Checkpoints:
             "cursor": self._cursor_of_all(run.state.cursor),
             "anchors": anchors(run.job),
             "layout": str(run.topology.layout),
-            "reduce": reduced_by(run.model.plan),
+            "reduce": reduce_of(run.model.plan),
             # The model is built from its part again, so a key that may mean something else than a secret keeps its value there.
             "config": {name: redacted(part, name, certain=name == "model") for name, part in self.config.items()},
             "plugins": list(self.plugins),

@@ -32,7 +32,6 @@ from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.optimizers import build_optimizer
 from forge_parallel.optim.stages import apply, stage_at
 from forge_parallel.placement.topology import Topology
-from forge_parallel.settle import reduced_so_far, settled, shared_memory
 from forge_parallel.step.step import Step
 from forge_parallel.step.timing import StepTimer
 from forge_train.directory import CHECKPOINTS, elsewhere, forget, keep_recipe, prepare_directory, probe, refuse_fresh, remind
@@ -145,7 +144,6 @@ def assemble(
     checkpoints = Checkpoints(store, world, resolved.as_json(), registry.used(resolved.used), job.checkpoint.policy())
     with ranks.together("the newest checkpoint and the devices", collective=True):
         found = checkpoints.newest(policy)
-        memory = shared_memory(topology)
     automatic = back is None and is_automatic(os.environ)
     with ranks.together("the progress"):
         if topology.rank == 0:
@@ -159,8 +157,6 @@ def assemble(
         _refuse_extras(
             blueprint, [*getattr(data, "sources", ()), *(getattr(each, "source", None) for each in evaluations.values())]
         )
-        sharding = settled(job, layout, lambda: blueprint, memory, reduced_so_far(found.meta, layout) if found else None)
-        job = sharding.job
         settings = settings_in(job, blueprint)
         blueprint = apply(blueprint, settings)
         checkpoints.frozen = settings.frozen
@@ -195,8 +191,6 @@ def assemble(
         frozen += f", stage {stage_at(settings.stages, state.step) + 1} of {len(settings.stages)}"
     names = ", ".join(plan.names()) or "none"
     say(f"model: {parameters:,} parameters{frozen}, layout {layout}, {name(device)}, transforms: {names}")
-    for line in sharding.lines():
-        say(line)
 
     phases = StepTimer(device)
     run = Run(
