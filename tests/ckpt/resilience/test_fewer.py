@@ -61,7 +61,7 @@ def test_devices_that_are_left_have_new_numbers_when_one_more_is_gone() -> None:
     assert Fewer(1, halves, devices=lambda: 2).after(Ended(1, "", 0), [0, 2])[0] == [0, 1]
 
 
-RANK = """
+REPORTING_RANK = """
 import os, signal, sys, time
 from pathlib import Path
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FORGE_LOCAL_DEVICE")
@@ -74,7 +74,7 @@ time.sleep(0.3 if os.environ["WORLD_SIZE"] == "2" else 1000)
 
 
 def test_ranks_that_are_left_find_their_devices(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "rank.py").write_text(REPORTING_RANK)
     said: list[str] = []
     command = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path)]
     assert supervise(command, 4, 3, os.environ, said.append, grace=0.2, fewer=Fewer(2, halves)) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_ckpt.resilience.local_ranks import Ended, run
+from forge_ckpt.resilience.local_ranks import Ended, run_local_ranks
 from forge_ckpt.resilience.restarts import Passed, supervise
 
 RANK = """
@@ -75,7 +75,7 @@ CAUSES = {
 @pytest.mark.parametrize("how", CAUSES)
 def test_fault_33_when_a_rank_is_gone_all_are_and_the_first_cause_is_named(tmp_path: Path, how: str) -> None:
     began = time.monotonic()
-    assert run(command(tmp_path, how), range(4), os.environ, grace=1.0) == CAUSES[how]
+    assert run_local_ranks(command(tmp_path, how), range(4), os.environ, grace=1.0) == CAUSES[how]
     assert time.monotonic() - began < 10
     assert len(list(tmp_path.glob("pid-0-*"))) == 4
     assert alive(tmp_path) == []

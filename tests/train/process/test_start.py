@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from forge_ckpt.checkpoint.fence import Fence
-from forge_ckpt.resilience.progress import FILE as PROGRESS
+from forge_ckpt.resilience.progress import RESTARTS_FILE as PROGRESS
 from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError, ForgeError

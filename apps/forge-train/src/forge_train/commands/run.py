@@ -133,7 +133,7 @@ def _train(
     """Exit code of the run on this rank."""
     from rich.console import Console
 
-    from forge_ckpt.resilience.limits import Learned
+    from forge_ckpt.resilience.limits import LearnedLimits
     from forge_parallel.launch import process_group
     from forge_train.directory import run_directory
     from forge_train.process.ranks import tell_launcher
@@ -156,7 +156,7 @@ def _train(
         with signals.at_once() if back is None else nullcontext():
             run = assemble(resolved, directory, where, device, registry, console, begin=begin, **given)
         run.stop.signals, run.watch = signals, watch
-        watch.limits = Learned(resolved.job.parallel.least_timeout, waiting=(DATA,))
+        watch.limits = LearnedLimits(resolved.job.parallel.least_timeout, waiting=(DATA,))
         return run
 
     run, reason = train(build)

@@ -8,7 +8,7 @@ QUANTILE = 0.9
 FACTOR = 10.0
 
 
-class Learned:
+class LearnedLimits:
     """Limits of the sections of one process: `FACTOR` times what 9 of 10 of its last `WINDOW` times were, never below a floor.
 
     A quantile moves little with a few times that are far off, such as a first step that compiles. Sections have names; what

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from forge_ckpt.resilience.fewer import Fewer
-from forge_ckpt.resilience.local_ranks import FOLLOWS, Ended, run
+from forge_ckpt.resilience.local_ranks import FOLLOWS, Ended, run_local_ranks
 
 FULL = 8
 """Exit code of a rank that ran out of memory, and has noted what may fit."""
@@ -59,7 +59,7 @@ def supervise(
     signals = signals or Passed()
     life, places = 0, list(range(size))
     while True:
-        ended = run(command, places, environment, life, grace, signals.take)
+        ended = run_local_ranks(command, places, environment, life, grace, signals.take)
         code = FOLLOWS if ended.code < 0 else ended.code
         if code == 0 or signals.any or not _may_help(ended):
             return code
