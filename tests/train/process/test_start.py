@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from forge_ckpt.checkpoint.fence import Fence
-from forge_ckpt.resilience.progress import RESTARTS_FILE as PROGRESS
 from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError, ForgeError
@@ -25,6 +24,7 @@ from forge_train import directory
 from forge_train.commands.run import start
 from forge_train.directory import OWNED, RECIPE, move_aside, previous
 from forge_train.process.logs import logging_of
+from forge_train.process.restarts import RESTARTS_FILE as PROGRESS
 from forge_train.recipe.load import load
 from forge_train.run import saves
 from forge_train.run.loop import fit

@@ -14,12 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from forge_ckpt.checkpoint.fence import Fence
-from forge_ckpt.resilience.progress import NO_PROGRESS_FILE, RESTARTS_FILE
 from forge_ckpt.store.objects import is_url
 from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import ForgeError
 from forge_core.protocols.checkpoint import Store
 from forge_core.redaction import redacted_text
+from forge_train.process.restarts import NO_PROGRESS_FILE, RESTARTS_FILE
 from forge_train.recipe.schema import Job
 
 _log = logging.getLogger(__name__)

@@ -133,8 +133,8 @@ def _train(
     """Exit code of the run on this rank."""
     from rich.console import Console
 
-    from forge_ckpt.resilience.limits import LearnedLimits
     from forge_parallel.launch import process_group
+    from forge_parallel.launch.watch import LearnedLimits
     from forge_train.directory import run_directory
     from forge_train.process.ranks import tell_launcher
     from forge_train.process.stop import REQUEUE, STOPPED

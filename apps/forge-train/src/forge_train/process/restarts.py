@@ -1,19 +1,151 @@
-"""`forge-train run --processes --restarts --min-processes`: the ranks of this machine, without another launcher."""
+"""`forge-train run --processes --restarts --min-processes`: the ranks of this machine are started, and started again as long as that may help."""
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 
-from forge_ckpt.resilience.fewer import NONE_GONE, Fewer
-from forge_ckpt.resilience.local_ranks import FOLLOWS
-from forge_ckpt.resilience.restarts import FULL, Passed, supervise
 from forge_core.errors import ConfigError, ForgeError
 from forge_core.registry import Registry
 from forge_core.terminal import Console
 from forge_parallel.launch.environment import read_launcher
+from forge_train.process.local_ranks import FOLLOWS, Ended, run_local_ranks
 from forge_train.process.stop import heard
 from forge_train.recipe.load import load
+
+NONE_GONE = 0
+"""Of devices: there are none on this machine, or it could not be asked."""
+
+
+@dataclass
+class Fewer:
+    """Chooses the places of the next start.
+
+    Args:
+        least: ranks, below which nothing is started.
+        fits: why a job cannot run on so many ranks; empty where it can.
+        devices: how many this machine shows now; `NONE_GONE` where ranks use none.
+        blameless: exit codes of a rank that say nothing about its place.
+    """
+
+    least: int
+    fits: Callable[[int], str]
+    devices: Callable[[], int] = lambda: NONE_GONE
+    blameless: Sequence[int] = (FOLLOWS,)
+    _blamed: int | None = field(default=None, init=False)
+
+    def largest(self, below: int) -> tuple[int, str]:
+        """The largest number of ranks from `least` to `below` - 1 that fits; 0 and why none does."""
+        why: list[str] = []
+        for size in range(below - 1, self.least - 1, -1):
+            if not (refusal := self.fits(size)):
+                return size, ""
+            why.append(f"with {size}: {refusal}")
+        return 0, "; ".join(why) or f"{below} ranks cannot get fewer"
+
+    def after(self, ended: Ended, places: Sequence[int]) -> tuple[list[int], str]:
+        """The places of the next start, and what to say where they are others.
+
+        Args:
+            ended: how the ranks at `places` ended.
+        """
+        there = self.devices()
+        if NONE_GONE < there <= max(places):
+            self._blamed = None
+            left = list(range(there))
+            return self._chosen(left, places, f"this machine shows {there} device{'s' if there > 1 else ''} now")
+        place = places[ended.rank] if 0 <= ended.rank < len(places) and ended.code not in self.blameless else None
+        again, self._blamed = place is not None and place == self._blamed, place
+        if not again:
+            return list(places), ""
+        self._blamed = None
+        left = [other for other in places if other != place]
+        return self._chosen(left, places, f"the rank at local place {place} failed twice in a row")
+
+    def _chosen(self, left: Sequence[int], places: Sequence[int], why: str) -> tuple[list[int], str]:
+        size, refusal = self.largest(len(left) + 1)
+        if not size:
+            return list(places), f"{why}, and no smaller number of ranks from {self.least} on fits: {refusal}"
+        chosen = list(left[:size])
+        listed = ", ".join(map(str, chosen))
+        return chosen, f"{why}: going on with {size} of {len(places)} ranks, at local places {listed}"
+
+
+FULL = 8
+"""Exit code of a rank that ran out of memory, and has noted what may fit."""
+
+FAULTY = 6
+"""Exit code of a rank whose machine has failed a probe."""
+
+AGAIN = (1, FOLLOWS, FAULTY, FULL)
+"""Exit codes after which ranks are started again, besides every signal that they did not ask for: a fault of the program, the
+loss of another rank, one of the machine, and a step that did not fit and will be cut into smaller parts. Others say that the same
+would happen again, or that the end was asked for."""
+
+
+class Passed:
+    """Signals that this process gets and its ranks have to get: those that ask for an end."""
+
+    def __init__(self) -> None:
+        self.any = False
+        self._new: list[int] = []
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The handler."""
+        self.any = True
+        self._new.append(number)
+
+    def take(self) -> list[int]:
+        """Those since the last call."""
+        taken, self._new = self._new, []
+        return taken
+
+
+def supervise(
+    command: Sequence[str],
+    size: int,
+    restarts: int,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+    signals: Passed | None = None,
+    grace: float = 8.0,
+    fewer: Fewer | None = None,
+) -> int:
+    """Runs ranks, and runs them again after a failure; the exit code of the last time. Each failure is said with its first cause.
+
+    A rank that was ended by a signal counts as lost: exit code 5.
+
+    Args:
+        restarts: how often they are started again.
+        signals: after one of them, nothing is started again.
+        grace: see `local_ranks.run`.
+        fewer: chooses smaller numbers of ranks after failures; without it, all are started each time.
+    """
+    signals = signals or Passed()
+    life, places = 0, list(range(size))
+    while True:
+        ended = run_local_ranks(command, places, environment, life, grace, signals.take)
+        code = FOLLOWS if ended.code < 0 else ended.code
+        if code == 0 or signals.any or not _may_help(ended):
+            return code
+        if life >= restarts:
+            say(f"{ended.why}; no restart is left of {restarts}")
+            return code
+        life += 1
+        say(f"{ended.why}; restart {life} of {restarts}, from the newest verified checkpoint")
+        if fewer is not None:
+            places, told = fewer.after(ended, places)
+            if told:
+                say(told)
+
+
+def _may_help(ended: Ended) -> bool:
+    return ended.code < 0 or ended.code in AGAIN
+
 
 _COUNT = "from forge_parallel import accelerator; print(accelerator.count())"
 _COUNT_SECONDS = 120.0
@@ -72,3 +204,63 @@ def devices() -> int:
 def _refused(why: str) -> int:
     Console().error(ForgeError(why))
     return ForgeError.exit_code
+
+
+RESTARTS_FILE = "restarts.json"
+NO_PROGRESS_FILE = "no-progress.txt"
+MOST_RESTARTS = 3
+
+_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+class NoProgress(ForgeError):
+    """The run was started again too often without a newer checkpoint. A scheduler must not do so once more."""
+
+    exit_code = 93
+
+
+def is_automatic(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher or a scheduler says that it has started this job before."""
+    return any(environment.get(name, "0") not in ("", "0") for name in _COUNTS)
+
+
+def restarts_before(directory: Path, step: int) -> int:
+    """Automatic restarts from the checkpoint of this step, or from step 0, that are on record."""
+    try:
+        record = json.loads((directory / RESTARTS_FILE).read_text())
+        return int(record["restarts"]) if record["step"] == step else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def refuse_without_progress(directory: Path, step: int, automatic: bool, most: int = MOST_RESTARTS) -> None:
+    """Before a start: refuses one more automatic restart from the same checkpoint, and says so in the file `NO_PROGRESS_FILE`.
+
+    Args:
+        step: of the checkpoint that the run goes on from; 0 without one.
+
+    Raises:
+        NoProgress: `most` automatic restarts from this step went before.
+    """
+    if not automatic or (before := restarts_before(directory, step)) < most:
+        return
+    where = f"the checkpoint of step {step}" if step else "step 0"
+    text = (
+        f"the run in {directory} was started again {before} times from {where}, and ended each time before a newer checkpoint: "
+        f"it is not started again by itself. Look at the ends of its logs; start it by hand to go on"
+    )
+    (directory / NO_PROGRESS_FILE).write_text(text + "\n")
+    raise NoProgress(text)
+
+
+def note_start(directory: Path, step: int, automatic: bool) -> None:
+    """At a start that owns the directory: counts it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    restarts = restarts_before(directory, step) + 1 if automatic else 0
+    new = directory / f".{RESTARTS_FILE}"
+    new.write_text(json.dumps({"step": step, "restarts": restarts}))
+    new.replace(directory / RESTARTS_FILE)
+    (directory / NO_PROGRESS_FILE).unlink(missing_ok=True)

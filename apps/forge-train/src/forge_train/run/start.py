@@ -15,7 +15,6 @@ import torch
 
 from forge_ckpt.checkpoint.read import VerifiedCheckpoint
 from forge_ckpt.checkpoint.retention import SECONDS
-from forge_ckpt.resilience.progress import is_automatic, note_start, refuse_without_progress
 from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.errors import ForgeError
 from forge_core.machine import idle_accelerator, threads_per_process
@@ -39,6 +38,7 @@ from forge_train.doctor.speed import bf16_remark
 from forge_train.doctor.torch_build import faults
 from forge_train.plan import plan_of
 from forge_train.process.ranks import Agreement, rank_zero_first
+from forge_train.process.restarts import is_automatic, note_start, refuse_without_progress
 from forge_train.process.stop import Stop
 from forge_train.recipe.parameters import settings_in
 from forge_train.run.checkpoints import Checkpoints, build_hooks, restore_hooks

@@ -10,12 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from forge_ckpt.resilience.local_ranks import FOLLOWS
-from forge_ckpt.resilience.progress import NoProgress
-from forge_ckpt.resilience.restarts import FAULTY, FULL
 from forge_core.errors import ForgeError
 from forge_core.lines import lines_of
 from forge_train.lab.sweep.grid import Sweep
+from forge_train.process.local_ranks import FOLLOWS
+from forge_train.process.restarts import FAULTY, FULL, NoProgress
 from forge_train.process.stop import HOOK_FAILED, REQUEUE, RolledBackTooOften, TrainingError
 
 TAIL = 12

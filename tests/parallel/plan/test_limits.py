@@ -2,7 +2,7 @@
 
 import random
 
-from forge_ckpt.resilience.limits import LearnedLimits
+from forge_parallel.launch.watch import LearnedLimits
 
 
 def alarms(times: list[float]) -> int:
