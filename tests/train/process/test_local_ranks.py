@@ -85,7 +85,8 @@ def test_fault_33_when_a_rank_is_gone_all_are_and_the_first_cause_is_named(tmp_p
 def test_fault_33_ranks_do_not_outlive_who_started_them(tmp_path: Path) -> None:
     parent = tmp_path / "parent.py"
     started = command(tmp_path, "waits")
-    parent.write_text(f"import os\nfrom forge_train.process.local_ranks import run\nrun({started!r}, range(2), os.environ)\n")
+    imports = "import os\nfrom forge_train.process.local_ranks import run_local_ranks\n"
+    parent.write_text(f"{imports}run_local_ranks({started!r}, range(2), os.environ)\n")
     with subprocess.Popen([sys.executable, str(parent)]) as supervisor:
         until = time.monotonic() + 30
         while len(alive(tmp_path)) < 2 and time.monotonic() < until:

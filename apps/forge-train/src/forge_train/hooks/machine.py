@@ -19,7 +19,7 @@ from forge_core.protocols.run import Run
 from forge_core.terminal import size as told
 from forge_parallel.launch.watch import PeerFailure
 from forge_train.hooks.periodic import Periodic
-from forge_train.process.restarts import FAULTY
+from forge_train.process.stop import FAULTY
 
 PROBE_FILE = ".probe"
 """How a file that tries the disk begins, in the run's directory; it is there for some milliseconds."""

@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLLOWS = 5
-"""Exit code of a rank that ended because of another one."""
+from forge_train.process.stop import FOLLOWS
 
 DEVICE = "FORGE_LOCAL_DEVICE"
 """Variable with the number of the device that a rank takes, which is not its LOCAL_RANK where devices are left out."""

@@ -1,20 +1,23 @@
-"""`forge-train run --processes --restarts --min-processes`: the ranks of this machine are started, and started again as long as that may help."""
+"""`forge-train run --processes --restarts --min-processes`: starts the ranks of this machine, also again after failures.
 
-import json
+After a failure that another start may mend, all ranks are started again from the newest verified checkpoint. Where one place of
+the machine fails twice in a row, or its device is gone, the next start uses fewer ranks. A place is what a rank runs on, by the
+number of its local device; how many of the places that are left a job can use, only the job can say.
+"""
+
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
 from forge_core.errors import ConfigError, ForgeError
 from forge_core.registry import Registry
 from forge_core.terminal import Console
 from forge_parallel.launch.environment import read_launcher
-from forge_train.process.local_ranks import FOLLOWS, Ended, run_local_ranks
-from forge_train.process.stop import heard
+from forge_train.process.local_ranks import Ended, run_local_ranks
+from forge_train.process.stop import FAULTY, FOLLOWS, FULL, heard
 from forge_train.recipe.load import load
 
 NONE_GONE = 0
@@ -74,12 +77,6 @@ class Fewer:
         listed = ", ".join(map(str, chosen))
         return chosen, f"{why}: going on with {size} of {len(places)} ranks, at local places {listed}"
 
-
-FULL = 8
-"""Exit code of a rank that ran out of memory, and has noted what may fit."""
-
-FAULTY = 6
-"""Exit code of a rank whose machine has failed a probe."""
 
 AGAIN = (1, FOLLOWS, FAULTY, FULL)
 """Exit codes after which ranks are started again, besides every signal that they did not ask for: a fault of the program, the
@@ -204,63 +201,3 @@ def devices() -> int:
 def _refused(why: str) -> int:
     Console().error(ForgeError(why))
     return ForgeError.exit_code
-
-
-RESTARTS_FILE = "restarts.json"
-NO_PROGRESS_FILE = "no-progress.txt"
-MOST_RESTARTS = 3
-
-_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-
-
-class NoProgress(ForgeError):
-    """The run was started again too often without a newer checkpoint. A scheduler must not do so once more."""
-
-    exit_code = 93
-
-
-def is_automatic(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher or a scheduler says that it has started this job before."""
-    return any(environment.get(name, "0") not in ("", "0") for name in _COUNTS)
-
-
-def restarts_before(directory: Path, step: int) -> int:
-    """Automatic restarts from the checkpoint of this step, or from step 0, that are on record."""
-    try:
-        record = json.loads((directory / RESTARTS_FILE).read_text())
-        return int(record["restarts"]) if record["step"] == step else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
-
-
-def refuse_without_progress(directory: Path, step: int, automatic: bool, most: int = MOST_RESTARTS) -> None:
-    """Before a start: refuses one more automatic restart from the same checkpoint, and says so in the file `NO_PROGRESS_FILE`.
-
-    Args:
-        step: of the checkpoint that the run goes on from; 0 without one.
-
-    Raises:
-        NoProgress: `most` automatic restarts from this step went before.
-    """
-    if not automatic or (before := restarts_before(directory, step)) < most:
-        return
-    where = f"the checkpoint of step {step}" if step else "step 0"
-    text = (
-        f"the run in {directory} was started again {before} times from {where}, and ended each time before a newer checkpoint: "
-        f"it is not started again by itself. Look at the ends of its logs; start it by hand to go on"
-    )
-    (directory / NO_PROGRESS_FILE).write_text(text + "\n")
-    raise NoProgress(text)
-
-
-def note_start(directory: Path, step: int, automatic: bool) -> None:
-    """At a start that owns the directory: counts it.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    restarts = restarts_before(directory, step) + 1 if automatic else 0
-    new = directory / f".{RESTARTS_FILE}"
-    new.write_text(json.dumps({"step": step, "restarts": restarts}))
-    new.replace(directory / RESTARTS_FILE)
-    (directory / NO_PROGRESS_FILE).unlink(missing_ok=True)

@@ -22,8 +22,7 @@ from forge_core.protocols.checkpoint import World
 from forge_parallel.accelerator import is_out_of_memory
 from forge_parallel.checks import compositions_are_proven
 from forge_train.directory import MICRO_BATCH
-from forge_train.process.restarts import FULL
-from forge_train.process.stop import TrainingError
+from forge_train.process.stop import FULL, TrainingError
 from forge_train.recipe.schema import Job
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from typing import Protocol
 from forge_core.errors import ForgeError
 from forge_core.lines import lines_of
 from forge_train.lab.sweep.grid import Sweep
-from forge_train.process.local_ranks import FOLLOWS
-from forge_train.process.restarts import FAULTY, FULL, NoProgress
-from forge_train.process.stop import HOOK_FAILED, REQUEUE, RolledBackTooOften, TrainingError
+from forge_train.process.progress import NoProgress
+from forge_train.process.stop import FAULTY, FOLLOWS, FULL, HOOK_FAILED, REQUEUE, RolledBackTooOften, TrainingError
 
 TAIL = 12
 """Lines of a run's output that are shown where it failed."""
