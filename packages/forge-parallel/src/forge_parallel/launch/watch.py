@@ -8,6 +8,8 @@ A part of the run that takes longer than it may (`Limits`) is a hang: in a colle
 that sees it first names the guilty one and gathers what all ranks say into `hang.txt`, over the store, as collectives hang. A
 rank that cannot speak any more, being stopped or without the interpreter's lock, is known by what it said last.
 
+How long a part may take is learned from how long it took (`LearnedLimits`).
+
 A rank that ends because of an error leaves a note, the first of which is what all others name as the cause. A rank that finds
 such a note and does not end by itself, as when it is stuck, is ended by its thread.
 """
@@ -133,6 +135,7 @@ class Watch:
         self._mark: tuple[Any, ...] = ()
         self._awake = self._since = self._entered = 0.0
         self._began = self._woke = time.monotonic()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._suspected, self._suspect_at = False, 0.0
         self._told, self._beat = 0.0, 0
         self._heard: dict[int, tuple[int, float]] = {}
@@ -181,8 +184,14 @@ class Watch:
         self._entered, now = self._awake, time.monotonic()  # first: the thread may look at any moment
         if self.section:
             self.limits.took(self.section, now - self._began)
+        self._seconds[self.section] += now - self._began
         self._began = now
         self.passed, self.doing, self.section = self.passed + 1, doing, section
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of this rank in each section so far, the current one included."""
+        now = time.monotonic() - self._began
+        return {**self._seconds, self.section: self._seconds.get(self.section, 0.0) + now}
 
     def failed_in(self, call: int) -> bool | None:
         """Says that this rank failed in a call that all ranks make, number `call` of `calls`, and waits until it is known how the
