@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from forge_ckpt.checkpoint.fence import Fence
-from forge_ckpt.resilience.progress import FILE as PROGRESS
 from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError, ForgeError
@@ -24,6 +23,7 @@ from forge_train import directory
 from forge_train.commands.run import run_recipe
 from forge_train.directory import OWNED, RECIPE, move_aside, previous
 from forge_train.process.logs import logging_of
+from forge_train.process.progress import RESTARTS_FILE as PROGRESS
 from forge_train.process.ranks import Ranks
 from forge_train.recipe.load import load
 from forge_train.run import saves

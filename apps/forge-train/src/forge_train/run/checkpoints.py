@@ -32,7 +32,7 @@ from forge_data.order.cursor import merged
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.optim.groups import Beginning
 from forge_parallel.placement.boxes import local_box
-from forge_parallel.settle import reduced_by
+from forge_parallel.transforms.shard import reduce_of
 from forge_parallel.verify.state import not_finite
 from forge_train.process.stop import TrainingError
 from forge_train.recipe.load import Resolved
@@ -104,7 +104,7 @@ class RunContent:
             "cursor": _merged_cursor(training.state.cursor, world),
             "anchors": anchors(decided.job),
             "layout": str(decided.topology.layout),
-            "reduce": reduced_by(decided.plan),
+            "reduce": reduce_of(decided.plan),
             # The model is built from its section again, so a key of it that may not be a secret keeps its value.
             "config": {name: redacted(part, name, certain=name == "model") for name, part in decided.recipe.as_json().items()},
             "plugins": list(decided.plugins),

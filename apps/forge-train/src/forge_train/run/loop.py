@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from forge_ckpt.resilience.limits import Learned
 from forge_parallel.accelerator import deterministic
 from forge_parallel.launch.process_group import limit
+from forge_parallel.launch.watch import LearnedLimits
 from forge_train.process.ranks import Ranks
 from forge_train.process.stop import RolledBackTooOften, TrainingError
 from forge_train.run.health import RollBack
@@ -104,7 +104,7 @@ def train(recipe: "Resolved", ranks: Ranks, *, fresh: bool = False) -> tuple[Run
         limit(watch.timeout, ranks.device)
         with ranks.signals.at_once() if back is None else nullcontext():
             run = start(recipe, ranks, fresh=fresh and back is None, back=back)
-        watch.limits = Learned(parallel.least_timeout, waiting=(DATA,))
+        watch.limits = LearnedLimits(parallel.least_timeout, waiting=(DATA,))
         try:
             return run, fit(run)
         except RollBack as wish:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_ckpt.resilience.restarts import FULL
 from forge_ckpt.world import from_rank_0
 from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
@@ -23,7 +22,7 @@ from forge_core.protocols.checkpoint import World
 from forge_parallel.accelerator import is_out_of_memory
 from forge_parallel.checks import compositions_are_proven
 from forge_train.directory import MICRO_BATCH
-from forge_train.process.stop import TrainingError
+from forge_train.process.stop import FULL, TrainingError
 from forge_train.recipe.schema import Job
 
 if TYPE_CHECKING:

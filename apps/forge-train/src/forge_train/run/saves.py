@@ -12,11 +12,11 @@ from forge_ckpt.background import BackgroundSaves, SaveResult
 from forge_ckpt.checkpoint.save import check_room, draft_of
 from forge_ckpt.checkpoint.write import SaveRequest, write
 from forge_ckpt.errors import Superseded
-from forge_ckpt.resilience.grace import Grace
 from forge_ckpt.world import ProcessGroupWorld
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Store
 from forge_train.directory import forget
+from forge_train.process.grace import Grace
 from forge_train.process.stop import Signals
 from forge_train.run.checkpoints import Checkpoints, RunContent
 

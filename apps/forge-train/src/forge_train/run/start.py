@@ -16,7 +16,6 @@ import torch
 
 from forge_ckpt.checkpoint.read import VerifiedCheckpoint
 from forge_ckpt.checkpoint.retention import SECONDS
-from forge_ckpt.resilience.progress import is_automatic, note_start, refuse_without_progress
 from forge_core.errors import ForgeError
 from forge_core.machine import idle_accelerator, threads_per_process
 from forge_core.protocols.data import Cursor, EvaluationSet, Stream
@@ -29,7 +28,6 @@ from forge_parallel.accelerator import name
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.stages import apply, stage_at
 from forge_parallel.placement.topology import Topology
-from forge_parallel.settle import reduced_so_far, settled, shared_memory
 from forge_parallel.step.step import Step
 from forge_parallel.step.timing import StepTimer
 from forge_train.directory import (
@@ -45,6 +43,7 @@ from forge_train.directory import (
 from forge_train.doctor.speed import bf16_remark
 from forge_train.doctor.torch_build import faults
 from forge_train.plan import plan_of
+from forge_train.process.progress import is_automatic, note_start, refuse_without_progress
 from forge_train.process.ranks import Ranks, rank_zero_first
 from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
@@ -91,7 +90,6 @@ class Seen:
         checkpoints: the checkpoints of the run.
         policy: which checkpoint is resumed from: a step, or a value of `checkpoint.resume`.
         checkpoint: the checkpoint to resume from; None for a new run.
-        memory: bytes of the smallest device; None if they are not known.
         automatic: whether a launcher has started the run again.
         fresh: whether earlier files of the directory are moved aside.
         back: where a rollback leads; None if there was none.
@@ -106,7 +104,6 @@ class Seen:
     checkpoints: Checkpoints
     policy: Any
     checkpoint: VerifiedCheckpoint | None
-    memory: int | None
     automatic: bool
     fresh: bool
     back: Back | None
@@ -170,9 +167,8 @@ def look(recipe: "Resolved", ranks: Ranks, fresh: bool, back: Back | None) -> Se
         evaluations = evaluation(job.data, tokenizer=data.tokenizer, **shared)
     policy = back.step if back else "never" if fresh else job.checkpoint.resume
     checkpoints = Checkpoints(job.checkpoint.store.build(directory / CHECKPOINTS), world, job.checkpoint.policy())
-    with ranks.together("the newest checkpoint and the devices", collective=True):
+    with ranks.together("the newest checkpoint", collective=True):
         checkpoint = checkpoints.newest(policy)
-        memory = shared_memory(topology)
     automatic = back is None and is_automatic(os.environ)
     with ranks.together("the progress"):
         if topology.rank == 0:
@@ -187,7 +183,6 @@ def look(recipe: "Resolved", ranks: Ranks, fresh: bool, back: Back | None) -> Se
         checkpoints=checkpoints,
         policy=policy,
         checkpoint=checkpoint,
-        memory=memory,
         automatic=automatic,
         fresh=fresh,
         back=back,
@@ -208,9 +203,6 @@ def decide(recipe: "Resolved", seen: Seen, ranks: Ranks) -> Decided:
         blueprint = Blueprint.of(job.model.build)
         sources = [*getattr(seen.data, "sources", ()), *(getattr(each, "source", None) for each in seen.evaluations.values())]
         _check_inputs(blueprint, sources)
-        reduced = reduced_so_far(checkpoint.meta, layout) if checkpoint else None
-        sharding = settled(job, layout, lambda: blueprint, seen.memory, reduced)
-        job = sharding.job
         settings = settings_in(job, blueprint)
         blueprint = apply(blueprint, settings)
         plan = plan_of(job, layout, registry)
@@ -232,7 +224,6 @@ def decide(recipe: "Resolved", seen: Seen, ranks: Ranks) -> Decided:
         plugins=tuple(registry.used(recipe.used)),
         origin=origin,
         differences=differences,
-        notes=tuple(sharding.lines()),
     )
 
 
@@ -379,8 +370,6 @@ def _say_model(decided: Decided, training: Training, ranks: Ranks) -> None:
         f"model: {training.parameters:,} parameters{detail}, layout {decided.topology.layout}, "
         f"{name(decided.topology.device)}, transforms: {transforms}"
     )
-    for line in decided.notes:
-        ranks.say(line)
 
 
 def _opened(trackers: list[Tracker], directory: Path) -> list[SafeTracker]:

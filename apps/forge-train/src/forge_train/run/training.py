@@ -65,7 +65,6 @@ class Decided:
         plugins: distribution and version of every component that the recipe uses, as a checkpoint records them.
         origin: what checkpoints record of the weights that the run started from (`forge_train.run.weights`).
         differences: accepted differences between the recipe and the checkpoint that the run resumes from.
-        notes: further lines for the terminal.
     """
 
     recipe: "Resolved"
@@ -83,7 +82,6 @@ class Decided:
     plugins: tuple[Mapping[str, str], ...]
     origin: Mapping[str, Any]
     differences: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass

@@ -151,6 +151,10 @@ class Watch(Protocol):
         its `section`, a kind of work whose times are alike; without one, nothing is known of it."""
         ...
 
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds of this rank in each section so far, the current one included."""
+        ...
+
 
 class Health(Protocol):
     """Counts skipped steps, and warns when the loss leaves its band."""
