@@ -69,7 +69,7 @@ def test_what_is_not_proven_is_named(words: tuple[str, ...], pair: tuple[str, st
 @pytest.mark.parametrize("fusion", ["joint_decoder", "cross_attention", "mot"])
 def test_a_plan_needs_no_values_of_tokens(fusion: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor does a list of inner values; a blank image stands for those of a batch."""
-    from forge_models.interp.taps import taps
+    from forge_interp.tap_names import taps
     from forge_train.cli import main
 
     words = [

@@ -71,6 +71,16 @@ def test_a_hook_finds_its_state_by_key_and_order() -> None:
     assert [key for key, _ in states_of(hooks)] == ["mine:counter", "Dice", "Counter", "mine:counter"]
 
 
+def test_a_hook_finds_the_state_that_an_earlier_version_saved_under_another_key() -> None:
+    hooks = [Counter(), Counter()]
+    for hook in hooks:
+        hook.state_key, hook.former_keys = "there:counter", ("here:counter", "OldCounter")
+    saved = [["OldCounter", {"count": 1}], ["here:counter", {"count": 2}], ["there:counter", {"count": 3}]]
+    assert restore_hooks(hooks, saved) == ["OldCounter"]
+    assert [hook.count for hook in hooks] == [3, 2], "the key of today comes first, then former ones in their order"
+    assert [key for key, _ in states_of(hooks)] == ["there:counter", "there:counter"]
+
+
 COUNTER = """
 from dataclasses import dataclass
 from forge_core.component import Component

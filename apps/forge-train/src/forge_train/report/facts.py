@@ -76,7 +76,17 @@ def _checkpoints(directory: Path) -> list[dict[str, Any]]:
 
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "pydantic")
-_OURS = ("forge-train", "forge-core", "forge-parallel", "forge-models", "forge-data", "forge-ckpt", "forge-vlm")
+_OURS = (
+    "forge-train",
+    "forge-core",
+    "forge-parallel",
+    "forge-models",
+    "forge-data",
+    "forge-ckpt",
+    "forge-vlm",
+    "forge-interp",
+    "forge-lab",
+)
 
 
 def machine() -> dict[str, str]:

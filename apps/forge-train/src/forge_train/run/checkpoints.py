@@ -358,14 +358,14 @@ def kept_by(hooks: Sequence[Hook], model: ParallelModel) -> Iterator[tuple[str, 
 
 
 def restore_hooks(hooks: Sequence[Hook], saved: Sequence[Sequence[Any]]) -> list[str]:
-    """Gives each hook the first state under its key that is left; a hook without one starts anew.
+    """Gives each hook the first state under its key, or a former one, that is left; a hook without one starts anew.
 
     Returns:
         The keys of the states that no hook took and that hold something.
     """
     left: list[HookState] = [(key, state) for key, state in saved]
     for hook in hooks:
-        names = (hook.state_key, type(hook).__name__)
+        names = (hook.state_key, *hook.former_keys, type(hook).__name__)
         found = next((item for name in names for item in left if item[0] == name), None)
         if found:
             left.remove(found)

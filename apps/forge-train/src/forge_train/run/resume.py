@@ -17,7 +17,7 @@ from forge_core.config.tree import Table, build, join, origin_at
 from forge_core.config.validation import Resolution, walk
 from forge_core.errors import CheckpointError, ConfigError, DataError, Fault, did_you_mean
 from forge_core.protocols.data import Stream
-from forge_core.registry import Registry, canonical
+from forge_core.registry import Registry, canonical, home_of
 from forge_train.recipe.load import without_auto
 from forge_train.recipe.schema import Job
 
@@ -135,7 +135,7 @@ def _other_distributions(meta: Mapping[str, Any], now: Resolution, before: Resol
         entry = registry.find(group, name)
         old_group, old_name = before.chosen.get(table, ("", ""))
         distribution, _, bare = ("", "", old_name) if ".py:" in old_name else old_name.rpartition(":")
-        was = distribution or recorded.get((group, bare), entry.distribution)
+        was = home_of(group, bare, distribution or recorded.get((group, bare), entry.distribution))
         if (old_group, bare) == (group, entry.name) and canonical(was) != canonical(entry.distribution):
             key = join(table, "name")
             found.append(Change(key, f"{was}:{bare}", entry.qualified, class_of(key, before, now, registry)))

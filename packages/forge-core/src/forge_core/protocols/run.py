@@ -277,11 +277,13 @@ class Hook:
     Attributes:
         state_key: finds the hook's state in a checkpoint. A run sets the registered name of a hook of its recipe, such as
             `forge-train:evaluate`; a hook without one goes by the name of its class. Hooks with the same key keep their order.
+        former_keys: keys under which checkpoints of earlier versions have the hook's state.
         observes: the hook only looks, and training is the same without it. An exception in it is said and counted, and the run
             goes on; after three it is switched off. One of a hook that acts on training ends the run.
     """
 
     state_key: str = ""
+    former_keys: tuple[str, ...] = ()
     observes: bool = False
 
     def check(self, run: Run) -> None:
