@@ -105,12 +105,13 @@ def test_fault_50_a_broken_plugin_hurts_only_who_asks_for_it(modules: Path) -> N
         ("class Mine: pass", "is not a forge_core.component.Component"),
         ("Mine = 3", "is not a forge_core.component.Component"),
         (GOOD.replace("@dataclass(frozen=True, kw_only=True)\n", ""), "is not a dataclass"),
-        (GOOD.replace("def build(self, model)", "def make(self, model)"), "has no build method"),
+        (GOOD.replace("def build(self, model)", "def make(self, model)"), "has no build method; define build(self, model)"),
         (GOOD.replace("self, model", "self, params, lr"), "has build(self, params, lr); its group calls build(self, model)"),
         (GOOD.replace("self, model", "self"), "has build(self); its group calls build(self, model)"),
         (GOOD.replace("self, model", "self, *, model"), "has build(self, *, model); its group calls build(self, model)"),
         (GOOD.replace("self, model", "self, model, *, lr"), "its group calls build(self, model)"),
         (GOOD.replace("rate: float", "rate: 'Nowhere'"), "Nowhere"),
+        (GOOD.replace("def build(self, model)", "implementation = 'mine.Adam'\n    def make(self)"), "write it as 'module:name'"),
     ],
 )
 def test_fault_50_what_does_not_keep_its_groups_promise_is_refused(source: str, words: str, modules: Path) -> None:

@@ -107,10 +107,7 @@ class Local(Component):
     allow_foreign_owner: bool = False
     """Accept a directory that belongs to another user, who could then change what is loaded."""
 
-    def build(self, path: str | Path) -> "Store":
-        from forge_ckpt.store.local import LocalStore
-
-        return LocalStore(path, shared=self.shared, allow_foreign_owner=self.allow_foreign_owner)
+    implementation: ClassVar[str] = "forge_ckpt.store.local:LocalStore"
 
 
 @dataclass(frozen=True, kw_only=True)

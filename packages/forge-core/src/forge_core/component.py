@@ -1,13 +1,16 @@
-"""A component is a frozen dataclass whose fields are its TOML keys and whose `build` makes the real thing.
-
-Because the description holds no tensors and `build` imports what it needs inside, listing, `--help`, validation and
-editor schemas never import torch. A field that holds another component is annotated with `Slot`:
+"""A component is a frozen dataclass whose fields are its TOML keys. It names the class that it configures:
 
     @dataclass(frozen=True, kw_only=True)
-    class Decoder(Component):
-        layers: Annotated[int, Gt(0)] = 12
-        '''Number of blocks.'''
-        attention: Annotated[Component, Slot("forge.attentions", default="gqa")] = Slot.unset()
+    class LionConfig(Component):
+        lr: Annotated[float, Gt(0)] = 1e-4
+        '''Learning rate.'''
+        implementation: ClassVar[str] = "forge_lionize.lion:Lion"
+
+`build(model)` imports `Lion` and returns `Lion(model, lr=1e-4)`. A component without an implementation defines `build`, or is
+what its group takes. Because the description holds no tensors and `build` imports on use, listing, `--help`, validation and
+editor schemas never import torch. A field that holds another component is annotated with `Slot`:
+
+    attention: Annotated[Component, Slot("forge.attentions", default="gqa")] = Slot.unset()
 
 Every key has a class, which says what a resume does when the checkpoint was trained with another value. A section or component
 gives its keys one by `key_class: ClassVar = FREE`; a field that differs names its own: `Annotated[int, Gt(0), LAYOUT]`.
@@ -18,13 +21,17 @@ import dataclasses
 import inspect
 import textwrap
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from pkgutil import resolve_name
+from typing import Any, ClassVar, NamedTuple, Self
+
+from forge_core.errors import BrokenPlugin
 
 
 class KeyClass(StrEnum):
@@ -48,16 +55,40 @@ class Component:
     """Base of everything that is chosen by name in a recipe.
 
     Subclasses are frozen dataclasses with keyword-only fields, each with a default or required, a type that pydantic
-    understands (ranges by `annotated_types`), and a docstring below it. They define `build`, whose parameters are
-    fixed by the group (`forge_core.registry`). A `ValueError` raised in `__post_init__` becomes a fault of the recipe.
+    understands (ranges by `annotated_types`), and a docstring below it. They set `implementation`, define `build`, or are what
+    their group takes. A `ValueError` raised in `__post_init__` becomes a fault of the recipe.
 
     Keys without a class are `IDENTITY`: a resume refuses other values, unless the user allows them.
     """
 
-    if TYPE_CHECKING:
+    implementation: ClassVar[str | None] = None
+    """`module:name` of the class or function that `build` calls. It is imported by the first `build`."""
 
-        def build(self, *args: Any, **kwargs: Any) -> Any:
-            """Makes the real thing; the registry compares the signature with the group's when it loads the class."""
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns `implementation(*args, **fields)`, or the component itself if it names no implementation.
+
+        The arguments are those of the component's group (`forge_core.registry`). The fields are those of `passed`, by name;
+        a field that holds a component passes the component. A subclass that computes something from its fields overrides
+        `build`.
+
+        Raises:
+            BrokenPlugin: the implementation does not exist, or does not take these arguments and fields.
+        """
+        if self.implementation is None:
+            return self
+        implementation = implementation_of(type(self))
+        if misfit := _misfit(type(self), implementation, len(args), frozenset(kwargs)):
+            raise BrokenPlugin(f"{_origin(type(self))} cannot be built: {misfit}")
+        return implementation(*args, **kwargs, **{name: getattr(self, name) for name in self.passed()})
+
+    @classmethod
+    def passed(cls) -> tuple[str, ...]:
+        """Names of the fields that `build` passes on: those of the class that sets `implementation`.
+
+        Override it in a base class whose fields are for someone else.
+        """
+        named = next(base for base in cls.__mro__ if "implementation" in vars(base))
+        return tuple(item.name for item in dataclasses.fields(named) if item.init)
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Self]":
@@ -67,6 +98,62 @@ class Component:
         go into `folder`, which is empty.
         """
         return (cls(),)
+
+
+def implementation_of(cls: type[Component]) -> Callable[..., Any]:
+    """The class or function that a component names; imports its module.
+
+    Raises:
+        BrokenPlugin: it does not exist.
+    """
+    target = str(cls.implementation)
+    module, _, name = target.partition(":")
+    try:
+        return resolve_name(target)
+    except ModuleNotFoundError as cause:
+        if not f"{module}.".startswith(f"{cause.name}."):  # a library that the implementation needs
+            raise
+    except (AttributeError, ValueError):
+        pass
+    raise BrokenPlugin(
+        f"{_origin(cls)} names the implementation {target!r}, and {module} has no {name!r} or does not exist; correct "
+        "`implementation`"
+    )
+
+
+def misfit(cls: type[Component], implementation: Callable[..., Any], given: Iterable[str]) -> str:
+    """Why an implementation cannot be called with the arguments of a group and the fields of a component; empty if it can.
+
+    Args:
+        given: names of the group's arguments, which are passed by position.
+    """
+    return _misfit(cls, implementation, len(tuple(given)), frozenset())
+
+
+@cache
+def _misfit(cls: type[Component], implementation: Callable[..., Any], count: int, named: frozenset[str]) -> str:
+    try:
+        signature = inspect.signature(implementation)
+    except (NameError, ValueError):  # annotations that exist for type checkers only; a builtin
+        return ""
+    keywords = dict.fromkeys((*named, *cls.passed()))
+    try:
+        signature.bind(*[None] * count, **keywords)
+    except TypeError as cause:
+        target = f"{cls.implementation}{signature}"
+        change = "rename the field or the parameter, give the parameter a default, or define `build`"
+        takes = f"{count} argument{'' if count == 1 else 's'} by position"
+        return f"{target} does not take {takes} and {', '.join(keywords) or 'no field'} by name ({cause}); {change}"
+    return ""
+
+
+def _origin(cls: type) -> str:
+    """A component in a message: its class, and the distribution that registers it."""
+    target = f"{cls.__module__}:{cls.__qualname__}"
+    for distribution in distributions():
+        if target in (distribution.read_text("entry_points.txt") or "").split():
+            return f"{target} of {distribution.name} {distribution.version}"
+    return target
 
 
 @dataclass(frozen=True)
