@@ -65,6 +65,7 @@ class AdamW8bit(Component):
     """Elements of a row, the last dimension, that share a scale. A layout that cuts a block is refused."""
     smallest: Annotated[int, Ge(0), IDENTITY] = 4096
     """Parameters of fewer elements keep exact moments, as do norms and biases."""
+    feature: ClassVar[str] = "adamw8bit"
     shards: ClassVar[str] = "blocks"
     states: ClassVar[frozenset[str]] = frozenset({"fp32", "fp64"})
     width_rule: ClassVar[str] = "adam"
@@ -164,6 +165,7 @@ class Muon(Component):
     """Decay of AdamW's running means of gradient and squared gradient."""
     adamw_eps: Annotated[float, Gt(0)] = 1e-8
     """Added to the root of AdamW's second moment."""
+    feature: ClassVar[str] = "muon"
     shards: ClassVar[str] = "gathers"
     states: ClassVar[frozenset[str]] = frozenset({"fp32", "fp64"})
 
