@@ -85,6 +85,12 @@ def test_build_imports_the_implementation_and_passes_the_fields(modules: Path) -
     assert component.build(7).all == (7, 5, "oak", sample.Adam(), 4)
 
 
+def test_an_implementation_may_need_none_of_the_arguments_of_its_group(modules: Path) -> None:
+    (modules / "furniture.py").write_text(FURNITURE.replace("size: int, *", "*").replace("(size", "(None"))
+    assert implementation_faults(load(), ("dim",)) == []
+    assert load()().build(7).all == (None, 3, "oak", None, 4)
+
+
 def test_a_subclass_passes_what_the_class_with_the_implementation_has(modules: Path) -> None:
     assert load("Wider")(width=9).build(7).all == (7, 3, "oak", None, 4)
 
@@ -94,7 +100,7 @@ def test_a_subclass_passes_what_the_class_with_the_implementation_has(modules: P
     [
         ("books: int", "pages: int", "'pages'"),
         ("feet: int = 4", "feet: int", "'feet'"),
-        ("size: int, *", "*", "too many positional arguments"),
+        ("size: int, *", "size: int, depth: int, *", "'depth'"),
         ("size: int", "books2: int, size: int", "'size'"),
         ("class Shelf", "class Table", "furniture has no 'Shelf'"),
     ],

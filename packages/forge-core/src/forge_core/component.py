@@ -67,9 +67,9 @@ class Component:
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """Returns `implementation(*args, **fields)`, or the component itself if it names no implementation.
 
-        The arguments are those of the component's group (`forge_core.registry`). The fields are those of `passed`, by name;
-        a field that holds a component passes the component. A subclass that computes something from its fields overrides
-        `build`.
+        The arguments are those of the component's group (`forge_core.registry`); an implementation that has no parameter for
+        them is called without them. The fields are those of `passed`, by name; a field that holds a component passes the
+        component. A subclass that computes something from its fields overrides `build`.
 
         Raises:
             BrokenPlugin: the implementation does not exist, or does not take these arguments and fields.
@@ -77,9 +77,10 @@ class Component:
         if self.implementation is None:
             return self
         implementation = implementation_of(type(self))
-        if misfit := _misfit(type(self), implementation, len(args), frozenset(kwargs)):
-            raise BrokenPlugin(f"{_origin(type(self))} cannot be built: {misfit}")
-        return implementation(*args, **kwargs, **{name: getattr(self, name) for name in self.passed()})
+        count, fault = _fit(type(self), implementation, len(args), frozenset(kwargs))
+        if fault:
+            raise BrokenPlugin(f"{_origin(type(self))} cannot be built: {fault}")
+        return implementation(*args[:count], **kwargs, **{name: getattr(self, name) for name in self.passed()})
 
     @classmethod
     def passed(cls) -> tuple[str, ...]:
@@ -127,24 +128,28 @@ def misfit(cls: type[Component], implementation: Callable[..., Any], given: Iter
     Args:
         given: names of the group's arguments, which are passed by position.
     """
-    return _misfit(cls, implementation, len(tuple(given)), frozenset())
+    return _fit(cls, implementation, len(tuple(given)), frozenset())[1]
 
 
 @cache
-def _misfit(cls: type[Component], implementation: Callable[..., Any], count: int, named: frozenset[str]) -> str:
+def _fit(cls: type[Component], implementation: Callable[..., Any], count: int, named: frozenset[str]) -> tuple[int, str]:
+    """How many of `count` arguments an implementation takes, all or none, and why it cannot be called with either."""
     try:
         signature = inspect.signature(implementation)
     except (NameError, ValueError):  # annotations that exist for type checkers only; a builtin
-        return ""
+        return count, ""
     keywords = dict.fromkeys((*named, *cls.passed()))
-    try:
-        signature.bind(*[None] * count, **keywords)
-    except TypeError as cause:
-        target = f"{cls.implementation}{signature}"
-        change = "rename the field or the parameter, give the parameter a default, or define `build`"
-        takes = f"{count} argument{'' if count == 1 else 's'} by position"
-        return f"{target} does not take {takes} and {', '.join(keywords) or 'no field'} by name ({cause}); {change}"
-    return ""
+    faults = []
+    for number in (count, 0):
+        try:
+            signature.bind(*[None] * number, **keywords)
+        except TypeError as cause:
+            faults.append(str(cause))
+        else:
+            return number, ""
+    takes = f"{count} argument{'' if count == 1 else 's'} by position and {', '.join(keywords) or 'no field'} by name"
+    change = "rename the field or the parameter, give the parameter a default, or define `build`"
+    return count, f"{cls.implementation}{signature} does not take {takes} ({faults[0]}); {change}"
 
 
 def _origin(cls: type) -> str:
