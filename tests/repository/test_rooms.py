@@ -107,7 +107,6 @@ SHORT = frozenset({"forge_models/conformance/mlps.py", "forge_parallel/conforman
 
 REPEATED = frozenset(
     (
-        "AdamW",
         "Agreement",
         "Asked",
         "Attention",
@@ -142,7 +141,6 @@ REPEATED = frozenset(
         "Mllama",
         "ModalityExperts",
         "Model",
-        "Muon",
         "Order",
         "PatchEmbedding",
         "Perceiver",

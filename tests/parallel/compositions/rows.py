@@ -21,7 +21,7 @@ from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup, Parameters
-from forge_parallel.optim.optimizers import AdamW, AdamW8bit, Muon
+from forge_parallel.optim.optimizers import AdamW8bitConfig, AdamWConfig, MuonConfig
 from forge_parallel.sections import Parallel, Pipeline, Precision
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.context.transform import ContextParallel, Kind
@@ -177,8 +177,8 @@ def groups_of(row: frozenset[str]) -> tuple[ParameterGroup, ...]:
 def optimizer_of(row: frozenset[str]) -> Any:
     """The component. Blocks of four columns are what every layout of tiny matrices has whole, and each of a row has its scale."""
     if "adamw8bit" in row:
-        return AdamW8bit(lr=1e-2, block=4, smallest=0)
-    return Muon(lr=1e-2) if "muon" in row else AdamW(lr=1e-2)
+        return AdamW8bitConfig(lr=1e-2, block=4, smallest=0)
+    return MuonConfig(lr=1e-2) if "muon" in row else AdamWConfig(lr=1e-2)
 
 
 def case_of(row: frozenset[str]) -> Case:

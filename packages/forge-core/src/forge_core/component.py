@@ -84,9 +84,9 @@ class Component:
 
     @classmethod
     def passed(cls) -> tuple[str, ...]:
-        """Names of the fields that `build` passes on: those of the class that sets `implementation`.
+        """Names of the attributes that `build` passes on: the fields of the class that sets `implementation`.
 
-        Override it in a base class whose fields are for someone else.
+        A base class whose fields are for someone else, or that has a property for the implementation, overrides it.
         """
         named = next(base for base in cls.__mro__ if "implementation" in vars(base))
         return tuple(item.name for item in dataclasses.fields(named) if item.init)
@@ -159,6 +159,11 @@ def _origin(cls: type) -> str:
         if target in (distribution.read_text("entry_points.txt") or "").split():
             return f"{target} of {distribution.name} {distribution.version}"
     return target
+
+
+def class_name(component: Any) -> str:
+    """Name of a component in messages: that of its class without `Config`."""
+    return type(component).__name__.removesuffix("Config")
 
 
 @dataclass(frozen=True)
