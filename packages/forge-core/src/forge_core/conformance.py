@@ -142,7 +142,7 @@ def implementation_faults(cls: type[Component], given: tuple[str, ...]) -> list[
     return [
         f"field {name!r} is {fields[name]}, and {cls.implementation} takes {parameters[name].annotation}"
         for name in cls.passed()
-        if name in parameters and not _allows(_resolved(parameters[name].annotation, names), fields[name])
+        if name in parameters and name in fields and not _allows(_resolved(parameters[name].annotation, names), fields[name])
     ]
 
 
