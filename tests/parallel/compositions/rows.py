@@ -33,7 +33,7 @@ from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, Measurement, measure
 from forge_parallel.verify.proofs import features
-from forge_vlm.components.adapters import Linear
+from forge_vlm.components.adapters import LinearConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
 from forge_vlm.components.model import VLM
@@ -104,7 +104,7 @@ def decoder_of(row: frozenset[str]) -> DecoderConfig:
     model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers)
     for feature in row & FUSIONS.keys():
         keys = {info.name: getattr(model, info.name) for info in fields_of(DecoderConfig)}
-        model = VLM(**keys, encoder=ENCODER, adapter=Linear(), fusion=FUSIONS[feature])
+        model = VLM(**keys, encoder=ENCODER, adapter=LinearConfig(), fusion=FUSIONS[feature])
     return model
 
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_vlm.components.adapters import MLP as MLP
-    from forge_vlm.components.adapters import AttentionPool as AttentionPool
-    from forge_vlm.components.adapters import AveragePool as AveragePool
-    from forge_vlm.components.adapters import Linear as Linear
-    from forge_vlm.components.adapters import Perceiver as Perceiver
-    from forge_vlm.components.adapters import PixelShuffle as PixelShuffle
+    from forge_vlm.components.adapters import AttentionPoolConfig as AttentionPoolConfig
+    from forge_vlm.components.adapters import AveragePoolConfig as AveragePoolConfig
+    from forge_vlm.components.adapters import LinearConfig as LinearConfig
+    from forge_vlm.components.adapters import MLPConfig as MLPConfig
+    from forge_vlm.components.adapters import PerceiverConfig as PerceiverConfig
+    from forge_vlm.components.adapters import PixelShuffleConfig as PixelShuffleConfig
     from forge_vlm.components.encoders import CLIP as CLIP
     from forge_vlm.components.encoders import DINOv2 as DINOv2
     from forge_vlm.components.encoders import Features as Features

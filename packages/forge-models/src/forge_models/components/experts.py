@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-
 BiasSchedule = Literal["constant", "cosine", "warmup"]
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class FeedForward(Component):
     """Base of the parts of this distribution."""
