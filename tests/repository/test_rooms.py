@@ -13,6 +13,7 @@ import pytest
 
 from forge_core.component import Component, fields_of
 from forge_core.registry import GROUPS, Entry, Registry
+from harness.tables import parts_of
 
 ROOT = Path(__file__).parents[2]
 PROJECTS = sorted(path.parent for folder in ("packages", "apps") for path in (ROOT / folder).glob("*/pyproject.toml"))
@@ -26,13 +27,26 @@ def project(path: Path) -> dict:
 
 
 def entries() -> list[Entry]:
-    """What the pyproject files of this tree promise, whatever is installed."""
+    """What the tables of this tree promise, whatever is installed."""
     return [
         Entry(group, name, project(path)["name"], project(path)["version"], target)
         for path in PROJECTS
-        for group, points in project(path).get("entry-points", {}).items()
-        for name, target in points.items()
+        for group, parts in parts_of(path).items()
+        for name, target in parts.items()
     ]
+
+
+@pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.name)
+def test_a_distribution_has_one_entry_point_which_names_its_table(path):
+    """A literal, so that the registry reads it without importing anything else; groups and names occur once."""
+    package = path.name.replace("-", "_")
+    table = path / "src" / package / "parts.py"
+    points = {"forge.parts": {path.name: f"{package}.parts:PARTS"}} if table.exists() else {}
+    assert project(path).get("entry-points", {}) == points
+    if table.exists():
+        docstring, statement = ast.parse(table.read_text()).body
+        assert isinstance(docstring, ast.Expr) and isinstance(statement, ast.Assign)
+        assert sum(len(parts) for parts in parts_of(path).values()) == table.read_text().count(f'": "{package}.')
 
 
 @pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.name)
@@ -57,7 +71,7 @@ def test_there_is_one_console_script():
 
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: f"{entry.group}:{entry.name}")
-def test_every_entry_point_loads_and_conforms(entry):
+def test_every_part_loads_and_conforms(entry):
     assert entry.group in GROUPS, f"{entry.group} is no group of Forge"
     if entry.group == "forge.presets":
         return
@@ -77,7 +91,7 @@ def test_presets_are_files():
 
 
 def test_every_component_of_the_sources_is_frozen_documented_and_keyword_only():
-    """Also those that no entry point names, such as nested sections."""
+    """Also those that no table names, such as nested sections."""
     seen = 0
     for file in SOURCES:
         if "components" not in file.with_suffix("").parts:
@@ -133,6 +147,7 @@ REPEATED = frozenset(
         "Job",
         "Kept",
         "Kind",
+        "Linear",
         "Losses",
         "MLP",
         "Manifest",
@@ -140,7 +155,6 @@ REPEATED = frozenset(
         "Model",
         "Order",
         "PatchEmbedding",
-        "Perceiver",
         "PerceiverLayer",
         "Piece",
         "Pieces",

@@ -4,7 +4,7 @@
         conforms("forge-lionize")
 
 The checks of a group are functions `check_<what>(component) -> None` that raise where a part does not conform. They live in
-modules that entry points of the group `forge.conformance` name; the name of such an entry point is the group that it checks.
+modules that the group `forge.conformance` registers; the name of such an entry is the group that it checks.
 Neither the modules nor this one import torch before a check runs.
 """
 

@@ -1,9 +1,10 @@
 """The registry: which groups of components exist, and how a name in a recipe becomes a component.
 
-A group is one entry-point group. `Group.build` lists the positional arguments that Forge passes to a component's `build`; the
-registry compares them with the real signature when it loads a component, so a plugin written for another signature is refused
-before anything runs. The implementation that a component names instead is imported and compared when it is built. Nothing is
-imported until it is needed.
+A distribution of Forge lists its parts in one table, `PARTS` of its module `parts`; another distribution lists its own as
+entry points, whose group is the group of the part. `Group.build` lists the positional arguments that Forge passes to a
+component's `build`; the registry compares them with the real signature when it loads a component, so a plugin written for
+another signature is refused before anything runs. The implementation that a component names instead is imported and compared
+when it is built. Nothing is imported until it is needed.
 """
 
 import inspect
@@ -96,6 +97,9 @@ HOMES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
 FORGE = frozenset({"forge-core", *HOMES})
 """The distributions of Forge."""
 
+TABLE = "forge.parts"
+"""Entry-point group by which a distribution of Forge names the table of its parts: `{group: {name: "module:object"}}`."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -122,7 +126,7 @@ class Entry:
 
 
 def installed() -> Iterator[Entry]:
-    """Entries of every `forge.*` group of every installed distribution; a distribution found twice counts once."""
+    """What every installed distribution registers in a group of `GROUPS`; a distribution found twice counts once."""
     seen: set[str] = set()
     for distribution in distributions():
         try:
@@ -139,6 +143,26 @@ def installed() -> Iterator[Entry]:
         for point in points:
             if point.group in GROUPS:
                 yield Entry(point.group, point.name, name, version or "unknown", point.value)
+            elif point.group == TABLE and canonical(name) in FORGE:
+                yield from _parts(point, name, version or "unknown")
+
+
+def _parts(point: EntryPoint, distribution: str, version: str) -> Iterator[Entry]:
+    """Entries of a table of parts. Its module has nothing but the table, so no part is imported.
+
+    Raises:
+        BrokenPlugin: the table cannot be read.
+    """
+    try:
+        table = point.load()
+    except Exception as cause:
+        raise BrokenPlugin(
+            f"{distribution} {version} is damaged: its table of parts {point.value} cannot be read: "
+            f"{type(cause).__name__}: {cause}; install {distribution} again"
+        ) from cause
+    for group, parts in table.items():
+        for name, target in parts.items():
+            yield Entry(group, name, distribution, version, target)
 
 
 def canonical(distribution: str) -> str:

@@ -1,9 +1,9 @@
 """Vision-language models: encoders, adapters and fusions around the decoder of forge-models.
 
     from forge_models import initialize
-    from forge_vlm import MLP, VLM, MixtureOfTransformers, ViT
+    from forge_vlm import MLPConfig, VLM, MixtureOfTransformers, ViT
 
-    vision = {"encoder": ViT(size=32, patch=8), "adapter": MLP()}
+    vision = {"encoder": ViT(size=32, patch=8), "adapter": MLPConfig()}
     model = VLM(dim=64, layers=2, heads=4, vocab_size=256, max_length=64, **vision, fusion=MixtureOfTransformers())
     module = model.build()
     initialize(module, seed=0)
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from forge_vlm.data.prepare import prepare as prepare
 
 _NAMES = {
-    "components.adapters": "AttentionPool AveragePool Linear MLP Perceiver PixelShuffle",
+    "components.adapters": "AttentionPoolConfig AveragePoolConfig LinearConfig MLPConfig PerceiverConfig PixelShuffleConfig",
     "components.encoders": "CLIP DINOv2 Features SigLIP SigLIP2 ViT",
     "components.fusions": "CrossAttention JointDecoder MixtureOfTransformers MoMa",
     "components.model": "VLM",
