@@ -109,6 +109,30 @@ def test_every_component_of_the_sources_is_frozen_documented_and_keyword_only():
     assert seen >= 5
 
 
+HOOKS = {"forge_train/components/evaluation.py", "forge_train/components/hooks.py"}
+"""Files whose components still build a hook of the same fields."""
+
+
+def test_no_build_only_imports_a_class_and_passes_its_fields():
+    """Such a component sets `implementation` instead."""
+    found = set()
+    for file in SOURCES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == "build" and forwards(node):
+                found.add(str(file.relative_to(src_of(file))))
+    assert found == HOOKS
+
+
+def forwards(build: ast.FunctionDef) -> bool:
+    """Whether a method imports one thing and returns it, called with its own parameters and with fields under their names."""
+    if not (len(build.body) == 2 and isinstance(build.body[0], ast.ImportFrom) and isinstance(build.body[1], ast.Return)):
+        return False
+    call = build.body[1].value
+    own = {f"self.{keyword.arg}" for keyword in call.keywords} if isinstance(call, ast.Call) else set()
+    given = {ast.unparse(keyword.value) for keyword in call.keywords} if isinstance(call, ast.Call) else set()
+    return isinstance(call, ast.Call) and all(isinstance(item, ast.Name) for item in call.args) and given == own
+
+
 def test_no_file_is_long_without_a_reason():
     """The reason stands in the module's docstring as a sentence with the word "long"."""
     for file in (*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), ROOT / "noxfile.py"):

@@ -1,7 +1,7 @@
 """Vision-language models: encoders, adapters and fusions around the decoder of forge-models.
 
     from forge_models import initialize
-    from forge_vlm import MLPConfig, VLM, MixtureOfTransformers, ViT
+    from forge_vlm import VLM, MixtureOfTransformers, MLPConfig, ViT
 
     vision = {"encoder": ViT(size=32, patch=8), "adapter": MLPConfig()}
     model = VLM(dim=64, layers=2, heads=4, vocab_size=256, max_length=64, **vision, fusion=MixtureOfTransformers())
