@@ -16,7 +16,7 @@ from forge_core.layout import Layout
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
@@ -290,7 +290,7 @@ def test_images_are_worth_something_once_a_model_reads_them(name: str) -> None:
     component = MODELS[name]
     topology = Topology.of(Layout.parse("1"), CPU)
     model = realize(Blueprint.of(component.build), Plan.of([], topology.layout), topology, 1, "fp32", "fp32")
-    step, optimizer, batch = Step(model, CrossEntropy()), AdamW(lr=1e-2).build(model), _told(model.part)
+    step, optimizer, batch = Step(model, CrossEntropy()), AdamWConfig(lr=1e-2).build(model), _told(model.part)
     job = SimpleNamespace(train=SimpleNamespace(micro_batch=12))
     run: Any = SimpleNamespace(step=step, topology=topology, model=model, job=job)
     hook, known = ModalitiesHook(), model.part.context.modalities  # type: ignore[union-attr]

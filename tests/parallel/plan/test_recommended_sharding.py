@@ -16,7 +16,7 @@ from forge_parallel.dryrun.fake_world import ACCELERATORS
 from forge_parallel.dryrun.sharding import USABLE, Load, Needs, Option, choose, most_open, needs, options
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import Action, OneForwardOneBackward
 from forge_parallel.transforms.expert.transform import ExpertParallel
@@ -163,7 +163,7 @@ def test_the_estimate_is_near_a_dry_run(
     """Too low by no more than what is held back of a device. What is not counted, such as the work of the loss head, is
     much of a model as small as this one."""
     at, rows = Layout.parse(layout), 4
-    workload = Workload(shape.build, CrossEntropy().build(), AdamW().build, rows=rows, length=512, micro_batches=4)
+    workload = Workload(shape.build, CrossEntropy().build(), AdamWConfig().build, rows=rows, length=512, micro_batches=4)
     pipeline = Pipeline(OneForwardOneBackward().build()) if at.pp > 1 else None
     plan = Plan.of([*transforms, FullyShard(reduce=reduce, reshard=reshard)], at, pipeline)
     ranks = range(0, at.world, at.world // at.pp)

@@ -15,7 +15,7 @@ from forge_models.objectives import CrossEntropy
 from forge_parallel.launch.watch import Watch
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import OneForwardOneBackward
 from forge_parallel.placement.topology import Topology
@@ -88,7 +88,7 @@ def _looked_at(layout: str, directory: Path) -> list[dict[str, float]]:
     model = realize(
         Blueprint.of(config.build), Plan.of([FullyShard(), TensorParallel(), ExpertParallel()], at, pipeline), topology, 0
     )
-    case, step = Case(config.build, CrossEntropy().build(), AdamW().build, 53), Step(model, CrossEntropy().build())
+    case, step = Case(config.build, CrossEntropy().build(), AdamWConfig().build, 53), Step(model, CrossEntropy().build())
     logged: list[dict[str, float]] = []
     job, state = SimpleNamespace(model=config), SimpleNamespace(step=10)
     run = SimpleNamespace(

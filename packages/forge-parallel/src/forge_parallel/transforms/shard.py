@@ -41,9 +41,6 @@ class FullyShard(Component, Transform):
     """Keep parameters, gradients and optimizer state in the host's memory: a block's parameters come to the GPU when it is
     gathered, and the optimizer runs on the host. For models that fit no other way; needs CUDA."""
 
-    def build(self) -> "FullyShard":
-        return self
-
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Applies FSDP2 to each block, then to the rest. On one data rank it does nothing, unless shards lie on the host.
 
