@@ -76,9 +76,9 @@ def _compiled(state: str) -> str:
         transforms = [Compile()] if state == "fp32" else []
         try:
             model = realize(Blueprint.of(DECODER.build), Plan.of(transforms, at), Topology.of(at, here), 0, "bf16", state)
-            from forge_parallel.optim.optimizers import AdamW
+            from forge_parallel.optim.optimizers import AdamWConfig
 
-            AdamW().build(model)
+            AdamWConfig().build(model)
         except PlanError as refusal:
             return str(refusal)
     return ""

@@ -8,7 +8,7 @@ import torch
 from forge_models.objectives import CrossEntropy
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_run
 from forge_parallel.model.plan import Plan
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.sections import Pipeline
 from forge_parallel.verify.proofs import rows
 from harness.pool import World
@@ -37,7 +37,7 @@ def _workload(row: frozenset[str]) -> Workload:
     built = replace(decoder_of(row), max_length=128)
     objective = CrossEntropy(z_loss=1e-2).build()
     pieces = 8 if layout_of(row).pp > 1 or experts else 2
-    return Workload(built.build, objective, AdamW().build, 2, 128, pieces, precision.compute, precision.state)
+    return Workload(built.build, objective, AdamWConfig().build, 2, 128, pieces, precision.compute, precision.state)
 
 
 def _estimated(row: frozenset[str], device: str) -> Estimate:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.registry import GROUPS
+from harness.tables import parts_of
 
 ROOT = Path(__file__).parents[2]
 PROJECTS = {
@@ -154,12 +155,12 @@ for name in sys.argv[1].split(","):
 
 
 def chosen_by_name() -> set[str]:
-    """Modules behind entry points of groups whose components a recipe chooses; a command or a check may need more."""
+    """Modules behind the parts of groups whose components a recipe chooses; a command or a check may need more."""
     return {
         target.partition(":")[0]
-        for package in PROJECTS
-        for group, offered in metadata(package).get("entry-points", {}).items()
-        if group in GROUPS and GROUPS[group].build is not None
+        for project in PROJECTS.values()
+        for group, offered in parts_of(project).items()
+        if GROUPS[group].build is not None
         for target in offered.values()
     }
 

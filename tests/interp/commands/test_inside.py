@@ -175,10 +175,10 @@ def interrupted(recipe: Path, step: int) -> None:
     class Stops(Hook):
         def after_step(self, run: Any, result: Any) -> None:
             if run.state.step == step:
-                made.finish_saves()
+                made.saves.finish()
                 raise KeyboardInterrupt
 
-    made.hooks = [*made.hooks, Stops()]
+    made.hooks.append(Stops())
     fit(made)
 
 

@@ -15,7 +15,7 @@ from forge_parallel.model.realize import realize
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup as Group
 from forge_parallel.optim.groups import Setting, Settings, grouped
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.verify.parity import Case, share, synthetic
@@ -181,4 +181,4 @@ def test_an_optimizer_that_cannot_do_what_a_group_asks_is_refused() -> None:
     assert optimizers.build_optimizer(Descent(), model, settings).state() == {}
     with pytest.raises(PlanError, match="a name that is not a parameter's"):
         optimizers.build_optimizer(Descent(count=True), model, settings)
-    assert isinstance(AdamW().build(model).state(), dict)
+    assert isinstance(AdamWConfig().build(model).state(), dict)

@@ -14,7 +14,7 @@ from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup as Group
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.optim.stages import apply, settings_of
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
@@ -84,7 +84,10 @@ def _change(factor: int, scaled: bool) -> float:
     blueprint, settings = case.blueprint()
     layout = Layout()
     model = realize(blueprint, Plan.of([], layout), Topology(layout, torch.device("cpu")), 0, "fp32", "fp32")
-    optimizer, step = optimizers.build_optimizer(AdamW(lr=1e-2, weight_decay=0.0), model, settings), Step(model, cross_entropy)
+    optimizer, step = (
+        optimizers.build_optimizer(AdamWConfig(lr=1e-2, weight_decay=0.0), model, settings),
+        Step(model, cross_entropy),
+    )
     (batch,) = share(synthetic(case, 0), 0, 1, 4)
 
     def logits() -> torch.Tensor:

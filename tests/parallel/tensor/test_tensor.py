@@ -17,7 +17,7 @@ from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import gathered
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
@@ -54,7 +54,13 @@ def _decoder(variant: str) -> DecoderConfig:
 
 def _case(variant: str, **changes: Any) -> Case:
     case = Case(
-        _decoder(variant).build, CrossEntropy(z_loss=1e-2).build(), AdamW(lr=1e-2).build, VOCAB, rows=8, micro_batch=2, steps=2
+        _decoder(variant).build,
+        CrossEntropy(z_loss=1e-2).build(),
+        AdamWConfig(lr=1e-2).build,
+        VOCAB,
+        rows=8,
+        micro_batch=2,
+        steps=2,
     )
     return replace(case, **changes)
 

@@ -37,7 +37,7 @@ def test_random_numbers_of_a_step_do_not_depend_on_where_the_run_was_cut(recipe:
         settings = [f"--job.dir={tmp_path / directory}", "--schedule.name=constant", f"--train.max_steps={steps}"]
         run, _ = prepared(recipe, settings)
         dice = Dice()
-        run.hooks = [*run.hooks, dice]
+        run.hooks[:] = [*run.hooks, dice]
         torch.manual_seed(steps)  # a process starts with whatever it starts with
         fit(run)
         return dice.drawn
@@ -141,7 +141,7 @@ def test_every_hook_gets_its_state_back_and_what_is_dropped_is_said(
 def test_a_checkpoint_keeps_the_state_of_hooks(recipe: Path, tmp_path: Path) -> None:
     settings = [f"--job.dir={tmp_path / 'run'}", "--schedule.name=constant"]
     run, _ = prepared(recipe, [*settings, "--train.max_steps=4"])
-    run.hooks = [Counter(), *run.hooks]
+    run.hooks[:] = [Counter(), *run.hooks]
     fit(run)
     found, _ = prepared(recipe, settings)
     from forge_ckpt.checkpoint.read import newest

@@ -16,7 +16,7 @@ from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
 from forge_models.hf.streamed_forward import fixed_rows, logits_of
 from forge_models.shape import Rope
-from forge_vlm.components.adapters import MLP, Perceiver
+from forge_vlm.components.adapters import MLPConfig, PerceiverConfig
 from forge_vlm.components.encoders import Features, SigLIP2
 from forge_vlm.components.fusions import CrossAttention, JointDecoder
 from forge_vlm.components.model import VLM
@@ -34,8 +34,8 @@ HELD: dict[str, VLM] = {
     "every_1": replace(CROSS, fusion=CrossAttention(every=1)),
     "every_3": replace(CROSS, layers=8, fusion=CrossAttention(every=3), norm=RMSNormConfig(eps=1e-6)),
     "llama3": replace(CROSS, rope=Rope(theta=500000.0, scaling="llama3", factor=8.0, original_max_length=16)),
-    "perceiver": replace(CROSS, adapter=Perceiver(latents=3, layers=2, heads=2), image_token=7),
-    "features": replace(CROSS, encoder=Features(count=5, dim=12), adapter=MLP(hidden=2)),
+    "perceiver": replace(CROSS, adapter=PerceiverConfig(latents=3, layers=2, heads=2), image_token=7),
+    "features": replace(CROSS, encoder=Features(count=5, dim=12), adapter=MLPConfig(hidden=2)),
 }
 
 

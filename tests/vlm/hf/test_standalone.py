@@ -19,7 +19,14 @@ from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
 from forge_models.hf.streamed_forward import fixed_rows, logits_of
 from forge_models.shape import Rope
-from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
+from forge_vlm.components.adapters import (
+    AttentionPoolConfig,
+    AveragePoolConfig,
+    LinearConfig,
+    MLPConfig,
+    PerceiverConfig,
+    PixelShuffleConfig,
+)
 from forge_vlm.components.encoders import Features, SigLIP2, ViT
 from forge_vlm.components.fusions import MixtureOfTransformers
 from forge_vlm.components.model import VLM
@@ -47,12 +54,12 @@ HELD: dict[str, VLM] = {
     "gemma": replace(MOT, norm=RMSNormConfig(offset=1), mlp=GeGLU(), embed_multiplier=4.0, soft_cap=3.0, tied_embeddings=True),
     "residual": replace(MOT, norm=LayerNormConfig(bias=False), mlp=ReLU2(), residual_multiplier=0.5),
     "sincos": replace(MOT, encoder=replace(ENCODER, positions="sincos", class_token=True)),
-    "features": replace(MOT, encoder=Features(count=4, dim=12), adapter=Linear(bias=False)),
-    "mlp": replace(MOT, adapter=MLP(hidden=2, hidden_dim=12, bias=False)),
-    "average": replace(MOT, encoder=SQUARE, adapter=AveragePool(window=3, hidden=1)),
-    "shuffle": replace(MOT, encoder=SQUARE, adapter=PixelShuffle(factor=2)),
-    "attention_pool": replace(MOT, encoder=SQUARE, adapter=AttentionPool(window=2, heads=2)),
-    "perceiver": replace(MOT, encoder=SQUARE, adapter=Perceiver(latents=3, layers=2, heads=2)),
+    "features": replace(MOT, encoder=Features(count=4, dim=12), adapter=LinearConfig(bias=False)),
+    "mlp": replace(MOT, adapter=MLPConfig(hidden=2, hidden_dim=12, bias=False)),
+    "average": replace(MOT, encoder=SQUARE, adapter=AveragePoolConfig(window=3, hidden=1)),
+    "shuffle": replace(MOT, encoder=SQUARE, adapter=PixelShuffleConfig(factor=2)),
+    "attention_pool": replace(MOT, encoder=SQUARE, adapter=AttentionPoolConfig(window=2, heads=2)),
+    "perceiver": replace(MOT, encoder=SQUARE, adapter=PerceiverConfig(latents=3, layers=2, heads=2)),
 }
 
 

@@ -6,7 +6,7 @@ A job is read by attribute, so that any tree with these sections can be checked.
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 
-from forge_core.component import fields_of
+from forge_core.component import class_name, fields_of
 from forge_core.errors import Fault, did_you_mean
 from forge_core.features import Use, undeclared
 from forge_core.layout import Layout, divisors
@@ -177,7 +177,7 @@ def optimizer_keeps_the_state(job: ParallelJob, layout: Layout) -> Iterator[Faul
     """An optimizer may say which formats its parameters have (`states`); one that says nothing takes any."""
     states, state = getattr(job.optimizer, "states", None), job.precision.state
     if states is not None and state not in states:
-        said = f"{type(job.optimizer).__name__} updates parameters of {' and '.join(sorted(states))}"
+        said = f"{class_name(job.optimizer)} updates parameters of {' and '.join(sorted(states))}"
         yield Fault("precision.state", f"is {state!r}, but {said}", hint="set precision.state = 'fp32', or use adamw")
 
 
@@ -210,7 +210,7 @@ def widths_can_be_scaled(job: ParallelJob, layout: Layout | None) -> Iterator[Fa
     parameters = getattr(job, "parameters", None)
     if parameters is None or not parameters.width_base:
         return
-    name = type(job.optimizer).__name__
+    name = class_name(job.optimizer)
     if getattr(job.optimizer, "width_rule", None) != "adam":
         yield Fault(
             "parameters.width_base",

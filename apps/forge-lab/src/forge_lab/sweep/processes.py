@@ -10,13 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from forge_ckpt.resilience.local_ranks import FOLLOWS
-from forge_ckpt.resilience.progress import NoProgress
-from forge_ckpt.resilience.restarts import FAULTY, FULL
 from forge_core.errors import ForgeError
 from forge_core.lines import lines_of
 from forge_lab.sweep.grid import Sweep
-from forge_train.process.stop import HOOK_FAILED, REQUEUE, RolledBackTooOften, TrainingError
+from forge_train.process.progress import NoProgress
+from forge_train.process.stop import FAULTY, FOLLOWS, FULL, HOOK_FAILED, REQUEUE, RolledBackTooOften, TrainingError
 
 TAIL = 12
 """Lines of a run's output that are shown where it failed."""

@@ -6,6 +6,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
+from forge_core.component import class_name
 from forge_core.errors import Fault, MissingFile, RecipeWarning, did_you_mean
 from forge_core.layout import Layout
 from forge_core.machine import has_accelerator, hides_accelerators
@@ -40,7 +41,7 @@ def schedule_suits_the_optimizer(job: Job, layout: Layout | None) -> list[Fault]
                 Fault(
                     "schedule.name",
                     f"a rate that falls (from a factor of {last:.3g} to {now:.3g} at step {step}) is not for optimizer "
-                    f"{type(job.optimizer).__name__}, whose averages take the place of a decay",
+                    f"{class_name(job.optimizer)}, whose averages take the place of a decay",
                     hint="set schedule.name = 'constant', with a warm-up",
                 )
             ]
@@ -226,7 +227,7 @@ def hooks_fit_together(job: Job, layout: Layout | None) -> Iterator[Fault]:  # n
         if isinstance(hook, Ema) and getattr(job.optimizer, "decays_by_itself", False):
             yield Fault(
                 f"hooks.{index}.name",
-                f"'ema' averages weights, and optimizer {type(job.optimizer).__name__} evaluates and saves averages already",
+                f"'ema' averages weights, and optimizer {class_name(job.optimizer)} evaluates and saves averages already",
                 hint="remove the hook",
             )
         if isinstance(hook, Evaluate | Sample | Tasks) and hook.weights == "ema" and Ema not in kinds:

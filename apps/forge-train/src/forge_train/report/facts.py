@@ -29,7 +29,7 @@ def write_run_report(run: "Run", resolved: "Resolved", reason: str, warnings: li
             "machine": machine() | _processes(run),
             "versions": versions() | commit(Path()),
             "model": {
-                "parameters": run.parameters,
+                "parameters": run.training.parameters,
                 "layout": str(run.topology.layout),
                 "transforms": list(run.model.plan.names()),
             },

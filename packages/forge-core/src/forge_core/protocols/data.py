@@ -212,6 +212,11 @@ class SourceComponent(Component):
     """What a packing that keeps documents whole does with one that is longer than a row: refuse it, leave it out, or keep its
     first row. By default it goes on in further rows; documents with images, which are never cut, are refused."""
 
+    @classmethod
+    def passed(cls) -> tuple[str, ...]:
+        """All fields but those of the mixture."""
+        return tuple(name for name in super().passed() if name not in SourceComponent.__dataclass_fields__)
+
 
 @runtime_checkable
 class TextComponent(Protocol):

@@ -42,10 +42,6 @@ class HfConverter(Component):
     """Keys of a `config.json` that are left out when it is read: keys that are not known, or of things that are not implemented.
     A key that decides what the model computes cannot be ignored."""
 
-    def build(self) -> "HfConverter":
-        """The converter itself."""
-        return self
-
     def read(self, path: Path) -> Any:
         """Opens a folder; see `forge_models.hf.reader.Folder`."""
         other = _other(path)

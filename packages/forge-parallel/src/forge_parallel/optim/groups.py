@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 
 from annotated_types import Ge, Gt
 
-from forge_core.component import FREE
+from forge_core.component import FREE, class_name
 from forge_core.errors import PlanError
 from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import NamedTensor, Optimizer, TrainableModel
@@ -373,7 +373,7 @@ def one_setting(component: Any, model: TrainableModel, own: Setting, names: Sequ
     known = "weight_decay" in getattr(component, "__dataclass_fields__", ())
     if given is not None and not known:
         raise PlanError(
-            f"weight_decay = {given} of {', '.join(names)}: optimizer {type(component).__name__} has no key weight_decay; remove "
+            f"weight_decay = {given} of {', '.join(names)}: optimizer {class_name(component)} has no key weight_decay; remove "
             "it from parameters.groups and train.stages"
         )
     if known and (decay := (component.weight_decay if given is None else given) * own.decay) != component.weight_decay:

@@ -52,7 +52,7 @@ class Muon:
         adamw_betas: tuple[float, float],
         adamw_eps: float,
     ) -> None:
-        """Collective: see `forge_parallel.optim.optimizers.Muon` for the arguments.
+        """Collective: see `forge_parallel.optim.optimizers.MuonConfig` for the arguments.
 
         Raises:
             PlanError: parameters are bf16, or one of the group `matrix` is not made of matrices.

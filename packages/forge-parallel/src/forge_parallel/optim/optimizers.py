@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from forge_core.component import FREE, IDENTITY, Component
+from forge_core.component import FREE, IDENTITY, Component, class_name
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_parallel.optim.groups import NO_SETTINGS, Settings, with_settings
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW(Component):
+class AdamWConfig(Component):
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019); torch's fused kernel."""
 
     key_class: ClassVar = FREE
@@ -41,17 +41,18 @@ class AdamW(Component):
         from forge_parallel.optim import adamw, elementwise
 
         low = {tensor.dtype for _, tensor, _ in model.trainable()} == {torch.bfloat16}
-        made = elementwise.adamw_bf16 if low else adamw.AdamW
-        return made(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+        optimizer = elementwise.adamw_bf16 if low else adamw.AdamW
+        return optimizer(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW8bit(Component):
+class AdamW8bitConfig(Component):
     """AdamW whose moments have eight bits (Dettmers et al., 2021; torchao): about two bytes an element instead of eight. Needs
     `pip install "forge-parallel[adamw8bit]"`.
     """
 
     key_class: ClassVar = FREE
+    implementation: ClassVar[str] = "forge_parallel.optim.adamw8bit:adamw8bit"
 
     lr: Annotated[float, Gt(0)] = 3e-4
     """Peak learning rate; the schedule multiplies it."""
@@ -65,34 +66,23 @@ class AdamW8bit(Component):
     """Elements of a row, the last dimension, that share a scale. A layout that cuts a block is refused."""
     smallest: Annotated[int, Ge(0), IDENTITY] = 4096
     """Parameters of fewer elements keep exact moments, as do norms and biases."""
+    feature: ClassVar[str] = "adamw8bit"
     shards: ClassVar[str] = "blocks"
     states: ClassVar[frozenset[str]] = frozenset({"fp32", "fp64"})
     width_rule: ClassVar[str] = "adam"
 
-    def build(self, model: "TrainableModel") -> "Optimizer":
-        from forge_parallel.optim.adamw8bit import adamw8bit
-
-        return adamw8bit(
-            model,
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            block=self.block,
-            smallest=self.smallest,
-        )
-
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[AdamW8bit]":
+    def examples(cls, folder: "Path") -> "Iterable[AdamW8bitConfig]":
         """As it is, which leaves small tensors exact, and so that they have blocks."""
         return cls(), cls(block=4, smallest=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lion(Component):
+class LionConfig(Component):
     """The sign of an interpolated momentum (Chen et al., 2023): half the state of AdamW, and every element moves by the rate."""
 
     key_class: ClassVar = FREE
+    implementation: ClassVar[str] = "forge_parallel.optim.elementwise:lion"
 
     lr: Annotated[float, Gt(0)] = 1e-4
     """Peak learning rate; the schedule multiplies it. The paper takes a third to a tenth of AdamW's."""
@@ -103,20 +93,16 @@ class Lion(Component):
     shards: ClassVar[str] = "elementwise"
     width_rule: ClassVar[str] = "adam"
 
-    def build(self, model: "TrainableModel") -> "Optimizer":
-        from forge_parallel.optim.elementwise import lion
-
-        return lion(model, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleFreeAdamW(Component):
+class ScheduleFreeAdamWConfig(Component):
     """AdamW that trains at one point and evaluates the mean of all (Defazio et al., 2024); needs no schedule but a warm-up.
 
     Evaluations, samples, checkpoints and what is exported from them have the averaged weights.
     """
 
     key_class: ClassVar = FREE
+    implementation: ClassVar[str] = "forge_parallel.optim.schedule_free:ScheduleFree"
 
     lr: Annotated[float, Gt(0)] = 2.5e-3
     """Learning rate after the warm-up. It stays; the paper takes one to ten times that of AdamW with a schedule."""
@@ -130,14 +116,9 @@ class ScheduleFreeAdamW(Component):
     width_rule: ClassVar[str] = "adam"
     decays_by_itself: ClassVar[bool] = True
 
-    def build(self, model: "TrainableModel") -> "Optimizer":
-        from forge_parallel.optim.schedule_free import ScheduleFree
-
-        return ScheduleFree(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Muon(Component):
+class MuonConfig(Component):
     """Momentum of hidden matrices, orthogonalized by Newton-Schulz (Jordan et al., 2024); AdamW for embeddings, head, routers,
     norms and biases. Every matrix is orthogonalized once over all ranks."""
 
@@ -164,14 +145,15 @@ class Muon(Component):
     """Decay of AdamW's running means of gradient and squared gradient."""
     adamw_eps: Annotated[float, Gt(0)] = 1e-8
     """Added to the root of AdamW's second moment."""
+    feature: ClassVar[str] = "muon"
     shards: ClassVar[str] = "gathers"
     states: ClassVar[frozenset[str]] = frozenset({"fp32", "fp64"})
 
     def build(self, model: "LaidOutModel") -> "Optimizer":
         from forge_parallel.model.parallel_model import DTYPES
-        from forge_parallel.optim import muon
+        from forge_parallel.optim.muon import Muon
 
-        return muon.Muon(
+        return Muon(
             model,
             lr=self.lr,
             momentum=self.momentum,
@@ -203,7 +185,7 @@ def sharding_fault(component: Any, layout: Layout) -> str | None:
         return None
     said = "does not say" if way is None else f"says {way!r} of"
     return (
-        f"{type(component).__name__} {said} how it treats parts of parameters, which ranks hold in layout {layout}; "
+        f"{class_name(component)} {said} how it treats parts of parameters, which ranks hold in layout {layout}; "
         "an optimizer that computes norms or matrices of parts is wrong there"
     )
 

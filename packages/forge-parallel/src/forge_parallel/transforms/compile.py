@@ -35,9 +35,6 @@ class Compile(Component, Transform):
     budget: Annotated[float, Gt(0), Le(1), Feature("compile_budget", unless=1.0, plane="graph")] = 1.0
     """Share of the activations that the compiler may keep for the backward; below 1 it recomputes the cheapest ones."""
 
-    def build(self) -> "Compile":
-        return self
-
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Replaces the forward of each block of `part` in place, and on an accelerator the loss head.
 

@@ -45,9 +45,6 @@ class Recompute(Component, Transform):
         """Results that were kept can be used by one backward only."""
         return self.policy == "selective"
 
-    def build(self) -> "Recompute":
-        return self
-
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Wraps every n-th block of `part` in place."""
         from forge_parallel.transforms.checkpointing import checkpoint_blocks

@@ -73,7 +73,7 @@ def features(job: ParallelJob, layout: Layout) -> list[Use]:
         found.append(Use("accumulate", "layout", "train.global_batch larger than one micro-batch per data rank"))
     optimizer = getattr(job, "optimizer", None)
     if layout.world > 1 and getattr(optimizer, "shards", None) in PROVEN:
-        name = type(optimizer).__name__.lower()
+        name = getattr(optimizer, "feature", type(optimizer).__name__.lower())
         found.append(_of(type(optimizer), Use(name, "optimizer", f"optimizer.name = {name!r}")))
     groups = getattr(getattr(job, "parameters", None), "groups", ())
     found += [use for index, group in enumerate(groups) for use in _options(group, f"parameters.groups.{index}", sizes)]

@@ -25,7 +25,7 @@ from forge_models.hf.family import Family, config_of, decoder_of, misfits, read_
 from forge_models.hf.names import DERIVED, Place, shapes_of
 from forge_models.hf.reader import SINGLE, CheckpointTensors, facts_in
 from forge_models.hf.writer import usage_of, write_folder, write_json
-from forge_vlm.components.adapters import MLP
+from forge_vlm.components.adapters import MLPConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention
 from forge_vlm.components.model import VLM
@@ -160,7 +160,7 @@ class Mllama:
     def examples(self, folder: Path) -> Iterable[Component]:
         """See `HfModel`."""
         sizes: dict[str, Any] = {"dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "vocab_size": 40}
-        vision: dict[str, Any] = {"encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2), "adapter": MLP()}
+        vision: dict[str, Any] = {"encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2), "adapter": MLPConfig()}
         yield VLM(**sizes, max_length=64, **vision, fusion=CrossAttention(every=2))
 
 

@@ -41,9 +41,6 @@ class ContextParallel(Component, Transform):
     `ring` passes them around while it works and never holds more than two blocks; `ulysses` exchanges heads for places, and
     `parallel.cp` has to divide the heads."""
 
-    def build(self) -> "ContextParallel":
-        return self
-
     def order(self, ranks: int) -> SequenceOrder:
         """Which places each rank holds. Ulysses works on whole rows, which need no balance."""
         return SequenceOrder(ranks, balanced=self.kind != "ulysses")

@@ -48,9 +48,6 @@ class ExpertParallel(Component, Transform):
         if self.dispatcher != "hierarchical" and self.ranks_per_node is not None:
             raise ValueError(f"dispatcher = '{self.dispatcher}' does not use ranks_per_node; remove it, or use 'hierarchical'")
 
-    def build(self) -> "ExpertParallel":
-        return self
-
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Cuts stacked experts over `ep` and `etp` and replaces their layers' dispatchers. Where both are 1 it does nothing.
 

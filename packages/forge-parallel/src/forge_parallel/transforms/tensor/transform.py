@@ -36,9 +36,6 @@ class TensorParallel(Component, Transform):
         if self.asynchronous and not self.sequence_parallel:
             raise ValueError("asynchronous = true overlaps the exchanges of sequence parallelism: keep sequence_parallel = true")
 
-    def build(self) -> "TensorParallel":
-        return self
-
     def rules(self, specs: "Specs", tp: int) -> "Rules":
         """What is cut, and how, over `tp` ranks."""
         from forge_parallel.transforms.tensor.rules import rules

@@ -18,7 +18,7 @@ from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.names import Place
 from forge_models.hf.reader import GENERATION, CheckpointTensors, facts_in
 from forge_models.hf.writer import write_folder, write_json
-from forge_vlm.components.adapters import MLP
+from forge_vlm.components.adapters import MLPConfig
 from forge_vlm.components.encoders import Published, ViT
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers
 from forge_vlm.components.model import VLM
@@ -98,7 +98,7 @@ class Standalone:
     def examples(self, folder: Path) -> Iterable[Component]:
         """See `HfModel`."""
         sizes: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "vocab_size": 40}
-        vision: dict[str, Any] = {"encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2), "adapter": MLP()}
+        vision: dict[str, Any] = {"encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2), "adapter": MLPConfig()}
         yield VLM(**sizes, max_length=64, **vision, fusion=MixtureOfTransformers())
         yield VLM(**sizes, max_length=64, **vision, fusion=JointDecoder(image_attention="prefix"))
 

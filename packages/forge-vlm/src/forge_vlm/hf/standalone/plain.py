@@ -10,7 +10,14 @@ from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
 from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, ReLU, ReLU2, RMSNormConfig, SwiGLU
 from forge_models.hf.config import Unsupported
 from forge_models.shape import Losses, Rope
-from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
+from forge_vlm.components.adapters import (
+    AttentionPoolConfig,
+    AveragePoolConfig,
+    LinearConfig,
+    MLPConfig,
+    PerceiverConfig,
+    PixelShuffleConfig,
+)
 from forge_vlm.components.encoders import CLIP, DINOv2, Features, Published, SigLIP, SigLIP2, ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
 from forge_vlm.components.model import VLM
@@ -20,7 +27,20 @@ KIND = "kind"
 PARTS = (
     *(VLM, GQA, SwiGLU, GeGLU, GELU, ReLU, ReLU2, MoEConfig, Losses, RMSNormConfig, LayerNormConfig, SoftmaxTopKConfig, Rope),
     *(JointDecoder, MixtureOfTransformers, MoMa, CrossAttention),
-    *(ViT, CLIP, SigLIP, SigLIP2, DINOv2, Features, MLP, Linear, AveragePool, AttentionPool, PixelShuffle, Perceiver),
+    *(
+        ViT,
+        CLIP,
+        SigLIP,
+        SigLIP2,
+        DINOv2,
+        Features,
+        MLPConfig,
+        LinearConfig,
+        AveragePoolConfig,
+        AttentionPoolConfig,
+        PixelShuffleConfig,
+        PerceiverConfig,
+    ),
 )
 
 

@@ -3,10 +3,18 @@
 from collections.abc import Iterator
 from typing import Any
 
+from forge_core.component import class_name
 from forge_models.components.attentions import GQA
 from forge_models.components.experts import SoftmaxTopKConfig
 from forge_models.components.layers import RMSNormConfig
-from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
+from forge_vlm.components.adapters import (
+    AttentionPoolConfig,
+    AveragePoolConfig,
+    LinearConfig,
+    MLPConfig,
+    PerceiverConfig,
+    PixelShuffleConfig,
+)
 from forge_vlm.components.encoders import Features
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
 from forge_vlm.components.model import VLM
@@ -46,7 +54,7 @@ def vision_misfits(model: VLM) -> Iterator[str]:
     elif getattr(getattr(model.vision, "shape", None), "flexible", 0):
         yield f"encoder.patches = {model.vision.shape.flexible}: the code has square images"
     if not known(model.chosen_adapter):
-        yield f"adapter = {type(model.chosen_adapter).__name__} is not in the code"
+        yield f"adapter = {class_name(model.chosen_adapter)} is not in the code"
 
 
 def shape_of(model: VLM) -> dict[str, Any]:
@@ -130,17 +138,17 @@ def _encoder(encoder: Any) -> dict[str, Any]:
 def _adapter(model: VLM) -> dict[str, Any]:
     adapter: Any = model.chosen_adapter
     width, dim = model.vision.width, model.dim
-    if isinstance(adapter, Perceiver):
+    if isinstance(adapter, PerceiverConfig):
         ffn_dim = 4 * dim if adapter.ffn_dim is None else adapter.ffn_dim
         sizes = {"latents": adapter.latents, "layers": adapter.layers, "heads": adapter.heads, "ffn_dim": ffn_dim}
         return {"kind": "perceiver", "widths": [width, dim], **sizes}
-    hidden = 0 if isinstance(adapter, Linear) else adapter.hidden
+    hidden = 0 if isinstance(adapter, LinearConfig) else adapter.hidden
     inner = getattr(adapter, "hidden_dim", None) or dim
-    inputs = width * adapter.factor**2 if isinstance(adapter, PixelShuffle) else width
+    inputs = width * adapter.factor**2 if isinstance(adapter, PixelShuffleConfig) else width
     made = {"widths": [inputs, *[inner] * hidden, dim], "bias": adapter.bias}
-    if isinstance(adapter, MLP | Linear):
+    if isinstance(adapter, MLPConfig | LinearConfig):
         return {"kind": "projection", **made}
-    if isinstance(adapter, PixelShuffle):
+    if isinstance(adapter, PixelShuffleConfig):
         return {"kind": "shuffle", "window": adapter.factor, **made}
-    kind = {AveragePool: "average", AttentionPool: "attention"}[type(adapter)]
+    kind = {AveragePoolConfig: "average", AttentionPoolConfig: "attention"}[type(adapter)]
     return {"kind": kind, "window": adapter.window, **made, **({"heads": adapter.heads} if kind == "attention" else {})}

@@ -2,12 +2,12 @@
 
 import random
 
-from forge_ckpt.resilience.limits import Learned
+from forge_parallel.launch.watch import LearnedLimits
 
 
 def alarms(times: list[float]) -> int:
     """How many of these, one after another, took longer than they might."""
-    limits, found = Learned(0.0), 0
+    limits, found = LearnedLimits(0.0), 0
     for seconds in times:
         limit = limits.of("step", 600)
         found += limit is not None and seconds > limit
@@ -25,7 +25,7 @@ def test_fault_35_no_false_alarm_in_1000_noisy_clean_steps() -> None:
 
 
 def test_fault_35_a_limit_is_ten_times_the_ninetieth_percentile_and_never_below_the_floor() -> None:
-    limits = Learned(3.0, waiting=("data",))
+    limits = LearnedLimits(3.0, waiting=("data",))
     for seconds in range(1, 10):
         limits.took("step", seconds)
     assert limits.of("step", 600) is None, "nine times are too few"

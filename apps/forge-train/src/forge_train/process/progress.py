@@ -1,7 +1,7 @@
-"""Restarts that get nowhere are ended: a run that was started again and again without a newer checkpoint needs a person.
+"""Ends restarts that get nowhere: a run that was started again and again without a newer checkpoint needs a person.
 
-A file in the run's directory counts the automatic starts since the newest checkpoint became no newer. Nothing goes by clocks, and
-a start by hand, or from another checkpoint, begins to count anew.
+A file in the run's directory counts the automatic starts since the newest checkpoint became no newer. No clock is involved; a
+start by hand, or from another checkpoint, begins to count anew.
 """
 
 import json
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from forge_core.errors import ForgeError
 
-FILE = "restarts.json"
-REASON = "no-progress.txt"
-MOST = 3
+RESTARTS_FILE = "restarts.json"
+NO_PROGRESS_FILE = "no-progress.txt"
+MOST_RESTARTS = 3
 
 _COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
@@ -31,14 +31,14 @@ def is_automatic(environment: Mapping[str, str]) -> bool:
 def restarts_before(directory: Path, step: int) -> int:
     """Automatic restarts from the checkpoint of this step, or from step 0, that are on record."""
     try:
-        record = json.loads((directory / FILE).read_text())
+        record = json.loads((directory / RESTARTS_FILE).read_text())
         return int(record["restarts"]) if record["step"] == step else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
 
-def refuse_without_progress(directory: Path, step: int, automatic: bool, most: int = MOST) -> None:
-    """Before a start: refuses one more automatic restart from the same checkpoint, and says so in the file `REASON`.
+def refuse_without_progress(directory: Path, step: int, automatic: bool, most: int = MOST_RESTARTS) -> None:
+    """Before a start: refuses one more automatic restart from the same checkpoint, and says so in the file `NO_PROGRESS_FILE`.
 
     Args:
         step: of the checkpoint that the run goes on from; 0 without one.
@@ -53,7 +53,7 @@ def refuse_without_progress(directory: Path, step: int, automatic: bool, most: i
         f"the run in {directory} was started again {before} times from {where}, and ended each time before a newer checkpoint: "
         f"it is not started again by itself. Look at the ends of its logs; start it by hand to go on"
     )
-    (directory / REASON).write_text(text + "\n")
+    (directory / NO_PROGRESS_FILE).write_text(text + "\n")
     raise NoProgress(text)
 
 
@@ -64,7 +64,7 @@ def note_start(directory: Path, step: int, automatic: bool) -> None:
         OSError: the file cannot be written.
     """
     restarts = restarts_before(directory, step) + 1 if automatic else 0
-    new = directory / f".{FILE}"
+    new = directory / f".{RESTARTS_FILE}"
     new.write_text(json.dumps({"step": step, "restarts": restarts}))
-    new.replace(directory / FILE)
-    (directory / REASON).unlink(missing_ok=True)
+    new.replace(directory / RESTARTS_FILE)
+    (directory / NO_PROGRESS_FILE).unlink(missing_ok=True)

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from forge_ckpt.resilience.progress import FILE, REASON, NoProgress, is_automatic, note_start, refuse_without_progress
+from forge_train.process.progress import (
+    NO_PROGRESS_FILE,
+    RESTARTS_FILE,
+    NoProgress,
+    is_automatic,
+    note_start,
+    refuse_without_progress,
+)
 
 
 def start(folder: Path, step: int, automatic: bool = True) -> None:
@@ -19,11 +26,11 @@ def test_fault_26_three_restarts_without_a_newer_checkpoint_are_the_last(tmp_pat
     with pytest.raises(NoProgress, match="started again 3 times from step 0") as error:
         start(tmp_path, 0)
     assert error.value.exit_code == 93
-    assert "Look at the ends of its logs; start it by hand to go on" in (tmp_path / REASON).read_text()
+    assert "Look at the ends of its logs; start it by hand to go on" in (tmp_path / NO_PROGRESS_FILE).read_text()
     with pytest.raises(NoProgress):
         start(tmp_path, 0)
     start(tmp_path, 0, automatic=False)
-    assert not (tmp_path / REASON).exists(), "a person has looked"
+    assert not (tmp_path / NO_PROGRESS_FILE).exists(), "a person has looked"
     for _ in range(3):
         start(tmp_path, 0)
 
@@ -39,7 +46,7 @@ def test_fault_26_a_newer_checkpoint_is_progress(tmp_path: Path) -> None:
 
 def test_fault_26_a_record_that_cannot_be_read_counts_nothing(tmp_path: Path) -> None:
     for broken in ("", "[]", '{"step": 0}', '{"step": 0, "restarts": "x"}', "\x00"):
-        (tmp_path / FILE).write_text(broken)
+        (tmp_path / RESTARTS_FILE).write_text(broken)
         start(tmp_path, 0)
 
 

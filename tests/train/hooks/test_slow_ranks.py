@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from forge_ckpt.resilience.stragglers import MOST, WINDOWS, Slow, Stragglers, Time
+from forge_train.hooks.stragglers import MOST, WINDOWS, Slow, Stragglers, Time
 
 
 def equal(size: int, own: float = 1.0, **other: float) -> list[Time]:

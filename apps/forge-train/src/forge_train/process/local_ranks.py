@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLLOWS = 5
-"""Exit code of a rank that ended because of another one."""
+from forge_train.process.stop import FOLLOWS
 
 DEVICE = "FORGE_LOCAL_DEVICE"
 """Variable with the number of the device that a rank takes, which is not its LOCAL_RANK where devices are left out."""
@@ -43,7 +42,7 @@ class Ended:
     rank: int = -1
 
 
-def run(
+def run_local_ranks(
     command: Sequence[str],
     places: Sequence[int],
     environment: Mapping[str, str],
@@ -83,7 +82,7 @@ def run(
         if not bad:
             return Ended(0)
         first = next((rank for rank in bad if codes[rank] != FOLLOWS), bad[0])
-        return Ended(codes[first], f"rank {first} {_said(codes[first], folder / f'error-{first}')}", first)
+        return Ended(codes[first], f"rank {first} {_cause_of_end(codes[first], folder / f'error-{first}')}", first)
 
 
 def _wait(ranks: "Sequence[subprocess.Popen[bytes]]", grace: float, asked: Callable[[], Sequence[int]]) -> list[int]:
@@ -106,7 +105,7 @@ def _wait(ranks: "Sequence[subprocess.Popen[bytes]]", grace: float, asked: Calla
     return order
 
 
-def _said(code: int, path: Path) -> str:
+def _cause_of_end(code: int, path: Path) -> str:
     """What a rank left, or what its code means."""
     try:
         return json.loads(path.read_text())["message"]["message"]
