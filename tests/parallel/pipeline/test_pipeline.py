@@ -204,7 +204,7 @@ def _ragged(case: Case) -> None:
 
 
 def test_micro_batches_of_several_shapes_are_refused(world: World) -> None:
-    with pytest.raises(WorldFailed, match="a pipeline needs equal shapes"):
+    with pytest.raises(WorldFailed, match="a pipeline needs micro-batches of equal shapes"):
         world.run(_ragged, 2, decoder_case())
 
 
