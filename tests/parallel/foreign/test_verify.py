@@ -200,7 +200,7 @@ def _interrupted(kind: str) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("raises", "ValueError: from a rank"), ("ends", "ended without a word"), ("hangs", "did not finish in time")],
+    [("raises", "ValueError: from a rank"), ("ends", "ended without a message"), ("hangs", "did not finish in time")],
 )
 def test_no_process_is_left_behind(monkeypatch: pytest.MonkeyPatch, kind: str, message: str) -> None:
     children: list[int] = []
