@@ -343,7 +343,7 @@ def test_shapes_are_checked_before_the_run_and_named() -> None:
     specs = Blueprint.of(DECODER.build).specs
     shapes = {"blocks.1.mlp.experts.up_proj": (48, 32), "blocks.1.mlp.experts.down_proj": (32, 48)}
     check_experts(shapes, specs, 1)
-    with pytest.raises(PlanError, match=r"up_proj: 24 x 32, .*down_proj: 32 x 24 \(cut by parallel\.etp = 2\)"):
+    with pytest.raises(PlanError, match=r"up_proj: 24 x 32, .*down_proj: 32 x 24 \(split by parallel\.etp = 2\)"):
         check_experts(shapes, specs, 2)
 
 

@@ -84,9 +84,9 @@ def test_shapes_are_those_that_tensor_parallel_ranks_hold() -> None:
     specs: Specs = Blueprint.of(DECODER.build).specs
     shapes = {"blocks.0.mlp.up_proj": (48, 64), "blocks.0.attention.k_proj": (32, 64), "blocks.0.attention.o_proj": (64, 64)}
     layers.check_shapes(shapes, specs, 1)
-    with pytest.raises(PlanError, match=r"blocks\.\*\.mlp\.up_proj: 24 x 64 \(cut by parallel\.tp = 2\)\. Choose"):
+    with pytest.raises(PlanError, match=r"blocks\.\*\.mlp\.up_proj: 24 x 64 \(split by parallel\.tp = 2\)\. Choose"):
         layers.check_shapes(shapes, specs, 2)
-    with pytest.raises(PlanError, match=r"gate_proj, blocks\.\*\.mlp\.up_proj: 24 x 64 \(cut by parallel\.tp = 2\)"):
+    with pytest.raises(PlanError, match=r"gate_proj, blocks\.\*\.mlp\.up_proj: 24 x 64 \(split by parallel\.tp = 2\)"):
         _apply(Float8(), replace(DECODER, ffn_dim=48), "tp2")
 
     def held(path: str, shape: tuple[int, int]) -> tuple[tuple[int, int], ...]:

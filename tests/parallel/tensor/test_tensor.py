@@ -164,7 +164,7 @@ def test_a_model_whose_specs_do_not_say_how_to_cut_is_refused() -> None:
     ("changes", "tp", "message"),
     [
         ({"heads": 3, "kv_heads": 3, "head_dim": 4}, 2, "3 heads cannot be divided among parallel.tp = 2"),
-        ({"heads": 12, "kv_heads": 3, "head_dim": 4}, 2, "3 key-value heads with parallel.tp = 2"),
+        ({"heads": 12, "kv_heads": 3, "head_dim": 4}, 2, "3 key-value heads do not fit parallel.tp = 2"),
     ],
 )
 def test_what_cannot_be_cut_is_named(changes: dict[str, Any], tp: int, message: str) -> None:
