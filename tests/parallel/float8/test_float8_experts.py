@@ -350,7 +350,7 @@ def test_shapes_are_checked_before_the_run_and_named() -> None:
 def test_what_cannot_be_converted_is_refused() -> None:
     with pytest.raises(PlanError, match="experts = true converts stacked experts, but the model has none; remove it"):
         _converted(Float8(experts=True), DecoderConfig(**SIZES).build)
-    with pytest.raises(PlanError, match="but include and exclude leave none of them"):
+    with pytest.raises(PlanError, match="but include and exclude select none of them"):
         _converted(Float8(experts=True, exclude=["*.experts"]))
     with pytest.raises(PlanError, match=r"does not support precision\.compute = 'fp64'"):
         _converted(Float8(experts=True), compute=torch.float64)

@@ -60,10 +60,10 @@ def _apply(float8: Float8, decoder: DecoderConfig = DECODER, layout: str = "1", 
     [
         (
             {"include": ["*.up"]},
-            r"include: '\*.up' matches no linear layer with a hidden matrix; there are blocks\.\*\.attention",
+            r"include: '\*.up' matches no linear layer with a hidden matrix; these layers are blocks\.\*\.attention",
         ),
         ({"exclude": ["head"]}, "exclude: 'head' matches no linear layer with a hidden matrix"),
-        ({"exclude": ["*"]}, "converts no layer: include and exclude leave none"),
+        ({"exclude": ["*"]}, "converts no layer: include and exclude select none"),
         ({"emulate": False}, "emulate = false, but the device 'cpu' has no float8 products"),
     ],
 )
@@ -128,7 +128,7 @@ def test_tokens_that_kernels_cannot_sum_over_are_refused() -> None:
 
     layer: Any = nn.Linear(32, 32)
     layer.__class__, layer.casting = float8_class(nn.Linear), Casting.of("tensorwise", emulate=False)
-    with pytest.raises(ForgeError, match="24 tokens on this rank; float8 needs a multiple of 16"):
+    with pytest.raises(ForgeError, match="24 tokens on this rank, but float8 needs a multiple of 16"):
         layer(torch.randn(2, 12, 32))
 
 

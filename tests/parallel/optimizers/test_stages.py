@@ -73,7 +73,10 @@ def test_settings_follow_from_roles_patterns_and_the_step() -> None:
         (TrainingStage(train=("eye",)), r"train\.stages\.0\.train: 'eye' matches no parameter of the model; did you mean 'eyes'"),
         (TrainingStage(train=("blocks.*.qvk.*",)), r"stages\.0\.train: 'blocks.*did you mean 'blocks\.\*\.qkv\.\*'"),
         (TrainingStage(train=("head.weight",)), "matches only head.weight, which is tied to embed.weight; use embed.weight"),
-        (TrainingStage(train=("blocks.1.*", "eyes")), "parameters.groups or the model itself freezes all parameters that 'blocks.1.*' matches"),
+        (
+            TrainingStage(train=("blocks.1.*", "eyes")),
+            "parameters.groups or the model itself freezes all parameters that 'blocks.1.*' matches",
+        ),
         (
             TrainingStage(train=("eyes",), lr={"blocks.0.*": 2.0}),
             r"stages\.0\.lr: the stage trains no parameter of 'blocks\.0\.\*'; add it to",

@@ -87,7 +87,7 @@ def test_a_split_that_does_not_fit_says_why(text: str, blocks: int, stages: int,
 
 @pytest.mark.parametrize("text", ["", "4,0,4", "4;4", "even", "4,,4", "-1,5"])
 def test_a_split_that_cannot_be_read_is_a_fault_of_the_recipe(text: str) -> None:
-    with pytest.raises(ValueError, match="the split .* is not valid"):
+    with pytest.raises(ValueError, match=r"the split .* is not valid"):
         Section(schedule=orders.GPipe(), split=text)
 
 
