@@ -129,7 +129,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     "a rule across sections": (["tiny.toml", "--schedule.warmup=99"], "schedule.warmup"),
     "missing data": (["tiny.toml", *TEXT[:2], "--data.sources=[{name='text', path='/no/such'}]"], "/no/such"),
     "no data": (["tiny.toml", "--data.sources=[]"], "there is nothing to train on"),
-    "data that do not fit the model": (["tiny.toml", "--data.sources.0.tokens=9"], "fewer than the 17 of one sample"),
+    "data that do not fit the model": (["tiny.toml", "--data.sources.0.tokens=9"], "fewer than the 17 tokens of one sample"),
     "an evaluation set that is missing": (["tiny.toml", "--data.evaluation.x={name='store', path='/no/such'}"], "/no/such"),
     "other seed (W3)": (["tiny.toml", "--job.seed=7"], "seed was 3, is 7"),
     "other data seed (W3)": (["tiny.toml", "--data.seed=7"], "seed was 3, is 7"),

@@ -93,7 +93,7 @@ def on_ranks(world: World, *arguments: Any, size: int = 2) -> list[tuple[int, st
         (["--train.max_stepz=3"], "train.max_stepz: unknown key"),
         (["--train.micro_batch=3"], "which micro-batches of 3 do not divide"),
         (["--job.dir=/proc/forge"], "the run's directory /proc/forge cannot be written"),
-        (["--data.sources.0.tokens=9"], "fewer than the 17 of one sample"),
+        (["--data.sources.0.tokens=9"], "fewer than the 17 tokens of one sample"),
         (["--checkpoint.resume=require"], "checkpoint.resume = 'require', but no checkpoint was ever saved here"),
         (["--hooks=[{name='sample',max_tokens=4}]"], "needs a tokenizer"),
     ],
