@@ -263,7 +263,7 @@ def test_a_rank_that_others_wait_for_ends_the_run_and_is_named(tmp_path: Path) -
     said = done.stdout + done.stderr
     assert done.returncode not in (0, HOOK_FAILED), said
     assert "hook 'Fails' failed in after_step at step 5: ValueError: before what is exchanged" in said
-    assert "other ranks wait for this one inside of the hook" in said
+    assert "other ranks wait for this rank inside the hook" in said
     assert seconds < 120
     again, _ = prepared(tmp_path / "tiny.toml", [f"--job.dir={tmp_path / 'runs' / 'tiny'}", "--hooks=[{name='save'}]"])
     assert again.state.step == 3, "the newest checkpoint of the recipe"
