@@ -182,7 +182,6 @@ REPEATED = frozenset(
         "PerceiverLayer",
         "Piece",
         "Pieces",
-        "Pipeline",
         "Place",
         "Precision",
         "Projection",
