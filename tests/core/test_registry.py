@@ -10,7 +10,7 @@ from core import sample
 from forge_core.config.fields import shapes_in
 from forge_core.errors import BrokenPlugin, PluginConflict, UnknownComponent
 from forge_core.plugins import describe_plugin, diagnose, find_everywhere
-from forge_core.registry import GROUPS, HOMES, Entry, Registry
+from forge_core.registry import GROUPS, HOMES, MOVED, Entry, Registry, home_of
 from forge_core.trust import trust_file
 from harness.tables import parts_of
 
@@ -73,6 +73,33 @@ def test_an_unknown_name_gets_the_closest_ones() -> None:
 def test_an_unknown_name_of_a_sibling_says_what_to_install() -> None:
     with pytest.raises(UnknownComponent, match=r"unknown optimizer 'adamw'; .* pip install forge-parallel$"):
         sample.registry().find("forge.optimizers", "adamw")
+
+
+def test_a_part_that_moved_is_found_under_its_former_distribution() -> None:
+    part = Entry("forge.hooks", "inside", "forge-interp", "2.0.0", "anywhere:Inside")
+    registry = Registry([part, Entry("forge.hooks", "log", "forge-train", "2.0.0", "anywhere:Log")])
+    assert registry.find("forge.hooks", "forge-train:inside") == registry.find("forge.hooks", "Forge_Train:inside") == part
+    assert registry.find("forge.hooks", "forge-interp:inside") == registry.find("forge.hooks", "inside") == part
+    assert home_of("forge.hooks", "inside", "forge-train") == "forge-interp"
+    for others in (("forge.hooks", "log", "forge-train"), ("forge.trackers", "inside", "forge-train")):
+        assert home_of(*others) == "forge-train"
+    assert home_of("forge.hooks", "inside", "stranger") == "stranger"
+    with pytest.raises(UnknownComponent):
+        registry.find("forge.hooks", "stranger:inside")
+
+
+def test_a_part_that_moved_names_its_package_where_that_is_absent() -> None:
+    with pytest.raises(UnknownComponent) as caught:
+        sample.registry().find("forge.commands", "similarity")
+    assert str(caught.value) == "command 'similarity' is part of forge-interp, which is not installed: pip install forge-interp"
+    with pytest.raises(UnknownComponent, match="hook 'inside' is part of forge-interp, which is not installed"):
+        sample.registry().find("forge.hooks", "forge-train:inside")
+
+
+def test_parts_moved_to_where_they_are_today() -> None:
+    present = {(entry.group, entry.name, entry.distribution) for entry in Registry().entries}
+    for part, (former, today) in MOVED.items():
+        assert (*part, today) in present and (*part, former) not in present
 
 
 def test_the_hints_of_pip_install_are_those_of_the_tables() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from forge_core.protocols.model import AttentionCore
+from forge_interp.tap_names import INSIDE
 from forge_models.blocks import attention_core
 from forge_models.blocks.attention_core import LocalAttention
 from forge_models.components.attentions import GQA, MLA
@@ -14,7 +15,6 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import LayerNormConfig, ReLU2, RMSNormConfig
 from forge_models.generation import GenerationError, stream
 from forge_models.inner_values import listening, tap
-from forge_models.interp.taps import INSIDE
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import Rope
 from harness.closeness import assert_no_farther, wide

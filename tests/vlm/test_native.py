@@ -15,8 +15,8 @@ from forge_core.batch import Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.tokenizers.bytes import ByteTokenizer
+from forge_interp.tap_names import taps
 from forge_models.hf.streamed_forward import fixed_rows
-from forge_models.interp.taps import taps
 from forge_train.run.loop import fit
 from forge_vlm.components.adapters import (
     AttentionPoolConfig,

@@ -23,7 +23,7 @@ from forge_train.inference.stored import load_model
 from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 from forge_train.recipe.load import fill_from_hf
 from forge_train.recipe.schema import Job
-from forge_train.run.weights import initial_weights
+from forge_train.run.weights import InitialWeights
 from models.hf.command_line import run, with_tokenizer
 from models.hf.published import folder_of, reference, spread
 from models.hf.zoo import CASES, SIZES, random_model, saved, tokens
@@ -124,14 +124,12 @@ def test_p1_a_recipe_names_the_keys_that_it_ignores(llama: Path, tmp_path: Path)
     model = plain(tree)["model"]
     assert model["dim"] == 32
     assert model["from_hf_ignore"] == ["something_new"]
-    said: list[str] = []
     component = decoder_of(FAMILIES["llama"], SIZES, "here")
     component = type(component)(**{**vars(component), "from_hf": str(llama), "from_hf_ignore": ("something_new",)})
-    restore = initial_weights(Job(model=component), registry, said.append)
-    assert not isinstance(restore, int)
+    weights = InitialWeights(Job(model=component), registry)
     with pytest.raises(AttributeError):
-        restore(None)  # type: ignore[arg-type]
-    assert said == [f"{llama}: something_new of config.json was ignored, as asked for"]
+        weights(None)  # type: ignore[arg-type]
+    assert weights.notes == [f"{llama}: something_new of config.json was ignored, as asked for"]
     with pytest.raises(ValueError, match="from_hf_ignore needs from_hf"):
         type(component)(from_hf_ignore=("x",))
 

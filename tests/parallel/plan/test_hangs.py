@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from forge_ckpt.resilience.limits import Learned
+from forge_parallel.launch.watch import Learned
 from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.watch import Watch, is_broken_connection

@@ -29,6 +29,7 @@ from forge_train.directory import ROUTING
 from forge_train.report.html import heat
 from forge_train.report.page import page
 from forge_train.report.record import RunRecord
+from forge_train.run.training import Clock
 
 SIZES = {"dim": 16, "layers": 2, "heads": 2, "ffn_dim": 24, "vocab_size": 53, "max_length": 64}
 
@@ -46,7 +47,7 @@ def made(tmp_path, router):
         topology=topology,
         directory=tmp_path,
         state=SimpleNamespace(step=10),
-        paused=0.0,
+        clock=Clock(),
         log=logged.append,
         judge=lambda: None,
     )
@@ -97,7 +98,7 @@ def _looked_at(layout: str, directory: Path) -> list[dict[str, float]]:
         topology=topology,
         directory=directory,
         state=state,
-        paused=0.0,
+        clock=Clock(),
         log=logged.append,
         judge=lambda: None,
     )

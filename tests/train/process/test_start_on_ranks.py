@@ -14,7 +14,7 @@ import torch.distributed as dist
 from forge_core.config.tree import leaves
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import read_launcher
-from forge_train.commands.run import start
+from forge_train.commands.run import run_recipe
 from forge_train.process.logs import logging_of
 from forge_train.process.ranks import OWN_KEYS, content_of
 from forge_train.recipe.load import load
@@ -67,7 +67,7 @@ def _started(
     os.chdir(folder / "elsewhere" if where.rank == lacking else folder)
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), logging_of(where.rank, where.size) as log:
-        code = start(str(folder / "tiny.toml"), arguments, "--fresh" in arguments, where, log)
+        code = run_recipe(str(folder / "tiny.toml"), arguments, "--fresh" in arguments, where, log)
     if dist.is_initialized():
         dist.destroy_process_group()
     return code, said.getvalue()

@@ -29,7 +29,6 @@ PARTS = {
         "sample": "forge_train.components.evaluation:Sample",
         "tasks": "forge_train.components.evaluation:Tasks",
         "routing": "forge_train.components.hooks:Routing",
-        "inside": "forge_train.components.hooks:Inside",
     },
     "forge.trackers": {
         "jsonl": "forge_train.trackers:Jsonl",
@@ -74,7 +73,6 @@ PARTS = {
         "keys_have_a_part": "forge_train.recipe.checks:keys_have_a_part",
         "hooks_fit_together": "forge_train.recipe.checks:hooks_fit_together",
         "samples_can_be_made": "forge_train.recipe.checks:samples_can_be_made",
-        "inside_can_be_measured": "forge_train.recipe.checks:inside_can_be_measured",
     },
     "forge.commands": {
         "run": "forge_train.commands.run:run",
@@ -90,13 +88,6 @@ PARTS = {
         "plugins": "forge_train.commands.plugins:plugins",
         "report": "forge_train.commands.reports:report",
         "profile": "forge_train.commands.reports:profile",
-        "probe": "forge_train.inside.probe:probe",
-        "similarity": "forge_train.inside.similarity:similarity",
-        "neuro": "forge_train.inside.neuro:neuro",
-        "lens": "forge_train.inside.lens:lens",
-        "sae": "forge_train.inside.lens:sae",
-        "sweep": "forge_train.lab.commands:sweep",
-        "fit": "forge_train.lab.commands:fit",
         "doctor": "forge_train.commands.doctor:doctor",
     },
     "forge.conformance": {

@@ -59,6 +59,9 @@ class Component:
     their group takes. A `ValueError` raised in `__post_init__` becomes a fault of the recipe.
 
     Keys without a class are `IDENTITY`: a resume refuses other values, unless the user allows them.
+
+    Keys and values of earlier versions are refused with a hint: `renamed: ClassVar = {"old key": "new key"}` and
+    `removed: ClassVar = {("key", "value"): "what to do instead"}`.
     """
 
     implementation: ClassVar[str | None] = None

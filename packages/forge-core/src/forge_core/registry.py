@@ -81,11 +81,13 @@ HOMES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
             *("forge.models", "forge.attentions", "forge.mlps", "forge.norms", "forge.routers", "forge.objectives"),
             "forge.converters",
         ),
+        "forge-interp": ("forge.hooks", "forge.commands"),
         "forge-parallel": ("forge.transforms", "forge.pipeline_schedules", "forge.optimizers"),
         "forge-vlm": (
             *("forge.models", "forge.fusions", "forge.encoders", "forge.adapters", "forge.hooks", "forge.sources"),
             *("forge.hf_models", "forge.presets"),
         ),
+        "forge-lab": ("forge.commands",),
         "forge-train": (
             *("forge.schedules", "forge.hooks", "forge.trackers", "forge.converters", "forge.presets", "forge.commands"),
         ),
@@ -93,9 +95,31 @@ HOMES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
 )
 """Groups in which each distribution of Forge offers something, so that an unknown name can say what to install."""
 
-
 FORGE = frozenset({"forge-core", *HOMES})
 """The distributions of Forge."""
+
+MOVED: MappingProxyType[tuple[str, str], tuple[str, str]] = MappingProxyType(
+    {
+        ("forge.hooks", "inside"): ("forge-train", "forge-interp"),
+        ("forge.commands", "compare"): ("forge-train", "forge-lab"),
+        ("forge.commands", "fit"): ("forge-train", "forge-lab"),
+        ("forge.commands", "lens"): ("forge-train", "forge-interp"),
+        ("forge.commands", "neuro"): ("forge-train", "forge-interp"),
+        ("forge.commands", "probe"): ("forge-train", "forge-interp"),
+        ("forge.commands", "sae"): ("forge-train", "forge-interp"),
+        ("forge.commands", "similarity"): ("forge-train", "forge-interp"),
+        ("forge.commands", "sweep"): ("forge-train", "forge-lab"),
+    }
+)
+"""(group, name) of parts that moved between distributions of Forge: the former and the present one. Recipes and checkpoints that
+name the former distribution mean the present one."""
+
+
+def home_of(group: str, name: str, distribution: str) -> str:
+    """The distribution that has a part today, given the one that a recipe or a checkpoint names."""
+    former, present = MOVED.get((group, name), ("", ""))
+    return present if former and canonical(distribution) == former else distribution
+
 
 TABLE = "forge.parts"
 """Entry-point group by which a distribution of Forge names the table of its parts: `{group: {name: "module:object"}}`."""
@@ -212,11 +236,8 @@ class Registry:
         if ".py:" in name:
             return _file_entry(group, name)
         distribution, _, bare = name.rpartition(":")
-        matches = [
-            e
-            for e in self.of(group)
-            if e.name == bare and (not distribution or canonical(e.distribution) == canonical(distribution))
-        ]
+        distribution = canonical(home_of(group, bare, distribution))
+        matches = [e for e in self.of(group) if e.name == bare and distribution in ("", canonical(e.distribution))]
         if (meant := _meant(matches, owner)) is not None:
             return meant
         if len(matches) > 1:
@@ -226,6 +247,9 @@ class Registry:
         if not matches:
             present = {canonical(e.distribution) for e in self.entries}
             absent = [home for home, groups in HOMES.items() if group in groups and home not in present]
+            _, home = MOVED.get((group, bare), ("", ""))
+            if home in absent:
+                raise UnknownComponent(f"{kind} {bare!r} is part of {home}, which is not installed: pip install {home}")
             hints = [did_you_mean(name, self.names(group)), *(f"to get those of {home}: pip install {home}" for home in absent)]
             raise UnknownComponent("; ".join([f"unknown {kind} {name!r}", *filter(None, hints)]))
         raise AssertionError("one match is what is meant")

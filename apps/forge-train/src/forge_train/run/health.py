@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
@@ -121,6 +121,10 @@ class RollBack(Exception):
     """The run has to go back; raised on all ranks after the same step."""
 
 
+class TooManySkipped(TrainingError):
+    """Too many steps were skipped; raised on all ranks after the same step."""
+
+
 @dataclass
 class Health:
     """Judges every step by numbers that are the same on all ranks, so all of them end after the same step.
@@ -131,7 +135,6 @@ class Health:
         rollbacks: how often it has gone back.
         lr_scale: factor on the learning rate since.
         warns: whether this rank logs warnings; one rank does.
-        advice: what to do after a failure; collective, as all ranks fail together.
         skipped: numbers of the skipped steps, among the last `SPAN`.
         total: skipped steps of the whole run, those before a resume included.
         saves: steps of checkpoints that were saved, or resumed from, while the loss was inside its band; the newest of them.
@@ -142,7 +145,6 @@ class Health:
     rollbacks: int = 0
     lr_scale: float = 1.0
     warns: bool = True
-    advice: Callable[[], str] = field(default=lambda: "start the run again to resume from its newest checkpoint")
     skipped: list[int] = field(default_factory=list)
     total: int = 0
     saves: list[int] = field(default_factory=list)
@@ -168,8 +170,8 @@ class Health:
         """Judges step number `step`, which is complete.
 
         Raises:
-            TrainingError: too many of the last steps were skipped.
-            RollBack: too many in a row were bad.
+            TooManySkipped: too many of the last steps were skipped.
+            RollBack: too many steps in a row were bad.
         """
         numbers = result.numbers()
         self._watch(step, math.inf if numbers["skipped"] else numbers["loss"])
@@ -181,10 +183,10 @@ class Health:
         self.total += 1
         self.skipped = [*(at for at in self.skipped if at > step - SPAN), step]
         if len(self.skipped) >= self.most:
-            raise TrainingError(
+            raise TooManySkipped(
                 f"{len(self.skipped)} of the last {min(step, SPAN)} steps had a non-finite loss or gradient norm (last: "
                 f"step {step}, {_named(numbers)}); these steps did not change the weights. Lower the learning rate or check the "
-                "data. " + self.advice()
+                "data."
             )
         self._say_skipped(step, numbers)
 

@@ -146,13 +146,13 @@ def rescue(run: Any, error: Exception) -> None:
     """Collective among the ranks that fail together: before an error ends a run that saves, the state of its newest complete step
     is saved, where it is good and not saved yet; else nothing happens. What goes wrong here is logged: the error counts."""
     keeps = [hook for hook in run.hooks if isinstance(hook, SaveHook)]
-    if _ends_run(error) or not keeps or not run.complete or any(hook.acted == run.state.step for hook in keeps):
+    if _ends_run(error) or not keeps or not run.state.complete or any(hook.acted == run.state.step for hook in keeps):
         return
     try:
         if run.topology.size == 1 or run.watch.all_fail(run.state.step, _TOGETHER_SECONDS):
             run.model.leave_inference()
             run.save()
-            run.finish_saves()
+            run.saves.finish()
             _log.warning("step %d was saved before the error below ends the run", run.state.step)
     except Exception as second:  # noqa: BLE001 (the first error is the one to report)
         _log.warning("step %d could not be saved before the error below ends the run: %s", run.state.step, second)

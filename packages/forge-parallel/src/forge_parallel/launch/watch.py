@@ -8,6 +8,8 @@ A part of the run that takes longer than it may (`Limits`) is a hang: in a colle
 that sees it first names the guilty one and gathers what all ranks say into `hang.txt`, over the store, as collectives hang. A
 rank that cannot speak any more, being stopped or without the interpreter's lock, is known by what it said last.
 
+How long a part may take is learned from how long it took (`LearnedLimits`).
+
 A rank that ends because of an error leaves a note, the first of which is what all others name as the cause. A rank that finds
 such a note and does not end by itself, as when it is stuck, is ended by its thread.
 """
@@ -23,6 +25,7 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -132,6 +135,7 @@ class Watch:
         self._mark: tuple[Any, ...] = ()
         self._awake = self._since = self._entered = 0.0
         self._began = self._woke = time.monotonic()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._suspected, self._suspect_at = False, 0.0
         self._told, self._beat = 0.0, 0
         self._heard: dict[int, tuple[int, float]] = {}
@@ -180,8 +184,14 @@ class Watch:
         self._entered, now = self._awake, time.monotonic()  # first: the thread may look at any moment
         if self.section:
             self.limits.took(self.section, now - self._began)
+        self._seconds[self.section] += now - self._began
         self._began = now
         self.passed, self.doing, self.section = self.passed + 1, doing, section
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of this rank in each section so far, the current one included."""
+        now = time.monotonic() - self._began
+        return {**self._seconds, self.section: self._seconds.get(self.section, 0.0) + now}
 
     def failed_in(self, call: int) -> bool | None:
         """Says that this rank failed in a call that all ranks make, number `call` of `calls`, and waits until it is known how the
@@ -436,3 +446,42 @@ class Watch:
         return RankStatus(
             self.rank, self._who, self._beat, passed, doing, *here, held, limit, hang_report.places(stack), self.calls
         )
+
+
+WINDOW = 200
+LEAST = 10
+QUANTILE = 0.9
+FACTOR = 10.0
+
+
+class LearnedLimits:
+    """Limits of the sections of one process: `FACTOR` times what 9 of 10 of its last `WINDOW` times were, never below a floor.
+
+    A quantile moves little with a few times that are far off, such as a first step that compiles. Sections have names; what
+    takes another time on purpose, as steps of another size do, has another one. Before `LEAST` times nothing is known.
+
+    Args:
+        floor: seconds; no limit is lower.
+        waiting: sections in which a process may always wait only as long as it may for other processes, known or not.
+    """
+
+    def __init__(self, floor: float, waiting: tuple[str, ...] = ()) -> None:
+        self.floor, self.waiting = floor, waiting
+        self._times: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._limits: dict[str, float] = {}
+
+    def took(self, section: str, seconds: float) -> None:
+        """A section has ended after so many seconds."""
+        times = self._times[section]
+        times.append(seconds)
+        if len(times) >= LEAST:
+            usual = sorted(times)[int(QUANTILE * (len(times) - 1))]
+            self._limits[section] = max(self.floor, FACTOR * usual)
+
+    def of(self, section: str, waiting: float) -> float | None:
+        """Seconds that a section may take; None while nothing is known of it. Another thread may ask.
+
+        Args:
+            waiting: seconds that processes wait for each other.
+        """
+        return self._limits.get(section, waiting if section in self.waiting else None)

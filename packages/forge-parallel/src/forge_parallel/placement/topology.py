@@ -268,14 +268,6 @@ class Topology:
             dist.broadcast(there, 0)
         return there
 
-    def least(self, number: int) -> int:
-        """Collective: the smallest of the world's numbers."""
-        if self.size == 1:
-            return number
-        smallest = torch.full((), number, dtype=torch.int64, device=self.device)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        return int(smallest)
-
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Collective: sums `tensor` in place over the world; the identity in a world of one."""
         if self.size > 1:

@@ -42,7 +42,7 @@ DEFAULTS = MappingProxyType(
 )
 """What an axis larger than 1 pulls in when the recipe names nothing."""
 
-OURS = frozenset(f"forge_{name}" for name in ("core", "parallel", "models", "data", "ckpt", "vlm", "train"))
+OURS = frozenset(f"forge_{name}" for name in ("core", "parallel", "models", "data", "ckpt", "vlm", "interp", "train", "lab"))
 """Packages whose parts are proven by the tests of this repository."""
 
 
