@@ -21,7 +21,7 @@ import torch
 
 from forge_core.registry import Registry
 from forge_train.directory import claim, run_directory
-from forge_train.process.ranks import Ranks
+from forge_train.process.ranks import JobRanks
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from forge_train.run.start import start
@@ -59,7 +59,7 @@ def measure(recipe: str, steps: int, overrides: list[str], folder: Path) -> dict
     resolved = load(recipe, chosen, 1, registry)
     directory = run_directory(resolved.job)
     claim(directory)
-    run = start(resolved, Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    run = start(resolved, JobRanks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     timed = Timed(run.data)
     run.training.data = timed  # type: ignore[assignment]
     fit(run)

@@ -23,7 +23,7 @@ def child(recipe: str) -> None:
 
     from forge_core.registry import Registry
     from forge_train.directory import claim, run_directory
-    from forge_train.process.ranks import Ranks
+    from forge_train.process.ranks import JobRanks
     from forge_train.recipe.load import load
 
     registry = Registry()
@@ -37,7 +37,7 @@ def child(recipe: str) -> None:
     from forge_train.run.start import start
 
     stamps.append(time.time())
-    run = start(resolved, Ranks())
+    run = start(resolved, JobRanks())
     stamps.append(time.time())
     fit(run)
     stamps.append(time.time())

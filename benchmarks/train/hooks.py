@@ -20,7 +20,7 @@ import torch
 
 from forge_core.registry import Registry
 from forge_parallel.step.reduce import clip_grad_norm
-from forge_train.process.ranks import Ranks
+from forge_train.process.ranks import JobRanks
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
@@ -70,7 +70,7 @@ def assembled(directory: Path, smoke: bool, threads: int) -> tuple[Run, dict[str
     recipe.write_text(RECIPE.format(**sizes, threads=threads))
     registry = Registry()
     resolved = load(recipe, [f"--job.dir={directory / 'run'}"], 1, registry)
-    run = start(resolved, Ranks())
+    run = start(resolved, JobRanks())
     hooks = {}
     for name, table in HOOKS.items():
         settings = {key: value for key, value in table.items() if key != "name"}

@@ -118,7 +118,7 @@ def test_what_nccl_refuses_is_refused_at_the_start(devices: World) -> None:
 
 def test_a_sum_that_is_wrong_is_refused_at_the_start(devices: World) -> None:
     for said in devices.run(_refused, 2, "wrong", group=False):
-        assert said.startswith("the group of the world: 2 ones are 1; ")
+        assert said.startswith("the group of the world: 2 ones sum to 1; ")
 
 
 def _on_a_cpu() -> int:

@@ -11,7 +11,7 @@ from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch, read_launcher
 from forge_parallel.model.parallel_model import full
-from forge_train.process.ranks import Ranks
+from forge_train.process.ranks import JobRanks
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
@@ -99,7 +99,7 @@ def prepared(recipe: Path, overrides: list[str], device: torch.device = CPU) -> 
     registry = Registry()
     where = read_launcher(os.environ) if torch.distributed.is_initialized() else Launch()
     resolved = load(recipe, overrides, where.size, registry)
-    run = start(resolved, Ranks(where, device))
+    run = start(resolved, JobRanks(where, device))
     recorder = Recorder()
     run.hooks.append(recorder)
     run.training.step = Recording(run.step, recorder.samples)  # type: ignore[assignment]

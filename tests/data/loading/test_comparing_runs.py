@@ -170,13 +170,13 @@ def test_data_that_end_are_compared_up_to_their_end(recipe: Recipe) -> None:
 def test_the_command(recipe: Recipe, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     one, other = recipe("one"), recipe("other", "sequence_length = 16", "sequence_length = 16\nseed = 6")
     assert command(one, one, "--steps", "3") == 0
-    assert "equal: every row of the first 3 steps" in capsys.readouterr().out
+    assert "equal: all rows of the first 3 steps" in capsys.readouterr().out
     assert command(one, other, "--json") == 1
     assert json.loads(capsys.readouterr().out)["first"]["step"] == 0
     assert is_run("debug") and is_run(str(one)) and not is_run(str(tmp_path)) and not is_run("nothing here")
     np.save(tmp_path / "ids.npy", np.arange(9, dtype=np.uint16))
     assert command(tmp_path / "ids.npy", tmp_path / "ids.npy", "--steps", "3") == 2
-    assert "--steps compares runs" in capsys.readouterr().err
+    assert "--steps applies only to runs" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_refused(recipe: Recipe, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_between_steps_the_state_is_elastic_and_inside_one_it_is_not(data: Data)
     assert [row for half in halves for row in rows(itertools.islice(half, 4))] == rest
     first = loader(data, micro=2)
     next(iter(first))
-    with pytest.raises(DataError, match="middle of a step of rank 0 of 1 with micro_batch 2, this is rank 1 of 2"):
+    with pytest.raises(DataError, match="middle of a step of rank 0 of 1 with micro_batch 2, but this loader is rank 1 of 2"):
         halves[1].load_state_dict(first.state_dict())
 
 
@@ -134,7 +134,7 @@ def test_a_foreign_loader_is_a_stream() -> None:
     assert int(batches[0].tokens[0, 0]) == 109 and after["step"] == 5
     assert again.tokens_at(4) == G * LENGTH and again.lr_scale(3) == 1.0
     assert len(list(again.from_cursor(stored))) == 30 // 2 - 4  # it ends with its last whole step
-    with pytest.raises(DataError, match="is valid for 2 data ranks and a global batch of 8 only, not for 1 and 8"):
+    with pytest.raises(DataError, match="is valid only for 2 data ranks and a global batch of 8, not for 1 and 8"):
         opened(recipe, batch=G, micro=2).from_cursor(stored)
     with pytest.raises(DataError, match="no state of rank 1"):
         again.from_cursor(cursors[0])
@@ -149,7 +149,7 @@ def test_what_a_foreign_loader_cannot_do_is_refused() -> None:
         opened(Data(sources=[Foreign()], epochs=1), batch=G)
     stream = opened(Data(sources=[Foreign()]), batch=G, micro=4)
     stream.loader.context = dataclasses.replace(stream.loader.context, micro_batch=3)
-    with pytest.raises(DataError, match=r"gave tokens \(3, 16\) .* must be \(4, length\)"):
+    with pytest.raises(DataError, match=r"yields tokens \(3, 16\) .* must be \(4, length\)"):
         next(stream.from_cursor(stream.start()))
     assert stream.entropy() is None
 

@@ -224,7 +224,7 @@ def test_fault_21_a_changed_corpus_is_taken_when_it_is_named_and_nothing_else_is
     take(changed, 1, cursors[-1])  # from now on it is the run's own
     assert len(caplog.records) == 1
     for named in ("sources.b", "sources.a.share", "sources.a.fingerprin", "seed", ""):
-        with pytest.raises(DataError, match=r"sources\.a\.fingerprint was .* name in data\.changed what may differ"):
+        with pytest.raises(DataError, match=r"sources\.a\.fingerprint was .* list in data\.changed the settings that may differ"):
             stream(dataclasses.replace(changed, changed=(named,))).from_cursor(cursor)
     with pytest.raises(DataError, match="was 5, is 6") as refused:
         stream(dataclasses.replace(changed, changed=("sources.a",), seed=6)).from_cursor(cursor)

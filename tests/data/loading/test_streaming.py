@@ -162,7 +162,7 @@ def test_shuffling_mixes_within_the_buffer_and_shards_between_epochs() -> None:
 def test_a_position_beyond_the_shards_that_are_left_is_refused() -> None:
     stream = rows(DripSource(Drip(shards=5)), readers=4)
     stream.skip_to(30)
-    with pytest.raises(DataError, match=r"stream of [45] shards or more, but drip has 2 now"):
+    with pytest.raises(DataError, match=r"stream of at least [45] shards, but drip now has 2"):
         rows(DripSource(Drip(shards=2))).seek(30, stream.position())
 
 
@@ -200,12 +200,12 @@ def test_a_checkpoint_of_version_1_is_refused_or_begins_its_streams_again(caplog
     identity = {key: value for key, value in cursor["identity"].items() if key != "streams"} | {"readers": 8}
     old = {key: value for key, value in cursor.items() if key != "streams"} | {"identity": identity, "fingerprint": "0" * 32}
     old["readers"] = {"drip": {str(number): [0, 0, 0, 3, 1] for number in range(8)}}
-    with pytest.raises(DataError, match=r"streams was version 1, .* is version 2.*; a run that an older Forge began") as refused:
+    with pytest.raises(DataError, match=r"streams was version 1, .* is version 2.*; continue a run of an older Forge") as refused:
         opened(recipe, batch=G).from_cursor(old)
     assert "readers was" not in str(refused.value)
     allowed, _ = steps_of(dataclasses.replace(recipe, changed=("streams",)), 1, batch=G, cursor=old)
     assert [row[1:] for row in allowed[0]] == [row[1:] for row in steps[0]] and allowed[0][0][0] == 2 * G
-    assert "'drip', which is read from its first document on" in caplog.text
+    assert "'drip'; it starts at its first document" in caplog.text
 
 
 def test_a_second_iterator_takes_over_and_the_first_says_so() -> None:
@@ -214,7 +214,7 @@ def test_a_second_iterator_takes_over_and_the_first_says_so() -> None:
     next(first)
     second = stream.from_cursor(stream.start())
     next(second)
-    with pytest.raises(DataError, match="a newer one took over"):
+    with pytest.raises(DataError, match="a newer iterator reads the streamed sources"):
         next(first)
     next(second)
 

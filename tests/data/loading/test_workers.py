@@ -196,7 +196,7 @@ def test_a_refusal_stays_one(tmp_path: Path) -> None:
     data = Data(sequence_length=LENGTH, sources=[Tokens(path=str(tmp_path / "ids.npy"))], loader_workers=1)
     stream = opened(data, batch=4)
     np.save(tmp_path / "ids.npy", ids + 1)
-    with pytest.raises(DataError, match="the data changed"):
+    with pytest.raises(DataError, match="files changed since the run opened them"):
         next(stream.from_cursor(stream.start()))
 
 
@@ -276,5 +276,5 @@ def test_a_worker_imports_no_torch(data: Data) -> None:
 
 def test_components_of_the_main_script_are_refused(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drip, "__module__", "__main__")
-    with pytest.raises(DataError, match=r"Drip is defined in the script.*data\.loader_workers = 0"):
+    with pytest.raises(DataError, match=r"Drip is defined in the main script.*data\.loader_workers = 0"):
         opened(Data(sources=[Drip()], sequence_length=LENGTH, loader_workers=1), batch=4)

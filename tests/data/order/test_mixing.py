@@ -92,7 +92,9 @@ def test_the_plan_counts_tokens_and_epochs_of_each_phase(recipe: str, capsys: py
         (32, 8, 1.0),
         (16, 16, 0.1),
     ]
-    assert plan["tokens"] == 40 * 256 and plan["warnings"] == ["source 'code' is read 7.0 times; more than 4 teach little more"]
+    assert plan["tokens"] == 40 * 256 and plan["warnings"] == [
+        "source 'code' is read 7.0 times; epochs beyond 4 have little value"
+    ]
 
 
 def test_w7_the_plan_says_what_is_drawn(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,8 +74,8 @@ def test_w7_cursors_of_another_order_are_refused_by_version_with_what_to_do(name
     opened(OTHER[name]).from_cursor(cursor)
     old = cursor | {"identity": {k: v for k, v in cursor["identity"].items() if k != "mixture"}, "fingerprint": "0" * 32}
     said = names_of(OTHER[name], old)
-    assert "mixture was version 1" in said and "a run that an older Forge began goes on with that Forge" in said
-    assert "start a new run, or name in data.changed what may differ" in said
+    assert "mixture was version 1" in said and "continue a run of an older Forge with that version of Forge" in said
+    assert "start a new run, or list in data.changed the settings that may differ" in said
     assert next(opened(dataclasses.replace(OTHER[name], changed=("mixture",))).from_cursor(old))[1]["sample"] == 7 * 8
 
 

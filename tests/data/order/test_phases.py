@@ -308,7 +308,7 @@ def test_phases_ahead_may_change_and_phases_behind_may_not(corpora: dict[str, An
     changed = dataclasses.replace(data, phases=[Phase(start=3, weights={"one": 3})])
     with pytest.raises(DataError, match=r"phases\.3\.weights\.one was 4, is 3"):
         steps_of(changed, 1, batch=G, cursor=cursor)
-    with pytest.raises(DataError, match="is inside step"):
+    with pytest.raises(DataError, match="is not the first of a step"):
         steps_of(data, 1, batch=G, cursor=dict(cursor) | {"sample": 41})
 
 
@@ -342,7 +342,7 @@ def test_epochs_of_a_source_are_limited_and_the_others_take_over(corpora: dict[s
     assert ended.steps == int(1.5 * rows) // G
     counts = Counter(row[1] for step in steps_of(ended.data, ended.steps, batch=G)[0] for row in step)
     assert set(counts.values()) <= {1, 2}
-    with pytest.raises(DataError, match="allows no whole sample"):
+    with pytest.raises(DataError, match="is less than one whole sample"):
         opened(Data(sequence_length=LENGTH, sources=[dataclasses.replace(small, max_epochs=0.001), big]), batch=G)
 
 

@@ -171,14 +171,14 @@ def test_a_phase_that_keeps_the_weights_keeps_the_order() -> None:
     [
         ([Phase(start=5, weights={"cod": 1})], r"phases\.0\.weights\.cod: no source has the label 'cod'; did you mean 'code'"),
         ([Phase(start=100, lr_scale=0.1)], r"phases\.0\.start: step 100 is never reached: the run has 100 steps"),
-        ([Phase(start=90, ramp=20, lr_scale=0.1)], r"phases\.0\.ramp: ends at step 110, the run at 100"),
+        ([Phase(start=90, ramp=20, lr_scale=0.1)], r"phases\.0\.ramp: ends at step 110, after the run"),
         ([Phase(start=9, lr_scale=1), Phase(start=9, lr_scale=2)], r"phases\.1\.start: 9 is too early"),
         ([Phase(start=9, ramp=5, lr_scale=1), Phase(start=12, lr_scale=2)], "ramps until step 14"),
         ([Phase(start=5)], r"phases\.0: changes nothing"),
-        ([Phase(start=5, ramp=3, sequence_length=32)], "only weights and lr_scale move over a ramp"),
+        ([Phase(start=5, ramp=3, sequence_length=32)], "ramp: has no effect without weights or lr_scale"),
         ([Phase(start=5, weights={"web": 0, "code": 0})], r"phases\.0\.weights: no source has a weight above 0"),
         ([Phase(start=5, sequence_length=24)], r"data\.sequence_length: 16 does not divide the longest length of the run, 24"),
-        ([Phase(start=5, sequence_length=128)], r"train\.global_batch: 4 rows of 16 tokens .* take a multiple of 8"),
+        ([Phase(start=5, sequence_length=128)], r"train\.global_batch: 4 rows of 16 tokens .* use a multiple of 8"),
     ],
 )
 def test_phases_that_mean_nothing_are_faults(phases: list[Phase], message: str) -> None:
@@ -187,10 +187,10 @@ def test_phases_that_mean_nothing_are_faults(phases: list[Phase], message: str) 
 
 
 def test_phases_without_a_mixture_and_packings_of_one_length_are_faults() -> None:
-    with pytest.raises(ConfigError, match="nothing to mix"):
+    with pytest.raises(ConfigError, match="have no effect with fewer than two sources"):
         refuse_faults(faults_of(data(Phase(start=5, weights={"web": 1}), sources=1), 4))
     with pytest.raises(ConfigError, match="no source has the label 'web'"):
         refuse_faults(faults_of(data(Phase(start=5, weights={"web": 1}), sources=0), 4))
-    with pytest.raises(ConfigError, match="packing 'best_fit' puts documents into rows of one length"):
+    with pytest.raises(ConfigError, match="packing 'best_fit' requires rows of one length"):
         refuse_faults(faults_of(data(Phase(start=5, sequence_length=8), packing="best_fit"), 4))
     assert not faults_of(data(Phase(start=5, sequence_length=8)), 4)

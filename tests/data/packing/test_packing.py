@@ -294,7 +294,7 @@ def test_trials_b8_best_fit_leaves_out_and_cuts_alike(corpus: Path, tmp_path: Pa
 
 def test_trials_b8_an_error_names_source_document_place_and_lengths(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"source 'mine': document 3 \(.*corpus\.npy.*\) has 20 tokens, and a row has 8; .*too_long"
+        DataError, match=r"source 'mine': document 3 \(.*corpus\.npy.*\) has 20 tokens, but a row has 8; .*too_long"
     ):
         open_recipe(recipe(corpus, too_long="error"), tmp_path)
     texts = ["ab", "", "cdefg", "a text that is longer than a row", "hi"]
@@ -302,7 +302,7 @@ def test_trials_b8_an_error_names_source_document_place_and_lengths(corpus: Path
     source = JsonLines(path=str(tmp_path / "d.jsonl"), too_long="error")
     data = Data(sequence_length=LENGTH, sources=[source], packing="pad", tokenizer=Bytes())
     fourth = sum(len(json.dumps({"text": text})) + 1 for text in texts[:3])
-    with pytest.raises(DataError, match=rf"source 'jsonl': document 3 \(d\.jsonl:{fourth}\) has 33 tokens, and a row has 8"):
+    with pytest.raises(DataError, match=rf"source 'jsonl': document 3 \(d\.jsonl:{fourth}\) has 33 tokens, but a row has 8"):
         open_recipe(data, tmp_path)
 
 
@@ -310,7 +310,7 @@ def test_trials_b8_documents_that_fit_are_no_error_and_none_that_fits_is_one(cor
     fits = Data(sequence_length=20, sources=[Tokens(path=str(corpus), eos=EOS, too_long="error")], packing="pad")
     assert open_recipe(fits, tmp_path).describe()["sources"][0]["rows"] == len(LENGTHS)
     np.save(tmp_path / "long.npy", np.arange(1, 30, dtype=np.uint16))
-    with pytest.raises(DataError, match="each of its 1 documents is longer than a row of 8 tokens"):
+    with pytest.raises(DataError, match="all of its 1 documents are longer than a row of 8 tokens"):
         open_recipe(recipe(tmp_path / "long.npy", too_long="skip"), tmp_path)
 
 

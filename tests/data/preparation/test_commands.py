@@ -107,7 +107,7 @@ def ask(*arguments: str | Path) -> dict[str, Any]:
         (["prepare", "--path", "text.txt", "--out", "."], "not empty"),
         (["prepare", "--path", "text.txt"], "--out"),
         (["prepare", "--path", "text.txt", "--out", "out", "--ids", "x"], "source 'text' has no ids; remove --ids"),
-        (["prepare", "--path", ".", "--out", "out"], "holds files of several kinds"),
+        (["prepare", "--path", ".", "--out", "out"], "has files of several formats"),
         (["convert", "text.txt", "--out", "out"], "is text, not tokens"),
         (
             ["convert", "raw.bin", "--dtype", "uint16", "--out", "raw.npy", "--to", "npy", "--to-dtype", "float32"],
@@ -239,20 +239,20 @@ def test_what_was_written_can_be_read_by_others(tmp_path: Path) -> None:
 
 def test_nothing_is_lost_unless_somebody_says_so(tmp_path: Path) -> None:
     foreign.megatron(tmp_path / "m", [[[1, 2], [3, 0]], [[4, 0]]])
-    with pytest.raises(DataError, match=r"has 3 sequences in 2 documents; .* --join-sequences"):
+    with pytest.raises(DataError, match=r"has 3 sequences in 2 documents, .* --join-sequences"):
         convert(tmp_path / "m", tmp_path / "store", "store")
     convert(tmp_path / "m", tmp_path / "store", "store", join_sequences=True)
     assert StoreSource(tmp_path / "store").ends().tolist() == [4, 6]
 
     foreign.megatron(tmp_path / "holes", [[[1, 0]], [[]], [[2, 0]]])
-    with pytest.raises(DataError, match=r"has 1 documents without a token, .* --skip-empty"):
+    with pytest.raises(DataError, match=r"has 1 documents without tokens, .* --skip-empty"):
         convert(tmp_path / "holes", tmp_path / "whole", "store")
     assert not (tmp_path / "whole").exists()
     assert convert(tmp_path / "holes", tmp_path / "whole", "store", skip_empty=True)["empty_documents_skipped"] == 1
 
     for number, documents in enumerate(([[1, 2], [3, 4]], [[1, 0], [0, 2, 0]])):
         path = foreign.datatrove(tmp_path / f"{number}.ds", documents)
-        with pytest.raises(DataError, match=r"documents do not all end in one token .* --lose-documents"):
+        with pytest.raises(DataError, match=r"do not all end with one token .* --lose-documents"):
             convert(path, tmp_path / f"{number}.npy", "npy")
         assert not (tmp_path / f"{number}.npy").exists()
         convert(path, tmp_path / f"{number}.npy", "npy", lose_documents=True)
@@ -272,7 +272,7 @@ def test_a_store_keeps_its_tokenizer_when_it_is_converted(tmp_path: Path) -> Non
     convert(tmp_path / "a", tmp_path / "b", "store", dtype="uint32")
     assert StoreSource(tmp_path / "b").tokenizer == tokenizer.fingerprint
     foreign.datatrove(tmp_path / "c.ds", [[400, 0]])
-    with pytest.raises(DataError, match="holds id 400, but tokenizer bytes has 257"):
+    with pytest.raises(DataError, match="holds id 400, but tokenizer bytes has only 257 ids"):
         convert(tmp_path / "c.ds", tmp_path / "c", "store", tokenizer=tokenizer)
 
 
@@ -333,7 +333,7 @@ def test_verify_finds_what_opening_cannot_see(tmp_path: Path, monkeypatch: pytes
     content[at : at + 8] = (60_004).to_bytes(8, "little")
     (tmp_path / "m.idx").write_bytes(content)
     faults = verified(tmp_path / "m")["faults"]
-    assert any(f"m.idx at byte {at}: sequence 15000 does not begin where the one before it ends" in fault for fault in faults)
+    assert any(f"m.idx at byte {at}: sequence 15000 does not begin where sequence 14999 ends" in fault for fault in faults)
 
     path = foreign.datatrove(tmp_path / "a.ds", [[1, 0] for _ in range(20_000)])
     index = bytearray((tmp_path / "a.ds.index").read_bytes())
@@ -345,7 +345,7 @@ def test_verify_finds_what_opening_cannot_see(tmp_path: Path, monkeypatch: pytes
     foreign.megatron(tmp_path / "holes", [[[1, 0]], [[]], [[2, 0]]])
     found = verified(tmp_path / "holes")
     assert (found["faults"], found["empty_documents"]) == ([], 1)
-    assert "1 documents have no token" in inspect.verification_text(found)
+    assert "1 documents have no tokens" in inspect.verification_text(found)
 
 
 def test_verify_checks_every_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +355,7 @@ def test_verify_checks_every_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ids[123_457] = 50_000
     ids.tofile(tmp_path / "a.bin")
     (fault,) = verified(tmp_path / "a.bin", 50_000, dtype="int32")["faults"]
-    assert fault == f"{tmp_path}/a.bin at byte 493828 (token 123457): id 50000 is not in a vocabulary of 50000"
+    assert fault == f"{tmp_path}/a.bin at byte 493828 (token 123457): id 50000 is not in a vocabulary of 50000 ids"
     assert verified(tmp_path / "a.bin", 50_001, dtype="int32")["faults"] == []
     ids[123_457] = -3
     ids.tofile(tmp_path / "a.bin")
@@ -461,12 +461,12 @@ def test_decontaminate_finds_exactly_the_documents_that_overlap(tmp_path: Path) 
 def test_decontaminate_refuses_what_it_cannot_compare(tmp_path: Path) -> None:
     path = foreign.datatrove(tmp_path / "a.ds", [[1, 2, 0]])
     (tmp_path / "eval.jsonl").write_text('{"question": "a b"}\n')
-    with pytest.raises(DataError, match="carries no tokenizer"):
+    with pytest.raises(DataError, match="has no copy of its tokenizer"):
         decontaminate(str(path), [str(tmp_path / "eval.jsonl")], (), 13, None, None, silent)
     with StoreWriter(tmp_path / "s", dtype="uint16", tokenizer=ByteTokenizer()) as writer:
         writer.add(np.array([65, 256]), np.array([2]))
         writer.commit()
-    with pytest.raises(DataError, match="no example of at least 3 words"):
+    with pytest.raises(DataError, match="no example has at least 3 words"):
         decontaminate(str(tmp_path / "s"), [str(tmp_path / "eval.jsonl")], (), 13, None, None, silent)
     with pytest.raises(DataError, match=r"eval\.jsonl at byte 0 has no text under answer"):
         decontaminate(str(tmp_path / "s"), [str(tmp_path / "eval.jsonl")], ("answer",), 13, None, None, silent)

@@ -69,7 +69,7 @@ FOREIGN = {
     "json": (b'{"text": "a document of words"}\n' * 40, "text, not token ids; use source 'text' or 'jsonl'"),
     "llmc": (None, "the header of llm.c; use source 'llmc'"),
     "store": (None, "a shard of the token store .*; use source 'store'"),
-    "datatrove": (None, "an index of documents, .*; use source 'datatrove'"),
+    "datatrove": (None, "a document index of datatrove; use source 'datatrove'"),
 }
 
 
@@ -118,7 +118,7 @@ def test_ids_that_look_like_the_beginning_of_a_container_are_ids(tmp_path: Path)
 def test_m5_mixed_byte_order_is_named(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", IDS)
     np.save(tmp_path / "b.npy", IDS.astype(">u2"))
-    with pytest.raises(DataError, match=r"a\.npy holds uint16 and .*b\.npy big-endian uint16"):
+    with pytest.raises(DataError, match=r"a\.npy holds uint16, but .*b\.npy holds big-endian uint16"):
         opened(Tokens(path=str(tmp_path)))
 
 
@@ -127,7 +127,7 @@ def test_m5_empty_megatron_documents_are_no_sequences_to_join(tmp_path: Path) ->
     foreign.megatron(tmp_path / "m", [[[1, 0]], [], [[2, 0]]])
     source = opened(Megatron(path=str(tmp_path / "m")))
     assert (source.described.documents, source.described.more["sequences"]) == (3, 2)
-    with pytest.raises(DataError, match=r"has 1 documents without a token, .* --skip-empty"):
+    with pytest.raises(DataError, match=r"has 1 documents without tokens, .* --skip-empty"):
         convert(source, tmp_path / "out", "store", report=lambda _: None)
     found = convert(source, tmp_path / "out", "store", skip_empty=True, report=lambda _: None)
     assert found["documents"] == 2 and found["empty_documents_skipped"] == 1

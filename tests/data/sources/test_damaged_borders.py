@@ -75,7 +75,7 @@ def test_w9_borders_of_megatron_are_checked_when_they_are_opened(tmp_path: Path,
     if wrong == 1:
         assert opened(Megatron(path=str(tmp_path / "m"))).ends()[-1] == 1000
         return
-    with pytest.raises(DataError, match=r"m\.idx at byte \d+: document \d begins (before|behind)"):
+    with pytest.raises(DataError, match=r"m\.idx at byte \d+: document \d begins (before|after)"):
         opened(Megatron(path=str(tmp_path / "m")))
 
 
@@ -131,7 +131,7 @@ def test_w9_borders_outside_a_row_are_refused_as_they_are_read(tmp_path: Path, e
     source = Careless(ends)
     component = type("Own", (TokenStore,), {"build": lambda self, context: source})(path="x", label="own")
     stream = open_stream(Data(sequence_length=16, sources=[component]), workspace=tmp_path, seed=1, global_batch=4, micro_batch=4)
-    with pytest.raises(DataError, match=r"careless at token .*: document ends do not ascend; `data verify`"):
+    with pytest.raises(DataError, match=r"careless at token .*: document ends do not ascend; run `data verify`"):
         next(iter(stream.from_cursor(stream.start())))
 
 

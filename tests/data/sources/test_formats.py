@@ -296,13 +296,13 @@ def put(offset: int, content: bytes) -> Callable[[bytearray], object]:
         ("m.idx", lambda c: c.extend(b"\1\1\1"), "multimodal"),
         ("m.idx", put(9, b"\2"), "version 2"),
         ("m.idx", put(17, b"\x09"), "dtype code 9"),
-        ("m.idx", put(17, b"\7"), "token ids are integers, found float32"),
+        ("m.idx", put(17, b"\7"), "token ids must be integers, found float32"),
         ("m.idx", put(17, b"\4"), r"m\.bin is truncated: it ends at byte 18, its index says 24 \(int32\)"),
         ("m.idx", put(46, struct.pack("<q", 2)), "at byte 46: the first sequence begins at byte 2"),
-        ("m.idx", put(54, struct.pack("<q", 6)), "at byte 54: sequence 1 does not begin where the one before it ends"),
+        ("m.idx", put(54, struct.pack("<q", 6)), "at byte 54: sequence 1 does not begin where sequence 0 ends"),
         ("m.idx", put(34, struct.pack("<i", -4)), "at byte 34: sequence 0 has a negative length"),
         ("m.idx", put(70, struct.pack("<q", 1)), "at byte 70: documents begin at sequence 1 and end at 3"),
-        ("m.idx", put(78, struct.pack("<q", 3)), "at byte 86: document 2 begins before the one before it"),
+        ("m.idx", put(78, struct.pack("<q", 3)), "at byte 86: document 2 begins before the previous document"),
         ("m.bin", lambda c: c.clear(), r"m\.bin is empty: it ends at byte 0, its index says 18"),
         ("m.bin", lambda c: c.pop(), r"m\.bin is truncated: it ends at byte 17"),
         ("m.bin", lambda c: c.extend(b"1"), r"m\.bin is too long"),
@@ -332,7 +332,7 @@ def test_megatron_paths(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="lists 0 sequences and 0 documents"):
         opened(Megatron(path=str(empty)))
     foreign.megatron(tmp_path / "wide", DOCUMENTS, "int32")
-    with pytest.raises(DataError, match=r"holds (uint16|int32) and .* (uint16|int32)"):
+    with pytest.raises(DataError, match=r"holds (uint16|int32), but .* holds (uint16|int32)"):
         opened(Megatron(path=f"{tmp_path}/[mw]*.idx"))
 
 
@@ -375,7 +375,7 @@ def test_files_of_other_formats_are_not_read_as_raw_ids(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="mixes files with and without"):
         opened(Tokens(path=str(tmp_path / "[ab].*"), dtype="uint16"))
     np.save(tmp_path / "c.npy", np.arange(3, dtype=np.uint32))
-    with pytest.raises(DataError, match=r"b\.npy holds uint16 and .*c\.npy uint32"):
+    with pytest.raises(DataError, match=r"b\.npy holds uint16, but .*c\.npy holds uint32"):
         opened(Tokens(path=str(tmp_path / "?.npy")))
     with pytest.raises(ValueError, match="not both"):
         Tokens(path="x", eos=1, bos=2)
@@ -431,7 +431,7 @@ def test_datatrove_files_that_contradict_each_other_are_refused(tmp_path: Path) 
     with pytest.raises(DataError, match="ends at byte 9, but its index says 5 tokens"):
         opened(Datatrove(path=str(path)))
     (tmp_path / "a.ds.index").write_bytes(b"123")
-    with pytest.raises(DataError, match="3 bytes, which is not a list of uint64"):
+    with pytest.raises(DataError, match="3 bytes, not a positive multiple of 8"):
         opened(Datatrove(path=str(path)))
     (tmp_path / "a.ds.index").unlink()
     with pytest.raises(DataError, match=r"has no a\.ds\.index in its directory"):

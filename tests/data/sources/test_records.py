@@ -121,7 +121,7 @@ def test_every_format_gives_the_same_ids(tmp_path: Path, write: Write) -> None:
     assert store.text_bytes is None and store.tokenizer is None
     closed = type(component)(**{**vars(component), "eos": 0}).build(context(tmp_path / "w", tokenizer=None))
     assert closed.read(0, closed.tokens).tolist() == [token for ids in kept for token in (ids if ids[-1] == 0 else [*ids, 0])]
-    with pytest.raises(DataError, match="holds token id 500, but the vocabulary has 257"):
+    with pytest.raises(DataError, match="holds token id 500, but the vocabulary has only 257 ids"):
         component.build(context(tmp_path / "w"))
 
 
@@ -195,7 +195,7 @@ def test_fault_41_broken_records_are_named_or_skipped_by_choice_and_counted(tmp_
     assert any(message_.startswith("left out 1 broken records; the first: ") for message_ in said)
     assert store.manifest.source == "jsonl, 1 broken records left out"  # type: ignore[attr-defined]
     (named,) = Path(f"{store.name}.skipped.txt").read_text().splitlines()
-    assert re.search(message, named) and f"all that were left out are named in {store.name}.skipped.txt" in said
+    assert re.search(message, named) and f"{store.name}.skipped.txt lists everything that was left out" in said
     (tmp_path / "b.jsonl").write_bytes(b"{\n")
     with pytest.raises(DataError, match=r"2 records are broken, and `skip` allows 1; the first: .*a\.jsonl at byte 14"):
         JsonLines(path=str(tmp_path), skip=1).build(told)
@@ -299,7 +299,7 @@ def test_a_recipe_mixes_text_and_ids_of_records(tmp_path: Path) -> None:
         tokenizer=Bpe(vocab_size=501),
     )
     assert len(context_of(LoadSpec(data, tmp_path / "w"), lambda _: None).texts) == 1
-    with pytest.raises(DataError, match="holds token id 500, but the vocabulary has 2"):
+    with pytest.raises(DataError, match="holds token id 500, but the vocabulary has only 2"):
         open_stream(data, workspace=tmp_path / "w", seed=0, global_batch=4, micro_batch=2)
     as_parquet(tmp_path / "ids", "ids", [[3, 2, 1, 0]] * 300)
     opened = open_stream(data, workspace=tmp_path / "w", seed=0, global_batch=4, micro_batch=2)
@@ -398,7 +398,7 @@ def test_w10_ids_that_do_not_fit_are_refused_and_not_cut(tmp_path: Path) -> None
             Parquet(path=str(tmp_path), ids="ids").build(context(tmp_path / "w"))
     assert documents(Parquet(path=str(tmp_path), ids="ids", skip=1))[0][1].tolist() == [1, 2]  # type: ignore[union-attr]
     parquet.write_table(pa.table({"ids": pa.array([[1, 2**40]], type=pa.list_(pa.uint64()))}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=f"token id {2**40}, but the vocabulary has"):
+    with pytest.raises(DataError, match=f"token id {2**40}, but the vocabulary has only"):
         Parquet(path=str(tmp_path), ids="ids").build(context(tmp_path / "w"))
 
 

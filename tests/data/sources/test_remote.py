@@ -116,7 +116,7 @@ def test_a_file_that_changed_is_fetched_again(bucket: Any, cache: Path) -> None:
     bucket.pipe_file("/bucket/a.bin", b"12")
     for path in cache.rglob("*a.bin"):
         path.unlink()
-    with pytest.raises(DataError, match="had 8 bytes and now has 2; it was changed while it was read"):
+    with pytest.raises(DataError, match="had 8 bytes and now has 2: it changed while it was read"):
         local_path(stale)
     assert fetched(cache) == []
 

@@ -87,7 +87,7 @@ def test_streams_of_ids(tmp_path: Path, write: Any) -> None:
     assert [document.tolist() for shard in range(source.shards) for document in source.stream(shard)] == ids
     closed = built(changed(component, eos=0))
     assert next(iter(closed.stream(0))).tolist() == [*ids[0], 0]
-    with pytest.raises(DataError, match=r"holds token id 300, but the vocabulary has 257"):
+    with pytest.raises(DataError, match=r"holds token id 300, but the vocabulary has only 257 ids"):
         folder = tmp_path / "large"
         folder.mkdir()
         large = built(changed(write(folder, "ids", [[300]] * 40), stream=True, ids="ids"), ByteTokenizer())

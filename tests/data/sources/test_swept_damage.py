@@ -230,7 +230,7 @@ def test_offsets_of_ids_are_checked(tmp_path: Path) -> None:
     consume(Arrow(path=str(path), ids="ids", stream=True))
     for wrong in ((0, -1, 3, 4), (0, 2, 1 << 30, 4), (0, 3, 2, 4), (0, 2, 3, 1 << 20)):
         path.write_bytes(whole.replace(offsets, struct.pack("<4i", *wrong)))
-        with pytest.raises(DataError, match=r"a\.arrow is damaged or not in this format: .*; restore the file"):
+        with pytest.raises(DataError, match=r"a\.arrow is damaged, or is not a Parquet or Arrow file: .*; restore the file"):
             consume(Arrow(path=str(path), ids="ids", stream=True))
 
 

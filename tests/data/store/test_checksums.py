@@ -183,7 +183,7 @@ def test_h10_an_index_that_shrinks_is_named(tmp_path: Path, write: Any) -> None:
 def test_h10_a_loader_worker_that_a_truncated_file_kills_says_so() -> None:
     from forge_data.loading.worker_pool import ended_how
 
-    assert "signal 7 (SIGBUS): a file that it had mapped was truncated" in ended_how(-signal.SIGBUS)
+    assert "signal 7 (SIGBUS): a mapped file was truncated" in ended_how(-signal.SIGBUS)
     assert "signal 9, perhaps because memory ran out" in ended_how(-signal.SIGKILL)
     assert "code 3" in ended_how(3)
 

@@ -41,7 +41,7 @@ def test_m4_a_finished_store_is_complete_or_of_something_else(tmp_path: Path, ca
     assert code == 0 and f"{out} is complete" in said and "tokens: 8" in said
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.iterdir()} == before
     code, said = prepare(capsys, *same, "--text", "body")
-    assert code == 2 and "finished store of something else" in said and "text was nothing, is body" in said
+    assert code == 2 and "finished store with other settings" in said and "text was nothing, is body" in said
     texts.write_text('{"text": "six", "body": "x"}\n{"text": "two", "body": "y"}\n')
     code, said = prepare(capsys, *same)
     assert code == 2 and "corpus was " in said and "Traceback" not in said
@@ -49,7 +49,7 @@ def test_m4_a_finished_store_is_complete_or_of_something_else(tmp_path: Path, ca
     del manifest["request"]
     (out / "manifest.json").write_text(json.dumps(manifest))
     code, said = prepare(capsys, *same)
-    assert code == 2 and "does not say what it was prepared from" in said
+    assert code == 2 and "does not record what it was prepared from" in said
     (out / "shard-00000.bin").write_bytes(b"")
     code, said = prepare(capsys, *same)
     assert code == 2 and "shard-00000.bin is empty" in said

@@ -101,7 +101,7 @@ def test_missing_files_are_refused(make_store: Any, tmp_path: Path) -> None:
         ({"dtype": "float32"}, "unknown dtype"),
         ({"version": 99}, "version 99"),
         ({"shards": None}, "damaged"),
-        ({"format": "other"}, "of other"),
+        ({"format": "other"}, "has format other"),
     ],
 )
 def test_a_manifest_that_is_not_ours_is_refused(make_store: Any, change: dict[str, Any], message: str) -> None:
@@ -152,7 +152,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         writer.commit()
     assert open_store(tmp_path / "store", tokenizer).vocab_size == 257
     tokenizer.fingerprint = "0" * 64
-    with pytest.raises(DataError, match="made with tokenizer bytes"):
+    with pytest.raises(DataError, match="written with tokenizer bytes"):
         open_store(tmp_path / "store", tokenizer)
 
 

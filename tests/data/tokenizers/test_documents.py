@@ -172,7 +172,9 @@ def test_a_resume_of_a_run_without_bos_names_the_way_to_go_on(ruled: Any, corpus
 
     bare = replace(ruled, add_special_tokens=False)
     cursor = opened(bare).start()
-    with pytest.raises(DataError, match=r"fingerprint was .*older Forge .*data\.tokenizer\.add_special_tokens = false goes on"):
+    with pytest.raises(
+        DataError, match=r"fingerprint was .*older Forge .*data\.tokenizer\.add_special_tokens = false to continue"
+    ):
         opened(ruled).from_cursor(cursor)
     next(iter(opened(bare).from_cursor(cursor)))
     with pytest.raises(DataError) as refused:  # not where nothing but another setting differs

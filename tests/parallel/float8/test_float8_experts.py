@@ -351,14 +351,14 @@ def test_shapes_are_checked_before_the_run_and_named() -> None:
     specs = Blueprint.of(DECODER.build).specs
     shapes = {"blocks.1.mlp.experts.up_proj": (48, 32), "blocks.1.mlp.experts.down_proj": (32, 48)}
     check_experts(shapes, specs, 1)
-    with pytest.raises(PlanError, match=r"up_proj: 24 x 32, .*down_proj: 32 x 24 \(cut by parallel\.etp = 2\)"):
+    with pytest.raises(PlanError, match=r"up_proj: 24 x 32, .*down_proj: 32 x 24 \(split by parallel\.etp = 2\)"):
         check_experts(shapes, specs, 2)
 
 
 def test_what_cannot_be_converted_is_refused() -> None:
     with pytest.raises(PlanError, match="experts = true converts stacked experts, but the model has none; remove it"):
         _converted(Float8(experts=True), DecoderConfig(**SIZES).build)
-    with pytest.raises(PlanError, match="but include and exclude leave none of them"):
+    with pytest.raises(PlanError, match="but include and exclude select none of them"):
         _converted(Float8(experts=True, exclude=["*.experts"]))
     with pytest.raises(PlanError, match=r"does not support precision\.compute = 'fp64'"):
         _converted(Float8(experts=True), compute=torch.float64)

@@ -72,15 +72,18 @@ def test_settings_follow_from_roles_patterns_and_the_step() -> None:
     [
         (TrainingStage(train=("eye",)), r"train\.stages\.0\.train: 'eye' matches no parameter of the model; did you mean 'eyes'"),
         (TrainingStage(train=("blocks.*.qvk.*",)), r"stages\.0\.train: 'blocks.*did you mean 'blocks\.\*\.qkv\.\*'"),
-        (TrainingStage(train=("head.weight",)), "matches only head.weight, which is tied to embed.weight; name embed.weight"),
-        (TrainingStage(train=("blocks.1.*", "eyes")), "all that 'blocks.1.*' matches is frozen by parameters.groups"),
+        (TrainingStage(train=("head.weight",)), "matches only head.weight, which is tied to embed.weight; use embed.weight"),
+        (
+            TrainingStage(train=("blocks.1.*", "eyes")),
+            "parameters.groups or the model itself freezes all parameters that 'blocks.1.*' matches",
+        ),
         (
             TrainingStage(train=("eyes",), lr={"blocks.0.*": 2.0}),
-            r"stages\.0\.lr: the stage trains nothing of 'blocks\.0\.\*'; add it to",
+            r"stages\.0\.lr: the stage trains no parameter of 'blocks\.0\.\*'; add it to",
         ),
         (
             TrainingStage(train=("eyes",), weight_decay={"embed.*": 0.1}),
-            r"stages\.0\.weight_decay: the stage trains nothing of 'embed",
+            r"stages\.0\.weight_decay: the stage trains no parameter of 'embed",
         ),
         (TrainingStage(train=("eyes",), warmup={"eys": 2}), r"stages\.0\.warmup: 'eys' matches no parameter .* 'eyes'"),
     ],
@@ -169,7 +172,7 @@ def test_an_optimizer_whose_states_are_not_of_parameters_is_refused() -> None:
             made.state = lambda: {"count": {"all": torch.zeros(())}}
             return made
 
-    with pytest.raises(PlanError, match=r"keeps a state under a name that is not a parameter's.*train\.stages"):
+    with pytest.raises(PlanError, match=r"has a state whose name is not that of a parameter.*train\.stages"):
         _laid_out(OneCount(), (TrainingStage(train=("*",)),))
 
 

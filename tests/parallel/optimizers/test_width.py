@@ -60,9 +60,9 @@ def test_rates_and_initial_weights_have_the_closed_form() -> None:
 @pytest.mark.parametrize(
     ("model", "narrow", "said"),
     [
-        (width(2), replace(width(1), heads=2, kv_heads=2), "heads are 4 wide, and 8"),
+        (width(2), replace(width(1), heads=2, kv_heads=2), "heads are 4 wide in the model and 8"),
         (replace(width(2), tied_embeddings=True), replace(width(1), tied_embeddings=True), "head.weight is tied to embed.weight"),
-        (width(2), replace(width(1), layers=1), "other parameters"),
+        (width(2), replace(width(1), layers=1), "only one of the model and its narrow model has"),
         (width(2), width(2), "no matrix of the model is wider"),
     ],
 )

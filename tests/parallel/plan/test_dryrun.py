@@ -343,7 +343,7 @@ def _inside() -> str:
     try:
         dry_run(TINY, Plan.of([FullyShard()], Layout.parse("dp2")))
     except LayoutError as refusal:
-        return "alone" if "a dry run needs a separate process" in str(refusal) else str(refusal)
+        return "alone" if "start the dry run in a process of its own" in str(refusal) else str(refusal)
     return "not refused"
 
 

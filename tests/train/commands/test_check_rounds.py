@@ -260,7 +260,7 @@ def test_trials_f7_names_of_files_have_no_control_characters(tmp_path: Path, tex
     ("overrides", "key", "words"),
     [
         (("--data.tokenizer.name=bpe",), "data.tokenizer.path", "no text to train a tokenizer on"),
-        (("--data.sources.0.tokens=16",), "data.sources.0.tokens", "fewer than the 17 of one sample"),
+        (("--data.sources.0.tokens=16",), "data.sources.0.tokens", "fewer than the 17 tokens of one sample"),
     ],
 )
 def test_data_from_which_no_step_can_be_made_are_refused_before_a_run(

@@ -18,7 +18,7 @@ from forge_parallel.launch.environment import Launch, read_launcher
 from forge_parallel.launch.watch import Watch
 from forge_train.commands.run import run_recipe
 from forge_train.process.logs import logging_of
-from forge_train.process.ranks import Ranks
+from forge_train.process.ranks import JobRanks
 from forge_train.process.stop import RolledBackTooOften, TrainingError
 from forge_train.recipe.load import Resolved, load
 from forge_train.run.loop import fit, train
@@ -79,12 +79,12 @@ class Noted:
                 yield batches, after
 
 
-def read(folder: Path, settings: list[str]) -> tuple[Resolved, Ranks]:
+def read(folder: Path, settings: list[str]) -> tuple[Resolved, JobRanks]:
     """The recipe, and this process among its ranks."""
     recipe = folder / f"tiny-{os.environ.get('RANK', '0')}.toml"
     recipe.write_text(TINY)
     where = read_launcher(os.environ) if torch.distributed.is_initialized() else Launch()
-    return load(recipe, [f"--job.dir={folder}/run", *settings], where.size), Ranks(where)
+    return load(recipe, [f"--job.dir={folder}/run", *settings], where.size), JobRanks(where)
 
 
 def spoiled(run: Run, factor: float = 1.0, **data: list[int]) -> Run:
@@ -103,7 +103,7 @@ def build(folder: Path, settings: list[str], factor: float = 1.0, **data: list[i
 def trained(folder: Path, settings: list[str], spoil: Callable[[Run, Back | None], Run]) -> tuple[Run, str]:
     """Trains with rollbacks; `spoil` changes the run of each start."""
 
-    def started(recipe: Resolved, ranks: Ranks, *, fresh: bool, back: Back | None) -> Run:
+    def started(recipe: Resolved, ranks: JobRanks, *, fresh: bool, back: Back | None) -> Run:
         return spoil(start(recipe, ranks, fresh=fresh, back=back), back)
 
     with mock.patch("forge_train.run.loop.start", started):

@@ -24,7 +24,7 @@ from forge_train.commands.run import run_recipe
 from forge_train.directory import OWNED, RECIPE, move_aside, previous
 from forge_train.process.logs import logging_of
 from forge_train.process.progress import RESTARTS_FILE as PROGRESS
-from forge_train.process.ranks import Ranks
+from forge_train.process.ranks import JobRanks
 from forge_train.recipe.load import load
 from forge_train.run import saves
 from forge_train.run.loop import fit
@@ -129,7 +129,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     "a rule across sections": (["tiny.toml", "--schedule.warmup=99"], "schedule.warmup"),
     "missing data": (["tiny.toml", *TEXT[:2], "--data.sources=[{name='text', path='/no/such'}]"], "/no/such"),
     "no data": (["tiny.toml", "--data.sources=[]"], "there is nothing to train on"),
-    "data that do not fit the model": (["tiny.toml", "--data.sources.0.tokens=9"], "fewer than the 17 of one sample"),
+    "data that do not fit the model": (["tiny.toml", "--data.sources.0.tokens=9"], "fewer than the 17 tokens of one sample"),
     "an evaluation set that is missing": (["tiny.toml", "--data.evaluation.x={name='store', path='/no/such'}"], "/no/such"),
     "other seed (W3)": (["tiny.toml", "--job.seed=7"], "seed was 3, is 7"),
     "other data seed (W3)": (["tiny.toml", "--data.seed=7"], "seed was 3, is 7"),
@@ -292,7 +292,7 @@ def begun(here: Path, *overrides: str) -> Run:
     """A run that has taken its directory over with --fresh, and not trained yet."""
     registry = Registry()
     resolved = load(here / "tiny.toml", list(overrides), 1, registry)
-    return start(resolved, Ranks(), fresh=True)
+    return start(resolved, JobRanks(), fresh=True)
 
 
 def test_w1_a_fresh_start_that_dies_leaves_the_old_run_and_says_how_to_go_on_with_it(here: Path) -> None:

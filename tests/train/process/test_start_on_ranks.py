@@ -93,7 +93,7 @@ def on_ranks(world: World, *arguments: Any, size: int = 2) -> list[tuple[int, st
         (["--train.max_stepz=3"], "train.max_stepz: unknown key"),
         (["--train.micro_batch=3"], "which micro-batches of 3 do not divide"),
         (["--job.dir=/proc/forge"], "the run's directory /proc/forge cannot be written"),
-        (["--data.sources.0.tokens=9"], "fewer than the 17 of one sample"),
+        (["--data.sources.0.tokens=9"], "fewer than the 17 tokens of one sample"),
         (["--checkpoint.resume=require"], "checkpoint.resume = 'require', but no checkpoint was ever saved here"),
         (["--hooks=[{name='sample',max_tokens=4}]"], "needs a tokenizer"),
     ],
@@ -176,7 +176,7 @@ def test_trials_f2_ranks_of_two_steps_at_one_address_never_train_together(world:
     codes = [code for code, _ in outcomes]
     assert sorted((codes[:2], codes[2:])) == [[0, 0], [2, 2]], outcomes
     refused = outcomes[2:] if codes[0] == 0 else outcomes[:2]
-    assert all("SLURM job 7, step 0" in said or "listens there" in said for _, said in refused), refused
+    assert all("SLURM job 7, step 0" in said or "listens at this address" in said for _, said in refused), refused
     assert any("step 0" in said and "step 1" in said for _, said in refused), refused
 
 

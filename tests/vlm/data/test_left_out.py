@@ -181,7 +181,7 @@ def test_trials_h_each_record_that_is_left_out_is_named(tmp_path: Path) -> None:
     assert all(f"(line {number + 1}): " in line for number, line in zip(range(0, 40, 2), named, strict=True))
     assert said[0] == f"left out 20 broken records; the first: {named[0]}"
     assert said[1:10] == [f"left out {line}" for line in named[1:10]]
-    assert said[10] == f"all that were left out are named in {file}"
+    assert said[10] == f"{file} lists everything that was left out"
     with pytest.raises(DataError, match=rf"20 records of .* are broken, and `skip` allows 19; {file} names them"):
         opened(ImageJsonl(path=str(tmp_path / "records.jsonl"), skip=19, **GIVEN), tmp_path / "w")
 

@@ -164,7 +164,7 @@ def test_a_row_has_no_more_images_than_it_may(corpus: Path, tmp_path: Path) -> N
     assert unbounded > 3 == bounded and many > few
     for limit in (4, 5, 7):  # some divide the length of a row, some do not
         assert most(items_per_row=limit)[0] <= limit
-    with pytest.raises(DataError, match=r"has 3 items, and data\.items_per_row = 2; raise it"):
+    with pytest.raises(DataError, match=r"has 3 items, more than data\.items_per_row = 2; raise it"):
         list(steps(data(source(corpus), items_per_row=2), tmp_path, 1))
 
 
@@ -187,7 +187,7 @@ def test_documents_are_never_cut(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"more than 8 tokens \(document 3 of .*, with the image 2-0\.png\) would be cut"):
         planned(store, 8, "best_fit", tmp_path, "all")
     with pytest.raises(
-        DataError, match=r"\(document 3 of .*, with the image 2-0\.png\) has 3 items, and data\.items_per_row = 1"
+        DataError, match=r"\(document 3 of .*, with the image 2-0\.png\) has 3 items, more than data\.items_per_row = 1"
     ):
         planned(store, LENGTH, "best_fit", tmp_path, "all", 1)
 

@@ -8,7 +8,7 @@ from forge_data.components import RandomTokens
 data = Data(sequence_length=16, sources=[RandomTokens(vocab_size=100, tokens=4096, document=23)])
 stream = open_stream(data, workspace=Path("workspace"), seed=3, global_batch=8, micro_batch=4)
 for batches, cursor in stream.from_cursor(stream.start()):
-    ...  # one optimizer step: 2 batches of 4 rows; a resume goes on behind it with `from_cursor(cursor)`
+    ...  # one optimizer step: 2 batches of 4 rows; `from_cursor(cursor)` continues after this step
 """
 
 from typing import TYPE_CHECKING

@@ -11,7 +11,11 @@ from forge_data.commands.cli import app
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command, by default that of the command line; a refusal is one message and exit code 2."""
+    """Runs a command, by default the one on the command line. Errors of Forge are printed without a traceback.
+
+    Returns:
+        The exit code of the process.
+    """
     try:
         with_trust_option(get_command(app)).main(arguments, prog_name="python -m forge_data")
     except ForgeError as error:

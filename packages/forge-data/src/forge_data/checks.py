@@ -1,4 +1,4 @@
-"""Rules of a recipe about data: functions of (job, layout), run before torch is imported. They look at names of files only."""
+"""Recipe checks about data: functions of (job, layout) that run before torch is imported and read almost no files."""
 
 import glob
 import json
@@ -15,24 +15,24 @@ from forge_data.order.phases import batch_faults, faults_of, too_long_of, weight
 from forge_data.section import Data
 
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
-"""Ids of tiktoken's own encodings, one more than the largest."""
+"""Vocabulary sizes (largest id + 1) of tiktoken's own encodings."""
 
 READABLE = 1 << 26
-"""Bytes of a tokenizer's file that a check reads at most."""
+"""Size in bytes of the largest tokenizer file that a check reads."""
 
 
 class DataJob(Job, Protocol):
-    """A recipe whose `[data]` is this package's."""
+    """A recipe whose `[data]` section is `forge_data.Data`."""
 
     @property
     def data(self) -> Data: ...
 
 
 def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
-    """There is something to train on, and every file that is named is there."""
+    """Requires at least one source, and that all named files exist."""
     data = job.data
     if not data.sources:
-        yield Fault("data.sources", "is empty: there is nothing to train on", hint='add [[data.sources]] name = "stdlib" to try')
+        yield Fault("data.sources", "is empty: there is nothing to train on", hint='to try, add [[data.sources]] name = "stdlib"')
     named = {f"data.sources.{index}": source for index, source in enumerate(data.sources)}
     named |= {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}
     for key, source in named.items():
@@ -46,8 +46,8 @@ def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
     used = [(index, source) for index, source in enumerate(data.sources) if weight_of(source) > 0]
     learns = isinstance(data.tokenizer, components.Bpe) and data.tokenizer.path is None and not data.tokenizer.files
     if learns and not any(isinstance(source, TextComponent) for _, source in used):
-        hint = "set it to a tokenizer.json, or set data.tokenizer.files, or add a source of text"
-        yield Fault("data.tokenizer.path", "is not set, and there is no text to train a tokenizer on", hint=hint)
+        hint = "set it to a tokenizer.json, set data.tokenizer.files, or add a source of text"
+        yield Fault("data.tokenizer.path", "is not set, and the sources have no text to train a tokenizer on", hint=hint)
     for index, source in used:
         if (
             isinstance(source, components.RandomTokens)
@@ -55,13 +55,13 @@ def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
             and source.tokens <= data.sequence_length
         ):
             length = data.sequence_length
-            sample = f"the {length + 1} of one sample (sequence_length = {length}, and a label)"
+            sample = f"the {length + 1} tokens of one sample (sequence_length = {length}, plus the last label)"
             message = f"{source.tokens} tokens are fewer than {sample}"
             yield Fault(f"data.sources.{index}.tokens", message, hint="raise it, or lower data.sequence_length")
 
 
 def packing_keeps_documents(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
-    """Documents with images, or other items, are never cut; and where all documents may be, none is too long."""
+    """Requires a packing that keeps documents with images whole, and one that cuts nothing where `too_long` is set."""
     data = job.data
     if data.packing != "concatenate":
         return
@@ -69,25 +69,25 @@ def packing_keeps_documents(job: DataJob, layout: Layout) -> Iterator[Fault]:  #
     for key, source in (named | {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}).items():
         if too_long_of(source) is not None and not getattr(source, "keeps_documents", False):
             message = "has no effect with data.packing = 'concatenate', which cuts documents at the end of every row"
-            yield Fault(f"{key}.too_long", message, hint="remove it, or set data.packing = 'best_fit', or 'pad'")
+            yield Fault(f"{key}.too_long", message, hint="remove it, or set data.packing = 'best_fit' or 'pad'")
     for index, source in enumerate(data.sources):
         if getattr(source, "keeps_documents", False):
-            message = f"cuts documents, and those of data.sources.{index} have images"
-            yield Fault("data.packing", message, hint="set data.packing = 'best_fit', or 'pad'")
+            message = f"cuts documents, but the documents of data.sources.{index} contain images and must stay whole"
+            yield Fault("data.packing", message, hint="set data.packing = 'best_fit' or 'pad'")
 
 
 def tokenizer_fits(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
-    """Every id that text and sources have is one of the model's, and documents of stores have around them what others have."""
+    """Requires that the model's vocabulary contains all token ids; warns about stores without the tokenizer's special tokens."""
     yield from _bare_stores(job.data)
     rows, tokenizer = getattr(job.model, "vocab_size", None), job.data.tokenizer
     if not isinstance(rows, int):
         return
-    hint = f"raise model.vocab_size = {rows}, or take a smaller one"
+    hint = f"raise model.vocab_size = {rows}, or use a smaller vocabulary"
     size = ids_of(tokenizer)
     if size is not None and size > rows:
         yield Fault("data.tokenizer.name", f"has {size} ids, more than the model's vocabulary of {rows}", hint=hint)
     elif isinstance(tokenizer, components.Bpe) and tokenizer.path is None and tokenizer.vocab_size > rows:
-        message = f"lets the tokenizer learn {tokenizer.vocab_size} ids, more than the model's vocabulary of {rows}"
+        message = f"allows the tokenizer to learn {tokenizer.vocab_size} ids, more than the model's vocabulary of {rows}"
         yield RecipeWarning("data.tokenizer.vocab_size", message, hint=hint)
     for index, source in enumerate(job.data.sources):
         known = getattr(source, "vocab_size", None)
@@ -97,20 +97,20 @@ def tokenizer_fits(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: AR
 
 
 def phases_fit(job: DataJob, layout: Layout) -> list[Fault]:
-    """Phases fit the sources, the run, the layout and the model."""
+    """Compares the phases with the sources, the run, the layout and the model."""
     data, train = job.data, job.train
-    found = faults_of(data, train.global_batch, train.max_steps)
-    found += batch_faults(data, train.global_batch, layout.data, train.micro_batch)
+    faults = faults_of(data, train.global_batch, train.max_steps)
+    faults += batch_faults(data, train.global_batch, layout.data, train.micro_batch)
     longest = getattr(job.model, "max_length", None)
     for index, phase in enumerate(data.phases):
         if longest is not None and (phase.sequence_length or 0) > longest:
             what = f"{phase.sequence_length} tokens are more than model.max_length = {longest}"
-            found.append(Fault(f"data.phases.{index}.sequence_length", what, hint="raise model.max_length or shorten the phase"))
-    return found
+            faults.append(Fault(f"data.phases.{index}.sequence_length", what, hint="raise model.max_length or lower this length"))
+    return faults
 
 
 def _bare_stores(data: Data) -> Iterator[RecipeWarning]:
-    """Stores whose documents lack what the recipe's tokenizer puts around a text, as those of an older Forge do."""
+    """Warns about stores of an older Forge, whose documents lack the special tokens that the recipe's tokenizer adds."""
     component: Any = data.tokenizer
     path = getattr(component, "path", None)
     if not getattr(component, "add_special_tokens", False) or not isinstance(path, str) or not _small(Path(path)):
@@ -124,24 +124,24 @@ def _bare_stores(data: Data) -> Iterator[RecipeWarning]:
         return
     try:
         tokenizer = component.build(SourceContext(Path(), None, data.sequence_length, lambda _: None))
-    except ForgeError:  # opening it says what is wrong with it
+    except ForgeError:  # reported when it is opened
         return
     around = [*tokenizer.prefix, *tokenizer.suffix]
     for key, store in bare if around else ():
         message = (
-            f"the documents of {store!r} were made without what this tokenizer puts around a text (ids {around}): they begin "
-            "otherwise than prompts and documents of text"
+            f"the documents of {store!r} lack the special tokens that this tokenizer adds to a text (ids {around}), so they "
+            "differ from prompts and from documents of text sources"
         )
         hint = "prepare the store again, or set data.tokenizer.add_special_tokens = false"
         yield RecipeWarning(f"{key}.path", message, hint=hint)
 
 
 def _is_bare(path: str) -> bool:
-    from forge_data.sources.store import read_manifest  # numpy, which a check that gets here has loaded with the tokenizer
+    from forge_data.sources.store import read_manifest  # imports numpy, which the tokenizer has loaded by now
 
     try:
         entry = read_manifest(Path(path)).tokenizer
-    except DataError:  # opening it says what is wrong with it
+    except DataError:  # reported when it is opened
         return False
     return entry is not None and not entry.add_special_tokens
 
@@ -154,7 +154,7 @@ def _small(file: Path) -> bool:
 
 
 def ids_of(tokenizer: Any) -> int | None:
-    """How many ids a tokenizer will have; None where that is known only when it is made, or its library is asked."""
+    """Returns the vocabulary size of a tokenizer, or None if it is known only after training or loading it."""
     if isinstance(tokenizer, components.Bytes):
         return 257
     if isinstance(tokenizer, components.Tiktoken) and tokenizer.path is None:
@@ -165,21 +165,21 @@ def ids_of(tokenizer: Any) -> int | None:
 
 
 def _ids_in(file: Path) -> int | None:
-    """One more than the largest id of a `tokenizer.json`."""
+    """Returns the largest id of a `tokenizer.json` plus one, or None if the file cannot be read."""
     if not _small(file):
         return None
     try:
         content = json.loads(file.read_bytes())
         ids = [*content["model"]["vocab"].values(), *(token["id"] for token in content.get("added_tokens", ()))]
         return max(ids) + 1
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # loading it says what is wrong with it
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # reported when it is loaded
         return None
 
 
 def _absent(component: Any) -> str | None:
-    """Why the files that a component names cannot be there; None when they may be."""
+    """Returns why the files of a component are missing, or None if they exist or cannot be checked here."""
     path = getattr(component, "path", None)
-    if not isinstance(path, str) or isinstance(component, components.HuggingFace):  # that may be a name on the hub
+    if not isinstance(path, str) or isinstance(component, components.HuggingFace):  # the path may be a hub name
         return None
     if isinstance(component, components.TokenStore):
         if not _there(path):
@@ -194,8 +194,8 @@ def _absent(component: Any) -> str | None:
 
 def _there(path: str) -> bool:
     if "://" in path:
-        return True  # asked when it is opened
-    given = str(Path(path).expanduser())
-    if Path(given).exists():
+        return True  # checked when it is opened
+    expanded = str(Path(path).expanduser())
+    if Path(expanded).exists():
         return True
-    return glob.has_magic(given) and next(glob.iglob(given, recursive=True), None) is not None  # noqa: PTH207
+    return glob.has_magic(expanded) and next(glob.iglob(expanded, recursive=True), None) is not None  # noqa: PTH207

@@ -1,4 +1,4 @@
-"""Every source and tokenizer that a recipe can name: keys, ranges and defaults. Imports no torch and no numpy."""
+"""Components for sources and tokenizers: their keys, ranges and defaults. Importing them loads neither torch nor numpy."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -23,7 +23,7 @@ Fraction = Annotated[float, Gt(0), Lt(1)]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStore(SourceComponent):
-    """A token store: a directory with `manifest.json` and memory-mapped shards, as `data prepare` writes it."""
+    """A token store written by `data prepare`: a directory with `manifest.json` and memory-mapped shards."""
 
     default_label: ClassVar = "store"
     key_class: ClassVar = DATA
@@ -46,7 +46,7 @@ class TokenStore(SourceComponent):
 
 @dataclass(frozen=True, kw_only=True)
 class TextFiles(SourceComponent):
-    """UTF-8 text files, one document a file; tokenized once into a store in the workspace."""
+    """UTF-8 text files, one document per file; tokenized once into a store in the workspace."""
 
     default_label: ClassVar = "text"
     key_class: ClassVar = DATA
@@ -58,11 +58,11 @@ class TextFiles(SourceComponent):
     held_out: Fraction = 0.05
     """Fraction of files in the split `held_out`."""
     skip: Annotated[int, Ge(0)] = 0
-    """Number of files that may be skipped because they are not UTF-8; one more is an error."""
+    """Maximum number of files that are skipped because they are not UTF-8; the next one is an error."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[TextFiles]":
-        """A file for each document."""
+        """One file per document."""
         from forge_data import example_corpus
 
         return (cls(path=example_corpus.text_files(folder)),)
@@ -80,9 +80,9 @@ class TextFiles(SourceComponent):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordComponent(SourceComponent):
-    """Base of sources whose documents are records with a field of text, or of token ids.
+    """Base class of sources whose documents are records with a field of text or of token ids.
 
-    `format` names the reader of the files, and a subclass inherits it under any class name. A subclass with another reader
+    `format` names the reader of the files; subclasses inherit it, whatever their class name. A subclass with its own reader
     overrides `records`.
     """
 
@@ -90,22 +90,22 @@ class RecordComponent(SourceComponent):
     format: ClassVar[str]
 
     path: str
-    """Where the records are."""
+    """Location of the records."""
     text: str = "text"
     """Field that holds the text."""
     ids: str | None = None
-    """Field that holds a list of token ids; read instead of text, and copied into a store in the workspace."""
+    """Field that holds a list of token ids. If set, ids are read instead of text and copied into a store in the workspace."""
     eos: Annotated[int, Ge(0)] | None = None
-    """Of fields of ids: the id that is put after every document that does not end with it."""
+    """For records of ids: the token id appended to every document that does not end with it."""
     split: Split = "all"
-    """Records are assigned to `train` or `held_out` by a hash of their place."""
+    """Records are assigned to `train` or `held_out` by a hash of their position in the corpus."""
     held_out: Fraction = 0.05
     """Fraction of records in the split `held_out`."""
     skip: Annotated[int, Ge(0)] = 0
-    """Number of broken records that may be skipped; one more is an error. The log of a run, or a file next to the prepared store,
-    names those that are skipped."""
+    """Maximum number of broken records that are skipped; the next one is an error. Skipped records are listed in the log of the
+    run, or in a file next to the prepared store."""
     stream: bool = False
-    """Read and tokenize records in their order while the run goes on, instead of preparing a store first."""
+    """Reads and tokenizes records in order during the run, instead of preparing a store first."""
 
     def texts(self) -> "Texts | None":
         return None if self.ids is not None else self.records()
@@ -118,7 +118,7 @@ class RecordComponent(SourceComponent):
         return prepared(self.records(), context, self.format, eos=self.eos)
 
     def records(self) -> "Records":
-        """The documents as a corpus in parts."""
+        """Returns the documents as a corpus in parts."""
         from forge_data.sources.formats import open_records
 
         return open_records(
@@ -126,7 +126,7 @@ class RecordComponent(SourceComponent):
         )
 
     def streamed(self, context: "SourceContext") -> "StreamedSource":
-        """The documents in their order, file by file."""
+        """Returns a source that streams the documents in order, file by file."""
         from forge_data.preparation.streaming import StreamedRecords
 
         return StreamedRecords(self.records(), context.tokenizer, self.eos, context.report)
@@ -145,7 +145,7 @@ class JsonLines(RecordComponent):
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[JsonLines]":
-        """Prepared, and read while the run goes on."""
+        """A prepared source and a streamed one."""
         from forge_data import example_corpus
 
         return (cls(path=example_corpus.jsonl(folder)), cls(path=example_corpus.jsonl(folder), stream=True))
@@ -215,7 +215,7 @@ class HuggingFace(RecordComponent):
         return self._streamed_texts()
 
     def records(self) -> "Records":
-        """The documents as a corpus in parts."""
+        """Returns the documents as a corpus in parts."""
         from forge_data.sources.huggingface import open_dataset
 
         return open_dataset(
@@ -230,7 +230,7 @@ class HuggingFace(RecordComponent):
         )
 
     def streamed(self, context: "SourceContext") -> "StreamedSource":
-        """The documents in their order, shard by shard of the dataset, which is not downloaded as a whole."""
+        """Returns a source that streams the documents in order, shard by shard, without downloading the whole dataset."""
         from forge_data.preparation.streaming import StreamedDataset
 
         return StreamedDataset(self._streamed_texts(), context.tokenizer, self.eos, context.report)
@@ -252,7 +252,7 @@ class HuggingFace(RecordComponent):
 
 @dataclass(frozen=True, kw_only=True)
 class Stdlib(SourceComponent):
-    """Real text that every machine has: source and docstrings of the installed Python standard library."""
+    """Text that every machine has: the source code of the installed Python standard library."""
 
     key_class: ClassVar = DATA
 
@@ -287,13 +287,13 @@ class Tokens(SourceComponent):
     path: str
     """A file, a directory (all `.npy` and `.bin` below it), a pattern such as `corpus/**/*.npy`, or a URL of these."""
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
-    """Of raw files, where it is required; in a `.npy` file the header says it."""
+    """Dtype of raw files, required for them; a `.npy` file states its dtype in the header."""
     eos: Annotated[int, Ge(0)] | None = None
-    """Id of the token that ends a document; without it and `bos` each file is one document."""
+    """Id of the token that ends a document; if neither `eos` nor `bos` is set, each file is one document."""
     bos: Annotated[int, Ge(0)] | None = None
-    """Id of the token that begins a document, which may go on in the next file; not together with `eos`."""
+    """Id of the token that begins a document; excludes `eos`. A document may continue in the next file."""
     vocab_size: Annotated[int, Gt(0)] | None = None
-    """Of the tokenizer that made the files, if known."""
+    """Vocabulary size of the tokenizer that wrote the files, if known."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Tokens]":
@@ -304,7 +304,7 @@ class Tokens(SourceComponent):
 
     def __post_init__(self) -> None:
         if self.eos is not None and self.bos is not None:
-            raise ValueError("give `eos` or `bos`, not both: one token is enough to tell documents apart")
+            raise ValueError("set `eos` or `bos`, not both: one token is enough to separate documents")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +317,7 @@ class Megatron(SourceComponent):
     path: str
     """Prefix without suffix, one of the two files, a directory or pattern of `.idx` files, or a URL of these."""
     vocab_size: Annotated[int, Gt(0)] | None = None
-    """Of the tokenizer that made the files, if known."""
+    """Vocabulary size of the tokenizer that wrote the files, if known."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Megatron]":
@@ -337,9 +337,9 @@ class Llmc(SourceComponent):
     path: str
     """A file, a directory (all `.bin` below it), a pattern, or a URL of these."""
     bos: Annotated[int, Ge(0)] | None = None
-    """Id of the token that begins a document; by default the one of the header's kind: 50256 (GPT-2), 128000 (Llama 3)."""
+    """Id of the token that begins a document; by default chosen by the header: 50256 (GPT-2) or 128000 (Llama 3)."""
     vocab_size: Annotated[int, Gt(0)] | None = None
-    """Of the tokenizer that made the files, if known."""
+    """Vocabulary size of the tokenizer that wrote the files, if known."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Llmc]":
@@ -359,11 +359,11 @@ class Datatrove(SourceComponent):
     path: str
     """A file, a directory (all `.ds` below it), a pattern, or a URL of these."""
     dtype: Literal["uint16", "uint32"] | None = None
-    """Checked, if stated: size and index say it."""
+    """Expected dtype; the actual dtype follows from the sizes of file and index. By default not checked."""
     ignore_loss_mask: bool = False
-    """Read files that come with a mask of the loss, and train on all tokens."""
+    """Reads files that have a loss mask, and trains on all of their tokens."""
     vocab_size: Annotated[int, Gt(0)] | None = None
-    """Of the tokenizer that made the files, if known."""
+    """Vocabulary size of the tokenizer that wrote the files, if known."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Datatrove]":
@@ -375,7 +375,7 @@ class Datatrove(SourceComponent):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomTokens(SourceComponent):
-    """Uniform random tokens, a function of (seed, position): nothing can be learned from them beyond ln(vocab_size)."""
+    """Uniform random tokens, a function of (seed, position). No model can reach a loss below ln(vocab_size)."""
 
     default_label: ClassVar = "random"
     key_class: ClassVar = DATA
@@ -386,24 +386,24 @@ class RandomTokens(SourceComponent):
     tokens: Annotated[int, Gt(0)] = 1_000_000
     """Length of the stream."""
     document: Annotated[int, Gt(0)] | None = None
-    """Tokens of a document; by default all is one document."""
+    """Tokens per document; by default the whole stream is one document."""
     seed: Annotated[int, Ge(0)] = 0
-    """Another seed gives other tokens."""
+    """Seed of the tokens."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[RandomTokens]":
-        """A short stream of many documents, and one of a single one."""
+        """A short stream of many documents, and one of a single document."""
         return (cls(vocab_size=257, tokens=4000, document=23), cls(vocab_size=257, tokens=4000))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes(Component):
-    """UTF-8 bytes as tokens 0 to 255, end of document 256. Nothing to train."""
+    """UTF-8 bytes as tokens 0 to 255, and end of document as token 256. Needs no training."""
 
     implementation: ClassVar[str] = "forge_data.tokenizers.bytes:ByteTokenizer"
 
     def tokens_of(self, text: str) -> int:
-        """How many tokens a text is, without building the tokenizer."""
+        """Returns the number of tokens of a text without building the tokenizer."""
         return len(text.encode("utf-8", "replace"))
 
 
@@ -420,13 +420,14 @@ class Bpe(Component):
     files: Annotated[tuple[str, ...], DATA] = ()
     """Text files or patterns to train on; by default the recipe's text sources."""
     eos: str = "<|endoftext|>"
-    """The token that ends a document; in a loaded tokenizer it must exist."""
+    """The token that ends a document; a loaded tokenizer must contain it."""
     min_frequency: Annotated[int, Ge(1)] = 2
-    """A pair that occurs less often is not merged."""
+    """Minimum number of occurrences of a pair that is merged."""
     train_bytes: Annotated[int, Ge(1)] = 1_000_000_000
-    """Training reads documents in order until it has seen so much text."""
+    """Bytes of text to train on; documents are read in order until this size is reached."""
     add_special_tokens: Annotated[bool, DATA] = True
-    """Whether documents begin and end with what the tokenizer's own rule adds, such as a BOS; false for runs begun without."""
+    """Whether documents get the special tokens that the tokenizer's own rule adds, such as a BOS. Set false to resume a run
+    that was started without them."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Bpe]":
@@ -455,19 +456,19 @@ class Tiktoken(Component):
     key_class: ClassVar = IDENTITY
 
     encoding: str = "gpt2"
-    """Name that the library knows, such as `gpt2`, `cl100k_base` or `o200k_base`; fetched once, then in its cache."""
+    """Name of an encoding, such as `gpt2`, `cl100k_base` or `o200k_base`; the library downloads it once and caches it."""
     path: Annotated[str | None, DATA] = None
-    """A file of ranks (a base64 token and its rank on each line) to load instead; needs `pattern`."""
+    """A rank file (a base64 token and its rank on each line) to load instead; requires `pattern`."""
     pattern: str | None = None
-    """Of a file of ranks: the regular expression that cuts text before merging."""
+    """For a rank file: the regular expression that splits text before merging."""
     special_tokens: dict[str, int] = field(default_factory=dict)
-    """Of a file of ranks: special strings and their ids; by default `eos` alone, after the last rank."""
+    """For a rank file: special strings and their ids; by default only `eos`, with the id after the last rank."""
     eos: str = "<|endoftext|>"
     """The special string that ends a document."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Tiktoken]":
-        """A file of ranks: a named encoding would be fetched."""
+        """A rank file, because a named encoding would be downloaded."""
         from forge_data import example_corpus
 
         return (cls(path=example_corpus.ranks(folder), pattern=r"\s+|\S+"),)
@@ -490,15 +491,15 @@ class SentencePiece(Component):
     path: Annotated[str, DATA]
     """The `.model` file."""
     eos: str | None = None
-    """The piece that ends a document; by default the model's own end of sentence."""
+    """The piece that ends a document; by default the model's end-of-sentence piece."""
     add_special_tokens: Annotated[bool, DATA] = True
-    """Whether documents begin and end with BOS and EOS where the `tokenizer_config.json` next to the model says so."""
+    """Whether documents get the BOS and EOS that the `tokenizer_config.json` next to the model requests."""
 
     lossless: ClassVar[bool] = False
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[SentencePiece]":
-        """A small model, which normalizes text and does not know every character."""
+        """A small model, which normalizes text and lacks some characters."""
         from forge_data import example_corpus
 
         return (cls(path=example_corpus.pieces(folder)),)

@@ -1,4 +1,7 @@
-"""Forty documents in each format, for the examples of sources and tokenizers. Each function writes into a folder."""
+"""Writes forty example documents in every format, for the examples of sources and tokenizers.
+
+Each function writes into a folder and returns the path of its corpus.
+"""
 
 import base64
 import json
@@ -15,13 +18,13 @@ WORDS = ("gradient", "layer", "naïve", "Größe", "token", "日本", "of", "the
 
 
 def texts() -> list[str]:
-    """Documents of different lengths, not only ASCII; each differs from the others by its number."""
+    """Returns documents of different lengths, not only ASCII; a number makes each unique."""
     words = [" ".join(WORDS[(number * 7 + at * at) % len(WORDS)] for at in range(number % 9 + 1)) for number in range(40)]
     return [f"{text} {number}" for number, text in enumerate(words)]
 
 
 def documents() -> list[np.ndarray]:
-    """Their bytes as ids, each with `EOS`."""
+    """Returns the UTF-8 bytes of the documents as ids, each followed by `EOS`."""
     return [np.array([*text.encode(), EOS]) for text in texts()]
 
 
@@ -80,7 +83,7 @@ def megatron(folder: Path) -> str:
 
 
 def llmc(folder: Path) -> str:
-    """A document begins with its token here, so `EOS` is put before it."""
+    """In this format a document begins with its separator, so `EOS` precedes it."""
     ids = np.concatenate([np.roll(document, 1) for document in documents()])
     head = np.zeros(256, dtype="<i4")
     head[:3] = 20240520, 1, len(ids)
@@ -96,7 +99,7 @@ def datatrove(folder: Path) -> str:
 
 
 def ranks(folder: Path) -> str:
-    """A file of ranks: the bytes, and a few merges."""
+    """Writes a rank file with all bytes and a few merges."""
     merges = [b"th", b"the", b"ke", b"en", b"to"]
     every = [*(bytes([index]) for index in range(256)), *merges]
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(every)]
@@ -105,7 +108,7 @@ def ranks(folder: Path) -> str:
 
 
 def pieces(folder: Path) -> str:
-    """A model of sentencepiece, trained in another process, since its library writes to the terminal."""
+    """Trains a sentencepiece model, in another process because the library writes to the terminal."""
     path = folder / "small.model"
     script = (
         "import sys, sentencepiece as s\n"

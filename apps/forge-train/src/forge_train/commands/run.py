@@ -12,7 +12,7 @@ from forge_train.commands.options import RecipePath
 if TYPE_CHECKING:
     from forge_parallel.launch.environment import Launch
     from forge_train.process.logs import RunLog
-    from forge_train.process.ranks import Ranks
+    from forge_train.process.ranks import JobRanks
     from forge_train.process.stop import Signals
     from forge_train.recipe.load import Resolved
     from forge_train.run.run import Run
@@ -24,7 +24,9 @@ def run(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept until the new one has saved.")
     ] = False,
-    processes: Annotated[int, typer.Option(min=1, help="Ranks that are started on this machine, without another launcher.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, help="JobRanks that are started on this machine, without another launcher.")
+    ] = 1,
     restarts: Annotated[
         int, typer.Option(min=0, help="How often failed ranks are started again, from the newest checkpoint.")
     ] = 0,
@@ -82,9 +84,9 @@ def run_recipe(
     from forge_parallel.launch.watch import Watch
     from forge_parallel.sections import Parallel
     from forge_train.directory import run_directory
-    from forge_train.process.ranks import Agreement, Ranks, Refused, conclude, content_of, tell_launcher
+    from forge_train.process.ranks import Agreement, JobRanks, Refused, conclude, content_of, tell_launcher
 
-    ranks = Ranks(where, signals=signals, log=log)
+    ranks = JobRanks(where, signals=signals, log=log)
     try:
         parallel = resolved.job.parallel if resolved else Parallel()
         ranks.device = process_group.init_process_groups(
@@ -114,7 +116,7 @@ def run_recipe(
         return conclude(error, ranks.watch, log.say)
 
 
-def _train(recipe: "Resolved", ranks: "Ranks", fresh: bool) -> int:
+def _train(recipe: "Resolved", ranks: "JobRanks", fresh: bool) -> int:
     """Trains, and returns the exit code of this rank."""
     from rich.console import Console
 

@@ -22,7 +22,7 @@ from forge_parallel.accelerator import name, take_peaks, use, warns_of_waits
 from forge_train.doctor.measure import device, wait
 from forge_train.doctor.peaks import peak
 from forge_train.doctor.step import Check, Settings, Skip
-from forge_train.process.ranks import Ranks
+from forge_train.process.ranks import JobRanks
 from forge_train.recipe.load import Resolved, load
 from forge_train.run.loop import fit
 from forge_train.run.start import start
@@ -127,7 +127,7 @@ def _trained(settings: Settings, here: torch.device, steps: int, limit: float = 
         resolved = load(settings.recipe, [*settings.overrides, *changes], 1, registry)
         if here.index is not None:
             use(here.index)
-        run = start(resolved, Ranks(device=here))
+        run = start(resolved, JobRanks(device=here))
         run.hooks.append(watching)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

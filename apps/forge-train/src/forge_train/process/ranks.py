@@ -172,7 +172,7 @@ class Agreement:
 
 
 @dataclass
-class Ranks:
+class JobRanks:
     """This process among the ranks of a job. By default it is alone, on a CPU.
 
     Attributes:
@@ -198,7 +198,7 @@ class Ranks:
         """The ranks as checkpoints see them."""
         return ProcessGroupWorld() if self.launch.size > 1 else SingleProcessWorld()
 
-    def again(self, life: int) -> "Ranks":
+    def again(self, life: int) -> "JobRanks":
         """Returns the same ranks for another start of the same processes."""
         return replace(self, agreement=self.agreement.again(life))
 

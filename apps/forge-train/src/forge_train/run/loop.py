@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from forge_parallel.accelerator import deterministic
 from forge_parallel.launch.process_group import limit
 from forge_parallel.launch.watch import LearnedLimits
-from forge_train.process.ranks import Ranks
+from forge_train.process.ranks import JobRanks
 from forge_train.process.stop import RolledBackTooOften, TrainingError
 from forge_train.run.health import RollBack
 from forge_train.run.micro_batch import note_out_of_memory
@@ -87,7 +87,7 @@ def periodic_gc(every: int | None) -> Iterator[Callable[[int], None]]:
             gc.enable()
 
 
-def train(recipe: "Resolved", ranks: Ranks, *, fresh: bool = False) -> tuple[Run, str]:
+def train(recipe: "Resolved", ranks: JobRanks, *, fresh: bool = False) -> tuple[Run, str]:
     """Collective: starts a run and trains it, and starts it again after each rollback.
 
     Returns:

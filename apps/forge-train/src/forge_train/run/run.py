@@ -22,7 +22,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step, StepResult
 from forge_parallel.step.timing import StepTimer
-from forge_train.process.ranks import Ranks
+from forge_train.process.ranks import JobRanks
 from forge_train.process.stop import Stop, TrainingError
 from forge_train.recipe.schema import Job
 from forge_train.run.checkpoints import Checkpoints, RunContent
@@ -67,7 +67,7 @@ class Run:
     training: Training
     saves: Saves
     health: Health
-    ranks: Ranks
+    ranks: JobRanks
     stop: Stop
     requests: Requests
     clock: Clock
@@ -81,7 +81,7 @@ class Run:
     warm: bool = False
 
     @classmethod
-    def of(cls, decided: Decided, training: Training, checkpoints: Checkpoints, ranks: Ranks) -> "Run":
+    def of(cls, decided: Decided, training: Training, checkpoints: Checkpoints, ranks: JobRanks) -> "Run":
         """Connects the parts of a run; nothing is allocated or written."""
         train, hooks, requests, clock = decided.job.train, list(decided.hooks), Requests(), Clock()
         health = Health(train.max_skipped, train.rollback_after, warns=decided.topology.rank == 0)

@@ -3,7 +3,7 @@
 Each step receives plain data and returns plain data, and `take_over` is the only one that writes: until then an older job of the
 same directory goes on, and a start that is refused changes nothing but prepared data, which is named by its content.
 
-Ranks refuse together: every block in `Ranks.together` has one name per start and is entered by all ranks in the same order.
+Ranks refuse together: every block in `JobRanks.together` has one name per start and is entered by all ranks in the same order.
 """
 
 import os
@@ -44,7 +44,7 @@ from forge_train.doctor.speed import bf16_remark
 from forge_train.doctor.torch_build import faults
 from forge_train.plan import plan_of
 from forge_train.process.progress import is_automatic, note_start, refuse_without_progress
-from forge_train.process.ranks import Ranks, rank_zero_first
+from forge_train.process.ranks import JobRanks, rank_zero_first
 from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
 from forge_train.run.checkpoints import Checkpoints, Restoration, build_hooks, changed_training, restore_hooks
@@ -77,7 +77,7 @@ class Back:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Surroundings:
     """What a start finds: its directory, its data, and the checkpoint to resume from.
 
     Attributes:
@@ -109,7 +109,7 @@ class Seen:
     back: Back | None
 
 
-def start(recipe: "Resolved", ranks: Ranks, *, fresh: bool = False, back: Back | None = None) -> Run:
+def start(recipe: "Resolved", ranks: JobRanks, *, fresh: bool = False, back: Back | None = None) -> Run:
     """Collective: builds the run of a recipe on this rank; the process group is open.
 
     Args:
@@ -129,7 +129,7 @@ def start(recipe: "Resolved", ranks: Ranks, *, fresh: bool = False, back: Back |
     return run
 
 
-def look(recipe: "Resolved", ranks: Ranks, fresh: bool, back: Back | None) -> Seen:
+def look(recipe: "Resolved", ranks: JobRanks, fresh: bool, back: Back | None) -> Surroundings:
     """Collective: looks at machine, directory, data and checkpoints. Writes nothing but prepared data.
 
     Raises:
@@ -173,7 +173,7 @@ def look(recipe: "Resolved", ranks: Ranks, fresh: bool, back: Back | None) -> Se
     with ranks.together("the progress"):
         if topology.rank == 0:
             refuse_without_progress(directory, checkpoint.step if checkpoint else 0, automatic)
-    return Seen(
+    return Surroundings(
         job=job,
         micro_batch_note=note,
         directory=directory,
@@ -189,7 +189,7 @@ def look(recipe: "Resolved", ranks: Ranks, fresh: bool, back: Back | None) -> Se
     )
 
 
-def decide(recipe: "Resolved", seen: Seen, ranks: Ranks) -> Decided:
+def decide(recipe: "Resolved", seen: Surroundings, ranks: JobRanks) -> Decided:
     """Collective: decides everything on the meta device: plan, optimizer settings, schedule, hooks. Allocates and writes nothing.
 
     Raises:
@@ -227,7 +227,7 @@ def decide(recipe: "Resolved", seen: Seen, ranks: Ranks) -> Decided:
     )
 
 
-def build(decided: Decided, seen: Seen, ranks: Ranks) -> Training:
+def build(decided: Decided, seen: Surroundings, ranks: JobRanks) -> Training:
     """Collective: allocates model and optimizer, and fills them: from the checkpoint, or with initial weights.
 
     Raises:
@@ -261,7 +261,7 @@ def build(decided: Decided, seen: Seen, ranks: Ranks) -> Training:
     return training
 
 
-def confirm(run: Run, seen: Seen) -> tuple[list[Tracker], list[str]]:
+def confirm(run: Run, seen: Surroundings) -> tuple[list[Tracker], list[str]]:
     """Collective: lets hooks check the complete run, restores them, and reserves room for checkpoints. Writes nothing.
 
     Returns:
@@ -284,7 +284,7 @@ def confirm(run: Run, seen: Seen) -> tuple[list[Tracker], list[str]]:
     return trackers, dropped
 
 
-def take_over(run: Run, seen: Seen, trackers: list[Tracker], dropped: list[str]) -> None:
+def take_over(run: Run, seen: Surroundings, trackers: list[Tracker], dropped: list[str]) -> None:
     """Collective: takes the directory and its checkpoints from every older job, and opens logs and trackers.
 
     A checkpoint that an older job has saved since `look` is restored first.
@@ -327,7 +327,7 @@ def take_over(run: Run, seen: Seen, trackers: list[Tracker], dropped: list[str])
         remind(directory, ranks.say)
 
 
-def _set_threads(job: Job, ranks: Ranks) -> None:
+def _set_threads(job: Job, ranks: JobRanks) -> None:
     """Sets the number of threads, and warns of a device that is not used or slow."""
     threads = threads_per_process(ranks.launch.local_size, job.train.threads, os.environ)
     torch.set_num_threads(threads.count)
@@ -360,7 +360,7 @@ def _check_inputs(blueprint: Blueprint, sources: Iterable[Any]) -> None:
         )
 
 
-def _say_model(decided: Decided, training: Training, ranks: Ranks) -> None:
+def _say_model(decided: Decided, training: Training, ranks: JobRanks) -> None:
     frozen = decided.optimizer.frozen(training.optimizer)
     detail = f" ({len(frozen)} tensors frozen)" if frozen else ""
     if stages := decided.optimizer.settings.stages:
@@ -379,7 +379,7 @@ def _opened(trackers: list[Tracker], directory: Path) -> list[SafeTracker]:
     return [SafeTracker(tracker) for tracker in (metrics, *others)]
 
 
-def _go_on(run: Run, seen: Seen) -> None:
+def _go_on(run: Run, seen: Surroundings) -> None:
     """Continues the health and the clock of the checkpoint, or from where a rollback leads."""
     facts, health = run.training.facts, run.health
     if "health" in facts:

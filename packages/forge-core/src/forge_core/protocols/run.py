@@ -67,7 +67,7 @@ class StepTimes(Protocol):
         ...
 
 
-class Clock(Protocol):
+class PauseClock(Protocol):
     """The time of a run, in seconds.
 
     Attributes:
@@ -77,7 +77,7 @@ class Clock(Protocol):
     paused: float
 
 
-class Requests(Protocol):
+class HookRequests(Protocol):
     """What hooks request of the run.
 
     Attributes:
@@ -99,7 +99,7 @@ class Requests(Protocol):
         ...
 
 
-class Saves(Protocol):
+class CheckpointWriter(Protocol):
     """Writes the checkpoints of a run."""
 
     def may_begin(self) -> bool:
@@ -228,11 +228,11 @@ class Run(Protocol):
     @property
     def results(self) -> dict[str, tuple[int, float]]: ...
     @property
-    def requests(self) -> Requests: ...
+    def requests(self) -> HookRequests: ...
     @property
-    def saves(self) -> Saves: ...
+    def saves(self) -> CheckpointWriter: ...
     @property
-    def clock(self) -> Clock: ...
+    def clock(self) -> PauseClock: ...
     @property
     def times(self) -> StepTimes: ...
     @property

@@ -1,1 +1,1 @@
-"""The commands `data ...`, and what each of them does."""
+"""The commands `data ...`, one module per command."""

@@ -1,4 +1,4 @@
-"""`forge-train data ...`, also as `python -m forge_data ...`: prepare, inspect, verify, convert, diff, decontaminate."""
+"""`forge-train data ...` and `python -m forge_data ...`: prepare, inspect, verify, convert, diff, decontaminate, mix."""
 
 import json
 from collections.abc import Callable
@@ -12,12 +12,10 @@ from forge_core.errors import DataError
 app = typer.Typer(name="data", help="Prepare, inspect and check training data.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Where = Annotated[
-    str, typer.Argument(help="A token store, or files of tokens: path, directory, pattern or URL.", show_default=False)
-]
+Where = Annotated[str, typer.Argument(help="A token store or token files: path, directory, pattern or URL.", show_default=False)]
 Format = Annotated[
     Literal["store", "megatron", "llmc", "datatrove", "tokens"] | None,
-    typer.Option("--format", help="Default: detected from the files."),
+    typer.Option("--format", help="Format. Default: detected from the files."),
 ]
 Dtype = Annotated[str | None, typer.Option(help="Data type of raw files; it is never guessed.")]
 Eos = Annotated[int | None, typer.Option(help="The id that ends a document, for raw files and .npy.")]
@@ -31,9 +29,9 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Directory of the new store.", show_default=False)],
     source: Annotated[
         Literal["text", "stdlib", "jsonl", "parquet", "arrow", "huggingface"] | None,
-        typer.Option(help="Format of the files. Default: by their names."),
+        typer.Option(help="Format of the files. Default: detected from their names."),
     ] = None,
-    path: Annotated[str | None, typer.Option(help="File, directory, pattern or URL; or a dataset's name.")] = None,
+    path: Annotated[str | None, typer.Option(help="File, directory, pattern, URL, or name of a dataset.")] = None,
     tokenizer: Annotated[
         str, typer.Option(help="`bpe` (trained), `bytes`, `tiktoken:NAME`, a tokenizer.json, or a sentencepiece .model.")
     ] = "bpe",
@@ -46,13 +44,13 @@ def prepare(
     split: Annotated[
         Literal["all", "train", "held_out"] | None, typer.Option(help="Documents to take, by a hash of their names.")
     ] = None,
-    skip: Annotated[int | None, typer.Option(min=0, help="Number of broken records to skip at most; they are counted.")] = None,
+    skip: Annotated[int | None, typer.Option(min=0, help="Maximum number of broken records to skip.")] = None,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenize text into a token store. (`forge-train prepare RECIPE` does it for a recipe.)
+    """Tokenize text into a token store. (`forge-train prepare RECIPE` does this for a recipe.)
 
-    A preparation that was killed goes on where it was when the same command is given again.
+    To continue a preparation that was killed, run the same command again.
     """
     from forge_data.commands import prepare
 
@@ -72,7 +70,7 @@ def inspect(
     bos: Bos = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show format, dtype, documents, tokens, lengths of documents, and a sample."""
+    """Show format, dtype, documents, tokens, document lengths, and a sample."""
     from forge_data.commands.inspect import inspect_tokens, inspection_text
 
     found = inspect_tokens(path, _open(path, kind, dtype, eos, bos))
@@ -89,7 +87,7 @@ def verify(
     vocab_size: Vocabulary = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte: checksums, the index of documents, every id; and count duplicates."""
+    """Read every byte, check checksums, document index and ids, and count duplicates."""
     from forge_data.commands.inspect import verification_text, verify_tokens
 
     found = verify_tokens(_open(path, kind, dtype, eos, bos), vocab_size, _say(as_json))
@@ -97,7 +95,7 @@ def verify(
         typer.echo(json.dumps(found))
     if found["faults"]:
         raise DataError(
-            "\n".join([f"{path} is damaged:", *(f"  {fault}" for fault in found["faults"]), "write or restore it again"])
+            "\n".join([f"{path} is damaged:", *(f"  {fault}" for fault in found["faults"]), "restore it or write it again"])
         )
     if not as_json:
         typer.echo(verification_text(found))
@@ -107,38 +105,38 @@ def verify(
 def convert(
     path: Where,
     out: Annotated[Path, typer.Option(help="Directory of a store, prefix of Megatron's files, or a file.", show_default=False)],
-    to: Annotated[Literal["store", "megatron", "npy", "bin"], typer.Option(help="What to write.")] = "store",
+    to: Annotated[Literal["store", "megatron", "npy", "bin"], typer.Option(help="Format to write.")] = "store",
     kind: Format = None,
     dtype: Dtype = None,
     eos: Eos = None,
     bos: Bos = None,
     vocab_size: Vocabulary = None,
     to_dtype: Annotated[str | None, typer.Option(help="Data type of the ids to write. Default: unchanged.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json to put into the new store.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json to copy into the new store.")] = None,
     tokenizer_eos: Annotated[str, typer.Option(help="End-of-document token of the tokenizer.")] = "<|endoftext|>",
     lose_documents: Annotated[
-        bool, typer.Option("--lose-documents", help="Write a format that cannot hold document borders.")
+        bool, typer.Option("--lose-documents", help="Allow a format that cannot store document borders.")
     ] = False,
     join_sequences: Annotated[
         bool, typer.Option("--join-sequences", help="Join the sequences of each document (Megatron).")
     ] = False,
-    skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Skip documents without tokens; they are counted.")] = False,
+    skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Skip and count documents without tokens.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write tokens and documents in another format, with every id unchanged."""
+    """Write tokens and documents in another format. Ids do not change."""
     from forge_data.commands import convert
 
-    carried = None
+    loaded = None
     if tokenizer is not None:
         from forge_data.tokenizers.bpe import load
 
-        carried = load(tokenizer, tokenizer_eos)
+        loaded = load(tokenizer, tokenizer_eos)
     found = convert.convert(
         _open(path, kind, dtype, eos, bos, vocab_size),
         out,
         to,
         dtype=to_dtype,
-        tokenizer=carried,
+        tokenizer=loaded,
         lose_documents=lose_documents,
         join_sequences=join_sequences,
         skip_empty=skip_empty,
@@ -150,18 +148,18 @@ def convert(
 @app.command()
 def diff(
     one: Annotated[str, typer.Argument(help="A corpus, a run's directory, a checkpoint, or a recipe.", show_default=False)],
-    other: Annotated[str, typer.Argument(help="What to compare it with: another of the same kind.", show_default=False)],
+    other: Annotated[str, typer.Argument(help="A second one of the same kind.", show_default=False)],
     dtype: Dtype = None,
     eos: Eos = None,
     bos: Bos = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Number of steps to compare of two runs, even if they have done fewer.")
+        int | None, typer.Option(min=1, help="For runs: number of steps to compare, even if the runs have done fewer.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the first difference of two corpora in any formats, or of the samples that two runs read.
+    """Find the first difference between two corpora in any format, or between the samples of two runs.
 
-    Runs are compared up to the step that both have reached, recipes up to train.max_steps.
+    Runs are compared up to the last step that both have reached, recipes up to train.max_steps.
     """
     from forge_data.commands.diff import compare_runs, corpora_text, diff_corpora, is_run, runs_text
 
@@ -169,7 +167,7 @@ def diff(
         found = compare_runs(one, other, steps, _say(as_json))
         text = runs_text
     elif steps is not None:
-        raise DataError(f"--steps compares runs, but {one} is not a run: it is not a recipe and has no config.toml or checkpoint")
+        raise DataError(f"--steps applies only to runs, but {one} is neither a recipe nor a directory of a run or checkpoint")
     else:
         found = diff_corpora(_open(one, None, dtype, eos, bos), _open(other, None, dtype, eos, bos))
         text = corpora_text
@@ -181,16 +179,14 @@ def diff(
 @app.command()
 def decontaminate(
     path: Where,
-    against: Annotated[
-        list[str], typer.Option(help="JSON lines of an evaluation set; may be given several times.", show_default=False)
-    ],
+    against: Annotated[list[str], typer.Option(help="JSON lines of an evaluation set; may be repeated.", show_default=False)],
     field: Annotated[list[str] | None, typer.Option(help="Keys of the text. Default: every text in a record.")] = None,
-    words: Annotated[int, typer.Option(min=1, help="Words in a row that make an overlap.")] = 13,
+    words: Annotated[int, typer.Option(min=1, help="Number of consecutive shared words that count as an overlap.")] = 13,
     out: Annotated[Path | None, typer.Option(help="Write a new store without the overlapping documents.")] = None,
     report_to: Annotated[Path | None, typer.Option(help="Write every overlap to this file, as JSON lines.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find documents that share runs of words with an evaluation set."""
+    """Find documents that share sequences of words with an evaluation set."""
     from forge_data.commands import decontaminate
 
     found = decontaminate.decontaminate(path, against, tuple(field or ()), words, out, report_to, _say(as_json))
@@ -210,7 +206,7 @@ def mix(
     from forge_data.commands import mix
 
     if not plan:
-        raise DataError("an option is missing; give --plan to print tokens and epochs of every source in every phase")
+        raise DataError("an option is missing; add --plan to print tokens and epochs of every source in every phase")
     found = mix.mix(recipe, context.args, steps, workspace, _say(as_json))
     typer.echo(json.dumps(found) if as_json else mix.as_text(found))
 

@@ -1,4 +1,4 @@
-"""What `data convert` does: tokens and documents from any format into a store, Megatron's files, `.npy` or raw ids."""
+"""Implements `data convert`: copies tokens and documents of any format to a store, Megatron's files, `.npy` or raw ids."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ TARGETS = ("store", "megatron", "npy", "bin")
 
 
 class Writer(Protocol):
-    """What takes whole documents; all or nothing, as a context manager."""
+    """Writes whole documents. A context manager: without `commit`, the output is removed."""
 
     def __enter__(self) -> Self: ...
 
@@ -46,22 +46,22 @@ def convert(
     shard_tokens: int = SHARD_TOKENS,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Copies tokens and documents; the ids keep their dtype unless another is given.
+    """Copies tokens and documents to another format.
 
     Args:
-        source: opened.
+        source: the opened source.
         out: directory of a store, prefix of Megatron's files, or file.
         target: one of `TARGETS`.
-        dtype: of the ids in the target.
-        tokenizer: that a store carries along; by default the copy in a source that is a store.
-        lose_documents: a target that cannot hold document borders may be written without them.
-        join_sequences: documents of several sequences (Megatron) may become documents of one.
-        skip_empty: documents without a token, which the target cannot hold, may be left out; they are counted.
-        shard_tokens: of a store.
+        dtype: dtype of the ids in the target; by default unchanged.
+        tokenizer: tokenizer to copy into a store; by default the copy in the source, if the source is a store.
+        lose_documents: allows a target that cannot store document borders.
+        join_sequences: joins the sequences of each document (Megatron).
+        skip_empty: skips and counts documents without tokens, which no target can store.
+        shard_tokens: tokens per shard of a store.
         report: called with progress messages.
 
     Raises:
-        DataError: the target cannot hold everything and no option allows the loss, or it cannot be written.
+        DataError: the target cannot store everything and no option allows the loss, or it cannot be written.
     """
     _refuse_lost_sequences(source, join_sequences)
     kind = dtype or source.read(0, 0).dtype.name
@@ -70,7 +70,9 @@ def convert(
     if tokenizer is None and isinstance(source, StoreSource):
         tokenizer = tokenizer_of(source)
     if tokenizer is not None and source.max_id is not None and source.max_id >= tokenizer.vocab_size:
-        raise DataError(f"{source.name} holds id {source.max_id}, but tokenizer {tokenizer.name} has {tokenizer.vocab_size}")
+        raise DataError(
+            f"{source.name} holds id {source.max_id}, but tokenizer {tokenizer.name} has only {tokenizer.vocab_size} ids"
+        )
     with _writer(out, target, kind, tokenizer, source.name, lose_documents, shard_tokens) as writer:
         progress = ProgressMeter(f"converting {source.name}", source.tokens, "tokens", report)
         documents = 0
@@ -80,12 +82,18 @@ def convert(
             progress.advance(len(ids))
         empty = _empty_documents(source, documents, skip_empty)
         result = writer.commit()
-    found: dict[str, Any] = {"path": str(out), "format": target, "dtype": kind, "tokens": source.tokens, "documents": documents}
+    summary: dict[str, Any] = {
+        "path": str(out),
+        "format": target,
+        "dtype": kind,
+        "tokens": source.tokens,
+        "documents": documents,
+    }
     if empty:
-        found["empty_documents_skipped"] = empty
+        summary["empty_documents_skipped"] = empty
     if target in ("npy", "bin"):
-        found["eos"] = result
-    return found
+        summary["eos"] = result
+    return summary
 
 
 def _writer(
@@ -108,18 +116,17 @@ def _refuse_lost_sequences(source: Source, join: bool) -> None:
     sequences, documents = described.more.get("sequences"), described.documents
     if not join and described.joins is not None and described.joins():
         raise DataError(
-            f"{source.name} has {sequences} sequences in {documents} documents; the target has documents only. Give "
+            f"{source.name} has {sequences} sequences in {documents} documents, but the target stores only documents; use "
             "--join-sequences to join the sequences of each document"
         )
 
 
 def _empty_documents(source: Source, documents: int, skip: bool) -> int:
-    """How many documents without a token the source has: those that no border shows."""
+    """Returns the number of documents without tokens, which have no border of their own."""
     stated = source.described.documents if isinstance(source, TokenFiles) else None
     empty = 0 if stated is None else stated - documents
     if empty and not skip:
         raise DataError(
-            f"{source.name} has {empty} documents without a token, and the target cannot hold them; "
-            "give --skip-empty to leave them out"
+            f"{source.name} has {empty} documents without tokens, which the target cannot store; use --skip-empty to skip them"
         )
     return empty

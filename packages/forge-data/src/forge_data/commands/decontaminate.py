@@ -1,12 +1,12 @@
-"""What `data decontaminate` does: finds documents that share runs of words with an evaluation set, and leaves them out.
+"""Implements `data decontaminate`: finds documents that share runs of words with an evaluation set, and leaves them out.
 
-The measure is the usual one (Brown et al., 2020): a run of 13 words that occurs in both. It needs no network and no
-tokenizer of the evaluation set. An example of fewer words is looked for as a whole, as one run.
+The criterion is the usual one (Brown et al., 2020): a run of 13 words that occurs in both. It needs neither a network nor a
+tokenizer of the evaluation set. A shorter example is searched for as a whole, as one run.
 
-Words are what remains when text is lowered and everything but letters, digits and other symbols beyond ASCII counts as a
-gap. A run is found by a 64-bit hash, for many megabytes a second: the hash of a word is a polynomial in its bytes and that
-of a run a polynomial in its words, both modulo 2^64, so every run comes from two cumulative sums (Karp and Rabin, 1987).
-Equal runs have equal hashes; where a hash is found, the runs are then compared word by word.
+Text is converted to lower case; words are separated by everything except letters, digits and symbols beyond ASCII. Runs are
+found by 64-bit hashes at many megabytes per second: the hash of a word is a polynomial in its bytes, and that of a run a
+polynomial in its words, both modulo 2^64, so two cumulative sums produce the hashes of all runs (Karp and Rabin, 1987).
+Runs with equal hashes are then compared word by word.
 """
 
 import json
@@ -30,11 +30,11 @@ from forge_data.storage.files import find
 from forge_data.tokenizers.dump import tokenizer_of
 
 _SHORTEST = 3
-"""An example of fewer words says nothing: its words occur everywhere."""
+"""Minimum number of words of an example; shorter ones occur everywhere."""
 _BYTE_BASE, _WORD_BASE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 _ODD = np.uint64(0xBF58476D1CE4E5B9)
 _GAPS = dict.fromkeys((*range(8192, 8304), 12288, 12289, 12290), " ")
-"""Spaces, dashes and quotation marks beyond ASCII, and their like in CJK."""
+"""Spaces, dashes, quotation marks and CJK punctuation beyond ASCII."""
 
 
 @dataclass
@@ -42,10 +42,10 @@ class EvaluationExamples:
     """Runs of words of an evaluation set.
 
     Attributes:
-        names: of every example: file and line.
-        runs: words of a run to the examples that have it; by the number of words of a run.
-        hashes: of the same runs, sorted; by the number of words.
-        too_short: examples that cannot be looked for.
+        names: name of every example: file and byte offset.
+        runs: by length in words, maps the words of a run to the numbers of the examples that contain it.
+        hashes: by length in words, the sorted hashes of these runs.
+        too_short: number of examples that are too short.
         hit: numbers of the examples that were found.
     """
 
@@ -65,28 +65,28 @@ def decontaminate(
     report_to: Path | None,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Compares a store with evaluation sets; JSON as it stands.
+    """Compares a store with evaluation sets; returns a summary as JSON.
 
     Args:
-        path: a store that carries its tokenizer.
+        path: a store with a copy of its tokenizer.
         against: JSON lines: files, directories or patterns.
-        fields: keys of their records; none = every text in a record.
-        words: of a run.
-        out: a new store without the documents that share a run.
-        report_to: a new file of JSON lines, one an overlap.
+        fields: keys of the text in their records; empty = every text of a record.
+        words: number of words of a run.
+        out: a new store without the overlapping documents.
+        report_to: a new file of JSON lines, one per overlap.
         report: called with progress messages.
 
     Raises:
-        DataError: the store has no tokenizer, there is nothing to compare with, or a file exists or cannot be written.
+        DataError: the store has no tokenizer, there are no examples, or a file exists or cannot be written.
     """
     source = open_any(path)
     tokenizer = tokenizer_of(source) if isinstance(source, StoreSource) else None
     if not isinstance(source, StoreSource) or tokenizer is None:
-        raise DataError(f"{path} carries no tokenizer, so its text is unknown; convert it with --tokenizer first")
+        raise DataError(f"{path} has no copy of its tokenizer, so its text is unknown; use `data convert --tokenizer` first")
     examples = read_examples(against, fields, words)
     if report_to is not None and report_to.exists():
         raise DataError(f"{report_to} exists; choose another path or remove it")
-    found = {"path": path, "examples": len(examples.names), "too_short": examples.too_short, "words": words}
+    summary = {"path": path, "examples": len(examples.names), "too_short": examples.too_short, "words": words}
     counts = {"documents": 0, "overlapping_documents": 0, "overlapping_tokens": 0}
     progress = ProgressMeter(f"comparing {path}", source.tokens, "tokens", report)
     with ExitStack() as stack:
@@ -101,14 +101,14 @@ def decontaminate(
             progress.advance(len(ids))
         if writer:
             writer.commit()
-    return found | counts | {"overlapping_examples": len(examples.hit), "out": str(out) if out else None}
+    return summary | counts | {"overlapping_examples": len(examples.hit), "out": str(out) if out else None}
 
 
 def read_examples(against: Sequence[str], fields: tuple[str, ...], words: int) -> EvaluationExamples:
-    """The runs of all examples.
+    """Returns the runs of all examples.
 
     Raises:
-        DataError: a file is missing, is not JSON lines, or has none of the fields.
+        DataError: a file is missing, is not JSON lines, or has a record without text.
     """
     examples = EvaluationExamples()
     for file in (file for path in against for file in find(path, jsonl.SUFFIXES, "evaluation")):
@@ -126,10 +126,10 @@ def read_examples(against: Sequence[str], fields: tuple[str, ...], words: int) -
                 if number not in owners:
                     owners.append(number)
     if not examples.runs:
-        raise DataError(f"{', '.join(against)}: no example of at least {_SHORTEST} words")
+        raise DataError(f"{', '.join(against)}: no example has at least {_SHORTEST} words")
     for length, runs_of_length in examples.runs.items():
-        found = [run_hashes(" ".join(word.decode("utf-8", errors="replace") for word in run), length) for run in runs_of_length]
-        examples.hashes[length] = np.unique(np.concatenate(found))
+        hashes = [run_hashes(" ".join(word.decode("utf-8", errors="replace") for word in run), length) for run in runs_of_length]
+        examples.hashes[length] = np.unique(np.concatenate(hashes))
     return examples
 
 
@@ -141,7 +141,7 @@ def _runs_of_words(words: list[bytes], length: int) -> Iterator[tuple[bytes, ...
 
 
 def _texts_in(value: Any, fields: tuple[str, ...]) -> Iterator[str]:
-    """All texts below a value; of a record only those under the named keys."""
+    """Yields all texts in a value; in a record, only those of the named fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -162,7 +162,7 @@ def _compare(
     counts: dict[str, int],
     lines: IO[str] | None,
 ) -> np.ndarray:
-    """(documents,) bool, True for those that share no run; adds to `counts` and writes every overlap."""
+    """Returns (documents,) bool, True for documents without an overlap; updates `counts` and writes every overlap."""
     kept = np.ones(len(ends), dtype=bool)
     begin = 0
     for number, end in enumerate(ends.tolist()):
@@ -185,9 +185,9 @@ def _compare(
 
 
 def _overlaps(text: str, examples: EvaluationExamples) -> list[tuple[tuple[bytes, ...], list[int]]]:
-    """(run, examples that have it) of every run that occurs in the text, each once."""
+    """Returns (run, examples that contain it) for every run that occurs in the text."""
     words: list[bytes] | None = None
-    found: dict[tuple[bytes, ...], list[int]] = {}
+    overlaps: dict[tuple[bytes, ...], list[int]] = {}
     for length, wanted in examples.hashes.items():
         own = run_hashes(text, length)
         if not len(own):
@@ -199,8 +199,8 @@ def _overlaps(text: str, examples: EvaluationExamples) -> list[tuple[tuple[bytes
             run = tuple(words[start : start + length])
             owners = examples.runs[length].get(run)
             if owners is not None:
-                found[run] = owners
-    return list(found.items())
+                overlaps[run] = owners
+    return list(overlaps.items())
 
 
 def _add_kept(writer: StoreWriter, ids: np.ndarray, ends: np.ndarray, kept: np.ndarray) -> None:
@@ -218,33 +218,33 @@ def _open_report(path: Path) -> IO[str]:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """The same for a terminal."""
+    """Formats the summary for a terminal."""
     lines = [
         f"{found['path']}: {found['overlapping_documents']:,} of {found['documents']:,} documents "
         f"({found['overlapping_tokens']:,} tokens) share {found['words']} words in a row with "
         f"{found['overlapping_examples']:,} of {found['examples']:,} examples"
     ]
     if found["too_short"]:
-        lines.append(f"  {found['too_short']:,} examples have fewer than {_SHORTEST} words and were not looked for")
+        lines.append(f"  {found['too_short']:,} examples have fewer than {_SHORTEST} words and were ignored")
     if found["out"]:
         lines.append(f"  the other documents are in {found['out']}")
     return "\n".join(lines)
 
 
 def normalized(text: str) -> bytes:
-    """Lowered text as UTF-8, marks beyond ASCII as spaces."""
+    """Returns lower-case text as UTF-8, with punctuation beyond ASCII replaced by spaces."""
     lowered = text.lower()
     return (lowered if lowered.isascii() else lowered.translate(_GAPS)).encode("utf-8", errors="replace")
 
 
 def words_of(text: str) -> list[bytes]:
-    """The words of a text."""
+    """Returns the words of a text."""
     content = normalized(text)
     return [content[start:stop] for start, stop in zip(*(edge.tolist() for edge in word_edges(content)), strict=True)]
 
 
 def word_edges(content: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, stops) of the words in normalized text."""
+    """Returns (starts, stops) of the words in normalized text."""
     inside = np.zeros(len(content) + 2, dtype=bool)
     inside[1:-1] = _letters()[np.frombuffer(content, dtype=np.uint8)]
     turns = np.flatnonzero(inside[1:] != inside[:-1])
@@ -252,12 +252,12 @@ def word_edges(content: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run_hashes(text: str, n: int) -> np.ndarray:
-    """(runs,) uint64 of every run of `n` words, in order."""
+    """Returns the (runs,) uint64 hashes of all runs of `n` words, in order."""
     content = normalized(text)
     starts, stops = word_edges(content)
     if len(starts) < n:
         return np.empty(0, dtype=np.uint64)
-    # A zero byte would add nothing, at any place; ids from 1 make every byte count.
+    # A zero would not contribute to the polynomial, so bytes count from 1.
     letters = np.frombuffer(content, dtype=np.uint8).astype(np.uint64) + np.uint64(1)
     words = _polynomials(letters, starts, stops, _BYTE_BASE)
     words = (words ^ (words >> np.uint64(29))) * _ODD + (stops - starts).astype(np.uint64)
@@ -266,7 +266,7 @@ def run_hashes(text: str, n: int) -> np.ndarray:
 
 
 def _polynomials(values: np.ndarray, starts: np.ndarray, stops: np.ndarray, base: int) -> np.ndarray:
-    """sum over i in [start, stop) of values[i] base^(i - start), modulo 2^64."""
+    """Returns the sums over i in [start, stop) of values[i] base^(i - start), modulo 2^64."""
     powers = _powers(base, len(values))
     sums = np.zeros(len(values) + 1, dtype=np.uint64)
     np.cumsum(values * powers, out=sums[1:])
@@ -275,14 +275,14 @@ def _polynomials(values: np.ndarray, starts: np.ndarray, stops: np.ndarray, base
 
 
 def _powers(base: int, count: int) -> np.ndarray:
-    """(count,) uint64 base^0, base^1, ..., modulo 2^64."""
+    """Returns (count,) uint64 base^0, base^1, ..., modulo 2^64."""
     steps = np.full(count, base, dtype=np.uint64)
     steps[0] = 1
     return np.multiply.accumulate(steps)
 
 
 def _letters() -> np.ndarray:
-    """(256,) whether a byte of lowered UTF-8 belongs to a word."""
+    """Returns (256,) bool: whether a byte of lower-case UTF-8 belongs to a word."""
     table = np.zeros(256, dtype=bool)
     table[[*b"0123456789abcdefghijklmnopqrstuvwxyz"]] = True
     table[128:] = True

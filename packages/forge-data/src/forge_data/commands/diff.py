@@ -1,7 +1,7 @@
-"""What `data diff` says: the first difference between two corpora, or between the samples that two runs read.
+"""Implements `data diff`: the first difference between two corpora, or between the samples of two runs.
 
-A run is its directory, one of its checkpoints, or a recipe that has not been run. Rows are compared as a model sees them.
-Rows that are known by arithmetic to be the same row of the same corpus are not read; streams are read from their beginning.
+A run is its directory, one of its checkpoints, or a recipe that has not been run. Rows are compared as model inputs. Equal rows
+of equal corpora are recognized from the sample order without reading them; streams are read from their beginning.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ _FIELDS = ("tokens", "labels", "positions", "documents")
 
 
 def diff_corpora(one: Source, other: Source) -> dict[str, Any]:
-    """The first token and the first document border at which two corpora differ; JSON as it stands.
+    """Returns the first token and the first document border at which two corpora differ, as JSON.
 
-    Tokens are compared by value, so a corpus as uint16 equals itself as int32.
+    Tokens are compared by value, so uint16 tokens can equal int32 tokens.
     """
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "tokens": [one.tokens, other.tokens],
         "dtype": [one.read(0, 0).dtype.name, other.read(0, 0).dtype.name],
         "tokenizer": [one.tokenizer, other.tokenizer],
@@ -43,7 +43,7 @@ def diff_corpora(one: Source, other: Source) -> dict[str, Any]:
         different = np.flatnonzero(one.read(start, stop) != other.read(start, stop))
         if len(different):
             token = start + int(different[0])
-            found["first_token"] = _different_token(one, other, token)
+            result["first_token"] = _different_token(one, other, token)
             break
     for start in range(0, shared, _BLOCK):
         stop = min(start + _BLOCK, shared)
@@ -51,10 +51,10 @@ def diff_corpora(one: Source, other: Source) -> dict[str, Any]:
         if len(borders) and not (int(borders[0]) == shared and one.tokens != other.tokens):
             end = int(borders[0])
             here = len(one.ends(end - 1, end)) > 0
-            found["first_border"] = {"token": end, "only_in": [one.name, other.name][0 if here else 1]}
+            result["first_border"] = {"token": end, "only_in": [one.name, other.name][0 if here else 1]}
             break
-    found["equal"] = one.tokens == other.tokens and found["first_token"] is None and found["first_border"] is None
-    return found
+    result["equal"] = one.tokens == other.tokens and result["first_token"] is None and result["first_border"] is None
+    return result
 
 
 def _different_token(one: Source, other: Source, token: int) -> dict[str, Any]:
@@ -68,9 +68,9 @@ def _different_token(one: Source, other: Source, token: int) -> dict[str, Any]:
 
 
 def corpora_text(found: dict[str, Any], names: tuple[str, str]) -> str:
-    """The same for a terminal."""
+    """Formats the result for a terminal."""
     if found["equal"]:
-        return f"equal: {found['tokens'][0]:,} tokens, every document border"
+        return f"equal: {found['tokens'][0]:,} tokens and all document borders"
     lines = [
         f"{key}: {found[key][0]} in {names[0]}, {found[key][1]} in {names[1]}"
         for key in ("tokens", "tokenizer")
@@ -80,14 +80,14 @@ def corpora_text(found: dict[str, Any], names: tuple[str, str]) -> str:
         lines.append(f"first different token: {first['token']}, in document {first['document']}")
         lines += [f"  {place}: id {id_}" for place, id_ in zip(first["places"], first["ids"], strict=True)]
     elif found["tokens"][0] != found["tokens"][1]:
-        lines.append("the shorter one is the beginning of the longer one")
+        lines.append("the shorter corpus is the beginning of the longer one")
     if border := found["first_border"]:
-        lines.append(f"first different border: a document ends at token {border['token']} in {border['only_in']} only")
+        lines.append(f"first different border: a document ends at token {border['token']} only in {border['only_in']}")
     return "\n".join(lines)
 
 
 def is_run(path: str) -> bool:
-    """Whether a path, or the name of a preset, means a run and no corpus."""
+    """Whether a path, or the name of a preset, refers to a run and not to a corpus."""
     folder = Path(path)
     if folder.is_dir():
         return (folder / "config.toml").is_file() or (folder / "checkpoints").is_dir() or _is_checkpoint(folder)
@@ -96,7 +96,7 @@ def is_run(path: str) -> bool:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One side. `steps` were consumed where `reached`, else they would be."""
+    """One side of a comparison. If `reached`, the run has done `steps` steps; else it would do them."""
 
     name: str
     reader: RowReader
@@ -105,15 +105,15 @@ class ComparedRun:
 
 
 def compare_runs(one: str, other: str, steps: int | None, report: Callable[[str], None]) -> dict[str, Any]:
-    """The first difference of what two runs read; JSON as it stands.
+    """Returns the first difference between the samples of two runs, as JSON.
 
     Args:
         one, other: directory of a run, a checkpoint, a recipe, or the name of a preset.
-        steps: to compare, also more than the runs have done; by default those that both have done.
+        steps: number of steps to compare, possibly more than the runs have done; by default those that both have done.
         report: called with progress messages.
 
     Raises:
-        ForgeError: one of them is not a run, its data cannot be read, or changed since its checkpoint.
+        ForgeError: an argument is not a run, or its data cannot be read or have changed since its checkpoint.
     """
     sides = [_open_run(path, report) for path in (one, other)]
     readers = [side.reader for side in sides]
@@ -146,7 +146,7 @@ def _open_run(path: str, report: Callable[[str], None]) -> ComparedRun:
     if folder.is_dir() and ((folder / "checkpoints").is_dir() or _is_checkpoint(folder)):
         facts = Registry().load("forge.converters", "forge")().build().read(folder).facts
         if not facts.recipe.get("data") or not facts.cursor:
-            raise DataError(f"{path} has weights only and does not record its training data; give a checkpoint that a run saved")
+            raise DataError(f"{path} has only weights and does not record its training data; use a checkpoint that a run saved")
         recipe, cursor = recipe_of(facts.recipe, f"checkpoint {path}"), facts.cursor
         workspace = facts.run / "data" if facts.run else recipe.workspace
     else:
@@ -158,7 +158,7 @@ def _open_run(path: str, report: Callable[[str], None]) -> ComparedRun:
     shape = {"seed": recipe.job.seed, "global_batch": recipe.train.global_batch, "micro_batch": 1}
     stream = open_stream(recipe.data, workspace=workspace, report=report, **shape)
     if not isinstance(stream, TrainingStream):
-        raise DataError(f"{path}: the only source is a foreign loader, and its samples are unknown before it reads them")
+        raise DataError(f"{path}: its only source is a foreign loader, whose samples cannot be known without reading them")
     if cursor is None:
         return ComparedRun(path, stream.reader, recipe.train.max_steps, reached=False)
     done = stream.reader.order.timeline.steps_in(sample_of(cursor))
@@ -167,7 +167,7 @@ def _open_run(path: str, report: Callable[[str], None]) -> ComparedRun:
 
 
 def _first_difference(one: RowReader, other: RowReader, steps: int) -> dict[str, Any] | None:
-    """The first difference in the first `steps` steps."""
+    """Returns the first difference in the first `steps` steps, or None."""
     sides = (one, other)
     pools = [Buffers(), Buffers()]
     for reader in sides:
@@ -179,12 +179,12 @@ def _first_difference(one: RowReader, other: RowReader, steps: int) -> dict[str,
         count, length = spans[0].rows, spans[0].length
         if not (one.streams or other.streams) and _same_rows(one, other, step, count):
             continue
-        made = [Rows.take(pool, count, length, reader.spec.marks) for pool, reader in zip(pools, sides, strict=True)]
-        for reader, rows in zip(sides, made, strict=True):
+        both = [Rows.take(pool, count, length, reader.spec.marks) for pool, reader in zip(pools, sides, strict=True)]
+        for reader, rows in zip(sides, both, strict=True):
             reader.fill(rows, step, 0, count)
-        if (found := _difference_of_rows(*made)) is not None:
-            what, row, column = found
-            token = column + (what == "labels")  # a label is the token after
+        if (difference := _difference_of_rows(*both)) is not None:
+            what, row, column = difference
+            token = column + (what == "labels")  # a label is the next token
             places = [reader.place_of(step, row, token) for reader in sides]
             return {
                 "step": step,
@@ -192,7 +192,7 @@ def _first_difference(one: RowReader, other: RowReader, steps: int) -> dict[str,
                 "sample": one.order.timeline.first_row_of(step) + row,
                 "column": column,
                 "field": what,
-                "values": [int(getattr(rows, what)[row, column]) for rows in made],
+                "values": [int(getattr(rows, what)[row, column]) for rows in both],
                 "sources": [label for label, _ in places],
                 "places": [place for _, place in places],
             }
@@ -200,35 +200,35 @@ def _first_difference(one: RowReader, other: RowReader, steps: int) -> dict[str,
 
 
 def _same_rows(one: RowReader, other: RowReader, step: int, count: int) -> bool:
-    """Whether a step has the same rows of the same corpora, cut alike, so that they need not be read."""
+    """Whether both runs have the same rows of equal corpora, packed in the same way, in a step."""
     if one.spec.data.packing != other.spec.data.packing or one.spec.masked != other.spec.masked:
         return False
-    (own, own_rows), (their, their_rows) = (reader.order.rows_of(step, 0, count) for reader in (one, other))
-    if not np.array_equal(own_rows, their_rows):
+    (sources, rows), (other_sources, other_rows) = (reader.order.rows_of(step, 0, count) for reader in (one, other))
+    if not np.array_equal(rows, other_rows):
         return False
-    pairs = set(zip(own.tolist(), their.tolist(), strict=True))
-    return all(one.order.sources[mine].fingerprint == other.order.sources[theirs].fingerprint for mine, theirs in pairs)
+    pairs = set(zip(sources.tolist(), other_sources.tolist(), strict=True))
+    return all(one.order.sources[left].fingerprint == other.order.sources[right].fingerprint for left, right in pairs)
 
 
 def _difference_of_rows(one: Rows, other: Rows) -> tuple[str, int, int] | None:
-    """(field, row, column) of the first difference of two steps, by rows; masks count where both have them."""
-    found: list[tuple[int, int, str]] = []
+    """Returns (field, row, column) of the first difference between two steps, or None; compares fields that both have."""
+    differences: list[tuple[int, int, str]] = []
     for name in _FIELDS:
-        mine, theirs = getattr(one, name), getattr(other, name)
-        if mine is None or theirs is None:
+        left, right = getattr(one, name), getattr(other, name)
+        if left is None or right is None:
             continue
-        places = np.flatnonzero(mine.reshape(-1) != theirs.reshape(-1))
+        places = np.flatnonzero(left.reshape(-1) != right.reshape(-1))
         if len(places):
-            row, column = divmod(int(places[0]), mine.shape[1])
-            found.append((row, column, name))
-    if not found:
+            row, column = divmod(int(places[0]), left.shape[1])
+            differences.append((row, column, name))
+    if not differences:
         return None
-    row, column, name = min(found, key=lambda entry: (entry[0], _FIELDS.index(entry[2])))
+    row, column, name = min(differences, key=lambda entry: (entry[0], _FIELDS.index(entry[2])))
     return name, row, column
 
 
 def _tokens_by_source(side: ComparedRun) -> dict[str, int]:
-    """Tokens of each source in the steps of a side."""
+    """Returns the tokens of each source in the steps of a run."""
     order = side.reader.order
     timeline, end = order.timeline, order.end()
     samples = timeline.first_of(side.steps) if end is None else min(end, timeline.first_of(side.steps))
@@ -236,11 +236,12 @@ def _tokens_by_source(side: ComparedRun) -> dict[str, int]:
 
 
 def _tokenizer_of(reader: RowReader) -> str | None:
-    return next((found for source in reader.order.sources if (found := getattr(source, "tokenizer", None)) is not None), None)
+    tokenizers = (getattr(source, "tokenizer", None) for source in reader.order.sources)
+    return next((fingerprint for fingerprint in tokenizers if fingerprint is not None), None)
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a folder's manifest is that of a checkpoint; token stores have a file of the same name."""
+    """Whether a folder has the manifest of a checkpoint; a token store has a file of the same name."""
     try:
         with (folder / "manifest.json").open("rb") as file:
             return file.read(10).startswith(b'{"seal": "')
@@ -249,7 +250,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def runs_text(found: dict[str, Any], names: tuple[str, str]) -> str:
-    """The same for a terminal."""
+    """Formats the result for a terminal."""
     lines = []
     for name, run in zip(names, found["runs"], strict=True):
         read = ", ".join(f"{label} {tokens:,}" for label, tokens in run["tokens"].items())
@@ -257,7 +258,7 @@ def runs_text(found: dict[str, Any], names: tuple[str, str]) -> str:
     lines += [f"setting: {line}" for line in found["settings"]]
     first = found["first"]
     if first is None:
-        return "\n".join([*lines, f"equal: every row of the first {found['steps']:,} steps"])
+        return "\n".join([*lines, f"equal: all rows of the first {found['steps']:,} steps"])
     if "shapes" in first:
         (rows, length), (other_rows, other_length) = first["shapes"]
         return "\n".join([*lines, f"step {first['step']} has {rows} rows of {length} here, {other_rows} of {other_length} there"])

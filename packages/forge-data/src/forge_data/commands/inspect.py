@@ -1,4 +1,4 @@
-"""What `data inspect` and `data verify` say about tokens on disk: what they are, and whether they are intact."""
+"""Implements `data inspect` and `data verify`: describes tokens on disk, and checks them for damage."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +17,13 @@ from forge_data.tokenizers.dump import tokenizer_of
 _SHOWN_TOKENS = 120
 _BARS = "▏▎▍▌▋▊▉█"
 _HASHES_KEPT = 1 << 20
-"""At most about this many hashes are kept; of a larger corpus only documents whose hash is small enough are compared."""
+"""Approximate maximum number of hashes; in a larger corpus, only documents with small hashes are compared."""
 
 
 def inspect_tokens(path: str, source: Source) -> dict[str, Any]:
-    """Format, dtype, counts, lengths of documents, unigram entropy and a decoded sample, JSON as it stands.
+    """Returns format, dtype, counts, document lengths, unigram entropy and a decoded sample, as JSON.
 
-    Reads document ends, and the tokens too where no counts were recorded.
+    Reads all document ends, and also all tokens if their counts are not recorded.
     """
     lengths = np.diff(source.ends().astype(np.int64), prepend=0)
     tokenizer = tokenizer_of(source) if isinstance(source, StoreSource) else None
@@ -63,7 +63,7 @@ def inspect_tokens(path: str, source: Source) -> dict[str, Any]:
 
 
 def histogram(lengths: np.ndarray) -> list[dict[str, int]]:
-    """Documents by length, in powers of two: `{from, to, documents}` with from <= length < to."""
+    """Returns documents by length, in powers of two: `{from, to, documents}` with from <= length < to."""
     powers = np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     counts = np.bincount(powers)
     low = int(np.flatnonzero(counts)[0])
@@ -102,17 +102,17 @@ def _bar(fraction: float, width: int) -> str:
 
 
 def verify_tokens(source: Source, vocab_size: int | None, report: Callable[[str], None]) -> dict[str, Any]:
-    """Faults with file and offset, and how many documents occur more than once; JSON as it stands.
+    """Returns faults with file and offset, and the number of duplicate documents, as JSON.
 
-    Checksums (a store), the index of documents, every id against the vocabulary. Duplicates are found by the XXH3 of
-    whole documents among all of them, or among a sample by hash, which keeps all copies of a document or none.
+    Checks checksums (of a store), the document index, and every id against the vocabulary. Duplicates are found by the XXH3
+    of whole documents, in a large corpus among a sample by hash, which contains either all copies of a document or none.
     """
     faults = source.verify() if isinstance(source, StoreSource) else []
     if isinstance(source, TokenFiles) and source.check is not None:
         faults += source.check()
     found: dict[str, Any] = {"path": source.name, "tokens": source.tokens, "faults": faults}
     if faults:
-        return found  # borders that are wrong would only make more of them
+        return found  # wrong borders would only cause further faults
     limit = vocab_size or source.vocab_size
     faults += _check_ids(source, limit, found, report)
     return found
@@ -128,7 +128,8 @@ def _check_ids(source: Source, limit: int | None, found: dict[str, Any], report:
         wrong = np.flatnonzero((ids < 0) | (ids >= limit) if limit is not None else ids < 0)
         if len(wrong) and not outside:
             token = start + int(wrong[0])
-            faults.append(f"{place_of(source, token)} (token {token}): id {int(ids[wrong[0]])} is not in a vocabulary of {limit}")
+            place = f"{place_of(source, token)} (token {token})"
+            faults.append(f"{place}: id {int(ids[wrong[0]])} is not in a vocabulary of {limit} ids")
         outside += len(wrong)
         documents += len(ends)
         hashed = _document_hashes(ids, ends)
@@ -147,7 +148,7 @@ def _check_ids(source: Source, limit: int | None, found: dict[str, Any], report:
 
 
 def _document_hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """(documents,) uint64 hash of each document."""
+    """Returns the (documents,) uint64 hash of each document."""
     starts = np.concatenate([[0], ends[:-1]]).tolist()
     content = np.ascontiguousarray(ids)
     pieces = (content[start:end] for start, end in zip(starts, ends.tolist(), strict=True))
@@ -157,9 +158,9 @@ def _document_hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
 def verification_text(found: dict[str, Any]) -> str:
     """The same for a terminal."""
     compared = found["duplicates"]["documents_compared"]
-    lines = [f"{Path(found['path'])}: {found['tokens']:,} tokens in {found['documents']:,} documents are as they should be"]
+    lines = [f"{Path(found['path'])}: {found['tokens']:,} tokens in {found['documents']:,} documents are intact"]
     lines.append(f"  largest id {found['max_id']}")
     if empty := found["empty_documents"]:
-        lines.append(f"  {empty:,} documents have no token: training passes over them, `data convert` needs --skip-empty")
-    lines.append(f"  {found['duplicates']['copies']:,} of {compared:,} documents that were compared occur earlier too")
+        lines.append(f"  {empty:,} documents have no tokens: training skips them, `data convert` needs --skip-empty")
+    lines.append(f"  {found['duplicates']['copies']:,} of {compared:,} compared documents are copies of earlier ones")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""What `data mix --plan` says: tokens and epochs of every source in every phase, before the run.
+"""Implements `data mix --plan`: tokens and epochs of every source in every phase, before the run.
 
-Counts are those of the draws themselves, not of the weights: what the run will read.
+Counts come from the actual draws, not from the weights: they are what the run will read.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,37 +17,37 @@ if TYPE_CHECKING:
     from forge_data.loading.stream import TrainingStream
 
 MANY_EPOCHS = 4
-"""Repeating data more often than this teaches little more (Muennighoff et al., 2023)."""
+"""Number of epochs beyond which repeated data have little value (Muennighoff et al., 2023)."""
 _LOOKED_AT = 256
-"""Steps of a phase, evenly spread, at whose ends draws are compared with the weights."""
+"""Number of evenly spaced steps of a phase at which draws are compared with the weights."""
 
 
 def mix(
     recipe: str, overrides: Sequence[str], steps: int | None, workspace: Path | None, report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The plan of a recipe's data, JSON as it stands.
+    """Returns the plan of a recipe's data, as JSON.
 
     Args:
         recipe: a TOML file, or the name of a preset.
         overrides: `--section.key=value`.
-        steps: of the run; by default `train.max_steps`.
-        workspace: where text is tokenized and pack plans are kept; by default that of the run.
+        steps: steps of the run; by default `train.max_steps`.
+        workspace: directory of tokenized text and pack plans; by default that of the run.
         report: called with progress messages.
 
     Raises:
-        ForgeError: as `open_stream`.
+        ForgeError: see `open_stream`.
     """
-    found = read_recipe(recipe, overrides)
+    parsed = read_recipe(recipe, overrides)
     from forge_data.loading.stream import TrainingStream, open_stream
     from forge_data.order.phases import faults_of, refuse_faults
 
-    steps = steps or found.train.max_steps
-    refuse_faults(faults_of(found.data, found.train.global_batch, steps))
+    steps = steps or parsed.train.max_steps
+    refuse_faults(faults_of(parsed.data, parsed.train.global_batch, steps))
     stream = open_stream(
-        found.data,
-        workspace=workspace or found.workspace,
-        seed=found.job.seed,
-        global_batch=found.train.global_batch,
+        parsed.data,
+        workspace=workspace or parsed.workspace,
+        seed=parsed.job.seed,
+        global_batch=parsed.train.global_batch,
         micro_batch=1,
         report=report,
     )
@@ -57,7 +57,7 @@ def mix(
 
 
 def plan_of(stream: "TrainingStream", steps: int) -> dict[str, Any]:
-    """The plan of an opened stream over `steps` steps."""
+    """Returns the plan of an opened stream over `steps` steps."""
     order = stream.order
     timeline, rows = order.timeline, order.samples.rows
     ends_at = steps if stream.steps is None else min(steps, stream.steps)
@@ -93,7 +93,7 @@ def plan_of(stream: "TrainingStream", steps: int) -> dict[str, Any]:
             }
         )
     warnings = [
-        f"source {label!r} is read {entry['epochs_so_far']:.1f} times; more than {MANY_EPOCHS} teach little more"
+        f"source {label!r} is read {entry['epochs_so_far']:.1f} times; epochs beyond {MANY_EPOCHS} have little value"
         for label, entry in phases[-1]["sources"].items()
         if (entry["epochs_so_far"] or 0) > MANY_EPOCHS
     ]
@@ -103,22 +103,22 @@ def plan_of(stream: "TrainingStream", steps: int) -> dict[str, Any]:
 
 
 def _largest_deviation(order: "SampleOrder", start: int, stop: int) -> dict[str, Any]:
-    """The largest deviation of a source from its share since step 0, in samples; negative if it was drawn too seldom.
+    """Returns the largest deviation of a source from its share since step 0, in samples; negative if it was drawn too rarely.
 
-    Looks at the ends of `_LOOKED_AT` steps of [start, stop).
+    Considers the ends of `_LOOKED_AT` steps in [start, stop).
     """
     timeline, count = order.timeline, min(stop - start, _LOOKED_AT)
-    found: list[tuple[Fraction, str, int]] = []
+    deviations: list[tuple[Fraction, str, int]] = []
     for step in (start + (stop - start) * number // count for number in range(1, count + 1)):
         first = timeline.first_of(step)
         pairs = zip(order.labels, timeline.draws(first), timeline.planned(first), strict=True)
-        found += [(drawn - asked, label, step) for label, drawn, asked in pairs]
-    samples, label, step = max(found, key=lambda entry: abs(entry[0]))
+        deviations += [(drawn - planned, label, step) for label, drawn, planned in pairs]
+    samples, label, step = max(deviations, key=lambda entry: abs(entry[0]))
     return {"samples": float(samples), "source": label, "step": step}
 
 
 def as_text(plan: dict[str, Any]) -> str:
-    """The same for a terminal."""
+    """Formats the plan for a terminal."""
     lines = [f"{plan['tokens']:,} tokens in {plan['steps']:,} steps"]
     for phase in plan["phases"]:
         shape = f"{phase['global_batch']:,} rows of {phase['sequence_length']:,}, lr x {phase['lr_scale']:g}"

@@ -1,4 +1,4 @@
-"""What `data prepare` does."""
+"""Implements `data prepare`: tokenizes a corpus into a new store."""
 
 from collections.abc import Callable
 from hashlib import sha256
@@ -38,19 +38,19 @@ def prepare(
     """Writes one store.
 
     Args:
-        source: name of a component; by default what the files are by their names.
-        path: of the corpus.
+        source: name of a component; by default detected from the names of the files.
+        path: path of the corpus.
         out: the new store.
         tokenizer: `bpe` (trained), `bytes`, `tiktoken:NAME`, a `tokenizer.json`, or a `.model` of sentencepiece; for
-            records of ids the one that made them, or `none`.
-        vocab_size: of a tokenizer that is trained.
-        eos: the token that ends a document; of records of ids with tokenizer `none`, its id.
-        workers: at a time.
+            records of ids the tokenizer that encoded them, or `none`.
+        vocab_size: vocabulary size of a trained tokenizer.
+        eos: the token that ends a document; for records of ids with tokenizer `none`, its id.
+        workers: number of parallel workers.
         report: called with progress messages.
-        options: fields of the component; those that are None are left at their defaults.
+        options: fields of the component; None means the default.
 
     Raises:
-        DataError: bad input or a directory that cannot be written.
+        DataError: the input is invalid, or the directory is not writable.
     """
     chosen = {key: value for key, value in options.items() if value is not None}
     texts = _texts(source, path, chosen)
@@ -60,42 +60,42 @@ def prepare(
         return _finished(out, request, report)
     context = SourceContext(out.parent / f".{out.name}.work", None, 1, report, (texts,))
     ids = isinstance(texts, Records) and texts.wanted.ids
-    made = _tokenizer(tokenizer, vocab_size, eos, context, ids)
-    end = (made.eos if made else _id(eos)) if ids else None
+    built = _tokenizer(tokenizer, vocab_size, eos, context, ids)
+    end = (built.eos if built else _id(eos)) if ids else None
     what = getattr(texts, "what", str(path))
-    store = tokenize(texts, made, out, source=what, workers=workers, report=report, eos=end, request=request)
+    store = tokenize(texts, built, out, source=what, workers=workers, report=report, eos=end, request=request)
     return _answer(out, store)
 
 
 def _request(
     source: str, texts: Texts, tokenizer: str, vocab_size: int, eos: str | None, options: dict[str, Any]
 ) -> dict[str, str]:
-    """What the store depends on, by names for messages; workers are not among it."""
-    found = {"source": source, "corpus": texts.fingerprint, "tokenizer": tokenizer, "eos": str(eos)}
-    found |= {name: str(value) for name, value in sorted(options.items())}
+    """Returns the settings that the store depends on, by name."""
+    request = {"source": source, "corpus": texts.fingerprint, "tokenizer": tokenizer, "eos": str(eos)}
+    request |= {name: str(value) for name, value in sorted(options.items())}
     if tokenizer == "bpe":
-        found["vocab_size"] = str(vocab_size)
+        request["vocab_size"] = str(vocab_size)
     elif Path(tokenizer).is_file():
-        found["tokenizer"] = f"sha256 {sha256(Path(tokenizer).read_bytes()).hexdigest()}"
-    return found
+        request["tokenizer"] = f"sha256 {sha256(Path(tokenizer).read_bytes()).hexdigest()}"
+    return request
 
 
 def _finished(out: Path, request: dict[str, str], report: Report) -> dict[str, Any]:
-    """The answer for a store that is there already, if it was made from the same.
+    """Returns the answer for an existing store, if it was prepared with the same request.
 
     Raises:
-        DataError: it was not, or it is not a store; names the differences.
+        DataError: it is not a store, or was prepared with another request; the message lists the differences.
     """
-    exists = f"{out} exists and is not empty; choose another directory or remove this one"
+    exists = f"{out} exists and is not empty; choose another directory or remove it"
     if not (out / MANIFEST).is_file():
         raise DataError(exists)
     store = StoreSource(out)
-    made = store.manifest.request
-    if made is None:
-        raise DataError(f"{exists}: it is a store that does not say what it was prepared from")
-    if differences := differences_of(made, request):
+    recorded = store.manifest.request
+    if recorded is None:
+        raise DataError(f"{exists}: it is a store that does not record what it was prepared from")
+    if differences := differences_of(recorded, request):
         listed = "; ".join(f"{name} was {was}, is {now}" for name, (was, now) in differences.items())
-        raise DataError(f"{exists}: it is a finished store of something else: {listed}")
+        raise DataError(f"{exists}: it is a finished store with other settings: {listed}")
     report(f"{out} is complete: it was prepared from the same corpus with the same settings")
     return _answer(out, store)
 
@@ -112,25 +112,25 @@ def _answer(out: Path, store: StoreSource) -> dict[str, Any]:
 
 
 def source_of(path: str) -> str:
-    """Name of the source that reads files of these names.
+    """Returns the name of the source that reads the files at a path, by their names.
 
     Raises:
-        DataError: several kinds of files, or none that is known.
+        DataError: the directory has files of several formats.
     """
     directory = Path(path)
     if directory.is_dir() and any((directory / name).exists() for name in ("dataset_dict.json", "state.json")):
         return "huggingface"
     suffixes = {name: form.suffixes for name, form in RECORD_FORMATS.items()} | {"text": (".txt", ".md")}
     names = [file.name for file in directory.rglob("*")] if directory.is_dir() else [path]
-    found = {name for name, ends in suffixes.items() if any(file.endswith(ends) for file in names)}
-    if len(found) > 1:
-        raise DataError(f"{path} holds files of several kinds ({', '.join(sorted(found))}); choose one by --source")
-    return found.pop() if found else "text"
+    formats = {name for name, ends in suffixes.items() if any(file.endswith(ends) for file in names)}
+    if len(formats) > 1:
+        raise DataError(f"{path} has files of several formats ({', '.join(sorted(formats))}); choose one with --source")
+    return formats.pop() if formats else "text"
 
 
 def _texts(source: str | None, path: str | None, options: dict[str, Any]) -> Texts:
     if source != "stdlib" and path is None:
-        raise DataError("the path of the corpus is missing; give --path FILE, DIRECTORY, PATTERN or URL")
+        raise DataError("the path of the corpus is missing; add --path with a file, directory, pattern or URL")
     chosen = source or source_of(str(path))
     allowed = {
         "stdlib": ("split",),
@@ -153,7 +153,7 @@ def _texts(source: str | None, path: str | None, options: dict[str, Any]) -> Tex
 
 def _tokenizer(name: str, vocab_size: int, eos: str | None, context: SourceContext, ids: bool) -> Tokenizer | None:
     if ids and name in ("none", "bpe"):
-        return None  # ids: without text, none can be trained
+        return None  # records of ids have no text to train a tokenizer on
     if name == "bytes":
         return ByteTokenizer()
     if name.endswith(".model"):

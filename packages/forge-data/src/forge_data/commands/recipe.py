@@ -1,4 +1,4 @@
-"""The parts of a recipe that its data depend on, read without knowing the rest."""
+"""Reads the parts of a recipe that its data depend on, without the trainer's schema."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class TrainKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The keys of a recipe that its data depend on; the others are the trainer's affair."""
+    """The keys of a recipe that its data depend on."""
 
     job: JobKeys = field(default_factory=JobKeys)
     data: Data = field(default_factory=Data)
@@ -43,15 +43,15 @@ class Recipe:
 
     @property
     def workspace(self) -> Path:
-        """Where the run of the recipe keeps prepared data."""
+        """Directory of the prepared data of the recipe's run."""
         return (Path(self.job.dir) if self.job.dir else Path("runs") / self.job.name) / "data"
 
 
 def read_recipe(recipe: str | Path | Table, overrides: Sequence[str] = ()) -> Recipe:
-    """A TOML file, or a preset by its name; a tree that was read from elsewhere, which grants no Python file the right to run.
+    """Reads a recipe from a TOML file, a preset, or a parsed tree; a tree does not allow Python files to run.
 
     Raises:
-        ConfigError: every fault in the parts that matter here.
+        ConfigError: the sections `job`, `data` or `train` have faults; the error lists all of them.
     """
     registry = Registry()
     layered = load_layers(recipe, overrides, Recipe, registry)
@@ -61,11 +61,11 @@ def read_recipe(recipe: str | Path | Table, overrides: Sequence[str] = ()) -> Re
 
 
 def recipe_of(tables: Mapping[str, Any], origin: str) -> Recipe:
-    """The recipe in plain tables, as a checkpoint carries it; `origin` names it in messages.
+    """Returns the recipe in plain tables, as stored in a checkpoint; `origin` is its name in messages.
 
     Raises:
-        ConfigError: a component that it names is not installed, or reads other keys by now.
-        CheckpointError: the data had secrets, which it does not carry.
+        ConfigError: a component is not installed, or its keys have changed since.
+        CheckpointError: the data section contained secrets, which checkpoints do not store.
     """
     refuse_redacted({"data": tables.get("data")}, origin)
     tree = build(dict(tables), (), lambda _: origin, Path.cwd())

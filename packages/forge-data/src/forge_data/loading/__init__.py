@@ -1,1 +1,1 @@
-"""The data loader: opens sources, reads rows in their order and makes batches, in worker processes or in this one."""
+"""The data loader: opens sources, reads rows in order and builds batches, in worker processes or in the training process."""

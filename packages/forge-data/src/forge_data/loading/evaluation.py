@@ -1,6 +1,6 @@
-"""Held-out data: rows that are each read exactly once, with the same number of batches on every rank; and questions.
+"""Held-out data: every row is read exactly once, with the same number of batches on every rank; and questions.
 
-A question is a held-out document: what stands before its first learned token is given, and the learned tokens are the answer.
+A question is a held-out document: the tokens before its first learned token are the prompt, the learned tokens the answer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +33,12 @@ def evaluation(
     model: Any = None,
     tokenizer: Tokenizer | None = None,
 ) -> dict[str, "HeldOut"]:
-    """Opens the held-out sets of `[data.evaluation]`, by name; rows are made as those of training are.
+    """Opens the held-out sets of `[data.evaluation]`, by name; rows are built in the same way as training rows.
 
-    `tokenizer` is that of the training data, as its stream says; sets that another one made are refused.
+    `tokenizer` is the tokenizer of the training stream; sets of another tokenizer are refused.
 
     Raises:
-        DataError: as `open_stream`; or a set is a stream, which has no end that every rank could agree on.
+        DataError: as `open_stream`; or a set is a stream, on whose end the ranks could not agree.
     """
     if not data.evaluation:
         return {}
@@ -46,7 +46,7 @@ def evaluation(
     context = context_of(spec, report)
     sources = {name: build_source(component, name, context, vocab_size) for name, component in data.evaluation.items()}
     if streamed := next((name for name, source in sources.items() if isinstance(source, StreamedSource)), None):
-        raise DataError(f"evaluation set {streamed!r} is a stream; prepare it into a store, so that each row is read once")
+        raise DataError(f"evaluation set {streamed!r} is a stream, which is not supported; prepare it into a store")
     refuse_tokenizers(sources, context.tokenizer or tokenizer)
     coder = context.tokenizer or tokenizer
     keys = data.evaluation
@@ -54,11 +54,10 @@ def evaluation(
 
 
 class HeldOut:
-    """The `EvaluationSet` of one source, cut as training data is; every token but the first of a document or row is
-    predicted once.
+    """The `EvaluationSet` of one source, packed like training data.
 
-    The last row may be short; what it lacks, and rows that only fill up the last batches, carry no label and have the
-    sample number -1 when they are nothing but filler.
+    Every token except the first of a document or row is predicted once. The last row may be short. Its padding has no
+    labels; rows that only fill up the last batches have no labels and the sample number -1.
     """
 
     def __init__(
@@ -81,14 +80,14 @@ class HeldOut:
         self.rows = self._packing.ragged
         self._assembler = Assembler([self._packing], spec, spec.data.sequence_length)
         self._buffers = Buffers()
-        self._marks: Marks = "documents" if spec.masked else "mask"  # the last rows are padded in any packing
+        self._marks: Marks = "documents" if spec.masked else "mask"  # every packing pads the last row
         self._workers = spec.data.workers
 
     def predicted(self) -> tuple[int, int] | None:
-        """How many tokens are predicted, and the bytes of the text that these tokens say.
+        """Returns the number of predicted tokens and the UTF-8 bytes of their text, or None.
 
-        All of them are but the first of each document, whose text therefore does not count. None where the size of the text or
-        the tokenizer is not known, and where the source says itself what is predicted.
+        All tokens except the first of each document are predicted. None if the size of the text or the tokenizer is unknown,
+        or if the source itself marks the learned tokens.
         """
         if self.text_bytes is None or self._tokenizer is None or isinstance(self.source, SourceWithItems):
             return None
@@ -99,7 +98,7 @@ class HeldOut:
         return self.tokens - len(starts), self.text_bytes - sum(map(mul, sizes, times.tolist()))
 
     def batches(self, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
-        """This rank's share, in order; batch b of all ranks together holds rows [b n m, (b + 1) n m)."""
+        """Yields this rank's batches in order; batch b of all n ranks holds rows [b n m, (b + 1) n m), m = `micro_batch`."""
         together = ranks * micro_batch
         pin = accelerator.is_used()
         with Items([self._packing], self._workers) as items:
@@ -109,7 +108,7 @@ class HeldOut:
                 del batch
 
     def _token_batches(self, rank: int, together: int, micro_batch: int, pin: bool) -> Iterator[tuple[Batch, np.ndarray]]:
-        """Each batch without its items, and the numbers of its full rows."""
+        """Yields each batch without its items, and the numbers of its full rows."""
         for first in range(0, self.rows, together):
             numbers = np.arange(first + rank * micro_batch, first + (rank + 1) * micro_batch)
             full = numbers[numbers < self._packing.rows]
@@ -124,23 +123,23 @@ class HeldOut:
                 rows.pad(row, filled)
             samples = tuple(number if number < self.rows else -1 for number in numbers.tolist())
             batch = rows.batch(0, micro_batch, samples, pin=pin)
-            del rows  # else its memory would count as held while the next batch looks for free memory
+            del rows  # so that the next batch can reuse its memory
             yield batch, full
             del batch
 
 
 def _text_bytes(text: str) -> int:
-    """Of the text of one token in UTF-8; what is no character is a byte of one."""
+    """Returns the UTF-8 bytes of one token's text; each replacement character counts as one byte."""
     return sum(1 if letter == "\ufffd" else len(letter.encode()) for letter in text)
 
 
 @dataclass(frozen=True)
 class Question:
-    """One document.
+    """One held-out document as a prompt and its answer.
 
     Attributes:
-        prompt: (n,) token ids before the first learned one, placeholders of items included.
-        answer: (m,) learned token ids up to the first that is not, with the end of the document if it is learned.
+        prompt: (n,) token ids before the first learned token, including placeholders of items.
+        answer: (m,) first run of learned token ids, including the end-of-document token if it is learned.
         items: the source's items [first, stop) of the prompt.
     """
 
@@ -149,14 +148,17 @@ class Question:
     items: tuple[int, int]
 
     def is_answered_by(self, said: Sequence[int], end: int | None) -> bool:
-        """Whether new tokens are exactly the answer. One that does not end with the end of a document, such as a turn of a
-        conversation that goes on, is compared as far as it goes, since nothing in it says that it ends."""
+        """Whether generated tokens `said` equal the answer.
+
+        If the answer does not end with the end-of-document token `end`, as a turn inside a conversation, only as many tokens
+        are compared as the answer has.
+        """
         answer = self.answer.tolist()
         return list(said if answer[-1] == end else said[: len(answer)]) == answer
 
 
 def questions(source: Any, count: int) -> Iterator[Question]:
-    """About `count` of them, from documents at equal distances; a document without prompt or answer is left out."""
+    """Yields about `count` questions from evenly spaced documents; skips documents without a prompt or an answer."""
     if not isinstance(source, SourceWithItems):
         return
     ends = source.ends().astype(np.int64)
@@ -175,8 +177,8 @@ def questions(source: Any, count: int) -> Iterator[Question]:
 
 
 def inputs_of(source: SourceWithItems, asked: Sequence[Question]) -> dict[str, Any]:
-    """What a model takes besides the prompts: items stacked (n, ...) float32, and the numbers of each row's (B, M) int64; empty
-    where there is none.
+    """Returns the model inputs besides the prompts: stacked items (n, ...) float32, and the item numbers of each row (B, M)
+    int64; empty if no question has items.
 
     Raises:
         DataError: an item cannot be loaded.

@@ -1,8 +1,8 @@
-"""Streams of Forge and loaders and models of other libraries.
+"""Adapters between streams of Forge and the loaders and models of other libraries.
 
 torchdata's `StatefulDataLoader` interface works both ways: a stream of Forge as such a loader, and a foreign loader as a
-`Stream`. The interface: iterate for batches; `state_dict()` between two batches says what has been handed out; after
-`load_state_dict`, the next `iter()` goes on behind it; any other `iter()` begins at the beginning.
+`Stream`. The interface: iterating yields batches; `state_dict()` between two batches records the position; after
+`load_state_dict`, the next `iter()` continues there; any other `iter()` starts from the beginning.
 """
 
 from base64 import b64decode, b64encode
@@ -22,12 +22,15 @@ _TAG = "__forge__"
 class StatefulLoader:
     """The micro-batches of a stream, one after the other, for any training loop.
 
-    The state is elastic between optimizer steps: it may be loaded with other ranks, micro-batches and workers. In the
-    middle of a step it may not, and is refused.
+    A state from between two optimizer steps can be loaded with other numbers of ranks and workers and another micro-batch
+    size. A state from the middle of a step requires the same ranks and micro-batch size.
     """
 
     def __init__(self, stream: Any) -> None:
-        """`stream` as `open_stream` returns it."""
+        """
+        Args:
+            stream: the result of `open_stream`.
+        """
         self.stream = stream
         self._shape = [getattr(stream, name, None) for name in ("rank", "ranks", "micro_batch")]
         self._cursor: Cursor = stream.start()
@@ -50,38 +53,41 @@ class StatefulLoader:
             skipped = 0
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in the whole stream.
+        """Returns the number of micro-batches of this rank in the whole stream.
 
         Raises:
-            TypeError: it is endless.
+            TypeError: the stream is endless.
         """
         steps = self.stream.steps
         if steps is None:
-            raise TypeError("the stream is endless; set data.epochs to give it an end")
+            raise TypeError("the stream is endless and has no length; set data.epochs to limit it")
         return sum(self.stream.batches_at(step) for step in range(steps))
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been handed out so far; JSON as it stands."""
+        """Returns the position after the newest batch, as JSON."""
         return {"cursor": dict(self._cursor), "taken": self._taken, "shape": self._shape}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Has the next `iter()` go on behind a state.
+        """Makes the next `iter()` continue after a state.
 
         Raises:
-            DataError: it lies in the middle of a step that other ranks or micro-batches had.
+            DataError: the state is in the middle of a step, and ranks or micro-batch size differ.
         """
         taken, shape = int(state_dict["taken"]), list(state_dict["shape"])
         if taken and shape != self._shape:
             was, now = (f"rank {rank} of {ranks} with micro_batch {micro}" for rank, ranks, micro in (shape, self._shape))
-            raise DataError(f"the state is in the middle of a step of {was}, this is {now}; save between optimizer steps")
+            raise DataError(
+                f"the state is in the middle of a step of {was}, but this loader is {now}; save states between optimizer steps"
+            )
         self._cursor, self._taken, self._loaded = state_dict["cursor"], taken, True
 
 
 class ForeignStream:
-    """A foreign loader as a `Stream`: exactly as resumable as the loader is, and on the same number of ranks only.
+    """A foreign loader as a `Stream`. It resumes as exactly as the loader does, and only on the same number of ranks.
 
-    The loader yields `Batch`, or mappings with the names of its fields; labels are already shifted. Its shards, order and
-    randomness are its own affair; a component that builds one finds rank, ranks and batch sizes in its context.
+    The loader yields `Batch` objects, or mappings with the names of its fields; labels are already shifted. The loader
+    itself is responsible for sharding, order and randomness; the component that builds it gets rank, ranks and batch sizes
+    from its context.
     """
 
     tokenizer: Tokenizer | None = None
@@ -99,71 +105,71 @@ class ForeignStream:
         self._first = as_plain(loader.state_dict(), label)
 
     def start(self) -> Cursor:
-        """The cursor of step 0."""
+        """Returns the cursor of step 0."""
         return self._cursor(0, self._first)
 
     def from_cursor(self, cursor: Cursor) -> Iterator[tuple[list[Batch], Cursor]]:
-        """Per optimizer step: this rank's micro-batches and the cursor after them.
+        """Yields, for each optimizer step, this rank's micro-batches and the cursor after them.
 
         Raises:
-            DataError: at once, when the cursor is of another loader or another number of ranks.
+            DataError: immediately, if the cursor belongs to another loader or another number of ranks.
         """
         states = cursor.get("foreign", {}).get(self.label)
         if cursor.get("version") != VERSION or states is None or cursor.get("fingerprint") != self.fingerprint:
             raise DataError(f"this cursor does not belong to the loader {self.label!r}: {dict(cursor)!r}")
         if (cursor.get("ranks"), cursor.get("global_batch")) != (self.ranks, self.global_batch):
             raise DataError(
-                f"the position of the foreign loader {self.label!r} is valid for {cursor.get('ranks')} data ranks and a global "
-                f"batch of {cursor.get('global_batch')} only, not for {self.ranks} and {self.global_batch}"
+                f"the position of the foreign loader {self.label!r} is valid only for {cursor.get('ranks')} data ranks and a "
+                f"global batch of {cursor.get('global_batch')}, not for {self.ranks} and {self.global_batch}; resume with those"
             )
         if str(self.rank) not in states:
             raise DataError(
-                f"the cursor has no state of rank {self.rank}; keep forge_data.order.cursor.merged of all ranks' cursors"
+                f"the cursor has no state of rank {self.rank}; save forge_data.order.cursor.merged of the cursors of all ranks"
             )
         return self._steps_from(int(cursor["step"]), states[str(self.rank)])
 
     def lr_scale(self, step: int) -> float:
-        """1: a foreign loader has no phases."""
+        """Returns 1: a foreign loader has no phases."""
         return 1.0
 
     def tokens_at(self, step: int) -> int:
-        """Positions of the global batch of the newest step; what other ranks' rows have of padding is unknown, so it counts."""
+        """Returns the number of positions of the global batch of the newest step, including padding."""
         return self.global_batch * self._length
 
     def batches_at(self, step: int) -> int:
-        """Micro-batches of this rank in a step."""
+        """Returns the number of micro-batches of this rank in a step."""
         return self.global_batch // self.ranks // self.micro_batch
 
     def describe(self, steps: int | None = None) -> Mapping[str, Any]:
-        """What little is known."""
+        """Returns what is known about the loader: fingerprint, tokens and label."""
         return {"fingerprint": self.fingerprint, "tokens": self.tokens, "steps": None, "sources": [{"label": self.label}]}
 
     def entropy(self) -> float | None:
-        """None: the token counts of a foreign loader are unknown."""
+        """Returns None: the token counts of a foreign loader are unknown."""
         return None
 
     def _steps_from(self, step: int, state: Any) -> Iterator[tuple[list[Batch], Cursor]]:
         self.loader.load_state_dict(from_plain(state))
-        found: list[Batch] = []
+        batches: list[Batch] = []
         for item in self.loader:
-            found.append(self._batch(item))
-            if len(found) < self.batches_at(step):
+            batches.append(self._batch(item))
+            if len(batches) < self.batches_at(step):
                 continue
             step += 1
-            self._length = found[0].tokens.shape[1]
-            yield found, self._cursor(step, as_plain(self.loader.state_dict(), self.label))
-            found = []
+            self._length = batches[0].tokens.shape[1]
+            yield batches, self._cursor(step, as_plain(self.loader.state_dict(), self.label))
+            batches = []
 
     def _batch(self, item: Any) -> Batch:
         batch = item if isinstance(item, Batch) else Batch(**item) if isinstance(item, Mapping) else None
         if batch is None:
             raise DataError(
-                f"the loader {self.label!r} yields {type(item).__name__}; it must be a Batch or a mapping of its fields"
+                f"the loader {self.label!r} yields {type(item).__name__}; it must yield a Batch or a mapping of its fields"
             )
         if batch.tokens.ndim != 2 or batch.tokens.shape != batch.labels.shape or len(batch.tokens) != self.micro_batch:
             tokens, labels = tuple(batch.tokens.shape), tuple(batch.labels.shape)
             raise DataError(
-                f"the loader {self.label!r} gave tokens {tokens} and labels {labels}; both must be ({self.micro_batch}, length)"
+                f"the loader {self.label!r} yields tokens {tokens} and labels {labels}; both must be ({self.micro_batch}, length)"
             )
         counted = accelerator.is_used() and batch.documents is not None and batch.documents.device.type == "cpu"
         return batch.with_document_starts() if counted else replace(batch, document_starts=None)
@@ -180,37 +186,37 @@ class ForeignStream:
 
 
 def _conforms(stream: ForeignStream) -> Stream:
-    """For the type checker: what the loop reads."""
+    """Shows the type checker that `ForeignStream` is a `Stream`."""
     return stream
 
 
 def for_transformers(batch: Batch) -> dict[str, Any]:
-    """The keyword arguments of a causal language model of transformers whose loss is then that of the batch.
+    """Returns a batch as keyword arguments of a causal language model of transformers.
 
-    A `Batch` has labels that are shifted already; such a model shifts `labels` again, and would learn to predict the token
-    after the next one. `labels` here are not shifted: the label of a position stands one place to the right. The label of the
-    last position of a row then has no place; `shift_labels`, which transformers takes as it is where a model passes it on to its
-    loss, has it. So with both the loss is the mean over all labels of the batch; without `shift_labels` (drop it for a model
-    that does not take it) it is the mean over all but those of the last positions.
+    The labels of a `Batch` are already shifted, but these models shift `labels` themselves. So `labels` here are unshifted:
+    each label moves one position to the right, and the label of the last position of a row is lost. `shift_labels` are the
+    shifted labels, which transformers uses unchanged if the model passes them to its loss. With both, the loss is the mean
+    over all labels of the batch. Without `shift_labels` (remove it for a model that does not accept it), the loss leaves out
+    the last position of each row.
 
-    Positions begin anew in every document: from them transformers makes the mask that keeps documents apart, as long as no
-    attention mask is given and no cache is used, which it otherwise begins by itself.
+    Positions restart in every document. From them transformers builds the mask that separates documents, if no attention
+    mask is passed and no cache is used.
 
     Returns:
-        `input_ids`, `labels`, `shift_labels` (B, T) int64; where the batch has positions, `position_ids` (B, T) int64 too; and
+        `input_ids`, `labels`, `shift_labels` (B, T) int64; `position_ids` (B, T) int64 if the batch has positions; and
         `use_cache`, False.
     """
     labels = batch.labels.new_full(tuple(batch.labels.shape), IGNORE)
     labels[:, 1:] = batch.labels[:, :-1]
-    found = {"input_ids": batch.tokens, "labels": labels, "shift_labels": batch.labels, "use_cache": False}
-    return found if batch.positions is None else found | {"position_ids": batch.positions.long()}
+    inputs = {"input_ids": batch.tokens, "labels": labels, "shift_labels": batch.labels, "use_cache": False}
+    return inputs if batch.positions is None else inputs | {"position_ids": batch.positions.long()}
 
 
 def as_plain(value: Any, owner: str) -> Any:
-    """The state of a foreign loader as JSON, exactly: what JSON lacks is written as a tagged object.
+    """Returns the state of a foreign loader as JSON without loss; types that JSON lacks become tagged objects.
 
     Raises:
-        DataError: it contains something else than numbers, text, bytes, lists, tuples, dictionaries, arrays and tensors.
+        DataError: the state contains types other than numbers, text, bytes, lists, tuples, dictionaries, arrays and tensors.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -234,7 +240,7 @@ def as_plain(value: Any, owner: str) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The value that `as_plain` was given."""
+    """Returns the value that `as_plain` converted."""
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What accompanies the tokens of a batch where sources have items, such as images: loaded by threads, one step ahead."""
+"""Loads the items of documents, such as images, into the extras of batches: in threads, one step ahead."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Named = tuple[int, int]
-"""A row by the number of its packing and its number there; a packing below 0 stands for filler."""
+"""A row as (number of its packing, number of the row in it); a negative packing means a filler row."""
 
 
 class Items:
-    """Items of rows, as `extras` of their batches; a context manager that ends its threads.
+    """Loads the items of rows as `extras` of their batches; a context manager that ends its threads.
 
     Attributes:
-        names: of the two extras; None where no source has items, and `extras` gives none.
+        names: names of the two extras; None if no source has items.
     """
 
     def __init__(self, packings: Sequence[Any], workers: int | None = None) -> None:
         """
         Args:
-            packings: of each source; those of streams have no items.
-            workers: threads; one for each usable core by default.
+            packings: packing of each source; packings of streams have no items.
+            workers: number of threads; by default one per usable core.
 
         Raises:
-            DataError: two sources have items that do not fit one batch.
+            DataError: two sources have items of different kinds or shapes.
         """
         self._packings: list[Packing] = list(packings)
         sources: list[Any] = [packing.source for packing in packings]
@@ -43,9 +43,10 @@ class Items:
         with_items: list[Any] = [source for source in self._sources if source is not None]
         kinds = {(source.extras, tuple(source.item_shape)): source.name for source in with_items}
         if len(kinds) > 1:
-            (one, two), (first, second) = list(kinds)[:2], list(kinds.values())[:2]
+            (first_kind, second_kind), (first, second) = list(kinds)[:2], list(kinds.values())[:2]
             raise DataError(
-                f"{first} has {one[0][0]} of shape {one[1]}, {second} {two[0][0]} of shape {two[1]}; they do not fit one batch"
+                f"{first} has {first_kind[0][0]} of shape {first_kind[1]}, but {second} has {second_kind[0][0]} of shape "
+                f"{second_kind[1]}; one batch cannot hold both"
             )
         self.names: tuple[str, str] | None = with_items[0].extras if with_items else None
         self._pool = ThreadPoolExecutor(workers or usable_cores(), "forge-items") if with_items else None
@@ -58,7 +59,7 @@ class Items:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def begin(self, rows: Sequence[Named]) -> "Loading":
-        """Has threads load the items of some rows."""
+        """Starts to load the items of some rows in threads."""
         loads: list[list[Future[np.ndarray]]] = []
         for place, number in rows:
             source = self._sources[place] if place >= 0 else None
@@ -71,31 +72,33 @@ class Items:
 
 
 class Loading:
-    """Items of some rows that are being loaded."""
+    """Items of some rows while threads load them."""
 
     def __init__(self, names: tuple[str, str] | None, loads: list[list["Future[np.ndarray]"]]) -> None:
         self._names, self._loads = names, loads
 
     def extras(self, start: int, stop: int, pin: bool = False) -> "Mapping[str, Tensor]":
-        """Those of rows [start, stop), waited for; empty where no row has an item.
+        """Waits for the items of rows [start, stop) and returns them as extras; empty if no row has an item.
 
         Raises:
             DataError: an item cannot be loaded.
         """
-        found = [[load.result() for load in row] for row in self._loads[start:stop]]
-        extras = {} if self._names is None else stacked(self._names, found)
-        return {name: each.pin_memory() for name, each in extras.items()} if pin else extras
+        items = [[load.result() for load in row] for row in self._loads[start:stop]]
+        extras = {} if self._names is None else stacked(self._names, items)
+        return {name: tensor.pin_memory() for name, tensor in extras.items()} if pin else extras
 
 
 def names_of(sources: Iterable[Any]) -> frozenset[str]:
-    """Names of the extras that batches of these sources have."""
+    """Returns the names of the extras in batches of these sources."""
     with_items = (source for source in sources if isinstance(source, SourceWithItems))
-    return frozenset(name for each in with_items if each.items_before(np.array([each.tokens])).any() for name in each.extras)
+    return frozenset(
+        name for source in with_items if source.items_before(np.array([source.tokens])).any() for name in source.extras
+    )
 
 
 def stacked(names: tuple[str, str], rows: Sequence[Sequence[np.ndarray]]) -> "dict[str, Tensor]":
-    """Items of some rows as extras: all of them (n, ...) float32, and the numbers of each row's (B, M) int64, -1 where a row has
-    fewer; empty where there is none."""
+    """Returns the items of some rows as extras: all items (n, ...) float32, and the item numbers of each row (B, M) int64,
+    padded with -1; empty if there are no items."""
     counts = [sum(map(len, row)) for row in rows]
     if not sum(counts):
         return {}
@@ -109,23 +112,29 @@ def stacked(names: tuple[str, str], rows: Sequence[Sequence[np.ndarray]]) -> "di
 
 
 class StepItems:
-    """Adds the items of each step to its batches, and begins with those of the next step."""
+    """Adds the items of each step to its batches, and starts to load the items of the next step."""
 
     def __init__(self, items: Items, rows_of: Callable[[int], Sequence[Named]], steps: int | None, pin: bool) -> None:
-        """`rows_of` names this rank's rows of a step, of which there are `steps`."""
+        """
+        Args:
+            items: loads the items.
+            rows_of: returns this rank's rows of a step.
+            steps: number of steps; None if endless.
+            pin: whether to copy items to page-locked memory.
+        """
         self._items, self._rows_of, self._steps, self._pin = items, rows_of, steps, pin
         self._begun: dict[int, Loading] = {}
 
     def add(self, step: int, batches: list[Batch]) -> list[Batch]:
-        """The batches of a step with their items."""
+        """Returns the batches of a step with their items."""
         if self._items.names is None:
             return batches
         loading = self._begun.pop(step, None) or self._items.begin(self._rows_of(step))
         if self._steps is None or step + 1 < self._steps:
             self._begun = {step + 1: self._items.begin(self._rows_of(step + 1))}
-        found, row = [], 0
+        with_items, row = [], 0
         for batch in batches:
             count = len(batch.tokens)
-            found.append(replace(batch, extras=loading.extras(row, row + count, self._pin)))
+            with_items.append(replace(batch, extras=loading.extras(row, row + count, self._pin)))
             row += count
-        return found
+        return with_items

@@ -1,7 +1,7 @@
-"""Rows of any step: windows of tokens from the packings of the sources, as model inputs in one piece of memory.
+"""Builds the rows of any step: windows of tokens from the packings of the sources, as model inputs in one block of memory.
 
-From the bottom up: `shift` makes labels from a window, `Rows` holds model inputs and cuts batches from them, an `Assembler`
-fills them from several packings, and a `RowReader` does so for any step. Nothing here imports torch before a batch is made.
+From the bottom up: `shift` computes labels of a window, `Rows` holds model inputs and slices them into batches, an `Assembler`
+fills rows from several packings, and a `RowReader` fills the rows of any step. torch is imported only to build a batch.
 """
 
 import sys
@@ -20,30 +20,30 @@ from forge_data.packing.readers import Position, StreamPacking
 from forge_data.sources.scan import place_of
 
 _BYTES = {"documents": 24, "mask": 17, "none": 16}
-"""Of memory for a token."""
+"""Bytes of memory per token."""
 _CHUNK = 1 << 17
-"""Tokens that are worked on at a time, so that intermediate arrays stay in the cache."""
+"""Tokens processed at a time, so that intermediate arrays stay in the CPU cache."""
 
 
 def shift(
     windows: np.ndarray, rows: np.ndarray, columns: np.ndarray, tokens: np.ndarray, labels: np.ndarray, at: np.ndarray
 ) -> None:
-    """Writes model inputs and labels of a set of windows. This is the only label shift.
+    """Writes model inputs and labels of a set of windows. Forge shifts labels only here.
 
-    Logits at position t are scored against the token after it. No label crosses a document border: the last token of a
-    document predicts nothing. Where documents end in an end-of-document token, the token before it predicts it, and it
-    predicts nothing itself.
+    The label of position t is the token at t + 1. No label crosses a document border: the last token of a document has no
+    label. If a document ends with an end-of-document token, that token is the label of the token before it, and has no label
+    itself.
 
     Args:
-        windows: (N, T + 1) token ids: each row's tokens and the one after them, any integer dtype.
+        windows: (N, T + 1) token ids of any integer dtype: the tokens of each row and the token after them.
         rows, columns: (K,) int64, document ends inside the windows: token `columns - 1` of the window is the last of
             its document, 1 <= column <= T.
-        tokens: (M, T) int64, of which rows `at` are written.
-        labels: (M, T) int64; `IGNORE` where there is nothing to predict.
+        tokens: (M, T) int64; rows `at` are written.
+        labels: (M, T) int64; rows `at` are written, with `IGNORE` where there is no label.
         at: (N,) int64, the row of each window.
 
     Raises:
-        DataError: ids that are not integers, which would be rounded.
+        DataError: ids are not integers; they would be rounded.
     """
     if windows.dtype.kind not in "ui":
         raise DataError(f"token ids must be integers, got {windows.dtype.name} from a source")
@@ -53,21 +53,24 @@ def shift(
 
 
 class Buffers:
-    """Keeps the arrays it handed out and hands them out again when only this pool refers to them.
+    """Reuses arrays once nothing else refers to them.
 
-    Fresh memory costs more than filling it. A tensor made by `torch.from_numpy` refers to its array for as long as any view
-    of it lives, so a batch that someone keeps is never overwritten.
+    Allocating memory takes longer than filling it. A tensor of `torch.from_numpy` refers to its array as long as any view of
+    the tensor exists, so a batch that is still in use is never overwritten.
     """
 
     def __init__(self, make: Callable[[tuple[int, ...], Any], np.ndarray] = np.empty) -> None:
-        """`make` gives a new array of a shape and dtype that owns its memory, or whose owner is not an array."""
+        """
+        Args:
+            make: returns a new array of a shape and dtype. The array must own its memory, or its owner must not be an array.
+        """
         self._make = make
         self._arrays: list[np.ndarray] = []
         probe = [np.empty(0)]
         self._unused = _references(probe, 0)
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """An array of undefined content."""
+        """Returns an array with undefined content."""
         for index in range(len(self._arrays)):
             array = self._arrays[index]
             fits = array.shape == shape and array.dtype == dtype
@@ -78,11 +81,11 @@ class Buffers:
         return self._arrays[-1]
 
     def held(self) -> set[int]:
-        """Identities of the arrays of this pool."""
+        """Returns the `id` of every array of this pool."""
         return {id(array) for array in self._arrays}
 
     def drop_others(self, shape: tuple[int, ...]) -> None:
-        """Drops arrays of another shape, which will not be needed again."""
+        """Drops all arrays of other shapes."""
         self._arrays = [array for array in self._arrays if array.shape == shape]
 
 
@@ -91,13 +94,20 @@ def _references(arrays: list[np.ndarray], index: int) -> int:
 
 
 class Rows:
-    """Tokens and labels (N, T) int64, by their marks also positions and documents (N, T) int32, or a token mask (N, T) bool.
+    """Tokens and labels (N, T) int64; depending on the marks also positions and documents (N, T) int32, or a token mask
+    (N, T) bool.
 
-    They lie behind each other in one array of bytes, which may be shared between processes.
+    They lie one after the other in one array of bytes, which may be shared between processes.
     """
 
     def __init__(self, memory: np.ndarray, count: int, length: int, marks: Marks) -> None:
-        """`memory` has at least `size_of(count, length, marks)` bytes, uint8."""
+        """
+        Args:
+            memory: (>= `size_of(count, length, marks)`,) uint8.
+            count: N, number of rows.
+            length: T, tokens per row.
+            marks: which arrays the rows have.
+        """
         shape, size = (count, length), count * length
         self.tokens = memory[: 8 * size].view(np.int64).reshape(shape)
         self.labels = memory[8 * size : 16 * size].view(np.int64).reshape(shape)
@@ -108,12 +118,12 @@ class Rows:
 
     @staticmethod
     def size_of(count: int, length: int, marks: Marks) -> int:
-        """Bytes of memory."""
+        """Returns the bytes of memory that rows need."""
         return count * length * _BYTES[marks]
 
     @classmethod
     def take(cls, buffers: Buffers, count: int, length: int, marks: Marks) -> "Rows":
-        """Rows in memory that is free."""
+        """Returns rows in memory of a pool."""
         return cls(buffers.take((cls.size_of(count, length, marks),), np.uint8), count, length, marks)
 
     def fill(self, at: np.ndarray, cut: RowWindows) -> None:
@@ -130,7 +140,7 @@ class Rows:
                 self.pad(int(at[row]), int(cut.filled[row]))
 
     def pad(self, row: int, column: int) -> None:
-        """Marks a row as padding from a column on; the last token before it has no label either."""
+        """Marks a row as padding from a column on, and removes the label of the last token before it."""
         self.tokens[row, column:] = 0
         self.labels[row, max(column - 1, 0) :] = IGNORE
         if self.positions is not None and self.documents is not None:
@@ -143,23 +153,27 @@ class Rows:
     def batches(
         self, micro_batch: int, first: int, pin: bool = False, sources: "tuple[tuple[str, ...], np.ndarray] | None" = None
     ) -> list[Batch]:
-        """Batches of `micro_batch` rows that share the rows' memory; row i is sample `first` + i.
+        """Returns batches of `micro_batch` rows that share the memory of the rows; row i is sample `first` + i.
 
-        With `pin`, in page-locked memory of torch's own allocator instead, which waits for copies to the device before it
-        gives memory out again; the rows' memory is free at once. Then batches also tell where documents start, which kernels
-        of a GPU need to know. `sources` are the names of all, and the number of each row's.
+        Args:
+            micro_batch: rows per batch.
+            first: sample number of row 0.
+            pin: copies the rows to page-locked memory of torch's allocator, which does not reuse memory before its copy to the
+                device has finished; the rows' own memory can be reused immediately. These batches also have document starts,
+                which GPU kernels need.
+            sources: names of all sources, and the source number of each row.
         """
         parts = self.tensors(pin)
         names, origins = (sources[0], _tensor(sources[1].copy(), pin)) if sources else ((), None)
-        found = []
+        batches = []
         for start in range(0, len(self.tokens), micro_batch):
             stop = start + micro_batch
             batch = self.batch(start, stop, tuple(range(first + start, first + stop)), parts, pin)
-            found.append(batch if origins is None else replace(batch, sources=Sources(names, origins[start:stop])))
-        return found
+            batches.append(batch if origins is None else replace(batch, sources=Sources(names, origins[start:stop])))
+        return batches
 
     def tensors(self, pin: bool = False) -> "Parts":
-        """(tokens, labels, positions, documents, token mask)."""
+        """Returns the tensors (tokens, labels, positions, documents, token mask)."""
         marks = (None if array is None else _tensor(array, pin) for array in (self.positions, self.documents, self.token_mask))
         return _tensor(self.tokens, pin), _tensor(self.labels, pin), *marks  # type: ignore[return-value]
 
@@ -171,7 +185,7 @@ class Rows:
         parts: "Parts | None" = None,
         pin: bool = False,
     ) -> Batch:
-        """Rows [start, stop) as a batch; `parts` are the rows' `tensors`. `pin` as for `batches`."""
+        """Returns rows [start, stop) as a batch; `parts` is the result of `tensors`, and `pin` is as for `batches`."""
         tokens, labels, positions, documents, token_mask = parts or self.tensors(pin)
         full = self.token_mask is None or bool(self.token_mask[start:stop].all())
         batch = Batch(
@@ -203,10 +217,10 @@ class Assembler:
     def __init__(self, packings: Sequence[Packing | StreamPacking], spec: LoadSpec, length: int, pieces: int = 1) -> None:
         """
         Args:
-            packings: of each source.
-            spec: of the run: the vocabulary that ids are compared with.
-            length: T, tokens of a row.
-            pieces: rows that are cut from one sample; streams are read in whole samples.
+            packings: packing of each source.
+            spec: spec of the run; its `vocab_size` limits the token ids.
+            length: T, tokens per row.
+            pieces: rows per sample; streams are read in whole samples.
         """
         self.packings = packings
         self.length = length
@@ -217,7 +231,7 @@ class Assembler:
         """Writes rows `numbers` (N,) of packings `sources` (N,), in this order, from row `at` on."""
         for source in range(len(self.packings)):
             own = np.flatnonzero(sources == source)
-            # Chunks of about the same size: a short rest costs as much besides its tokens as a whole one.
+            # Chunks of about equal size, because a short last chunk has the same fixed cost as a full one.
             chunks = max(1, round(len(own) * self.length / _CHUNK))
             size = max(1, -(-len(own) // (chunks * self._pieces))) * self._pieces
             for start in range(0, len(own), size):
@@ -225,7 +239,7 @@ class Assembler:
                 rows.fill(at + part, self._cut(source, numbers[part]))
 
     def cut_last(self, source: int) -> tuple[RowWindows, int]:
-        """The short last row of a packing; see `Packing.cut_last`."""
+        """Returns the short last row of a packing; see `Packing.cut_last`."""
         packing = self.packings[source]
         assert not isinstance(packing, StreamPacking), "a stream has no last row"
         cut, labeled = packing.cut_last()
@@ -240,7 +254,7 @@ class Assembler:
         return cut
 
     def _refuse_unknown(self, source: int, numbers: np.ndarray, windows: np.ndarray) -> None:
-        """Looks at every id that is read: what was known of a file when it was opened may not be what it holds now."""
+        """Checks every id that is read, because a file may have changed since it was opened."""
         if windows.dtype.kind not in "ui" or not windows.size:
             return  # the label shift refuses other dtypes
         packing, (limit, why) = self.packings[source], self._limits[source]
@@ -251,13 +265,13 @@ class Assembler:
         wrong = (windows >= limit) | (windows < 0)
         if wrong.any():
             row, column = (int(place[0]) for place in np.nonzero(wrong))
-            found = int(windows[row, column])
+            token = int(windows[row, column])
             where = "" if isinstance(packing, StreamPacking) else _place_of_token(packing, int(numbers[row]), column)
-            raise DataError(f"{packing.source.name}{where}: id {found}, but {why if found >= 0 else 'no id is negative'}")
+            raise DataError(f"{packing.source.name}{where}: id {token}, but {why if token >= 0 else 'no id is negative'}")
 
 
 def _id_limit(packing: Packing | StreamPacking, vocab_size: int | None) -> tuple[int, str]:
-    """(first id that no row of a packing may hold, why): the smallest of what is known."""
+    """Returns (exclusive upper limit of the ids of a packing, its reason): the smallest known limit."""
     source = packing.source
     known = [(1 << 63, "no vocabulary is that large")]
     if vocab_size is not None:
@@ -271,35 +285,36 @@ def _id_limit(packing: Packing | StreamPacking, vocab_size: int | None) -> tuple
 
 
 def _refuse_borders(packing: Packing | StreamPacking, numbers: np.ndarray, cut: RowWindows) -> None:
-    """Of a large index only a part was checked before it was used; of a plugin's source nothing."""
+    """Checks document ends of sources that were not checked completely: those with a large index, and those of plugins."""
     rows, columns = cut.rows, cut.columns
     if getattr(packing.source, "borders_checked", False) or not len(rows):
         return
     width = cut.windows.shape[1]
-    outside = (columns - 1).view(np.uint64) >= width - 1  # as unsigned numbers, those below 0 are very large
+    outside = (columns - 1).view(np.uint64) >= width - 1  # as unsigned numbers, negative ones are very large
     flat = rows * width + columns
     falling = flat[1:] <= flat[:-1]
     if outside.any() or falling.any():
         row = int(rows[np.argmax(outside) if outside.any() else np.argmax(falling) + 1])
         where = "" if isinstance(packing, StreamPacking) else f" at token {packing.token_at(int(numbers[row]), 0)}"
-        raise DataError(f"{packing.source.name}{where}: document ends do not ascend; `data verify` names the file and the byte")
+        advice = "run `data verify` to find the file and the byte"
+        raise DataError(f"{packing.source.name}{where}: document ends do not ascend; {advice}")
 
 
 def _place_of_token(packing: Packing, row: int, column: int) -> str:
-    """The place of a token, with file and byte where the source knows them."""
+    """Returns the place of a token for messages, with file and byte if the source provides them."""
     token = packing.token_at(row, column)
     place = getattr(packing.source, "place", None)
     return f" at token {token} ({place(token)})" if place else f" at token {token}"
 
 
 class RowReader:
-    """Makes the rows that a `SampleOrder` names.
+    """Builds the rows of every step in a `SampleOrder`.
 
     Attributes:
-        spec: of the run.
-        order: which rows a step has.
-        packings: of each source in rows of `order.unit` tokens.
-        streams: number and rows of each streamed source.
+        spec: spec of the run.
+        order: determines the rows of each step.
+        packings: packing of each source, in rows of `order.unit` tokens.
+        streams: packings of the streamed sources by source number.
     """
 
     def __init__(self, spec: LoadSpec, order: SampleOrder, packings: Sequence[Packing | StreamPacking]) -> None:
@@ -310,30 +325,30 @@ class RowReader:
     def fill(self, rows: Rows, step: int, start: int, stop: int, at: int = 0) -> None:
         """Writes rows [start, stop) of the global batch of a step into `rows`, from its row `at` on.
 
-        A stream goes on from row to row: its rows are read in ascending order.
+        Streams are read sequentially, so their rows must be requested in ascending order.
         """
         sources, numbers = self.order.rows_of(step, start, stop)
         self._assembler(self.order.timeline.span_at(step).length).fill(rows, at, sources, numbers)
 
     def place_of(self, step: int, row: int, column: int) -> tuple[str, str]:
-        """(label of the source, where in it the token lies) of a token of the global batch of a step, for messages."""
-        (source,), (number,) = (found.tolist() for found in self.order.rows_of(step, row, row + 1))
+        """Returns (label of the source, place in the source) of a token of a step's global batch, for messages."""
+        (source,), (number,) = (array.tolist() for array in self.order.rows_of(step, row, row + 1))
         packing = self._assembler(self.order.timeline.span_at(step).length).packings[source]
         if isinstance(packing, StreamPacking):
             return self.order.labels[source], packing.source.name
         return self.order.labels[source], place_of(packing.source, packing.token_at(number, column))
 
     def positions_after(self, step: int) -> dict[str, dict[str, Any]]:
-        """Where the streams go on after a step, by source; reads over what other ranks take of the step."""
-        found = {}
+        """Returns the positions of the streams after a step, by label; skips the rows of other ranks."""
+        positions = {}
         draws = self._draws_before(step + 1)
         for source, streamed in self.streams.items():
             streamed.skip_to(draws[source])
-            found[self.order.labels[source]] = streamed.position()
-        return found
+            positions[self.order.labels[source]] = streamed.position()
+        return positions
 
     def seek(self, step: int, positions: Mapping[str, Position]) -> None:
-        """Continues the streams at a step: at their `positions`, those without one at their first document."""
+        """Continues the streams at a step, at their `positions`; streams without a position start at their first document."""
         draws = self._draws_before(step)
         for source, streamed in self.streams.items():
             streamed.seek(draws[source], positions.get(self.order.labels[source]))
@@ -353,10 +368,10 @@ class RowReader:
 
 
 def open_rows(spec: LoadSpec, opened: OpenedSources, report: Callable[[str], None]) -> RowReader:
-    """The order of a run and its rows, from sources that are open.
+    """Returns the reader of the rows of a run from its open sources.
 
     Raises:
-        ForgeError: the sources do not fit the recipe.
+        ForgeError: the sources do not match the recipe.
     """
     intervals = intervals_for(spec, opened)
     packings = open_packings(spec, opened, intervals, report)

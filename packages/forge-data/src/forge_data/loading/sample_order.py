@@ -1,6 +1,6 @@
-"""Which source and row each place of a step has: a pure function of (recipe, seed, sample).
+"""Determines source and row of every sample: a pure function of (recipe, seed, sample number).
 
-It is arithmetic alone, and gives the same result on every rank and in every loader worker.
+It is pure arithmetic, so the result is the same on every rank and in every loader worker.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +26,10 @@ Order = Callable[[np.ndarray, int, int, np.ndarray], np.ndarray]
 
 
 def intervals_for(spec: LoadSpec, opened: OpenedSources) -> list[PhaseInterval]:
-    """The intervals of a run, with the weights of the sources that some phase reads.
+    """Returns the phase intervals of a run, with the weights of the opened sources.
 
     Raises:
-        ConfigError: the phases do not fit the recipe.
+        ConfigError: the phases do not match the recipe.
     """
     refuse_faults(faults_of(spec.data, spec.global_batch))
     intervals = intervals_of(spec.data, spec.global_batch)
@@ -37,16 +37,16 @@ def intervals_for(spec: LoadSpec, opened: OpenedSources) -> list[PhaseInterval]:
 
 
 class Samples:
-    """Finds samples by arithmetic; keeps the blocks that it found last, so that a step costs microseconds."""
+    """Computes source and row of samples, in blocks that are cached, so that a step costs microseconds."""
 
     def __init__(self, timeline: Timeline, labels: Sequence[str], rows: Sequence[int | None], seed: int, order: Order) -> None:
         """
         Args:
             timeline: draws of the sources.
-            labels: of the sources; with the seed they make the key of each order.
-            rows: samples of each source in one epoch; None for a stream, which does not know.
-            seed: of the order.
-            order: of the samples of one epoch.
+            labels: labels of the sources; label and seed determine the order of a source.
+            rows: samples of each source in one epoch; None for a stream, whose length is unknown.
+            seed: seed of the order.
+            order: order of the samples within an epoch.
         """
         self.timeline = timeline
         self.rows = tuple(rows)
@@ -55,7 +55,7 @@ class Samples:
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def locate(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sources, rows), each (count,) int64, of samples [first, first + count); a stream's rows count on over epochs."""
+        """Returns (sources, rows), each (count,) int64, of samples [first, first + count); rows of a stream count over epochs."""
         parts = []
         for block in range(first // BLOCK, (first + count - 1) // BLOCK + 1):
             sources, rows = self._block(block)
@@ -66,18 +66,18 @@ class Samples:
         return np.concatenate([sources for sources, _ in parts]), np.concatenate([rows for _, rows in parts])
 
     def end(self, epochs: int) -> int | None:
-        """Samples until some source would begin its epoch number `epochs` (from 0); None when that never happens."""
+        """Returns the number of samples until a source would begin epoch `epochs` (from 0); None if that never happens."""
         known = [(source, rows) for source, rows in enumerate(self.rows) if rows is not None]
         ends = [self.timeline.sample_of(source, epochs * rows) for source, rows in known]
         return min((end for end in ends if end is not None), default=None)
 
     def _block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        found = self._blocks.get(number)
-        if found is None:
+        block = self._blocks.get(number)
+        if block is None:
             while len(self._blocks) >= 2:
                 del self._blocks[next(iter(self._blocks))]
-            found = self._blocks[number] = self._find(np.arange(number * BLOCK, (number + 1) * BLOCK))
-        return found
+            block = self._blocks[number] = self._find(np.arange(number * BLOCK, (number + 1) * BLOCK))
+        return block
 
     def _find(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sources, draws = self.timeline.locate(samples)
@@ -92,11 +92,11 @@ class Samples:
 
 
 class SampleOrder:
-    """Every sample of a run as arithmetic.
+    """The order of all samples of a run.
 
     Attributes:
-        labels, sources: that some phase reads.
-        unit: tokens of a sample: the longest row of the run.
+        labels, sources: the sources that at least one phase reads.
+        unit: tokens per sample: the longest row of the run.
         timeline: steps, samples and sources.
         streams: numbers of the streamed sources.
     """
@@ -106,13 +106,13 @@ class SampleOrder:
     ) -> None:
         """
         Args:
-            spec: of the run.
-            opened: its sources.
-            intervals: of `intervals_for`.
+            spec: spec of the run.
+            opened: sources of the run.
+            intervals: result of `intervals_for`.
             rows: samples of each source in one epoch; None for a stream.
 
         Raises:
-            DataError: max_epochs of a source allows no sample.
+            DataError: `max_epochs` of a source is less than one sample.
         """
         self.spec, self.data, self.intervals = spec, spec.data, intervals
         self.labels, self.sources = tuple(opened.sources), tuple(opened.sources.values())
@@ -122,14 +122,14 @@ class SampleOrder:
         limits = zip(opened.max_epochs, rows, strict=True)
         caps = [None if most is None or count is None else int(most * count) for most, count in limits]
         if wrong := next((label for label, cap in zip(self.labels, caps, strict=True) if cap == 0), None):
-            raise DataError(f"max_epochs of source {wrong!r} allows no whole sample; raise it, or set weight = 0")
+            raise DataError(f"max_epochs of source {wrong!r} is less than one whole sample; raise it, or set weight = 0")
         self.timeline = Timeline(intervals, caps, self.data.temperature)
         self.samples = Samples(self.timeline, self.labels, rows, spec.seed, order_of(self.data))
 
     def rows_of(self, step: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sources, numbers of rows in them), each (stop - start,) int64, of rows [start, stop) of the global batch of a step.
+        """Returns (sources, row numbers in them), each (stop - start,) int64, of rows [start, stop) of a step's global batch.
 
-        Rows of a stream are numbered in the order in which it is read, over all epochs.
+        Rows of a stream are numbered in reading order, over all epochs.
         """
         span = self.timeline.span_at(step)
         pieces = self.unit // span.length
@@ -142,18 +142,18 @@ class SampleOrder:
         return sources, numbers
 
     def end(self) -> int | None:
-        """Samples until the run is out of data; None = never."""
+        """Returns the number of samples until the data end; None if they never end."""
         ends = [self.timeline.end, None if self.data.epochs is None else self.samples.end(self.data.epochs)]
         return min((end for end in ends if end is not None), default=None)
 
     def begun(self, step: int) -> int:
-        """How many intervals and phases began before a step: two steps with the same number have the same identity."""
+        """Returns the number of intervals and phases that began before a step; steps with equal numbers have equal identities."""
         return sum(interval.step < step for interval in self.intervals) + sum(phase.start < step for phase in self.data.phases)
 
     def identity_at(self, step: int | None) -> dict[str, Any]:
-        """Everything that fixes which sample has which number up to a step; None = for ever.
+        """Returns all settings that determine the order of samples before a step (None: of the whole run).
 
-        Phases that lie ahead are left out, so that they can still be changed; so are sources that only they read.
+        Later phases and the sources that only they read are left out, so that they can still be changed.
         """
         begun = [interval for interval in self.intervals if step is None or interval.step < step] or self.intervals[:1]
         read = [any(interval.weights[index] > 0 for interval in begun) for index in range(len(self.labels))]
@@ -161,7 +161,7 @@ class SampleOrder:
         too_long = [
             None if isinstance(source, SourceWithItems) else how for source, how in zip(self.sources, self._too_long, strict=True)
         ]
-        found: dict[str, Any] = {
+        identity: dict[str, Any] = {
             "seed": self.spec.seed,
             "global_batch": self.spec.global_batch,
             "sequence_length": self.data.sequence_length,
@@ -180,25 +180,25 @@ class SampleOrder:
         }
         changes = [phase for phase in self.data.phases if phase.weights or phase.sequence_length or phase.global_batch]
         if begun_phases := [phase for phase in changes if step is None or phase.start < step]:
-            found["phases"] = {str(phase.start): _without(asdict(phase), "start", "lr_scale") for phase in begun_phases}
+            identity["phases"] = {str(phase.start): _without(asdict(phase), "start", "lr_scale") for phase in begun_phases}
         if self.unit != self.data.sequence_length:
-            found["longest_sequence_length"] = self.unit
+            identity["longest_sequence_length"] = self.unit
         if self.data.temperature != 1:
-            found["temperature"] = self.data.temperature
+            identity["temperature"] = self.data.temperature
         if self._redrawn(step):
-            found["mixture"] = EXACT
+            identity["mixture"] = EXACT
         if self.data.shuffle == "block":
-            found |= {"shuffle_block": self.data.shuffle_block, "shuffle_window": self.data.shuffle_window}
+            identity |= {"shuffle_block": self.data.shuffle_block, "shuffle_window": self.data.shuffle_window}
         if any(read[source] for source in self.streams):
             readers = READERS if self.data.readers is None else self.data.readers
-            found |= {"streams": EQUAL, "readers": readers, "shuffle_buffer": self.data.shuffle_buffer}
-        return found
+            identity |= {"streams": EQUAL, "readers": readers, "shuffle_buffer": self.data.shuffle_buffer}
+        return identity
 
     def _redrawn(self, step: int | None) -> bool:
-        """Whether version 1 of mixtures, which rounded weights, may have drawn samples before a step in another order.
+        """Whether version 1 of mixtures, which rounded weights, may have drawn the samples before a step in another order.
 
-        It drew the same where the period of weights as they are written has 65,536 samples at most, and no ramp moved
-        them; a ramp of the learning rate began the order anew where weights did not add up to 1.
+        Version 1 drew the same samples if the period of the exact weights is at most 65,536 samples and no ramp changed
+        the weights; a ramp of only the learning rate restarted its order if the weights did not sum to 1.
         """
         before = None if step is None else self.timeline.first_of(step)
         segments = [segment for segment in self.timeline.segments if before is None or segment.first < before]
@@ -215,7 +215,7 @@ def _without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def order_of(data: Data) -> Order:
-    """The order that a recipe chooses by `shuffle`."""
+    """Returns the order that `data.shuffle` selects."""
     if data.shuffle == "none":
         return _as_stored
     if data.shuffle == "block":

@@ -1,7 +1,8 @@
-"""One rank's share of a run: batches for a cursor.
+"""The training stream of one rank: batches from any cursor on.
 
-Step s consumes a fixed range of samples of one global sequence. Rank r of n takes the r-th n-th of its rows, cut into
-micro-batches. So ranks, micro-batch and loader workers change who reads a sample, never which samples a step has.
+Step s consumes a fixed range of samples of one global sequence. Rank r of n reads the r-th of n equal parts of its rows, in
+micro-batches. So the number of ranks, micro-batch size and loader workers change who reads a sample, but not the samples of a
+step.
 """
 
 import logging
@@ -45,24 +46,24 @@ def open_stream(
     vocab_size: int | None = None,
     model: Any = None,
 ) -> "TrainingStream | ForeignStream":
-    """Opens the training data of a recipe; text is tokenized into `workspace` the first time.
+    """Opens the training data of a recipe; the first call tokenizes text into `workspace`.
 
     Args:
         data: the recipe's `[data]` table.
-        workspace: where prepared data is kept; safe to share between processes.
-        seed: of the job; `data.seed` goes before it.
+        workspace: directory of prepared data; processes may share it.
+        seed: seed of the job; `data.seed` takes precedence.
         global_batch: rows per optimizer step over all ranks.
-        micro_batch: rows of one `Batch`.
-        rank, ranks: of the data axis.
+        micro_batch: rows per `Batch`.
+        rank, ranks: rank and size of the data axis.
         report: called with progress messages.
-        vocab_size: of the model; a source with a larger id is refused.
-        model: the model component, for sources that prepare what it takes besides tokens.
+        vocab_size: vocabulary size of the model; a source with a larger id is refused.
+        model: the model component, for sources that prepare further inputs of it.
 
     Returns:
-        The `TrainingStream`; or, where the only source is a foreign loader, the `ForeignStream` that reads it.
+        The `TrainingStream`, or a `ForeignStream` if the only source is a foreign loader.
 
     Raises:
-        ForgeError: something cannot be read as what it claims to be, or the sizes do not fit each other.
+        ForgeError: a source cannot be read, or the batch sizes do not match.
     """
     if not 0 <= rank < ranks or micro_batch < 1 or global_batch < 1:
         raise DataError(
@@ -85,10 +86,10 @@ def open_stream(
 
 
 def _open_foreign(data: Data, opened: OpenedSources, shape: Mapping[str, int]) -> ForeignStream:
-    """The stream of the only source, which is a loader itself."""
-    chosen = {"phases": data.phases, "loader_workers": data.loader_workers, "epochs": data.epochs}
+    """Returns the stream of a foreign loader, which is the only source."""
+    unsupported = {"phases": data.phases, "loader_workers": data.loader_workers, "epochs": data.epochs}
     ((label, loader),) = opened.sources.items()
-    if settings := [f"data.{name}" for name, value in chosen.items() if value]:
+    if settings := [f"data.{name}" for name, value in unsupported.items() if value]:
         raise DataError(f"source {label!r} is a foreign loader, which does not support {', '.join(settings)}; remove them")
     return ForeignStream(loader, label, **shape)  # type: ignore[arg-type]
 
@@ -97,10 +98,10 @@ class TrainingStream:
     """The `Stream` of a recipe's sources, as one rank reads it.
 
     Attributes:
-        tokenizer: of the recipe, or the copy that a store carries.
-        fingerprint: of everything that fixes the order of samples.
-        tokens: in all sources together, each counted once; streams, whose length is unknown, count nothing.
-        steps: until the stream ends, or None. Samples of the last epoch that fill no global batch are left out.
+        tokenizer: tokenizer of the recipe, or the copy in a store, or None.
+        fingerprint: fingerprint of all settings that determine the order of samples.
+        tokens: total tokens of all sources, each counted once; streams, whose length is unknown, count as 0.
+        steps: number of steps, or None if endless. Last samples that do not fill a global batch are left out.
     """
 
     def __init__(
@@ -114,8 +115,14 @@ class TrainingStream:
         recipe: WorkerRecipe | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        """`recipe` opens the same sources in loader workers; needed where `data.loader_workers` is not 0. `report` is told what
-        these sources say while they are read."""
+        """
+        Args:
+            reader: reads the rows of the run.
+            tokenizer: see the attribute.
+            micro_batch, rank, ranks: see `open_stream`.
+            recipe: opens the same sources in loader workers; required if `data.loader_workers` is not 0.
+            report: called with the messages of sources in loader workers.
+        """
         self.reader, self.order, self.data = reader, reader.order, reader.spec.data
         self.tokenizer = tokenizer
         self.labels, self.sources = self.order.labels, self.order.sources
@@ -133,40 +140,42 @@ class TrainingStream:
         self._refuse_sizes(end)
 
     def start(self) -> Cursor:
-        """The cursor of step 0."""
+        """Returns the cursor of step 0."""
         return self._cursor(0, {})
 
     def from_cursor(self, cursor: Cursor) -> Iterator[tuple[list[Batch], Cursor]]:
-        """Per optimizer step: this rank's micro-batches and the cursor after them.
+        """Yields, for each optimizer step, this rank's micro-batches and the cursor after them.
 
         Raises:
-            DataError: at once, when the cursor belongs to other data; names the difference.
+            DataError: immediately, if the cursor belongs to other data; the message names the differences.
         """
         sample, timeline = sample_of(cursor), self.order.timeline
         step = timeline.steps_in(sample)
         differences = refuse_other(cursor, self.order.identity_at(step), self.data.changed, self._advice())
         for difference in differences:
-            _log.warning("the data are not those of the checkpoint, as data.changed allows: %s", difference)
+            _log.warning("the data differ from those of the checkpoint, which data.changed allows: %s", difference)
         if timeline.first_of(step) != sample:
-            raise DataError(f"sample {sample} is inside step {step}, which begins at sample {timeline.first_of(step)}")
+            raise DataError(
+                f"the cursor's sample {sample} is not the first of a step: step {step} begins at sample {timeline.first_of(step)}"
+            )
         return self._steps_from(step, self._positions(cursor, step, bool(differences)))
 
     def _advice(self) -> str:
-        """What to do where an older Forge began the run: it read documents without what their tokenizer's own rule adds."""
+        """Returns advice for runs of an older Forge, which read documents without the tokenizer's special tokens."""
         coder: Any = self.tokenizer
         if not getattr(self.data.tokenizer, "add_special_tokens", False) or not (coder.prefix or coder.suffix):
             return ""
         return (
-            "If an older Forge began this run, its documents lack what the tokenizer puts around a text, such as a BOS: "
-            "data.tokenizer.add_special_tokens = false goes on without it"
+            "If an older Forge started this run, its documents lack the special tokens that the tokenizer adds, such as a BOS: "
+            "set data.tokenizer.add_special_tokens = false to continue without them"
         )
 
     def lr_scale(self, step: int) -> float:
-        """Factor of the phases on the learning rate of a step."""
+        """Returns the factor of the phases on the learning rate of a step."""
         return lr_scale_at(self.data.phases, step)
 
     def tokens_at(self, step: int) -> int:
-        """Tokens of the global batch of a step, with or without a label; padding does not count."""
+        """Returns the number of tokens of a step's global batch, with or without a label, without padding."""
         span = self.order.timeline.span_at(step)
         if self.data.packing == "concatenate":
             return span.rows * span.length
@@ -177,23 +186,23 @@ class TrainingStream:
         )
 
     def batches_at(self, step: int) -> int:
-        """Micro-batches of this rank in a step."""
+        """Returns the number of micro-batches of this rank in a step."""
         return self._shape(step)[0] // self.micro_batch
 
     def mix(self, step: int) -> dict[str, tuple[int, float]]:
-        """Tokens of each source that the first `step` steps read, and how many the weights ask for.
+        """Returns, by label, the tokens that the first `step` steps read and the number that the weights require.
 
-        Rows with padding count as the mean of their source has tokens, which is exact after every epoch.
+        A row with padding counts as the mean tokens per row of its source, which is exact after every epoch.
         """
         timeline = self.order.timeline
         samples = timeline.first_of(step)
         pairs = zip(timeline.draws(samples), timeline.planned(samples), self._tokens_a_sample, strict=True)
-        found = ((round(drawn * tokens), float(asked * tokens)) for drawn, asked, tokens in pairs)
-        return dict(zip(self.labels, found, strict=True))
+        counts = ((round(drawn * tokens), float(planned * tokens)) for drawn, planned, tokens in pairs)
+        return dict(zip(self.labels, counts, strict=True))
 
     def describe(self, steps: int | None = None) -> Mapping[str, Any]:
-        """What is read, JSON as it stands; with `steps` also samples, tokens and epochs of each source in that time, tokens
-        as `mix` counts them."""
+        """Returns a description of the data as JSON; with `steps`, also samples, tokens (counted as by `mix`) and epochs of
+        each source in this number of steps."""
         timeline = self.order.timeline
         draws = timeline.draws(timeline.first_of(steps)) if steps is not None else None
         mixture = timeline.segments[0].mixture
@@ -223,7 +232,7 @@ class TrainingStream:
         }
 
     def entropy(self) -> float | None:
-        """Unigram entropy of the mixture in nats per token, ends of documents included; None when it has a stream."""
+        """Returns the unigram entropy of the mixture in nats per token, including end-of-document tokens; None with a stream."""
         counted = [source for source in self.sources if not isinstance(source, StreamedSource)]
         if len(counted) < len(self.sources):
             return None
@@ -239,7 +248,7 @@ class TrainingStream:
             for rows, after in make(step, positions):
                 batches = rows.batches(self.micro_batch, self._first_row(step), pin, self._sources(step))
                 batches = with_items.add(step, batches)
-                del rows  # else its memory would count as held while the next step looks for free memory
+                del rows  # so that the next step can reuse its memory
                 step += 1
                 cursor = self._cursor(step, after)
                 checksums.reached(self._tokens_of(cursor["draws"]))
@@ -247,7 +256,7 @@ class TrainingStream:
                 del batches
 
     def _checksums(self, step: int) -> FirstEpoch:
-        """What compares this rank's files from a step on."""
+        """Returns the verifier of this rank's files from a step on."""
         timeline = self.order.timeline
         draws = dict(zip(self.labels, timeline.draws(timeline.first_of(step)), strict=True))
         sources = dict(zip(self.labels, self.sources, strict=True)) if self.data.verify else {}
@@ -257,13 +266,13 @@ class TrainingStream:
         return {label: drawn * self.order.unit for label, drawn in draws.items()}
 
     def _made_here(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[Rows, dict[str, Any]]]:
-        """(rows of this rank, positions of the streams after them) of each step."""
+        """Yields (rows of this rank, positions of the streams after them) of each step, read in this process."""
         buffers = Buffers()
         self.reader.seek(step, positions)
         self._iterator = iterator = object()
         while self.steps is None or step < self.steps:
             if self.reader.streams and self._iterator is not iterator:
-                raise DataError("streamed sources are read by one iterator at a time, and a newer one took over; open them again")
+                raise DataError("a newer iterator reads the streamed sources, and only one can at a time; open the stream again")
             own, length = self._shape(step)
             buffers.drop_others((Rows.size_of(own, length, self.reader.spec.marks),))
             rows = Rows.take(buffers, own, length, self.reader.spec.marks)
@@ -273,9 +282,9 @@ class TrainingStream:
             step += 1
 
     def _made_ahead(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[Rows, dict[str, Any]]]:
-        """The same by worker processes, `prefetch` steps ahead, and as many as there are workers: each makes another step."""
+        """Yields the same from worker processes, at least `prefetch` steps ahead; each worker reads whole steps."""
         assert self._recipe is not None, "loader workers need the recipe"
-        workers = 1 if self.reader.streams else self.data.loader_workers  # each would read all that a stream gives
+        workers = 1 if self.reader.streams else self.data.loader_workers  # every worker would read the whole stream
         with WorkerPool(self._recipe, workers, (step, positions), self._report) as pool:
             ahead, lead = step, max(self.data.prefetch, workers)
             while self.steps is None or step < self.steps:
@@ -287,19 +296,19 @@ class TrainingStream:
                 step += 1
 
     def _shape(self, step: int) -> tuple[int, int]:
-        """(rows of this rank, tokens of a row) of a step."""
+        """Returns (rows of this rank, tokens per row) of a step."""
         span = self.order.timeline.span_at(step)
         return span.rows // self.ranks, span.length
 
     def _sources(self, step: int) -> tuple[tuple[str, ...], np.ndarray] | None:
-        """Of this rank's rows in a step, where there are several sources to tell apart."""
+        """Returns the labels and the source of each of this rank's rows in a step; None if there is only one source."""
         if len(self.labels) == 1:
             return None
         own = self._shape(step)[0]
         return self.labels, self.order.rows_of(step, self.rank * own, (self.rank + 1) * own)[0]
 
     def _rows_of(self, step: int) -> list[tuple[int, int]]:
-        """This rank's rows of a step, each by the number of its source and its number there."""
+        """Returns this rank's rows of a step as (source number, row number in the source)."""
         own = self._shape(step)[0]
         sources, numbers = self.order.rows_of(step, self.rank * own, (self.rank + 1) * own)
         return list(zip(sources.tolist(), numbers.tolist(), strict=True))
@@ -308,25 +317,28 @@ class TrainingStream:
         return self.order.timeline.first_row_of(step) + self.rank * self._shape(step)[0]
 
     def _positions(self, cursor: Cursor, step: int, other: bool) -> dict[str, Any]:
-        """Positions of the streams, by label. A stream without a position in a cursor of `other` data begins at its beginning."""
-        found: dict[str, Any] = cursor.get("streams", {})
+        """Returns the positions of the streams, by label.
+
+        If the cursor belongs to `other` data, a stream without a position starts at its first document.
+        """
+        positions: dict[str, Any] = cursor.get("streams", {})
         draws = self.order.timeline.draws(self.order.timeline.first_of(step))
         for label in (self.labels[source] for source in self.reader.streams if draws[source]):
-            if label not in found and not other:
-                raise DataError(f"the cursor has no position of the stream {label!r}; it is not one that this Forge wrote")
-            if label not in found:
-                _log.warning("the checkpoint has no position of the stream %r, which is read from its first document on", label)
-        return found
+            if label not in positions and not other:
+                raise DataError(f"the cursor has no position of the stream {label!r}, so this version of Forge did not write it")
+            if label not in positions:
+                _log.warning("the checkpoint has no position of the stream %r; it starts at its first document", label)
+        return positions
 
     def _refuse_sizes(self, end: int | None) -> None:
         faults = list(batch_faults(self.data, self.reader.spec.global_batch, self.ranks, self.micro_batch))
         refuse_faults(faults)
         if self.steps == 0:
             limit = (
-                f"data.epochs = {self.data.epochs} gives" if self.data.epochs is not None else "max_epochs of the sources give"
+                f"data.epochs = {self.data.epochs} allows" if self.data.epochs is not None else "max_epochs of the sources allow"
             )
             raise DataError(
-                f"{limit} {end} samples, fewer than one global batch of {self.reader.spec.global_batch}; lower "
+                f"{limit} only {end} samples, fewer than one global batch of {self.reader.spec.global_batch}; lower "
                 "train.global_batch or data.sequence_length, or raise the number of epochs"
             )
 
@@ -338,7 +350,7 @@ class TrainingStream:
         return cursor_at(sample, self.labels, timeline.draws(sample), identity, streams, fingerprint)
 
     def _identity(self, step: int) -> tuple[dict[str, Any], str]:
-        """The identity at a step and its fingerprint: worked out where an interval or phase begins, not at every step."""
+        """Returns the identity at a step and its fingerprint; they are computed once per interval or phase."""
         begun = self.order.begun(step)
         if begun not in self._identities:
             identity = self.order.identity_at(step)

@@ -1,8 +1,8 @@
-"""A loader worker: makes rows in shared memory until the process that asks for them goes away.
+"""A loader worker: a process that builds rows in shared memory until the training process ends.
 
-Called as `python -m forge_data.loading.worker MESSAGES MEMORY` with two inherited sockets: messages both ways, and descriptors
-of the memory that a message announces. Every message but those is answered by (kind, content, traceback); before an answer, what
-sources say while they are read is sent on as ("said", message, "").
+Called as `python -m forge_data.loading.worker MESSAGES MEMORY` with two inherited sockets: MESSAGES carries messages both ways,
+MEMORY the file descriptors that "map" messages announce. Requests are answered by (kind, content, traceback). Messages of
+sources are sent before the answer as ("said", message, "").
 """
 
 import contextlib
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Serves one pool."""
-    # The trainer decides when to stop: a signal to the whole group must not end the data of its last step.
+    # The trainer decides when to stop: a signal to the process group must not interrupt the data of its last step.
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     messages: Connection[Any, Any] = Connection(int(sys.argv[1]))
@@ -40,7 +40,7 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(memory.fileno(),), daemon=True).start()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _serve(messages, memory)
-    os._exit(0)  # nothing is left to flush; a source's threads may never end
+    os._exit(0)  # nothing needs flushing, and threads of a source may never end
 
 
 def _serve(messages: "Connection[Any, Any]", memory: socket.socket) -> None:
@@ -48,7 +48,7 @@ def _serve(messages: "Connection[Any, Any]", memory: socket.socket) -> None:
     arrays: dict[int, np.ndarray] = {}
 
     def say(message: str) -> None:
-        """What sources say when they are opened, the trainer has said."""
+        """Forwards a message of a source, except while sources are opened: the trainer prints those messages itself."""
         if reader is not None:
             messages.send(("said", message, ""))
 
@@ -58,7 +58,7 @@ def _serve(messages: "Connection[Any, Any]", memory: socket.socket) -> None:
             if reader is None:
                 reader, answer = _open(received, say)
             else:
-                kind, *arguments = pickle.loads(received)  # noqa: S301 from the process that started this one
+                kind, *arguments = pickle.loads(received)  # noqa: S301 from the parent process
                 if kind == "map":
                     _map(arrays, memory, *arguments)
                     continue
@@ -66,7 +66,7 @@ def _serve(messages: "Connection[Any, Any]", memory: socket.socket) -> None:
                     reader.seek(*arguments)
                     continue
                 answer = _fill(reader, arrays, *arguments)
-        except BaseException as error:  # noqa: BLE001 the trainer raises again what a source raised
+        except BaseException as error:  # noqa: BLE001 the trainer raises the error of a source again
             refused = isinstance(error, ForgeError)
             said = str(error) if refused else f"{type(error).__name__}: {error}"
             messages.send(("refused" if refused else "failed", said, traceback.format_exc()))
@@ -75,7 +75,7 @@ def _serve(messages: "Connection[Any, Any]", memory: socket.socket) -> None:
 
 
 def _open(received: bytes, say: Callable[[str], None]) -> "tuple[RowReader, str]":
-    """What the trainer reads, opened here too, and the fingerprint that shows it."""
+    """Opens the trainer's data in this process; returns the reader and the fingerprint of its sample order."""
     content = io.BytesIO(received)
     paths, files = pickle.load(content)  # noqa: S301 as above
     sys.path[:] = paths
@@ -90,7 +90,7 @@ def _open(received: bytes, say: Callable[[str], None]) -> "tuple[RowReader, str]
 
 
 def _load_files(files: Mapping[str, tuple[Path, bytes]]) -> None:
-    """Modules of components that a recipe names by file, under the name that pickle looks for: what the trainer itself ran."""
+    """Runs the files of components that a recipe names by file, with the trainer's content, under the names that pickle uses."""
     for name, (path, content) in files.items():
         run_file(name, path, content)
 
@@ -120,7 +120,7 @@ def _fill(
 
 
 def _end_with(descriptor: int) -> None:
-    """Ends this process when the other end of a socket is closed, also in the middle of a read that never returns."""
+    """Ends this process when the other end of a socket is closed, even during a read that never returns."""
     poll = select.poll()
     poll.register(descriptor, 0)  # hang-ups are always reported
     poll.poll()

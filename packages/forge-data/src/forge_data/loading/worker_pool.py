@@ -1,9 +1,9 @@
-"""Loader workers, seen from the training process: it says which rows of which step it wants, and waits for them.
+"""The loader workers of a training process, which requests rows of steps and waits for them.
 
-Workers are plain `python -m forge_data.loading.worker` processes: no fork of a process with threads or a device, no need for
-a `__main__` guard, and no torch in them. Each opens a `WorkerRecipe`. Rows travel in anonymous shared memory, which no limit
-on /dev/shm concerns and which is gone when the processes are. A worker keeps no state but the place in streams, which comes
-back with every answer; so what a cursor says is what was consumed, however far the workers are ahead.
+Workers are plain `python -m forge_data.loading.worker` processes: they do not fork a process with threads or a device, need no
+`__main__` guard, and do not import torch. Each opens a `WorkerRecipe`. Rows are passed in anonymous shared memory, which is not
+subject to the limit of /dev/shm and is freed when the processes end. The only state of a worker is its position in streams,
+which every answer returns; so a cursor covers exactly the consumed steps, however far the workers are ahead.
 """
 
 import io
@@ -35,12 +35,12 @@ from forge_data.order.phases import weight_of
 from forge_data.sources.store import StoreSource, open_store
 
 _PATIENCE = 2.0
-"""Seconds that a worker has to end by itself."""
+"""Seconds until a worker that does not end by itself is killed."""
 
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """Takes the place of a source component whose store is on the disk, so that a worker opens the store alone."""
+    """Replaces a source component that has a prepared store, so that a worker only opens the store."""
 
     path: Path
     label: str
@@ -49,17 +49,17 @@ class PreparedSource:
     too_long: str | None
 
     def build(self, context: SourceContext) -> StoreSource:
-        """The store."""
+        """Opens the store."""
         return open_store(self.path, context.tokenizer)
 
 
 @dataclass(frozen=True)
 class WorkerRecipe:
-    """Small and picklable.
+    """What a worker needs to open the data; small and picklable.
 
     Attributes:
-        spec: of the run.
-        fingerprint: of the order of samples; that of the worker must be equal.
+        spec: spec of the run.
+        fingerprint: fingerprint of the sample order; the worker must compute the same.
     """
 
     spec: LoadSpec
@@ -67,10 +67,10 @@ class WorkerRecipe:
 
     @classmethod
     def of(cls, order: SampleOrder, opened: OpenedSources) -> "WorkerRecipe":
-        """The recipe of an order whose sources are open.
+        """Returns the recipe of an order whose sources are open.
 
         Raises:
-            DataError: a source cannot be described to another process.
+            DataError: a worker cannot import a component.
         """
         data = order.spec.data
         components: list[Any] = list(data.sources)
@@ -83,15 +83,19 @@ class WorkerRecipe:
         for component in (*components, tokenizer):
             if type(component).__module__ == "__main__":
                 raise DataError(
-                    f"{type(component).__name__} is defined in the script that runs, and a loader worker cannot import it; "
+                    f"{type(component).__name__} is defined in the main script, from which a loader worker cannot import it; "
                     "move it to a module, or set data.loader_workers = 0"
                 )
         own = replace(data, sources=components, tokenizer=tokenizer, evaluation={}, loader_workers=0)
         return cls(replace(order.spec, data=own), fingerprint_of(order.identity_at(None)))
 
     def dump(self) -> bytes:
-        """As the first message to a worker: where modules lie, the files of components that are not modules with
-        the content that ran here, and the recipe."""
+        """Returns the first message to a worker: `sys.path`, the files of components that are named by file, with the
+        content that this process ran, and the recipe.
+
+        Raises:
+            DataError: the recipe cannot be pickled.
+        """
         components = (*self.spec.data.sources, self.spec.data.tokenizer)
         modules = {type(component).__module__ for component in components if component is not None}
         loaders: Any = {name: sys.modules[name].__loader__ for name in modules if name.startswith("forge_file_")}
@@ -101,13 +105,13 @@ class WorkerRecipe:
         try:
             pickle.dump(self, content)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise DataError(f"the data cannot be described to a loader worker ({error}); set data.loader_workers = 0") from error
+            raise DataError(f"the data cannot be sent to a loader worker ({error}); set data.loader_workers = 0") from error
         return content.getvalue()
 
 
 @dataclass
 class _Worker:
-    """One process and the ways to it."""
+    """One worker process and its sockets."""
 
     number: int
     process: "subprocess.Popen[bytes]"
@@ -116,9 +120,9 @@ class _Worker:
 
 
 class WorkerPool:
-    """Some workers that make the rows of one rank; a context manager that ends them.
+    """Workers that build the rows of one rank; a context manager that ends them.
 
-    They take turns: each makes whole steps. Streams, which go on from row to row, are for one worker.
+    The workers take turns: each builds whole steps. Streams are read sequentially, so they require a single worker.
     """
 
     def __init__(
@@ -130,10 +134,10 @@ class WorkerPool:
     ) -> None:
         """
         Args:
-            recipe: what to open.
-            workers: how many; with streams, one.
+            recipe: the data to open.
+            workers: number of workers; 1 with streams.
             start: the first step, and the positions of the streams before it.
-            report: told what sources say while they are read.
+            report: called with messages of sources.
         """
         self._report = report
         self._marks: Marks = recipe.spec.marks
@@ -153,7 +157,7 @@ class WorkerPool:
                 worker.messages.send_bytes(content)
             for worker in self._workers:
                 if self._receive(worker) != self._recipe.fingerprint:
-                    raise DataError("the data changed while they were opened: a loader worker found other data; start again")
+                    raise DataError("a loader worker opened different data: files changed since the run opened them; start again")
                 worker.messages.send(("seek", *self._start))
         except BaseException:
             self.close()
@@ -164,7 +168,7 @@ class WorkerPool:
         self.close()
 
     def ask(self, step: int, first: int, count: int, length: int) -> None:
-        """Has rows [first, first + count) of the global batch of a step made, in memory that is free."""
+        """Requests rows [first, first + count) of a step's global batch."""
         size = Rows.size_of(count, length, self._marks)
         self._buffers.drop_others((size,))
         memory = self._buffers.take((size,), np.uint8)
@@ -173,11 +177,11 @@ class WorkerPool:
         self._asked.append((Rows(memory, count, length, self._marks), worker))
 
     def collect(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
-        """Waits for the rows that were requested first; also returns the positions of the streams after them.
+        """Waits for the oldest request; returns its rows and the positions of the streams after them.
 
         Raises:
             DataError: a worker refused its data; the message ends with the worker's traceback.
-            RuntimeError: a worker failed otherwise, or died.
+            RuntimeError: a worker raised another error, or died.
         """
         rows, worker = self._asked.popleft()
         return rows, self._receive(worker)
@@ -196,7 +200,7 @@ class WorkerPool:
         self._workers = []
 
     def _share(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """New anonymous memory that every worker maps too."""
+        """Returns new anonymous memory that every worker also maps."""
         descriptor = _anonymous()
         try:
             os.ftruncate(descriptor, shape[0])
@@ -215,7 +219,7 @@ class WorkerPool:
         try:
             worker.messages.send(message)
         except (BrokenPipeError, ConnectionResetError):
-            while True:  # through its last answers to the error that it sent, or to the end of the line
+            while True:  # reads the remaining answers until one raises the worker's error, or the connection ends
                 self._receive(worker)
 
     def _receive(self, worker: _Worker) -> Any:
@@ -235,9 +239,9 @@ class WorkerPool:
 
 
 def ended_how(code: int) -> str:
-    """What the exit code of a worker that died tells, for messages."""
+    """Returns the meaning of the exit code of a worker that died, for messages."""
     if code == -signal.SIGBUS:
-        return f"was killed by signal {-code} (SIGBUS): a file that it had mapped was truncated while it was read; restore it"
+        return f"was killed by signal {-code} (SIGBUS): a mapped file was truncated while it was read; restore the file"
     return f"was killed by signal {-code}, perhaps because memory ran out" if code < 0 else f"ended with code {code}"
 
 
@@ -256,7 +260,7 @@ def _start(number: int) -> _Worker:
 
 
 def _first_paths() -> Iterable[str]:
-    """Where the worker finds this package; the rest of sys.path follows with the first message."""
+    """Returns the paths on which the worker finds this package; the first message contains the whole sys.path."""
     return (path for path in sys.path if path)
 
 

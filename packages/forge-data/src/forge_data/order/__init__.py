@@ -1,1 +1,1 @@
-"""Which sample comes when: permutations, mixtures, phases and cursors. Integers only; no bytes are read here."""
+"""The order of samples: permutations, mixtures, phases and cursors. Pure integer arithmetic; nothing is read here."""

@@ -1,4 +1,4 @@
-"""The data position: a few integers, and what they are a position in."""
+"""The data position (cursor): a few integers, and the identity of the data that they refer to."""
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -10,15 +10,15 @@ from forge_core.protocols.data import Cursor
 
 VERSION = 1
 EQUAL = 2
-"""Version of the order of a stream's documents, `streams` in an identity; the first version is not recorded."""
+"""Version of the document order of streams, key `streams` of an identity; version 1 is not recorded."""
 EXACT = 2
-"""Version of the arithmetic of a mixture, `mixture` in an identity; the first version is not recorded."""
+"""Version of the arithmetic of mixtures, key `mixture` of an identity; version 1 is not recorded."""
 ROUNDED_PERIOD = 65_536
-"""Version 1 rounded the weights of a mixture to this period."""
+"""Period to which version 1 rounded the weights of a mixture."""
 
 
 def fingerprint_of(identity: Mapping[str, Any]) -> str:
-    """Of everything that fixes which sample has which number."""
+    """Returns the fingerprint of an identity: all settings that determine the order of samples."""
     return sha256(dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -30,30 +30,30 @@ def cursor_at(
     streams: Mapping[str, Any] | None = None,
     fingerprint: str | None = None,
 ) -> Cursor:
-    """The position before sample number `sample`.
+    """Returns the cursor before sample number `sample`.
 
     Args:
-        sample: samples consumed by all ranks together.
-        labels, draws: how many of them came from each source: where a changed mixture would go on.
+        sample: number of samples that all ranks have consumed.
+        labels, draws: number of these samples from each source, where a changed mixture would continue.
         identity: see `fingerprint_of`.
         streams: position of each streamed source.
-        fingerprint: of `identity`, where it is known already.
+        fingerprint: fingerprint of `identity`, if already computed.
     """
-    found: dict[str, Any] = {
+    cursor: dict[str, Any] = {
         "version": VERSION,
         "sample": sample,
         "draws": dict(zip(labels, draws, strict=True)),
         "identity": dict(identity),
         "fingerprint": fingerprint_of(identity) if fingerprint is None else fingerprint,
     }
-    return found if streams is None else found | {"streams": streams}
+    return cursor if streams is None else cursor | {"streams": streams}
 
 
 def sample_of(cursor: Cursor) -> int:
-    """The number of the next sample, of any data.
+    """Returns the number of the next sample of a cursor of any data.
 
     Raises:
-        DataError: it is not a cursor.
+        DataError: `cursor` is not a data cursor of this version.
     """
     if cursor.get("version") != VERSION or not isinstance(cursor.get("sample"), int) or cursor["sample"] < 0:
         raise DataError(f"expected a data cursor of version {VERSION}, got {dict(cursor)!r}")
@@ -64,33 +64,34 @@ def refuse_other(cursor: Cursor, identity: Mapping[str, Any], allowed: Sequence[
     """Refuses a cursor of other data.
 
     Args:
-        cursor: a position.
-        identity: of the data that it is to be a position in.
-        allowed: settings that may differ, with all that is below them.
-        advice: a sentence for messages about sources with other content.
+        cursor: the cursor to check.
+        identity: identity of the current data.
+        allowed: settings that may differ, including all settings below them.
+        advice: a sentence that is added if the fingerprint of a source differs.
 
     Returns:
-        A line for each difference that was allowed.
+        One line for each allowed difference.
 
     Raises:
-        DataError: names each other difference.
+        DataError: a setting differs that is not allowed; the message lists these differences.
     """
     if cursor.get("fingerprint") == fingerprint_of(identity):
         return []
-    found = cursor["identity"] if isinstance(cursor.get("identity"), Mapping) else {}
-    differences = differences_of(found, identity)
+    recorded = cursor["identity"] if isinstance(cursor.get("identity"), Mapping) else {}
+    differences = differences_of(recorded, identity)
     lines = {name: f"{name} was {was}, is {now}" for name, (was, now) in differences.items()}
     if differences.get("mixture") == ("nothing", EXACT):
         lines["mixture"] = _ROUNDED
-    if differences.get("streams") == ("nothing", EQUAL) and "readers" in found:
-        lines = {name: line for name, line in lines.items() if name not in ("readers", "shuffle_buffer")}  # meant something else
+    if differences.get("streams") == ("nothing", EQUAL) and "readers" in recorded:
+        # These keys had another meaning in version 1.
+        lines = {name: line for name, line in lines.items() if name not in ("readers", "shuffle_buffer")}
         lines["streams"] = _DEALT
     refused = [line for name, line in lines.items() if not any(f"{name}.".startswith(f"{other}.") for other in allowed)]
     if refused or not lines:
         raise DataError(
-            "the checkpoint's data position is of other data, so going on would repeat or skip samples: "
+            "the data position in the checkpoint belongs to other data, so a resume would repeat or skip samples: "
             + "; ".join(refused or ["fingerprints differ"])
-            + ". Restore these settings, start a new run, or name in data.changed what may differ"
+            + ". Restore these settings, start a new run, or list in data.changed the settings that may differ"
             + (f". {advice}" if advice and any(name.endswith(".fingerprint") for name in differences) else "")
         )
     return list(lines.values())
@@ -98,51 +99,51 @@ def refuse_other(cursor: Cursor, identity: Mapping[str, Any], allowed: Sequence[
 
 _ROUNDED = (
     f"mixture was version 1, which rounds these weights to a period of {ROUNDED_PERIOD:,} samples (4,096 in a ramp), is version "
-    f"{EXACT}, which is exact, so sample numbers mean other samples; a run that an older Forge began goes on with that Forge"
+    f"{EXACT}, which is exact and orders samples differently; continue a run of an older Forge with that version of Forge"
 )
 _DEALT = (
     f"streams was version 1, which read documents of small shards more often than others, is version {EQUAL}, which reads all "
-    "equally often, in another order; a run that an older Forge began goes on with that Forge, or, where data.changed names "
-    "streams, reads its streams from their first documents again"
+    "documents equally often in a different order; continue a run of an older Forge with that version of Forge, or list "
+    "streams in data.changed to read the streams again from their first documents"
 )
 
 
 def merged(cursors: Sequence[Cursor]) -> Cursor:
-    """One cursor of those that all ranks had after the same step: what a checkpoint keeps.
+    """Merges the cursors of all ranks after the same step into the cursor for a checkpoint.
 
-    They differ only where a foreign loader is read: there each rank knows its own position.
+    Cursors differ only with a foreign loader, where each cursor has the position of its own rank.
 
     Raises:
-        DataError: they are not of one step of one run.
+        DataError: the cursors belong to different steps or runs.
     """
     first, *others = cursors
     common = {key: value for key, value in first.items() if key != _OWN}
     for other in others:
         if {key: value for key, value in other.items() if key != _OWN} != common:
             raise DataError("data cursors of several ranks belong to different steps or data; gather them after the same step")
-    found = dict(common)
+    cursor = dict(common)
     if _OWN in first:
-        found[_OWN] = _united([cursor.get(_OWN, {}) for cursor in cursors])
-    return found
+        cursor[_OWN] = _united([part.get(_OWN, {}) for part in cursors])
+    return cursor
 
 
 _OWN = "foreign"
-"""The key under which ranks say different things."""
+"""The key whose value differs between ranks."""
 
 
 def _united(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mappings put together, two levels deep: source, then reader or rank."""
+    """Returns the union of mappings that are two levels deep: source, then reader or rank."""
     names = sorted({name for part in parts for name in part})
     return {name: {key: value for part in parts for key, value in part.get(name, {}).items()} for name in names}
 
 
 def differences_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings in which two identities differ, with both values; "nothing" where one lacks the setting."""
-    found: dict[str, tuple[Any, Any]] = {}
+    """Returns the settings in which two identities differ, with both values; "nothing" if a setting is missing."""
+    differences: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*before, *now}):
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found |= {f"{key}.{name}": values for name, values in differences_of(old, new).items()}
+            differences |= {f"{key}.{name}": values for name, values in differences_of(old, new).items()}
         elif old != new:
-            found[key] = ("nothing" if old is None else old, "nothing" if new is None else new)
-    return found
+            differences[key] = ("nothing" if old is None else old, "nothing" if new is None else new)
+    return differences

@@ -1,9 +1,9 @@
-"""Which source a sample comes from: draws of several sources in exact shares, found by arithmetic at any sample.
+"""Assigns samples to sources in exact shares; the source of any sample is computed directly.
 
-Shares are whole numbers of draws in a period, however long it is (`phases.shares_of`); none is rounded. Where the period is
-short, a table of it keeps every count within one sample of its share (`TableMixture`); else a tree of two-way splits keeps it
-within 1.68 samples (`TreeMixture`). Neither deviation grows with the number of samples. Over a ramp of weights, `ramp_draws`
-keeps it below one sample ahead and 1/2 + 1/3 + ... + 1/k behind.
+Shares are whole numbers of draws in a period of any length (`phases.shares_of`); nothing is rounded. For a short period, a
+table keeps the count of every source within one sample of its share (`TableMixture`). For a long one, a tree of two-way splits
+keeps it within 1.68 samples (`TreeMixture`). Neither deviation grows with the number of samples. Over a ramp of weights,
+`ramp_draws` keeps counts less than one sample ahead and at most 1/2 + 1/3 + ... + 1/k behind.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,21 +17,21 @@ from typing import Protocol
 import numpy as np
 
 LONGEST_TABLE = 2**20
-"""The longest period that is kept as a table."""
+"""The longest period that is stored as a table."""
 _CHUNK = 16_384
-"""Entries that the table grows by at least."""
+"""Minimum number of entries by which the table grows."""
 _WINDOW = 16_384
-"""Samples that are found together; a loader asks for as many."""
+"""Number of samples computed together; equals the block of `loading.sample_order`."""
 _WORD = 32
 _MASK = (1 << _WORD) - 1
 
 
 class Mixture(Protocol):
-    """Draws of sources, in an order without end.
+    """An endless sequence of draws of sources.
 
     Attributes:
-        shares: draws of each source in a period, in whole numbers; 0 = never.
-        period: their sum.
+        shares: draws of each source per period, whole numbers; 0 = never.
+        period: sum of the shares.
     """
 
     shares: tuple[int, ...]
@@ -39,44 +39,47 @@ class Mixture(Protocol):
 
     @property
     def bound(self) -> Fraction:
-        """No count of draws ever differs by more from its share, in samples."""
+        """Largest deviation, in samples, of the number of draws of a source from its share."""
         ...
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, number of the draw within that source) of each sample, int64."""
+        """Returns (source, number of the draw within that source) of each sample, int64."""
         ...
 
     def draws(self, samples: int) -> list[int]:
-        """Draws of each source among the first `samples` samples."""
+        """Returns the number of draws of each source among the first `samples` samples."""
         ...
 
     def sample_of(self, source: int, draw: int) -> int:
-        """The sample that is draw number `draw` (from 0) of `source`."""
+        """Returns the sample that is draw number `draw` (from 0) of `source`."""
         ...
 
 
 def mixture_of(shares: Sequence[int]) -> Mixture:
-    """The mixture of sources in the ratio of `shares`, whole numbers from 0 without a common factor, one above 0."""
+    """Returns the mixture for `shares`: whole numbers without a common factor, at least one above 0."""
     return TableMixture(shares) if sum(shares) <= LONGEST_TABLE else TreeMixture(shares)
 
 
 class TableMixture:
-    """A mixture whose period fits a table: the chairman assignment problem, solved for one period and repeated.
+    """A mixture with a table of one period: the chairman assignment problem, solved for one period and repeated.
 
-    After any number n of samples, source i of k with share s_i was drawn n s_i times, give or take at most 1 - 1/(2k - 2)
-    (Tijdeman, 1980). After one period of P samples every source was drawn exactly its share, so the table repeats and the
-    draws before any sample are arithmetic.
+    After any number n of samples, the number of draws of source i of k with share s_i differs from n s_i by at most
+    1 - 1/(2k - 2) (Tijdeman, 1980). After one period of P samples, every source was drawn exactly by its share. So the table
+    repeats, and the number of draws before any sample is computed directly.
 
-    The table grows as far as samples are needed, at about a microsecond and 24 bytes an entry: 25 MB for 2^20 entries.
+    The table grows as samples are requested, at about a microsecond and 24 bytes per entry: 25 MB for 2^20 entries.
 
     Attributes:
-        shares: draws of each source in one period; 0 = never.
-        period: their sum.
-        bound: no count of draws ever differs by more from its share, in samples.
+        shares: draws of each source per period; 0 = never.
+        period: sum of the shares.
+        bound: largest deviation, in samples, of the number of draws of a source from its share.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
-        """`shares` are whole numbers from 0, one of them above it."""
+        """
+        Args:
+            shares: whole numbers, at least one above 0.
+        """
         self.shares = tuple(shares)
         self.period = sum(self.shares)
         count = sum(share > 0 for share in self.shares)
@@ -84,14 +87,14 @@ class TableMixture:
         self._shares = np.array(self.shares, dtype=np.int64)
         self._coming = _assign(self.shares)
         self._built = 0
-        # Memory that nothing was written to costs nothing.
+        # Unwritten memory is not allocated by the system.
         self._table = np.empty(self.period, dtype=np.int64)
         self._before = np.empty(self.period, dtype=np.int64)
         self._places = [np.empty(share, dtype=np.int64) for share in self.shares]
         self._drawn = [0] * len(self.shares)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, number of the draw within that source) of each sample, int64."""
+        """Returns (source, number of the draw within that source) of each sample, int64."""
         periods, places = np.divmod(np.asarray(samples, dtype=np.int64), self.period)
         if self._built < self.period and places.size:
             self._build(int(places.max()) + 1)
@@ -99,21 +102,21 @@ class TableMixture:
         return sources, periods * self._shares[sources] + self._before[places]
 
     def draws(self, samples: int) -> list[int]:
-        """Draws of each source among the first `samples` samples."""
+        """Returns the number of draws of each source among the first `samples` samples."""
         periods, rest = divmod(samples, self.period)
         self._build(rest)
         known = zip(self.shares, self._places, self._drawn, strict=True)
         return [periods * share + int(np.searchsorted(places[:drawn], rest)) for share, places, drawn in known]
 
     def sample_of(self, source: int, draw: int) -> int:
-        """The sample that is draw number `draw` (from 0) of `source`."""
+        """Returns the sample that is draw number `draw` (from 0) of `source`."""
         periods, rest = divmod(draw, self.shares[source])
-        # Before that many samples a source is due two draws more than `rest`, and it is never two behind.
+        # After this many samples the share is `rest` + 2 draws, and a source is never two draws behind its share.
         self._build(-(-(rest + 2) * self.period // self.shares[source]))
         return periods * self.period + int(self._places[source][rest])
 
     def _build(self, samples: int) -> None:
-        """Fills the table for the first `samples` samples of a period, or all of it when there are fewer."""
+        """Fills the table for at least the first `samples` samples of the period."""
         if samples <= self._built or self._built == self.period:
             return
         first = self._built
@@ -130,11 +133,11 @@ class TableMixture:
 
 
 def _assign(shares: Sequence[int]) -> Iterator[int]:
-    """The source of each sample, in order.
+    """Yields the source of each sample, in order.
 
-    Draw c of source i (both from 0) with share n_i may happen from sample t on, t counting from 1, where
-    t n_i - c P >= P / (2k - 2), and must happen until that is >= P (1 - 1 / (2k - 2)). Among the draws that may happen
-    the one whose deadline comes first does.
+    Draw c of source i (both from 0) with share n_i is allowed from the first sample t (from 1) on with
+    t n_i - c P >= P / (2k - 2), and required by the first t with t n_i - c P >= P (1 - 1 / (2k - 2)). Among the allowed
+    draws, the one with the earliest deadline is taken.
     """
     drawn_from = [source for source, share in enumerate(shares) if share]
     period, count = sum(shares), len(drawn_from)
@@ -144,7 +147,7 @@ def _assign(shares: Sequence[int]) -> Iterator[int]:
     scale = 2 * count - 2
 
     def draw(source: int, number: int) -> tuple[int, int, float, int, int]:
-        """(first sample that may be it, last one that must be, the latter unrounded, source, number)."""
+        """Returns (first allowed sample, deadline, unrounded deadline, source, number)."""
         share, drawn = shares[source] * scale, number * period * scale
         deadline = drawn + period * (scale - 1)
         return -(-(drawn + period) // share), -(-deadline // share), deadline / share, source, number
@@ -164,7 +167,7 @@ def _assign(shares: Sequence[int]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Split:
-    """An inner node: which children it has, and their weights `few` <= `many`."""
+    """An inner node: its children, and their weights `few` <= `many`."""
 
     children: tuple[int, int]
     few: int
@@ -175,11 +178,11 @@ class _Split:
         return self.few + self.many
 
     def counted(self, draws: int) -> int:
-        """How many of the first `draws` draws the first child made."""
+        """Returns how many of the first `draws` draws belong to the first child."""
         return (2 * draws * self.few + self.weight) // (2 * self.weight)
 
     def draw_of(self, child: int, draw: int) -> int:
-        """The draw of this node that is draw number `draw` of a child."""
+        """Returns the draw of this node that is draw number `draw` of a child."""
         if child == self.children[0]:
             return ((2 * draw + 1) * self.weight - 1) // (2 * self.few)
         return (2 * draw + 1) * self.weight // (2 * self.many)
@@ -194,27 +197,31 @@ class TreeMixture:
         L(m) = floor(m a / W + 1/2)
 
     times and the other one m - L(m) times: the ordered merge of draws at the virtual times (l + 1/2) / weight. Both counts
-    are within 1/2 of their shares of m. L has a closed form, and so has its inverse: draw l of that child is draw
-    ((2 l + 1) W - 1) // 2a of the node, draw l of the other one, of weight b, draw (2 l + 1) W // 2b. So a sample is found
-    by one step down per level, fewer than the entropy of the shares + 1 on average, and nothing is stored or rounded.
+    are within 1/2 of their shares of m. L and its inverse have closed forms: draw l of this child is draw
+    ((2 l + 1) W - 1) // 2a of the node; draw l of the other child, of weight b, is draw (2 l + 1) W // 2b. So a sample is found
+    in one step per level, on average fewer than the entropy of the shares + 1, and nothing is stored or rounded.
 
-    How far counts are from their shares: a node's deviation is 1/2 for its own split and, of its parent's, its share of it.
-    With v_0 the leaf, v_1 its parent and so on to the root v_d, whose deviation is 0, that of leaf i is at most
+    Deviation of the counts from their shares: a node has the deviation of its own split, 1/2, plus its share of its parent's
+    deviation. With v_0 the leaf, v_1 its parent and so on to the root v_d, whose deviation is 0, the deviation of leaf i is at
+    most
 
         1/2 (w_i / W(v_0) + w_i / W(v_1) + ... + w_i / W(v_{d-1})),
 
-    at any sample, so it never grows. When Huffman's rule made v_{j+1} out of v_j and another node, everything left weighed
-    at least as much as v_j; hence W(v_{j+2}) >= W(v_{j+1}) + W(v_j). The weights on the way up are at least Fibonacci
-    numbers of w_i, and the sum is below 1/2 (1 + 1 + 1/2 + 1/3 + 1/5 + 1/8 + ...) < 1.68, for any number of sources
+    at any sample, so it never grows. When Huffman's rule joins v_j and another node to v_{j+1}, every remaining node weighs
+    at least as much as v_j; hence W(v_{j+2}) >= W(v_{j+1}) + W(v_j). The weights towards the root are at least w_i times the
+    Fibonacci numbers, and the sum is below 1/2 (1 + 1 + 1/2 + 1/3 + 1/5 + 1/8 + ...) < 1.68, for any number of sources
     with any weights. For two sources it is 1/2, for three below 1.
 
     Attributes:
-        shares: exact weights of the sources in whole numbers; 0 = never.
-        period: their sum; after that many samples each source was drawn exactly its share.
+        shares: exact weights of the sources as whole numbers; 0 = never.
+        period: sum of the shares; after this many samples, each source was drawn exactly by its share.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
-        """`shares` are whole numbers from 0, one of them above it."""
+        """
+        Args:
+            shares: whole numbers, at least one above 0.
+        """
         self.shares = tuple(shares)
         self.period = sum(self.shares)
         self._splits: dict[int, _Split] = {}
@@ -233,7 +240,7 @@ class TreeMixture:
 
     @property
     def bound(self) -> Fraction:
-        """No count of draws ever differs by more from its share, in samples."""
+        """Largest deviation, in samples, of the number of draws of a source from its share."""
         return max(
             sum((Fraction(share, 2 * self._weights[node]) for node in self._upwards(source)), Fraction(0))
             for source, share in enumerate(self.shares)
@@ -241,14 +248,14 @@ class TreeMixture:
         )
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, number of the draw within that source) of each sample, int64; fast where samples are neighbors."""
+        """Returns (source, number of the draw within that source) of each sample, int64; fast for neighboring samples."""
         samples = np.asarray(samples, dtype=np.int64)
         if not len(samples):
             return samples.copy(), samples.copy()
         first, last = int(samples.min()), int(samples.max())
         if last - first < _WINDOW:
-            found, numbers = self._window(first, last + 1 - first)
-            return found[samples - first], numbers[samples - first]
+            window_sources, window_draws = self._window(first, last + 1 - first)
+            return window_sources[samples - first], window_draws[samples - first]
         sources, draws = np.empty_like(samples), np.empty_like(samples)
         windows = (samples - first) // _WINDOW
         for window in np.unique(windows).tolist():
@@ -257,7 +264,7 @@ class TreeMixture:
         return sources, draws
 
     def draws(self, samples: int) -> list[int]:
-        """Draws of each source among the first `samples` samples."""
+        """Returns the number of draws of each source among the first `samples` samples."""
         counts = {self._root: samples}
         for node, split in reversed(self._splits.items()):
             counts[split.children[0]] = few = split.counted(counts[node])
@@ -265,7 +272,7 @@ class TreeMixture:
         return [counts.get(source, 0) for source in range(len(self.shares))]
 
     def sample_of(self, source: int, draw: int) -> int:
-        """The sample that is draw number `draw` (from 0) of `source`."""
+        """Returns the sample that is draw number `draw` (from 0) of `source`."""
         node = source
         while node != self._root:
             parent = self._parents[node]
@@ -273,13 +280,13 @@ class TreeMixture:
         return draw
 
     def _upwards(self, node: int) -> Iterator[int]:
-        """The node and its ancestors, without the root."""
+        """Yields the node and its ancestors, without the root."""
         while node != self._root:
             yield node
             node = self._parents[node]
 
     def _window(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sources, numbers of draws), each (count,) int64, of samples [first, first + count): one split after the other."""
+        """Returns (sources, draw numbers), each (count,) int64, of samples [first, first + count), split by split."""
         sources, draws = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
         left = [(self._root, first, np.arange(count))]
         while left:
@@ -301,11 +308,11 @@ class TreeMixture:
 
 
 def floors(start: int, step: int, divisor: int, count: int) -> np.ndarray:
-    """(count,) int64: floor((start + j step) / divisor) for j = 0, 1, ..., exactly; every result below 2^31.
+    """Returns (count,) int64 floor((start + j step) / divisor) for j = 0, 1, ..., exactly; every result is below 2^31.
 
-    Both summands are taken in units of 2^-b of the divisor, rounded up (Granlund and Montgomery, 1994). That adds less
-    than (j + 1) 2^-b, and a fraction is 1 / divisor at least below the next whole number, so where 2^b >= count * divisor
-    the floor is that of the exact value. b is a multiple of 32: products are those of words of 32 bits in uint64.
+    start / divisor and step / divisor are rounded up to multiples of 2^-b (Granlund and Montgomery, 1994). The error is less
+    than (j + 1) 2^-b, and the exact value is at least 1 / divisor below the next whole number. So for 2^b >= count * divisor
+    the floor is exact. b is a multiple of 32, so products are computed from 32-bit words in uint64.
     """
     if not count:
         return np.empty(0, dtype=np.int64)
@@ -323,25 +330,26 @@ def floors(start: int, step: int, divisor: int, count: int) -> np.ndarray:
 
 
 def ramp_draws(owed: Sequence[Fraction], samples: int) -> list[int]:
-    """Samples of each source in a stretch of a ramp, so that many short stretches do not add up their errors.
+    """Returns the number of samples of each source in one stretch of a ramp, such that errors do not accumulate.
 
-    Every stretch owes each source its exact share of samples, and what the stretches before left; whole samples go to the
-    source that is owed most, one after the other. Then, at the end of every stretch, a source of k is ahead of its exact
-    share by less than one sample and behind by at most 1/2 + 1/3 + ... + 1/k.
+    A source is owed its exact share of the stretch plus its debt from earlier stretches; whole samples go, one after the
+    other, to the source that is owed most. Then, at the end of every stretch, each of k sources is less than one sample ahead
+    of its exact share and at most 1/2 + 1/3 + ... + 1/k behind.
 
-    Ahead: before a sample is given the debts add up to 1 at least, so the largest is above 0. Behind: let D_j be the sum of
-    the j largest debts after a stretch; D_k = 0, as all together are owed what is given. We show D_j <= j (1/(j+1) + ... +
-    1/k), downwards from j = k. If only those j were given samples in the stretch, they got all of them, so their debts did
-    not grow in sum. Else another source was given one while it was owed as much as each of the j, so it is owed at least
-    D_j / j - 1 afterwards, and D_{j+1} >= D_j + D_j / j - 1, from which the claim follows. j = 1 is the bound.
+    Ahead: before a sample is assigned, the debts sum to at least 1, so the largest is above 0. Behind: let D_j be the sum of
+    the j largest debts after a stretch; D_k = 0, because the sources together are owed exactly the samples of the stretch. We
+    show D_j <= j (1/(j+1) + ... + 1/k), downwards from j = k. If only those j sources got samples in the stretch, they got all
+    of them, so the sum of their debts did not grow. Otherwise another source got a sample while it was owed at least as much
+    as each of the j, so afterwards it is owed at least D_j / j - 1, and D_{j+1} >= D_j + D_j / j - 1, from which the claim
+    follows. j = 1 is the bound.
 
     Args:
-        owed: to each source, `samples` in sum; what is left of it after giving is its debt.
-        samples: of the stretch.
+        owed: exact number of samples owed to each source; the sum is `samples`.
+        samples: samples of the stretch.
     """
-    found = [max(0, floor(debt)) for debt in owed]
-    while sum(found) < samples:
-        found[max(range(len(owed)), key=lambda i: owed[i] - found[i])] += 1
-    while sum(found) > samples:
-        found[min((i for i in range(len(owed)) if found[i]), key=lambda i: owed[i] - found[i])] -= 1
-    return found
+    counts = [max(0, floor(debt)) for debt in owed]
+    while sum(counts) < samples:
+        counts[max(range(len(owed)), key=lambda i: owed[i] - counts[i])] += 1
+    while sum(counts) > samples:
+        counts[min((i for i in range(len(owed)) if counts[i]), key=lambda i: owed[i] - counts[i])] -= 1
+    return counts

@@ -1,9 +1,9 @@
-"""A random order of n rows without storing it: a counter-based permutation.
+"""A random order of n rows that is computed instead of stored: a counter-based permutation.
 
-A Feistel network (Luby and Rackoff, 1988) on b bits, 2^(b-1) < n <= 2^b, is a bijection of [0, 2^b); where it leaves
-[0, n) it is applied again until it comes back ("cycle walking", Black and Rogaway, 2002), fewer than two times on
-average, which makes it a bijection of [0, n). The key is derived from (seed, source, epoch), so every epoch of every
-source has a different order, and row i of the order is found in O(1) time and memory.
+A Feistel network (Luby and Rackoff, 1988) on b bits, 2^(b-1) < n <= 2^b, is a bijection of [0, 2^b). If its result is
+outside [0, n), it is applied again until the result is inside ("cycle walking", Black and Rogaway, 2002), on average fewer
+than two times; this is a bijection of [0, n). The key is derived from (seed, source, epoch), so every epoch of every source
+has a different order, and row i of the order is computed in O(1) time and memory.
 """
 
 from hashlib import blake2b
@@ -17,53 +17,53 @@ _B = np.uint64(0x94D049BB133111EB)
 
 
 def key_of(*parts: object) -> int:
-    """A 64-bit key from anything printable; equal on every machine."""
+    """Returns a 64-bit key from the text of `parts`; equal on every machine."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 whose output bits look random (finalizer of SplitMix64, Steele et al., 2014)."""
+    """Applies a bijection of uint64 with pseudo-random output (finalizer of SplitMix64, Steele et al., 2014)."""
     values = (values ^ (values >> np.uint64(30))) * _A
     values = (values ^ (values >> np.uint64(27))) * _B
     return values ^ (values >> np.uint64(31))
 
 
 def permute(indices: np.ndarray, size: int, key: int, epochs: np.ndarray) -> np.ndarray:
-    """Where a random order of `size` rows puts each index.
+    """Maps indices to rows by a random permutation.
 
     Args:
         indices: (N,) integers in [0, size).
         size: number of rows.
-        key: of (seed, source).
-        epochs: (N,) epoch of each index; each epoch has its permutation.
+        key: key of (seed, source).
+        epochs: (N,) epoch of each index; each epoch has its own permutation.
 
     Returns:
         (N,) int64 rows in [0, size).
     """
     if size < 1:
-        raise ValueError(f"an order needs at least one row, got {size}")
-    found = np.asarray(indices).astype(np.uint64)
-    if size == 1 or not len(found):
-        return found.astype(np.int64)
+        raise ValueError(f"a permutation needs at least one row, got {size}")
+    rows = np.asarray(indices).astype(np.uint64)
+    if size == 1 or not len(rows):
+        return rows.astype(np.int64)
     bits = max(2, (size - 1).bit_length())
     keys = _round_keys(key, np.asarray(epochs).astype(np.uint64))
-    found = _feistel(found, bits, keys)
-    outside = np.flatnonzero(found >= size)
+    rows = _feistel(rows, bits, keys)
+    outside = np.flatnonzero(rows >= size)
     while len(outside):
         own = keys if keys.shape[1] == 1 else keys[:, outside]
-        walked = _feistel(found[outside], bits, own)
-        found[outside] = walked
+        walked = _feistel(rows[outside], bits, own)
+        rows[outside] = walked
         outside = outside[walked >= size]
-    return found.astype(np.int64)
+    return rows.astype(np.int64)
 
 
 def permute_blocks(indices: np.ndarray, size: int, key: int, epochs: np.ndarray, block: int, window: int) -> np.ndarray:
-    """Like `permute`, but neighbors stay near each other in time, for storage that is slow at random access.
+    """Like `permute`, but neighboring rows are read at nearby times, for storage with slow random access.
 
-    Blocks of `block` rows are put into a random order; then rows are mixed among themselves inside each window of
-    `window` blocks. So at any time rows come from `window` blocks only, and every epoch is still a bijection found in O(1).
-    The size mod `block` rows that fill no block belong to the last window.
+    Blocks of `block` rows are put into a random order; then rows are permuted within each window of `window` blocks. So at any
+    time rows come only from `window` blocks, and every epoch is still a bijection that is computed in O(1). The last
+    size mod `block` rows, which do not fill a block, belong to the last window.
     """
     blocks = size // block
     whole, span = blocks * block, block * window
@@ -73,7 +73,7 @@ def permute_blocks(indices: np.ndarray, size: int, key: int, epochs: np.ndarray,
     number = np.minimum(indices // span, windows - 1)
     first = number * span
     places = np.empty_like(indices)
-    # All windows have `span` rows except the last, which has what is left.
+    # All windows have `span` rows except the last, which has the remaining rows.
     last = number == windows - 1
     for own, rows in ((np.flatnonzero(~last), span), (np.flatnonzero(last), size - (windows - 1) * span)):
         if len(own):
@@ -87,7 +87,7 @@ def permute_blocks(indices: np.ndarray, size: int, key: int, epochs: np.ndarray,
 
 
 def _round_keys(key: int, epochs: np.ndarray) -> np.ndarray:
-    """(ROUNDS, N) keys, or (ROUNDS, 1) when all indices are of one epoch."""
+    """Returns (ROUNDS, N) keys, or (ROUNDS, 1) if all indices belong to one epoch."""
     if (epochs == epochs[0]).all():
         epochs = epochs[:1]
     rounds = np.arange(1, ROUNDS + 1, dtype=np.uint64)[:, None]
@@ -95,7 +95,7 @@ def _round_keys(key: int, epochs: np.ndarray) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """One pass over both halves, which may differ by a bit; each round changes one half by a function of the other."""
+    """Applies all rounds; each changes one half by a function of the other. The halves may differ by one bit in length."""
     low = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)

@@ -1,8 +1,7 @@
-"""What a recipe says of its sources: their keys, exact weights, and the phases of a run. Imports neither torch nor numpy.
+"""The sources and phases of a recipe: labels, exact weights, checks and intervals. Imports neither torch nor numpy.
 
-A phase says which weights, lengths and batch sizes hold from a step on. A weight is the number that is written in the
-recipe, in decimal. At a temperature it is a power of that, which has no end in decimal, so then the weight is the double
-nearest to it. From there on nothing is rounded.
+A phase sets weights, lengths and batch sizes from a step on. A weight is exactly the decimal number in the recipe. With a
+temperature it is a power of that number, rounded to the nearest double. All further arithmetic is exact.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,19 +18,19 @@ from forge_data.section import Data, Phase
 
 Weight = float | Fraction
 STAIRS = 32
-"""Weights move over a ramp in at most this many equal stairs, each with exact shares."""
+"""Maximum number of equal stairs in which weights move over a ramp; each stair has exact shares."""
 
 
 @dataclass(frozen=True)
 class PhaseInterval:
-    """Steps [step, step of the next interval) have everything in common.
+    """A range of steps with constant settings; it ends where the next interval begins.
 
     Attributes:
-        step: the first one.
-        weights: of every source of the recipe, in their order.
-        length: tokens of a row.
-        batch: rows of a step over all ranks.
-        stair: a stair of a ramp of weights.
+        step: first step.
+        weights: weights of all sources of the recipe, in order.
+        length: tokens per row.
+        batch: rows per step over all ranks.
+        stair: whether this is a stair of a ramp of weights.
     """
 
     step: int
@@ -42,7 +41,7 @@ class PhaseInterval:
 
 
 def intervals_of(data: Data, global_batch: int) -> list[PhaseInterval]:
-    """The intervals of a run without an end, from step 0 on; `data` has no faults."""
+    """Returns the intervals of an endless run from step 0 on; `data` must be valid."""
     labels = labels_of(data)
     intervals = [PhaseInterval(0, base_weights(data), data.sequence_length, global_batch)]
     for phase in data.phases:
@@ -58,7 +57,7 @@ def intervals_of(data: Data, global_batch: int) -> list[PhaseInterval]:
 
 
 def labels_of(data: Data) -> list[str]:
-    """The name of every source in phases and logs: its `label`, else that of its component, numbered from the second on."""
+    """Returns the labels of all sources: `label`, or else that of the component, numbered from the second one on."""
     labels: list[str] = []
     for index, component in enumerate(data.sources):
         label = label_of(component)
@@ -67,17 +66,17 @@ def labels_of(data: Data) -> list[str]:
 
 
 def base_weights(data: Data) -> tuple[float, ...]:
-    """Weights of the sources before the first phase."""
+    """Returns the weights of the sources before the first phase."""
     return tuple(map(weight_of, data.sources))
 
 
 def used_sources(data: Data) -> list[bool]:
-    """Whether each source has a weight above 0 at some time."""
+    """Returns, for each source, whether its weight is ever above 0."""
     return [any(interval.weights[index] for interval in intervals_of(data, 1)) for index in range(len(data.sources))]
 
 
 def lr_scale_at(phases: Sequence[Phase], step: int) -> float:
-    """Factor of the phases on the learning rate of a step; the first step of a phase has it already."""
+    """Returns the factor of the phases on the learning rate of a step; it applies from the first step of a phase on."""
     scale = 1.0
     for phase in phases:
         if phase.lr_scale is None or step < phase.start:
@@ -88,7 +87,7 @@ def lr_scale_at(phases: Sequence[Phase], step: int) -> float:
 
 
 def _stairs(phase: Phase, before: PhaseInterval, after: PhaseInterval) -> Iterator[PhaseInterval]:
-    """Stairs from the shares before to those after, each as high as the line in its middle, exactly."""
+    """Yields the stairs of a ramp; each has exactly the weights of the linear ramp at its middle."""
     count = min(phase.ramp, STAIRS)
     old, new = _normalized(before.weights), _normalized(after.weights)
     if count and old == new:
@@ -107,14 +106,14 @@ def _normalized(weights: Sequence[Weight]) -> list[Fraction]:
 
 
 def faults_of(data: Data, global_batch: int, max_steps: int | None = None) -> list[Fault]:
-    """Everything that is wrong with labels, weights and phases; `max_steps` of the run, where it is known."""
+    """Returns the faults of labels, weights and phases; `max_steps` is the length of the run, if known."""
     if faults := source_faults(data):
         return faults
     faults = [fault for index, phase in enumerate(data.phases) for fault in _own_faults(data, index, phase, max_steps)]
     for index, (first, second) in enumerate(pairwise(data.phases), 1):
         if second.start < first.start + max(first.ramp, 1):
             kind = (
-                f"the phase before ramps until step {first.start + first.ramp}"
+                f"the previous phase ramps until step {first.start + first.ramp}"
                 if first.ramp
                 else "phases must be in the order of their starts"
             )
@@ -130,17 +129,17 @@ def faults_of(data: Data, global_batch: int, max_steps: int | None = None) -> li
 
 
 def source_faults(data: Data) -> list[Fault]:
-    """Labels that two sources share, and weights of which none is above 0."""
+    """Returns faults of labels that two sources share, and of weights that are all 0."""
     faults = []
     labels = labels_of(data)
     for index, (source, label) in enumerate(zip(data.sources, labels, strict=True)):
-        given = getattr(source, "label", None)
-        if given is not None and given != label:
-            other = f"is empty; {label!r} would be taken" if not given.strip() else f"{given!r} is another source's name, too"
-            faults.append(Fault(f"data.sources.{index}.label", other, hint="give each source its own label"))
+        chosen = getattr(source, "label", None)
+        if chosen is not None and chosen != label:
+            what = "is empty" if not chosen.strip() else f"{chosen!r} is also the label of another source"
+            faults.append(Fault(f"data.sources.{index}.label", what, hint="give each source its own label"))
     if data.sources and not any(base_weights(data)):
         what = "no source has a weight above 0" + (" before the first phase" if data.phases else "")
-        faults.append(Fault("data.sources.0.weight", what, hint="raise the weight of a source that is to be read"))
+        faults.append(Fault("data.sources.0.weight", what, hint="raise the weight of at least one source"))
     return faults
 
 
@@ -150,38 +149,40 @@ def _own_faults(data: Data, index: int, phase: Phase, max_steps: int | None) -> 
         if name not in labels:
             yield Fault(f"{key}.weights.{name}", f"no source has the label {name!r}", hint=did_you_mean(name, labels))
     if phase.weights and len(labels) < 2:
-        yield Fault(f"{key}.weights", "a recipe with fewer than two sources has nothing to mix", hint="add [[data.sources]]")
+        yield Fault(f"{key}.weights", "weights have no effect with fewer than two sources", hint="add [[data.sources]]")
     settings = (phase.weights, phase.lr_scale, phase.sequence_length, phase.global_batch)
     if not phase.weights and settings[1:] == (None, None, None):
-        yield Fault(key, "changes nothing", hint="give it weights, lr_scale, sequence_length or global_batch, or remove it")
+        yield Fault(key, "changes nothing", hint="set weights, lr_scale, sequence_length or global_batch, or remove the phase")
     elif phase.ramp and not phase.weights and phase.lr_scale is None:
-        yield Fault(f"{key}.ramp", "only weights and lr_scale move over a ramp", hint="remove it")
+        yield Fault(f"{key}.ramp", "has no effect without weights or lr_scale", hint="remove it")
     if max_steps is not None and phase.start >= max_steps:
         yield Fault(f"{key}.start", f"step {phase.start} is never reached: the run has {max_steps} steps", hint="lower it")
     elif max_steps is not None and phase.start + phase.ramp > max_steps:
-        yield Fault(f"{key}.ramp", f"ends at step {phase.start + phase.ramp}, the run at {max_steps}", hint="shorten it")
+        yield Fault(
+            f"{key}.ramp", f"ends at step {phase.start + phase.ramp}, after the run ({max_steps} steps)", hint="shorten it"
+        )
 
 
 def _size_faults(data: Data, intervals: Sequence[PhaseInterval]) -> Iterator[Fault]:
-    """What lengths and batches do not allow; `intervals` has the base and then one per phase."""
+    """Yields the faults of lengths and batch sizes; `intervals` has the base interval and then one per phase."""
     longest = max(interval.length for interval in intervals)
     for index, interval in enumerate(intervals):
         key = "data" if not index else f"data.phases.{index - 1}"
         if interval.length != longest and data.packing != "concatenate":
-            what = f"packing {data.packing!r} puts documents into rows of one length; this one differs from {longest}"
-            yield Fault(f"{key}.sequence_length", what, hint="keep the length, or use packing = 'concatenate'")
+            what = f"differs from {longest}, but packing {data.packing!r} requires rows of one length"
+            yield Fault(f"{key}.sequence_length", what, hint="keep the length, or set packing = 'concatenate'")
         elif longest % interval.length:
             yield Fault(f"{key}.sequence_length", f"{interval.length} does not divide the longest length of the run, {longest}")
         elif interval.batch * interval.length % longest:
             need = longest // interval.length
             rows = f"{interval.batch} rows of {interval.length} tokens"
-            what = f"{rows} are not a whole number of the run's longest rows ({longest} tokens)"
+            what = f"{rows} do not fill a whole number of the run's longest rows ({longest} tokens)"
             where = f"{key}.global_batch" if index else "train.global_batch"
-            yield Fault(where, what, hint=f"take a multiple of {need}")
+            yield Fault(where, what, hint=f"use a multiple of {need}")
 
 
 def batch_faults(data: Data, global_batch: int, ranks: int, micro_batch: int) -> Iterator[Fault]:
-    """Phases whose batch cannot be shared by the data ranks in whole micro-batches."""
+    """Yields a fault for each phase whose batch cannot be split among the data ranks into whole micro-batches."""
     for index, phase in enumerate(data.phases):
         batch = phase.global_batch
         if batch is not None and batch != global_batch and batch % (ranks * micro_batch):
@@ -193,49 +194,49 @@ def refuse_faults(faults: Sequence[Fault]) -> None:
     """Raises all faults as one error.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: `faults` is not empty.
     """
     if faults:
         raise ConfigError(faults)
 
 
 def weight_of(source: Component) -> float:
-    """Share of the mixture relative to the other sources, before the first phase."""
+    """Returns the weight of a source in the mixture before the first phase."""
     return float(getattr(source, "weight", SourceComponent.weight))
 
 
 def max_epochs_of(source: Component) -> float | None:
-    """How often the source is read at most; None = without a limit."""
+    """Returns the maximum number of epochs of a source; None = no limit."""
     return getattr(source, "max_epochs", SourceComponent.max_epochs)
 
 
 def too_long_of(source: Component) -> str | None:
-    """What becomes of a document that is longer than a row: error, skip, truncate; None: it goes on in further rows."""
+    """Returns the treatment of documents longer than a row: error, skip, truncate; None: continue in further rows."""
     return getattr(source, "too_long", SourceComponent.too_long)
 
 
 def label_of(source: Component) -> str:
-    """Its `label`, else the `default_label` of its class, else the name of the class.
+    """Returns the `label` of a source, else the `default_label` of its class, else the name of the class.
 
-    Labels decide the order of rows, so a class that gets another name keeps its label. Subclasses do not inherit it.
+    The label determines the order of rows, so a class that is renamed keeps its `default_label`. Subclasses do not inherit it.
     """
     kind = type(source)
     return getattr(source, "label", SourceComponent.label) or vars(kind).get("default_label", kind.__name__.lower())
 
 
 def exact_of(weight: Weight) -> Fraction:
-    """A weight as it is written in decimal."""
+    """Returns a weight as the exact value of its decimal notation."""
     return weight if isinstance(weight, Fraction) else Fraction(str(weight))
 
 
 def shares_of(weights: Sequence[Weight]) -> tuple[int, ...]:
-    """Draws of each source in the shortest period in which they are exactly in the ratio of `weights`.
+    """Returns the draws of each source in the shortest period that has exactly the ratio of `weights`.
 
     Raises:
-        DataError: no weight is above 0, or one is negative or not finite.
+        DataError: no weight is above 0, or a weight is negative or not finite.
     """
     if any(not 0 <= weight < float("inf") for weight in weights):
-        raise DataError(f"weights of sources must be finite and not negative: {[float(weight) for weight in weights]}")
+        raise DataError(f"weights of sources must be finite and not negative, got {[float(weight) for weight in weights]}")
     exact = [exact_of(weight) for weight in weights]
     if not any(exact):
         raise DataError("no source has a weight above 0; set the weight of at least one of [[data.sources]]")
@@ -246,10 +247,10 @@ def shares_of(weights: Sequence[Weight]) -> tuple[int, ...]:
 
 
 def tempered(weights: Sequence[Weight], temperature: float) -> tuple[Weight, ...]:
-    """(weight / largest weight) ** (1 / temperature); 0 stays 0 at any temperature, and at 1 weights stay as they are.
+    """Returns (weight / largest weight) ** (1 / temperature); 0 stays 0, and at temperature 1 weights are unchanged.
 
-    Powers are worked out in decimal to 40 digits and then rounded to the nearest double: the same one on every machine,
-    as no mathematical library of the system takes part.
+    Powers are computed in decimal with 40 digits and then rounded to the nearest double. The result is the same on every
+    machine, because the system's mathematical library is not used.
     """
     if temperature == 1:
         return tuple(weights)

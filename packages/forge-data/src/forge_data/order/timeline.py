@@ -1,10 +1,10 @@
-"""Steps, samples and sources of a whole run by arithmetic, with all that its phases change.
+"""Computes steps, samples and sources of a whole run, including its phases.
 
-A sample is one row of the run's longest length, its `unit`; where rows are shorter, a step cuts each sample into
-several. The run is a list of segments with constant weights. In each of them draws follow the weights within the bound
-of its mixture at every prefix (`mixture`), and each source goes on where the segment before left it. A segment ends
-where a phase or a stair of its ramp begins, or where a source has been read `max_epochs` times and its share goes to the
-others. The stairs of a ramp hand on what they owe (`ramps`), so that deviations do not add up over it.
+A sample is one row of the run's longest length, its `unit`; shorter rows are cut from a sample, several per sample. The run is
+a list of segments with constant weights. In each segment, draws follow the weights within the bound of its mixture at every
+prefix (`mixture`), and each source continues where the previous segment left it. A segment ends where a phase or a stair of its
+ramp begins, or where a source reaches `max_epochs` and its share goes to the others. The stairs of a ramp pass on their debts
+(`mixture.ramp_draws`), so that deviations do not accumulate over the ramp.
 """
 
 from bisect import bisect_right
@@ -22,12 +22,12 @@ from forge_data.order.phases import PhaseInterval, shares_of, tempered
 
 @dataclass(frozen=True)
 class StepSpan:
-    """Steps [step, ...) of one shape: `units` samples each, cut into rows of `length` tokens.
+    """Steps from `step` on with one shape: `units` samples per step, cut into rows of `length` tokens.
 
     Attributes:
         first: number of the first sample.
-        first_row: rows of the run before it.
-        rows: of one step.
+        first_row: number of rows of the run before the first sample.
+        rows: rows per step.
     """
 
     step: int
@@ -40,14 +40,14 @@ class StepSpan:
 
 @dataclass(frozen=True)
 class Segment:
-    """Samples [first, ...) of constant weights.
+    """Samples from `first` on with constant weights.
 
     Attributes:
         first: number of the first sample.
-        shares: of the sources, exactly: whole numbers in the ratio of the weights.
-        mixture: how they are drawn; in a ramp by the whole number of samples that each source gives.
-        before: draws of each source until then.
-        asked: draws of each source until then that the weights ask for.
+        shares: exact shares of the sources: whole numbers in the ratio of the weights.
+        mixture: order of the draws; in a ramp, its shares are the whole number of samples of each source in the stair.
+        before: number of draws of each source before this segment.
+        asked: exact number of draws of each source before this segment that the weights require.
     """
 
     first: int
@@ -57,7 +57,7 @@ class Segment:
     asked: tuple[Fraction, ...]
 
     def asked_at(self, sample: int) -> tuple[Fraction, ...]:
-        """Draws of each source before a sample that the weights ask for."""
+        """Returns the exact number of draws of each source before a sample that the weights require."""
         return tuple(
             asked + Fraction((sample - self.first) * share, sum(self.shares))
             for asked, share in zip(self.asked, self.shares, strict=True)
@@ -65,21 +65,21 @@ class Segment:
 
 
 class Timeline:
-    """Where every step and sample of a run lies.
+    """Steps and samples of a whole run.
 
     Attributes:
-        unit: tokens of one sample: the longest row of the run.
-        spans: steps by shape.
-        segments: samples by mixture.
-        end: samples until every source that is still wanted is used up, or None.
+        unit: tokens per sample: the longest row of the run.
+        spans: ranges of steps with one shape.
+        segments: ranges of samples with one mixture.
+        end: number of samples until all sources with a weight are exhausted, or None.
     """
 
     def __init__(self, intervals: Sequence[PhaseInterval], caps: Sequence[int | None], temperature: float = 1.0) -> None:
         """
         Args:
-            intervals: of the run; see `phases.intervals_of`.
-            caps: draws of each source after which it is used up, or None.
-            temperature: of the weights.
+            intervals: intervals of the run; see `phases.intervals_of`.
+            caps: maximum number of draws of each source, or None.
+            temperature: temperature of the weights.
         """
         self.unit = max(interval.length for interval in intervals)
         self.caps = tuple(caps)
@@ -91,7 +91,7 @@ class Timeline:
         self._owed = [Fraction(0)] * len(self.caps)
         for interval in intervals:
             self._begin(interval)
-        # Only where weights change the even assignment begins anew.
+        # The assignment restarts only where weights change.
         changes = [
             place for place in range(len(intervals)) if not place or intervals[place].weights != intervals[place - 1].weights
         ]
@@ -101,26 +101,26 @@ class Timeline:
                 self._cut(self.spans[place].first, stop, intervals[place])
 
     def span_at(self, step: int) -> StepSpan:
-        """The span of a step."""
+        """Returns the span of a step."""
         return self.spans[bisect_right(self.spans, step, key=lambda span: span.step) - 1]
 
     def first_of(self, step: int) -> int:
-        """Number of the first sample of a step."""
+        """Returns the number of the first sample of a step."""
         span = self.span_at(step)
         return span.first + (step - span.step) * span.units
 
     def first_row_of(self, step: int) -> int:
-        """Rows of the run before a step."""
+        """Returns the number of rows of the run before a step."""
         span = self.span_at(step)
         return span.first_row + (step - span.step) * span.rows
 
     def steps_in(self, samples: int) -> int:
-        """Whole steps that the first `samples` samples fill."""
+        """Returns the number of whole steps in the first `samples` samples."""
         span = self.spans[bisect_right(self.spans, samples, key=lambda span: span.first) - 1]
         return span.step + (samples - span.first) // span.units
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, number of the draw within that source over the whole run) of each sample (N,) int64."""
+        """Returns (source, number of the draw within that source over the whole run) of each sample (N,) int64."""
         if len(self.segments) == 1:
             return self.segments[0].mixture.locate(samples)
         places = np.searchsorted(self._firsts, samples, side="right") - 1
@@ -132,13 +132,13 @@ class Timeline:
         return sources, draws
 
     def draws(self, samples: int) -> list[int]:
-        """Draws of each source among the first `samples` samples of the run."""
+        """Returns the number of draws of each source among the first `samples` samples of the run."""
         segment = self._segment_at(samples)
         more = segment.mixture.draws(samples - segment.first)
         return [before + drawn for before, drawn in zip(segment.before, more, strict=True)]
 
     def sample_of(self, source: int, draw: int) -> int | None:
-        """The sample that is draw number `draw` of a source; None when it never comes."""
+        """Returns the sample that is draw number `draw` of a source, or None if there is no such draw."""
         for segment, after in pairwise([*self.segments, None]):
             assert segment is not None
             if after is not None and after.before[source] <= draw:
@@ -150,7 +150,7 @@ class Timeline:
         return None
 
     def planned(self, samples: int) -> tuple[Fraction, ...]:
-        """Draws of each source that the weights ask for among the first `samples` samples, exactly."""
+        """Returns the exact number of draws of each source that the weights require in the first `samples` samples."""
         return self._segment_at(samples).asked_at(samples)
 
     @cached_property
@@ -161,7 +161,7 @@ class Timeline:
         return self.segments[bisect_right(self.segments, sample, key=lambda segment: segment.first) - 1]
 
     def _begin(self, interval: PhaseInterval) -> None:
-        """Adds the span of an interval, which goes on with the samples where the last one stopped."""
+        """Adds the span of an interval; its samples continue where the previous span ends."""
         pieces = self.unit // interval.length
         first = first_row = 0
         if self.spans:
@@ -171,7 +171,7 @@ class Timeline:
         self.spans.append(StepSpan(interval.step, first, first_row, interval.batch // pieces, interval.batch, interval.length))
 
     def _cut(self, first: int, stop: int | None, interval: PhaseInterval) -> None:
-        """Adds the segments of samples [first, stop), one more for every source that is used up on the way."""
+        """Adds the segments of samples [first, stop): one, plus one for every source that is exhausted on the way."""
         if not interval.stair:
             self._forget()
         while stop is None or first < stop:
@@ -179,29 +179,29 @@ class Timeline:
             asked = self.planned(first) if self.segments else (Fraction(0),) * len(self.caps)
             left = [None if cap is None else cap - drawn for cap, drawn in zip(self.caps, before, strict=True)]
             if self.segments and any(share and rest == 0 for share, rest in zip(self.segments[-1].shares, left, strict=True)):
-                self._forget()  # a source was used up, which can be owed nothing more
+                self._forget()  # debts to a source end when it is exhausted
             own = tuple(0.0 if rest == 0 else weight for weight, rest in zip(interval.weights, left, strict=True))
             if not any(own):
                 self.end = first
                 return
             shares = shares_of(tempered(own, self._temperature))
             counts = self._given(shares, stop - first) if interval.stair and stop is not None else None
-            # A stair is read once, so a table of it would only cost time.
+            # A stair is read once, so computing a table would not pay off.
             mixture = self._mixture(shares) if counts is None else TreeMixture(counts)
             self.segments.append(Segment(first, shares, mixture, before, asked))
             limited = [(i, rest) for i, rest in enumerate(left) if rest and mixture.shares[i]]
             drawn = mixture.draws(stop - first) if limited and stop is not None else None
             if not limited or (drawn is not None and all(drawn[i] <= rest for i, rest in limited)):
                 return
-            # Until the first source has made the last draw that is left to it.
+            # The segment ends with the last draw of the first source that is exhausted.
             first += 1 + min(mixture.sample_of(i, rest - 1) for i, rest in limited)
 
     def _given(self, shares: Sequence[int], samples: int) -> list[int]:
-        """Samples of each source in a stair, and what it leaves owing to the next."""
+        """Returns the number of samples of each source in a stair, and updates the debts for the next one."""
         owed = [debt + Fraction(samples * share, sum(shares)) for debt, share in zip(self._owed, shares, strict=True)]
-        found = ramp_draws(owed, samples)
-        self._owed = [debt - count for debt, count in zip(owed, found, strict=True)]
-        return found
+        counts = ramp_draws(owed, samples)
+        self._owed = [debt - count for debt, count in zip(owed, counts, strict=True)]
+        return counts
 
     def _forget(self) -> None:
         self._owed = [Fraction(0)] * len(self.caps)

@@ -1,1 +1,1 @@
-"""How documents become rows of one length: cut from the stream, or whole documents by a plan."""
+"""Packs documents into rows of one length: by cutting the stream, or by a plan of whole documents."""

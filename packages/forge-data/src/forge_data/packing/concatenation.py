@@ -1,8 +1,8 @@
-"""What a packing is, and the one that cuts rows from the stream of documents; the document and position of each token.
+"""The `Packing` protocol, the packing that cuts rows from the stream of documents, and the positions of tokens in documents.
 
-A packing offers `rows` and `cut`: the windows of some rows and the document ends inside them. `ConcatenatedPacking` cuts
-every T tokens: row i is tokens [i T, (i + 1) T) of the stream plus one more token, the last label. A document that is cut
-goes on in another row, where it counts as a separate document. Packings that keep documents whole are in `plan`.
+A packing has `rows`, and its `cut` returns the windows of some rows and the document ends inside them. `ConcatenatedPacking`
+cuts every T tokens: row i is tokens [i T, (i + 1) T) of the stream plus one more token, the last label. A document that is cut
+continues in the next row as a separate document. Packings that keep documents whole are in `plan`.
 """
 
 from typing import NamedTuple, Protocol
@@ -19,9 +19,9 @@ class RowWindows(NamedTuple):
     Attributes:
         windows: (N, T + 1) token ids in the stored dtype.
         rows: (K,) int64 row of each document end, ascending.
-        columns: (K,) int64 its column, 1 <= column <= T: token `column` of the window begins another document.
-        filled: (N,) int64 columns that hold tokens; what follows is padding. None: every row is full.
-        learned: (N, T + 1) bool, whether each token is predicted. None: all are.
+        columns: (K,) int64 column of each document end, 1 <= column <= T: token `column` of the window begins a new document.
+        filled: (N,) int64 number of tokens of each row, followed by padding; None if every row is full.
+        learned: (N, T + 1) bool, whether each token is predicted; None if all are.
     """
 
     windows: np.ndarray
@@ -35,8 +35,8 @@ class Packing(Protocol):
     """Rows of one source.
 
     Attributes:
-        rows: rows that training reads.
-        ragged: rows that evaluation reads: one more where the last one is short.
+        rows: number of rows for training.
+        ragged: number of rows for evaluation: one more if the last row is short.
     """
 
     source: Source
@@ -45,19 +45,19 @@ class Packing(Protocol):
     ragged: int
 
     def cut(self, numbers: np.ndarray) -> RowWindows:
-        """The windows of rows `numbers` (N,) int64, each below `rows`."""
+        """Returns the windows of rows `numbers` (N,) int64, each below `rows`."""
         ...
 
     def cut_last(self) -> tuple[RowWindows, int]:
-        """The short last row, filled up with token 0, and how many of its columns have a label."""
+        """Returns the short last row, padded with token 0, and its number of columns with a label."""
         ...
 
     def token_at(self, number: int, column: int) -> int:
-        """Where in the source the token in a column of a row lies, for messages."""
+        """Returns the position in the source of the token in a column of a row, for messages."""
         ...
 
     def items(self, number: int) -> list[tuple[int, int]]:
-        """Of a source with items: ranges [first, stop) of those in a row, in the order of their places."""
+        """Returns the ranges [first, stop) of a row's items in order, for a source with items."""
         ...
 
 
@@ -65,8 +65,8 @@ class ConcatenatedPacking:
     """Rows of T tokens cut from one source, back to back.
 
     Attributes:
-        rows: full rows; the last fewer than T + 1 tokens are in none.
-        ragged: rows that reach the last token too, the last one perhaps short: what evaluation reads.
+        rows: number of full rows; a rest of fewer than T + 1 tokens is left out.
+        ragged: number of rows including a short last row, for evaluation.
     """
 
     def __init__(self, source: Source, length: int) -> None:
@@ -76,31 +76,31 @@ class ConcatenatedPacking:
         self.ragged = -(-max(0, source.tokens - 1) // length)
 
     def cut(self, numbers: np.ndarray) -> RowWindows:
-        """The windows of full rows `numbers` (N,) int64."""
+        """Returns the windows of full rows `numbers` (N,) int64."""
         starts = numbers * self.length
         rows, columns = self.source.borders(starts.astype(np.uint64), self.length)
         return RowWindows(self.source.windows(starts, self.length + 1), rows, columns)
 
     def token_at(self, number: int, column: int) -> int:
-        """Where in the source the token in a column of a row lies."""
+        """Returns the position in the source of the token in a column of a row."""
         return number * self.length + column
 
     def items(self, number: int) -> list[tuple[int, int]]:
-        """None: sources with items are not packed this way."""
+        """Returns no items: sources with items do not use this packing."""
         return []
 
     def cut_last(self) -> tuple[RowWindows, int]:
-        """The short last row, filled up with token 0, and how many of its columns have a label."""
+        """Returns the short last row, padded with token 0, and its number of columns with a label."""
         start = self.rows * self.length
-        found = self.source.read(start, self.source.tokens)
-        windows = np.zeros((1, self.length + 1), dtype=found.dtype)
-        windows[0, : len(found)] = found
+        ids = self.source.read(start, self.source.tokens)
+        windows = np.zeros((1, self.length + 1), dtype=ids.dtype)
+        windows[0, : len(ids)] = ids
         columns = (self.source.ends(start, self.source.tokens) - np.uint64(start)).astype(np.int64)
-        return RowWindows(windows, np.zeros(len(columns), dtype=np.int64), columns), len(found) - 1
+        return RowWindows(windows, np.zeros(len(columns), dtype=np.int64), columns), len(ids) - 1
 
 
 def places(cut: RowWindows) -> tuple[np.ndarray, np.ndarray]:
-    """The place of each token inside its document, and the number of the document inside its row.
+    """Computes the position of each token in its document, and the number of the document in its row.
 
     Args:
         cut: N windows of T + 1 tokens.
@@ -110,11 +110,11 @@ def places(cut: RowWindows) -> tuple[np.ndarray, np.ndarray]:
         first document of a row, then 1, 2, ...
     """
     count, length = cut.windows.shape[0], cut.windows.shape[1] - 1
-    # An end after a row's last token makes a segment of length 0, which writes nothing.
+    # A document end after the last token of a row creates a segment of length 0, which writes nothing.
     rows, columns = cut.rows, cut.columns
     ends_in_row = np.bincount(rows, minlength=count)
     before = np.cumsum(ends_in_row) - ends_in_row
-    # A segment is what one document has in one row; segments are sorted, each row's first begins at column 0.
+    # A segment is the part of one document in one row. Segments are sorted; the first of each row begins at column 0.
     starts = np.empty(count + len(rows), dtype=np.int64)
     numbers = np.zeros(count + len(rows), dtype=np.int32)
     heads = before + np.arange(count)
@@ -129,13 +129,13 @@ def places(cut: RowWindows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def refuse_short(source: Source, label: str, length: int) -> None:
-    """Refuses a corpus that has no full row.
+    """Refuses a source that has no full row.
 
     Raises:
-        DataError: with the numbers.
+        DataError: the source has too few tokens.
     """
     if source.tokens <= length:
         raise DataError(
-            f"source {label!r} ({source.name}) has {source.tokens} tokens, fewer than the {length + 1} of one sample "
-            f"(sequence_length = {length} and the last label); give it more text or lower data.sequence_length"
+            f"source {label!r} ({source.name}) has {source.tokens} tokens, fewer than the {length + 1} tokens of one sample "
+            f"(sequence_length = {length}, plus the last label); add more text or lower data.sequence_length"
         )

@@ -1,9 +1,9 @@
-"""Packings that keep documents whole: a plan, made once and memory-mapped, says which documents share a row.
+"""Packings that keep documents whole. A plan assigns documents to rows; it is computed once and memory-mapped.
 
 A plan is a directory of three files and a description. Row r has pieces [firsts[r], firsts[r + 1]); piece p is tokens
-[starts[p], starts[p] + lengths[p]) of the source. A piece is a whole document, or, of a document longer than a row, one
-full row of it or what is left at its end; such a document has one piece or none where the source says so (`too_long`).
-Documents are planned in portions, so that memory does not grow with the corpus.
+[starts[p], starts[p] + lengths[p]) of the source. A piece is a whole document. A document longer than a row becomes several
+pieces of one row each and a shorter last one, or one piece or none if `too_long` of the source says so. Documents are planned
+in portions, so that memory does not grow with the corpus.
 """
 
 import json
@@ -27,18 +27,18 @@ from forge_data.storage.workspace import Partial, locked
 
 VERSION = 1
 PORTION = 1 << 20
-"""Documents that are planned together."""
+"""Number of documents that are planned together."""
 _WINDOW = 1 << 24
 _GOES_ON = np.uint32(1 << 31)
-"""Set in the length of a piece whose document goes on in another row."""
+"""Flag in the length of a piece whose document continues in another row."""
 _FILES = {"firsts": "<u8", "starts": "<u8", "lengths": "<u4"}
 
 
 class PlannedPacking:
-    """The rows of a plan, as a `Packing`; rows that are not full are padded with token 0, which has no label.
+    """The rows of a plan as a `Packing`. Rows are padded with token 0, which has no label.
 
     Attributes:
-        summary: documents, pieces, rows, tokens, truncated documents, and the share of padding.
+        summary: number of documents, pieces, rows, tokens and truncated documents, and the fraction of padding.
     """
 
     def __init__(self, source: Source, length: int, path: Path) -> None:
@@ -50,7 +50,7 @@ class PlannedPacking:
         self._refuse_damage()
 
     def cut(self, numbers: np.ndarray) -> RowWindows:
-        """The windows of rows `numbers` (N,) int64."""
+        """Returns the windows of rows `numbers` (N,) int64."""
         first, after = self._firsts[numbers].astype(np.int64), self._firsts[numbers + 1].astype(np.int64)
         counts = after - first
         rows = np.repeat(np.arange(len(numbers)), counts)
@@ -59,20 +59,20 @@ class PlannedPacking:
         stored = self._lengths[pieces]
         lengths = (stored & ~_GOES_ON).astype(np.int64)
         stops = np.cumsum(lengths)
-        stops -= np.repeat((stops - lengths)[heads], counts)  # columns, counted in each row anew
+        stops -= np.repeat((stops - lengths)[heads], counts)  # columns, restarting at 0 in each row
         windows, learned = self._read(rows, self._starts[pieces].astype(np.int64), stops - lengths, lengths, len(numbers))
         whole = stored < _GOES_ON
         return RowWindows(windows, rows[whole], stops[whole], stops[heads + counts - 1], learned)
 
     def tokens_in(self, numbers: np.ndarray) -> int:
-        """Tokens of rows `numbers` (N,) int64 together, without padding."""
+        """Returns the total number of tokens of rows `numbers` (N,) int64, without padding."""
         first, after = self._firsts[numbers].astype(np.int64), self._firsts[numbers + 1].astype(np.int64)
         heads = np.cumsum(after - first) - (after - first)
         pieces = np.arange(int((after - first).sum())) + np.repeat(first - heads, after - first)
         return int((self._lengths[pieces] & ~_GOES_ON).sum(dtype=np.int64))
 
     def items(self, number: int) -> list[tuple[int, int]]:
-        """Of a source with items: ranges [first, stop) of those in a row, in the order of their places."""
+        """Returns the ranges [first, stop) of a row's items in order; empty for a source without items."""
         if not isinstance(self.source, SourceWithItems):
             return []
         pieces = slice(int(self._firsts[number]), int(self._firsts[number + 1]))
@@ -82,11 +82,11 @@ class PlannedPacking:
         return [(a, b) for a, b in zip(first.tolist(), after.tolist(), strict=True) if a < b]
 
     def cut_last(self) -> tuple[RowWindows, int]:
-        """Never needed: no row is left over."""
+        """Never called, because a plan has no short last row."""
         raise AssertionError("a plan has no short last row")
 
     def token_at(self, number: int, column: int) -> int:
-        """Where in the source the token in a column of a row lies."""
+        """Returns the position in the source of the token in a column of a row."""
         pieces = slice(int(self._firsts[number]), int(self._firsts[number + 1]))
         stops = np.cumsum(self._lengths[pieces] & ~_GOES_ON)
         piece = min(int(np.searchsorted(stops, column, side="right")), len(stops) - 1)
@@ -94,31 +94,31 @@ class PlannedPacking:
         return int(self._starts[pieces][piece]) + column - before
 
     def _refuse_damage(self) -> None:
-        """Compares the files with their description: all of them, or blocks of large ones.
+        """Compares the files with their description: completely, or in blocks if they are large.
 
         Raises:
-            ValueError: they differ; says how.
+            ValueError: the files do not match the description.
         """
         pieces = int(self.summary["pieces"])
         if (len(self._firsts), len(self._starts), len(self._lengths)) != (self.rows + 1, pieces, pieces):
             raise ValueError("the size of a file differs from when it was written")
         if int(self._firsts[0]) or int(self._firsts[-1]) != pieces:
-            raise ValueError("its rows do not hold all pieces")
+            raise ValueError("its rows do not contain all pieces")
         for start, stop in blocks_of(self.rows, whole=False):
             firsts = self._firsts[start : stop + 1]
             if (firsts[1:] <= firsts[:-1]).any():
-                raise ValueError("a row begins behind the next one")
+                raise ValueError("a row begins after the next one")
         for start, stop in blocks_of(pieces, whole=False):
             begins, lengths = self._starts[start:stop], self._lengths[start:stop] & ~_GOES_ON
             tokens = np.uint64(self.source.tokens)
             if int(lengths.max()) > self.length or ((begins > tokens) | (begins + lengths > tokens)).any():
-                raise ValueError("a piece lies outside the tokens")
+                raise ValueError("a piece exceeds the row length or the tokens of the source")
 
     def _read(
         self, rows: np.ndarray, starts: np.ndarray, columns: np.ndarray, lengths: np.ndarray, count: int
     ) -> tuple[np.ndarray, np.ndarray | None]:
         read, tokens = self.source.read, self.source.tokens
-        # A piece that fills a row brings the token after it along: the last label, where the document goes on.
+        # A piece that fills a row also reads the token after it: the last label, if the document continues.
         stops = np.minimum(starts + lengths + (lengths == self.length), tokens)
         places = zip(rows.tolist(), columns.tolist(), starts.tolist(), stops.tolist(), strict=True)
         windows = np.zeros((count, self.length + 1), dtype=read(0, 1).dtype)
@@ -140,19 +140,19 @@ def planned(
     most_items: int | None = None,
     too_long: str | None = None,
 ) -> PlannedPacking:
-    """The packing `best_fit` or `pad` of a source; the plan is made the first time.
+    """Returns the packing `best_fit` or `pad` of a source; the first call computes the plan.
 
     Args:
-        source: what is packed.
-        length: tokens of a row.
+        source: the source to pack.
+        length: tokens per row.
         mode: `best_fit` or `pad`.
-        workspace: where the plan is kept.
-        label: of the source.
-        most_items: how many items, such as images, the documents of one row may have together.
-        too_long: what becomes of a longer document: `error`, `skip`, `truncate`; None: it goes on in further rows.
+        workspace: directory of the plan.
+        label: label of the source.
+        most_items: maximum number of items, such as images, per row.
+        too_long: treatment of documents longer than a row: `error`, `skip`, `truncate`; None: continue in further rows.
 
     Raises:
-        DataError: the workspace cannot be written, a plan in it is damaged, a document fits no row, or none does.
+        DataError: the workspace is not writable, its plan is damaged, or documents are too long.
     """
     limit = "" if most_items is None or not isinstance(source, SourceWithItems) else f"/{most_items}"
     limit += "" if too_long is None else f"/{too_long}"
@@ -168,21 +168,22 @@ def planned(
     try:
         return PlannedPacking(source, length, path)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"the pack plan {path} is damaged ({error}); remove it, and it is made again") from error
+        raise DataError(f"the pack plan {path} is damaged ({error}); remove it, and Forge computes it again") from error
 
 
 class TooLong(DataError):
-    """A document is longer than a row, and must not be."""
+    """A document is longer than a row, which the settings do not allow."""
 
 
 class DocumentPieces(NamedTuple):
     """Pieces of some documents, in order.
 
     Attributes:
-        starts, lengths: (N,) int64 of each piece.
-        goes_on: (N,) bool, whether its document goes on in the next piece.
-        documents: of which they are.
-        left_out, cut: documents longer than a row that get no piece, and those whose end is cut off.
+        starts, lengths: (N,) int64 start and length of each piece.
+        goes_on: (N,) bool, whether the document continues in the next piece.
+        documents: number of documents.
+        left_out: number of documents longer than a row that are left out.
+        cut: number of documents longer than a row that are cut or truncated.
     """
 
     starts: np.ndarray
@@ -194,20 +195,20 @@ class DocumentPieces(NamedTuple):
 
 
 def pieces_of(source: Source, length: int, portion: int = PORTION, too_long: str | None = None) -> Iterator[DocumentPieces]:
-    """Pieces of a source, portion by portion.
+    """Yields the pieces of a source, portion by portion.
 
     Raises:
         TooLong: a document is longer than a row, and `too_long` is `error`.
     """
     done, begun, before = 0, 0, 0
-    held: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     for start in range(0, source.tokens, _WINDOW):
         stop = min(start + _WINDOW, source.tokens)
-        held.append(source.ends(start, stop))
-        done += len(held[-1])
+        parts.append(source.ends(start, stop))
+        done += len(parts[-1])
         if done < portion and stop < source.tokens:
             continue
-        listed = np.concatenate(held)
+        listed = np.concatenate(parts)
         refuse_falling(listed, begun, source)
         ends = listed.astype(np.int64)
         if len(ends):
@@ -216,7 +217,7 @@ def pieces_of(source: Source, length: int, portion: int = PORTION, too_long: str
                 _refuse_long(source, begins, ends, length, before)
             yield _pieces(begins, ends, length, too_long)
             begun, before = int(ends[-1]), before + len(ends)
-        done, held = 0, []
+        done, parts = 0, []
 
 
 def _refuse_long(source: Source, begins: np.ndarray, ends: np.ndarray, length: int, before: int) -> None:
@@ -227,8 +228,8 @@ def _refuse_long(source: Source, begins: np.ndarray, ends: np.ndarray, length: i
     number, name = before + first, getattr(source, "document_name", None)
     where = name(number) if callable(name) else place_of(source, int(begins[first]))
     raise TooLong(
-        f"document {number + 1} ({where}) has {sizes[first]} tokens, and a "
-        f"row has {length}; shorten it, raise data.sequence_length, or set too_long = 'skip' or 'truncate' in the source"
+        f"document {number + 1} ({where}) has {sizes[first]} tokens, but a row has {length}; shorten the document, raise "
+        "data.sequence_length, or set too_long = 'skip' or 'truncate' in the source"
     )
 
 
@@ -262,7 +263,7 @@ def _write(source: Source, length: int, mode: str, path: Path, most_items: int |
         for file in partial.iterdir():
             sync_path(file)
         if path.exists():
-            shutil.rmtree(path)  # without plan.json: it is never read
+            shutil.rmtree(path)  # incomplete: it has no plan.json
         publish(partial, path)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}; make room or choose another workspace") from error
@@ -291,7 +292,7 @@ def _write_files(
             rows, pieces = rows + used, pieces + len(lengths)
             tokens += int(lengths.sum())
     if not rows:
-        raise TooLong(f"each of its {documents} documents is longer than a row of {length} tokens; raise data.sequence_length")
+        raise TooLong(f"all of its {documents} documents are longer than a row of {length} tokens; raise data.sequence_length")
     return {
         "version": VERSION,
         "packing": mode,
@@ -310,12 +311,13 @@ def _write_files(
 def _with_items(
     source: Source, begins: np.ndarray, lengths: np.ndarray, goes_on: np.ndarray, capacity: int, most: int | None
 ) -> np.ndarray:
-    """What each piece takes of a row of `capacity` tokens that also has room for `most` items.
+    """Returns the space in tokens that each piece occupies in a row of `capacity` tokens and at most `most` items.
 
-    A piece takes the larger of its two shares, so what fits one row by this measure fits it by both.
+    A piece occupies the larger of its share of the tokens and its share of the items, so the pieces of a row respect both
+    limits.
 
     Raises:
-        DataError: a document with items is longer than a row, or has more items than one may have.
+        DataError: a document with items is longer than a row, or has more than `most` items.
     """
     if not isinstance(source, SourceWithItems):
         return lengths
@@ -324,15 +326,15 @@ def _with_items(
         piece = int(np.argmax(goes_on))
         where = place_of(source, int(begins[piece]))
         raise DataError(
-            f"{source.name}: a document with more than {capacity} tokens ({where}) would be cut, and its images with it; raise "
-            "data.sequence_length, or shorten it"
+            f"{source.name}: a document with more than {capacity} tokens ({where}) would be cut together with its images; raise "
+            "data.sequence_length, or shorten the document"
         )
     if most is None:
         return lengths
     if (items > most).any():
         piece = int(np.argmax(items))
         raise DataError(
-            f"{source.name}: a document ({place_of(source, int(begins[piece]))}) has {int(items[piece])} items, and "
+            f"{source.name}: a document ({place_of(source, int(begins[piece]))}) has {int(items[piece])} items, more than "
             f"data.items_per_row = {most}; raise it"
         )
     return np.maximum(lengths, -(-items * capacity // most))
@@ -343,19 +345,19 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Best-fit-decreasing: pieces of documents into rows, the longest first, each into the fullest row that it fits.
+    """Best-fit-decreasing: places the pieces in rows, longest first, each in the fullest row with enough room.
 
-    Ding et al., "Fewer Truncations Improve Language Modeling" (2024), pack whole documents this way; Johnson (1974) shows
-    that it uses at most 11/9 of the least number of rows, plus 4. Lengths are integers up to the capacity, so rows with equal
-    room are interchangeable: all pieces of one length that go into rows with one amount of room are placed at once. The work
-    is that of sorting plus a number of array operations that depends on the capacity and not on the number of pieces.
+    Ding et al., "Fewer Truncations Improve Language Modeling" (2024), pack whole documents this way; Johnson (1974) proves
+    that it uses at most 11/9 of the minimal number of rows, plus 4. Lengths are integers up to the capacity, so rows with equal
+    room are interchangeable: all pieces of one length for rows with the same room are placed at once. The cost is that of
+    sorting, plus a number of array operations that depends on the capacity but not on the number of pieces.
 
     Args:
         lengths: (N,) integers from 1 to `capacity`.
-        capacity: tokens of a row.
+        capacity: tokens per row.
 
     Returns:
-        (rows (N,) int64, number of rows). Equal lengths are placed in the order of their numbers.
+        (row of each piece (N,) int64, number of rows). Equal lengths are placed in the order of their numbers.
     """
     order = _descending(lengths, capacity)
     counts = np.bincount(lengths, minlength=capacity + 1)
@@ -365,45 +367,45 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     for length in np.flatnonzero(counts)[::-1].tolist():
         stop = start + int(counts[length])
         while start < stop:
-            free, found = room.tightest(length)
-            if found is None:
+            free, open_rows = room.tightest(length)
+            if open_rows is None:
                 free = capacity
-                found = np.arange(used, used - (start - stop) // (capacity // length))  # as many as these pieces need
-                used += len(found)
-            start = _place(order, rows, start, stop, length, free, found, room)
+                open_rows = np.arange(used, used - (start - stop) // (capacity // length))  # as many as these pieces need
+                used += len(open_rows)
+            start = _place(order, rows, start, stop, length, free, open_rows, room)
     return rows, used
 
 
 def _place(
-    order: np.ndarray, rows: np.ndarray, start: int, stop: int, length: int, free: int, found: np.ndarray, room: "_Room"
+    order: np.ndarray, rows: np.ndarray, start: int, stop: int, length: int, free: int, open_rows: np.ndarray, room: "_Room"
 ) -> int:
-    """Puts pieces order[start:stop], all of one length, into rows `found`, all with `free` room; returns the next piece.
+    """Places pieces order[start:stop], all of one length, in `open_rows`, all with `free` room; returns the next piece.
 
-    A row that took one piece has the tightest fit for the next as long as that fits too, so rows are filled in turn.
+    After a row has taken a piece, it remains the tightest fit as long as another piece fits, so rows are filled one by one.
     """
-    each = free // length
-    taken = found[: -((start - stop) // each)]
-    placed = min(stop - start, len(taken) * each)
-    rows[order[start : start + placed]] = np.repeat(taken, each)[:placed]
-    left_over = placed - (len(taken) - 1) * each  # pieces in the last row
-    if len(found) > len(taken):
-        room.give_back(free, found[len(taken) :])
-    if left_over < each:
-        room.add(free - left_over * length, taken[-1:])
+    per_row = free // length
+    taken = open_rows[: -((start - stop) // per_row)]
+    placed = min(stop - start, len(taken) * per_row)
+    rows[order[start : start + placed]] = np.repeat(taken, per_row)[:placed]
+    in_last = placed - (len(taken) - 1) * per_row
+    if len(open_rows) > len(taken):
+        room.give_back(free, open_rows[len(taken) :])
+    if in_last < per_row:
+        room.add(free - in_last * length, taken[-1:])
         taken = taken[:-1]
-    room.add(free - each * length, taken)
+    room.add(free - per_row * length, taken)
     return start + placed
 
 
 class _Room:
-    """Rows by the room that is left in them."""
+    """Rows by their remaining room in tokens."""
 
     def __init__(self) -> None:
         self._rows: defaultdict[int, deque[np.ndarray]] = defaultdict(deque)
-        self._some = 0  # bit r is set where some row has room r
+        self._some = 0  # bit r is set if a row has room r
 
     def tightest(self, length: int) -> tuple[int, np.ndarray | None]:
-        """The smallest room of at least `length` that a row has, and rows that have it; they are taken out."""
+        """Removes and returns rows with the smallest room of at least `length`, as (room, rows)."""
         above = self._some >> length
         if not above:
             return 0, None
@@ -414,18 +416,18 @@ class _Room:
         return free, rows
 
     def add(self, free: int, rows: np.ndarray) -> None:
-        """Notes rows that have this much room left."""
+        """Adds rows with this room."""
         if free and len(rows):
             self._rows[free].append(rows)
             self._some |= 1 << free
 
     def give_back(self, free: int, rows: np.ndarray) -> None:
-        """Returns rows that were taken out and not used, so that they come first again."""
+        """Puts back removed rows that were not used, in front of others."""
         self._rows[free].appendleft(rows)
         self._some |= 1 << free
 
 
 def _descending(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Numbers of pieces by falling length, equal ones in order; 16 bits are sorted by radix, which is much faster."""
+    """Returns the numbers of pieces by descending length, stably; numpy uses radix sort for 16 bits, which is much faster."""
     keys = capacity - lengths
     return np.argsort(keys.astype(np.uint16) if capacity <= 1 << 16 else keys, kind="stable")

@@ -1,15 +1,15 @@
-"""Sources that can only be read in order: one endless sequence of documents, equal on every rank, cut into rows.
+"""Sources that can only be read in order, as one endless sequence of documents that is equal on every rank, cut into rows.
 
-An epoch reads every document of every shard exactly once, and the next one begins only then. So no document is ever read
-twice more often than another, whatever the shards hold. `readers` shards are open at a time and give one document each in
-turn; where a shard ends, its reader opens the next one of the epoch's random order. The next `buffer` documents are
-shuffled together, in an order that follows from (seed, epoch, window). Rows are cut from the shuffled documents back to
-back, across windows, shards and epochs.
+An epoch reads every document of every shard exactly once before the next epoch begins. So the numbers of reads of any two
+documents differ by at most one, whatever the sizes of the shards. `readers` shards are open at a time, and one document is
+taken from each in turn; at the end of a shard, its reader opens the next shard in the random order of the epoch. Windows of
+`buffer` documents are shuffled, in an order that follows from (seed, epoch, window). Rows are cut from the shuffled documents
+back to back, across windows, shards and epochs.
 
-How many documents a shard has, and how long they are, is known only when it has been read. So the place of a row follows
-from all documents before it, and every rank reads all of them; it keeps the rows that are its own (`docs/adr/0037`). A
-position is the state of the readers before a window and a place in the window, so the shuffle buffer needs no saving:
-reading the window again, at most `buffer` documents, makes the same buffer.
+The number of documents in a shard and their lengths are known only after reading it. So the position of a row depends on all
+documents before it; every rank reads all documents and keeps its own rows (`docs/adr/0037`). A stream position is the state
+of the readers before a window and a place in the window. The shuffle buffer is not saved: reading the window again, at most
+`buffer` documents, restores it.
 """
 
 from collections import deque
@@ -25,17 +25,16 @@ from forge_data.order.permutation import key_of, permute
 from forge_data.packing.concatenation import RowWindows
 
 READERS = 16
-"""Shards that are open at a time by default."""
+"""Default number of shards that are open at a time."""
 
 Position = Mapping[str, Any]
-"""Where a stream goes on, JSON as it stands: `epoch`, `window` in it, the `readers` before that window as [place of the shard
-in the epoch's order, documents read of it], `opened` shards of the order, documents `used` of the window, and the `offset` in
-the next document."""
+"""Position of a stream as JSON: `epoch`; its `window`; `readers` before the window, each as [place of the shard in the epoch's
+order, documents read]; number of `opened` shards; documents `used` of the window; and `offset` in the next document."""
 
 
 @dataclass(eq=False)
 class _VirtualReader:
-    """One open shard: its place in the epoch's order, how many of its documents were read, and what gives the next."""
+    """One open shard: its place in the epoch's order, the number of documents read, and the iterator of the next ones."""
 
     place: int
     read: int = 0
@@ -48,11 +47,11 @@ class ShuffledDocuments:
     def __init__(self, source: StreamedSource, readers: int | None, seed: object, buffer: int, shuffle: bool) -> None:
         """
         Args:
-            source: what is read.
-            readers: shards that are open at a time; None: `READERS`.
-            seed: of the order of shards, and of documents in a window.
-            buffer: documents of a window.
-            shuffle: False: shard by shard and document by document, as stored.
+            source: the source to read.
+            readers: number of shards that are open at a time; None: `READERS`.
+            seed: seed of the order of shards, and of documents in a window.
+            buffer: documents per window.
+            shuffle: False reads shard by shard and document by document, in stored order.
 
         Raises:
             DataError: there is no shard.
@@ -67,30 +66,30 @@ class ShuffledDocuments:
         self._begin(0)
 
     def state(self) -> dict[str, Any]:
-        """Where the next window begins."""
+        """Returns the position of the next window."""
         readers = [[reader.place, reader.read] for reader in self._readers]
         return {"epoch": self._epoch, "window": self._window, "readers": readers, "opened": self._opened}
 
     def seek(self, state: Position) -> None:
-        """Goes to a state that `state` gave.
+        """Continues at a result of `state`.
 
         Raises:
-            DataError: the source has fewer shards than it had then.
+            DataError: the source has lost shards since then.
         """
         self._begin(state["epoch"])
         self._window, self._opened = state["window"], state["opened"]
         self._readers = [_VirtualReader(place, read) for place, read in state["readers"]]
         if self._opened > self.source.shards:
             raise DataError(
-                f"the data position is in a stream of {self._opened} shards or more, but {self.source.name} has "
-                f"{self.source.shards} now; restore the others, or start a new run"
+                f"the data position is in a stream of at least {self._opened} shards, but {self.source.name} now has "
+                f"{self.source.shards}; restore the missing shards, or start a new run"
             )
 
     def next(self) -> tuple[dict[str, Any], list[tuple[int, np.ndarray]]]:
-        """The next window: the state before it, and (number in the window, ids) of its documents with tokens, shuffled.
+        """Returns the next window: the state before it, and (number in the window, ids) of its non-empty documents, shuffled.
 
         Raises:
-            DataError: no document of a whole epoch has a token, or a document is not a list of ids.
+            DataError: all documents of an epoch are empty, or a document is not an array of ids.
         """
         before, documents = self.state(), self._read()
         while not documents:  # the epoch has ended
@@ -104,22 +103,22 @@ class ShuffledDocuments:
             key = key_of("window", self._key, self._epoch, self._window)
             order = permute(order, len(documents), key, np.zeros_like(order))
         self._window += 1
-        found = [(used, documents[number]) for used, number in enumerate(order.tolist()) if len(documents[number])]
-        self._empty = self._empty and not found
-        return before, found
+        shuffled = [(used, documents[number]) for used, number in enumerate(order.tolist()) if len(documents[number])]
+        self._empty = self._empty and not shuffled
+        return before, shuffled
 
     def _read(self) -> list[np.ndarray]:
-        """The next documents of the epoch, at most `buffer`: one of each reader in turn, from the first reader on."""
-        found: list[np.ndarray] = []
+        """Returns the next documents of the epoch, at most `buffer`: one from each reader in turn."""
+        documents: list[np.ndarray] = []
         turn = 0
-        while len(found) < self._buffer and self._readers:
+        while len(documents) < self._buffer and self._readers:
             turn %= len(self._readers)
             reader = self._readers[turn]
             if reader.documents is None:
                 reader.documents = iter(self.source.stream(int(self._order[reader.place]), reader.read))
             document = next(reader.documents, None)
             if document is not None:
-                found.append(_checked(document, self.source))
+                documents.append(_checked(document, self.source))
                 reader.read += 1
                 turn += 1
             elif self._opened < len(self._order):
@@ -127,34 +126,38 @@ class ShuffledDocuments:
                 self._opened += 1
             else:
                 del self._readers[turn]
-        return found
+        return documents
 
     def _begin(self, epoch: int) -> None:
         self._epoch, self._window, self._opened = epoch, 0, self._most
         self._readers = [_VirtualReader(place) for place in range(self._most)]
-        self._empty = False  # whether this epoch has been read from its first document on without meeting a token
+        self._empty = False  # whether all documents of this epoch so far are empty
         self._order = np.arange(self.source.shards)
         if self._shuffle and self.source.shards > 1:
             self._order = permute(self._order, self.source.shards, self._key, np.full_like(self._order, epoch))
 
 
 class StreamPacking:
-    """Rows of one stream, as a packing whose samples are cut in ascending order.
+    """The packing of one stream, whose samples must be cut in ascending order.
 
     Attributes:
-        source: what is read.
-        unit: tokens of a sample: the longest row of the run.
+        source: the streamed source.
+        unit: tokens per sample: the longest row of the run.
     """
 
     def __init__(self, source: StreamedSource, readers: int | None, unit: int, seed: object, buffer: int, shuffle: bool) -> None:
-        """`unit` is the tokens of a sample; the rest goes to `ShuffledDocuments`."""
+        """
+        Args:
+            source, readers, seed, buffer, shuffle: see `ShuffledDocuments`.
+            unit: tokens per sample.
+        """
         self.source = source
         self.unit = unit
         self._how = (readers, seed, buffer, shuffle)
         self.seek(0)
 
     def seek(self, sample: int, position: Position | None = None) -> None:
-        """Continues with a sample at its position; without one, with the first document. Nothing is read before the next cut."""
+        """Continues with a sample at its position, or with the first document. Reads nothing before the next `cut`."""
         self._documents = ShuffledDocuments(self.source, *self._how)
         self._position = dict(position or self._documents.state() | {"used": 0, "offset": 0})
         self._documents.seek(self._position)
@@ -162,20 +165,20 @@ class StreamPacking:
         self._last: tuple[np.ndarray, np.ndarray] | None = None
         self._skipped, self._offset = self._position["used"], self._position["offset"]
         self._ahead: deque[tuple[dict[str, Any], int, np.ndarray]] = deque()  # with the state before the window
-        self._have = -self._offset  # tokens that lie ahead, less those of the first document that are used
+        self._have = -self._offset  # unused tokens in `_ahead`
 
     def position(self) -> dict[str, Any]:
-        """Where the next sample begins."""
+        """Returns the position of the next sample."""
         if not self._ahead:
             return self._position
         state, used, _ = self._ahead[0]
         return state | {"used": used, "offset": self._offset}
 
     def cut(self, numbers: np.ndarray, length: int) -> RowWindows:
-        """Rows `numbers` (N,) of `length` tokens, ascending: row n is a part of sample `n * length // unit`.
+        """Returns rows `numbers` (N,) of `length` tokens, ascending; row n is a part of sample `n * length // unit`.
 
         Raises:
-            DataError: the stream has no token, or a document is not a list of ids.
+            DataError: the stream has no tokens, or a document is not an array of ids.
         """
         pieces = self.unit // length
         windows, rows, columns = [], [], []
@@ -189,7 +192,7 @@ class StreamPacking:
         return RowWindows(np.stack(windows), np.concatenate(rows), np.concatenate(columns))
 
     def skip_to(self, sample: int) -> None:
-        """Reads over the samples before `sample`, which other ranks cut."""
+        """Skips the samples before `sample`, which other ranks cut."""
         assert sample >= self._sample, f"sample {sample} of {self.source.name} was cut before"
         for _ in range(sample - self._sample):
             self._load()
@@ -197,7 +200,7 @@ class StreamPacking:
             self._last = None
 
     def _sample_at(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
-        """A sample: (unit + 1,) token ids, and the columns of document ends in it, 1 to `unit`."""
+        """Returns a sample: (unit + 1,) token ids, and the columns of its document ends, 1 to `unit`."""
         if self._last is None or sample != self._sample - 1:
             self.skip_to(sample)
             self._load()
@@ -228,7 +231,7 @@ class StreamPacking:
             self._offset -= len(self._ahead.popleft()[2])
 
     def _load(self) -> None:
-        """Reads windows until the next sample and the token after it lie ahead."""
+        """Reads windows until `_ahead` contains the next sample and the token after it."""
         while self._have <= self.unit:
             state, documents = self._documents.next()
             self._ahead.extend((state, used, ids) for used, ids in documents if used >= self._skipped)

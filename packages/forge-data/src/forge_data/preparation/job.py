@@ -1,19 +1,18 @@
-"""A job of tokenizing on disk, one part of it, and the process that works on parts.
+"""A tokenization job on disk, its parts, and the worker process that tokenizes parts.
 
-Each part becomes separate files, which are kept when a job is killed. A job is a directory next to the target:
+The files of finished parts are kept when a job is killed. A job is a directory next to the target:
 
-    job.json             the parts, what is taken from them, and the tokenizer's end of document
+    job.json             the parts, the fields to read, and the tokenizer's end-of-document token
     tokenizer.json       the tokenizer, unless the records hold ids
     000000.ids           ids of part 0, raw little-endian
-    000000.ends.npy      uint64 document ends in it
-    000000.json          counts and checksum of both; written last, so a part without it is done again
+    000000.ends.npy      uint64 document ends of part 0
+    000000.json          counts and checksums of both; written last, so a part without it is done again
 
-Which parts there are and what is in each depends on the corpus, never on who worked on it.
+The parts and their content depend only on the corpus, not on the workers.
 
-`python -m forge_data.preparation.job DIRECTORY` tokenizes parts for another process. It reads numbers of parts from standard
-input, one a line, and answers each with a line of JSON. It ends with its input, so it outlives the process that started it
-by one part at most. It is a plain process, and not one of `multiprocessing`, because that would import the user's script
-again, which may be a training run.
+`python -m forge_data.preparation.job DIRECTORY` tokenizes parts for another process. It reads part numbers from standard input,
+one per line, and answers each with a line of JSON. It ends when its input ends, so it outlives its parent by at most one part.
+It does not use `multiprocessing`, which would import the user's script again, possibly a training run.
 """
 
 import json
@@ -38,13 +37,13 @@ from forge_data.storage.files import find_one
 from forge_data.tokenizers.dump import restore
 
 CHUNK = 1 << 20
-"""Documents are encoded in portions of about this many characters, which bounds the memory."""
+"""Documents are encoded in portions of about this many characters, which limits memory."""
 LONGEST_PIECE = 4 << 20
-"""A longer document is encoded in pieces, which bounds the memory, where its tokenizer says at which places no id changes."""
+"""Longer documents are encoded in pieces of this many characters, which limits memory, if the tokenizer has `parting`."""
 
 
 class EncodedDocuments(NamedTuple):
-    """Some documents: ids with their ends of document, where each ends, and the size of their text in bytes."""
+    """Some documents: ids including end-of-document tokens, the end of each document, and the size of the text in bytes."""
 
     ids: np.ndarray
     ends: np.ndarray
@@ -53,17 +52,17 @@ class EncodedDocuments(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker on a corpus needs to know.
+    """The settings that every worker needs.
 
     Attributes:
-        parts: all of them.
-        wanted: what is taken from the records.
-        dtype: of the ids in the store.
-        eos: of records of ids: what every document has to end with.
-        tokenizer_eos: id of the tokenizer's end of document.
-        vocab_size: ids at or above it are an error.
-        skip: broken records that may be left out, of all parts together.
-        add_special_tokens: whether documents get the tokenizer's own prefix and suffix.
+        parts: all parts of the corpus.
+        wanted: the field and split to read.
+        dtype: dtype of the ids in the store.
+        eos: for records of ids: the id that every document must end with.
+        tokenizer_eos: id of the tokenizer's end-of-document token.
+        vocab_size: upper limit of the ids (exclusive).
+        skip: maximum number of broken records in all parts together.
+        add_special_tokens: whether documents get the tokenizer's prefix and suffix.
     """
 
     parts: tuple[CorpusPart, ...]
@@ -78,7 +77,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """What became of one part. `text_bytes` is None for records of ids; `messages` name the records that were left out."""
+    """Result of one part. `text_bytes` is None for records of ids; `messages` name the skipped records."""
 
     tokens: int
     documents: int
@@ -90,7 +89,7 @@ class Done:
 
 
 def write_job(directory: Path, job: Job, tokenizer: Tokenizer | None) -> None:
-    """Puts a job on the disk, for workers in other processes."""
+    """Writes a job to disk, for workers in other processes."""
     if tokenizer is not None:
         write_file(directory / "tokenizer.json", tokenizer.dump())
     content = asdict(job) | {"parts": [part_as_json(part) for part in job.parts]}
@@ -98,7 +97,7 @@ def write_job(directory: Path, job: Job, tokenizer: Tokenizer | None) -> None:
 
 
 def read_job(directory: Path) -> Job:
-    """The job in a directory."""
+    """Reads the job of a directory."""
     content: dict[str, Any] = json.loads((directory / "job.json").read_bytes())
     parts = tuple(part_from_json(part) for part in content.pop("parts"))
     return Job(parts=parts, wanted=Wanted(**content.pop("wanted")), **content)
@@ -108,7 +107,7 @@ def tokenize_part(directory: Path, job: Job, number: int, tokenizer: Tokenizer |
     """Writes the files of one part.
 
     Raises:
-        DataError: a record is broken, an id does not fit, or the disk is full.
+        DataError: too many records are broken, an id is too large, or the disk is full.
     """
     skips = Skips(job.skip)
     documents = read_part(job.parts[number], job.wanted, skips)
@@ -156,7 +155,8 @@ def write_part(directory: Path, number: int, dtype: str, portions: Iterable[Enco
         publish(partial, stem.with_suffix(".json"))
     except OSError as error:
         raise DataError(
-            f"{directory} cannot be written: {error.strerror or error}; finished parts are kept: make room and run the same again"
+            f"{directory} cannot be written: {error.strerror or error}; free disk space and run the command again (finished "
+            "parts are kept)"
         ) from error
     finally:
         partial.unlink(missing_ok=True)
@@ -164,7 +164,7 @@ def write_part(directory: Path, number: int, dtype: str, portions: Iterable[Enco
 
 
 def finished(directory: Path, number: int) -> Done | None:
-    """What became of a part, if it is done."""
+    """Returns the result of a part, or None if it is not finished."""
     try:
         return Done(**json.loads((directory / f"{number:06d}.json").read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -172,7 +172,7 @@ def finished(directory: Path, number: int) -> Done | None:
 
 
 def content_of(directory: Path, number: int, dtype: str, done: Done) -> tuple[np.ndarray, np.ndarray] | None:
-    """(ids, ends) of a finished part; None when the files are not what was written, as after a crash of the machine."""
+    """Returns (ids, ends) of a finished part, or None if the files are damaged, for example after a system crash."""
     borders = find_one(str(directory / f"{number:06d}.ends.npy"))
     if borders is None:
         return None
@@ -186,7 +186,7 @@ def content_of(directory: Path, number: int, dtype: str, done: Done) -> tuple[np
 
 
 def encode(documents: Iterable[str], tokenizer: Tokenizer) -> EncodedDocuments:
-    """Token ids of whole documents: the tokenizer's prefix, the text, its suffix, and the end of document where it has one."""
+    """Encodes whole documents: the tokenizer's prefix, the text, its suffix, and its end-of-document token if it has one."""
     end = () if tokenizer.eos is None else (tokenizer.eos,)
     opening, closing = ([np.array(around)] if around else [] for around in (tokenizer.prefix, (*tokenizer.suffix, *end)))
     parting = getattr(tokenizer, "parting", None)
@@ -204,24 +204,24 @@ def encode(documents: Iterable[str], tokenizer: Tokenizer) -> EncodedDocuments:
 
 
 def pieces(text: str, parting: re.Pattern[str] | None) -> Iterator[str]:
-    """A document in pieces of about `LONGEST_PIECE` characters, or as a whole.
+    """Yields a document in pieces of about `LONGEST_PIECE` characters, or as a whole.
 
     Args:
-        text: of the document.
-        parting: matches, without a character, where a text can be cut so that the ids of its parts are those of the whole.
+        text: text of the document.
+        parting: an empty match marks a place where cutting the text does not change its ids.
     """
     start = 0
     while parting is not None and len(text) - start > LONGEST_PIECE:
-        found = parting.search(text, start + LONGEST_PIECE)
-        if found is None:
+        match = parting.search(text, start + LONGEST_PIECE)
+        if match is None:
             break
-        yield text[start : found.start()]
-        start = found.start()
+        yield text[start : match.start()]
+        start = match.start()
     yield text[start:]
 
 
 def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[EncodedDocuments]:
-    """Documents of text in portions of ids."""
+    """Encodes documents of text; yields them in portions."""
     chunk: list[str] = []
     size = 0
     for _, text in documents:
@@ -235,14 +235,14 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
 
 
 def _ids(documents: Iterable[Document], job: Job) -> Iterator[EncodedDocuments]:
-    """Checks records that hold ids, and appends the end of document to those that lack it."""
+    """Checks records that hold ids, and appends the end-of-document token to those that lack it."""
     limit = min(np.iinfo(job.dtype).max + 1, job.vocab_size or 1 << 62)
     chunk: list[np.ndarray] = []
     size = 0
     for name, ids in documents:
         assert not isinstance(ids, str)
         if int(ids.max()) >= limit:
-            raise DataError(f"document {name} holds token id {int(ids.max())}, but the vocabulary has {limit}")
+            raise DataError(f"document {name} holds token id {int(ids.max())}, but the vocabulary has only {limit} ids")
         chunk.append(ids if job.eos is None or ids[-1] == job.eos else np.append(ids, job.eos))
         size += len(chunk[-1])
         if size >= CHUNK:
@@ -257,8 +257,8 @@ def _joined(documents: list[np.ndarray]) -> EncodedDocuments:
 
 
 def main() -> None:
-    """Works until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    """Tokenizes the requested parts until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent decides
     directory = Path(sys.argv[1])
     job = read_job(directory)
     content = directory / "tokenizer.json"

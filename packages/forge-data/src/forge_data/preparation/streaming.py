@@ -1,7 +1,7 @@
-"""Records that are read in their order while a run goes on, and tokenized on the way: nothing is prepared beforehand.
+"""Reads and tokenizes records in order during a run, without preparing a store first.
 
-A file is a shard. Documents are counted after those without content and those of another split are left out, so a place
-in a shard is one number, and finding it again costs reading, not tokenizing, what comes before.
+A file is a shard. Empty documents and those of another split are not counted, so a position in a shard is one number. To
+return to it, the documents before it are read, but not tokenized.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,17 +30,22 @@ from forge_data.tokenizers.control import identity_of
 
 
 def _silent(message: str) -> None:
-    """Says nothing."""
+    """Ignores a message."""
 
 
 class _StreamSkips(Skips):
-    """The broken records of a whole stream. Each is counted and reported once, though later epochs and resumes read it again.
+    """Counts the broken records of a whole stream, each only once, although later epochs read it again.
 
-    The first `SHOWN` are named; then the number is reported whenever its first digit changes.
+    The first `SHOWN` records are reported by name; after that, the number is reported whenever its first digit changes.
     """
 
     def __init__(self, budget: int, what: str, report: Callable[[str], None]) -> None:
-        """`what` names the stream, `report` is called with messages."""
+        """
+        Args:
+            budget: see `Skips`.
+            what: name of the stream for messages.
+            report: called with messages.
+        """
         super().__init__(budget)
         self._what, self._report = what, report
         self._seen: set[str] = set()
@@ -68,12 +73,12 @@ class StreamedRecords:
         """
         Args:
             records: the documents.
-            tokenizer: needed for text.
-            eos: of records of ids: what is put after a document that does not end with it.
-            report: told about broken records that are left out.
+            tokenizer: required for text.
+            eos: for records of ids: the id appended to every document that does not end with it.
+            report: called with messages about skipped records.
 
         Raises:
-            DataError: text and no tokenizer.
+            DataError: the records are text, and `tokenizer` is None.
         """
         self._documents = _Tokens(records.wanted, tokenizer, eos, records.what)
         self.name = records.what
@@ -85,7 +90,7 @@ class StreamedRecords:
         self.shards = len(self._files)
 
     def stream(self, shard: int, start: int = 0) -> Iterator[np.ndarray]:
-        """Token ids of documents `start`, `start` + 1, ... of a file."""
+        """Yields the token ids of documents `start`, `start` + 1, ... of a file."""
         file = self._files[shard]
         part = CorpusPart((file,), 0, -1, file.size)
         for name, content in islice(read_part(part, self._documents.wanted, self._skips), start, None):
@@ -93,12 +98,12 @@ class StreamedRecords:
 
 
 class DatasetTexts:
-    """Documents of a dataset of the Hugging Face library that is not downloaded as a whole, as `Texts`.
+    """Documents of a Hugging Face dataset as `Texts`, without downloading the whole dataset.
 
     Attributes:
-        fingerprint: of its files and of what is taken from them.
-        shards: of the dataset.
-        skip: broken records that may be left out.
+        fingerprint: fingerprint of the dataset's files and of `wanted`.
+        shards: number of shards of the dataset.
+        skip: maximum number of broken records that are skipped.
     """
 
     def __init__(
@@ -113,7 +118,7 @@ class DatasetTexts:
         held_out: float = 0.05,
         skip: int = 0,
     ) -> None:
-        """Arguments as of `huggingface.open_dataset`.
+        """Opens the dataset; the arguments are those of `huggingface.open_dataset`.
 
         Raises:
             DataError: see `huggingface.open_stream_of`.
@@ -127,7 +132,7 @@ class DatasetTexts:
         self.skip = skip
 
     def shard(self, number: int, skips: Skips) -> Iterator[Document]:
-        """The documents of one shard that are in the wanted split; those without content are left out."""
+        """Yields the documents of one shard that are in the split and not empty."""
         for row, record in enumerate(self._dataset.shard(self.shards, number)):
             name = f"{self.name}, shard {number}, row {row}"
             content = checked_value(record.get(self.wanted.column), partial(str, name), self.wanted, skips)
@@ -135,7 +140,7 @@ class DatasetTexts:
                 yield name, content
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """(name, text) of every document."""
+        """Yields (name, text) of every document."""
         skips = Skips(self.skip)
         for number in range(self.shards):
             for name, text in self.shard(number, skips):
@@ -144,17 +149,17 @@ class DatasetTexts:
 
 
 class StreamedDataset:
-    """The `StreamedSource` of such a dataset."""
+    """The `StreamedSource` of a Hugging Face dataset."""
 
     max_id: int | None = None
 
     def __init__(
         self, texts: DatasetTexts, tokenizer: Tokenizer | None, eos: int | None, report: Callable[[str], None] = _silent
     ) -> None:
-        """Arguments as of `StreamedRecords`.
+        """Arguments: see `StreamedRecords`.
 
         Raises:
-            DataError: text and no tokenizer.
+            DataError: the records are text, and `tokenizer` is None.
         """
         self._texts = texts
         self.name = self._texts.name
@@ -166,13 +171,13 @@ class StreamedDataset:
         self._skips = _StreamSkips(texts.skip, self.name, report)
 
     def stream(self, shard: int, start: int = 0) -> Iterator[np.ndarray]:
-        """Token ids of documents `start`, `start` + 1, ... of one of the dataset's shards."""
+        """Yields the token ids of documents `start`, `start` + 1, ... of one of the dataset's shards."""
         for name, content in islice(self._texts.shard(shard, self._skips), start, None):
             yield self._documents.of(name, content)
 
 
 class _Tokens:
-    """Documents to token ids, each with its end of document."""
+    """Converts documents to token ids, including the end-of-document token."""
 
     def __init__(self, wanted: Wanted, tokenizer: Tokenizer | None, eos: int | None, what: str) -> None:
         if tokenizer is None and not wanted.ids:
@@ -182,21 +187,21 @@ class _Tokens:
         self._eos = eos
 
     def fingerprint(self, texts: str) -> str:
-        """Of the stream of the documents that have the fingerprint `texts`."""
+        """Returns the fingerprint of the stream whose documents have the fingerprint `texts`."""
         tokenizer = self._tokenizer
         made_with = None if tokenizer is None else tokenizer.fingerprint if self.wanted.ids else identity_of(tokenizer)
         return sha256(f"stream {texts} {made_with} {self._eos}".encode()).hexdigest()
 
     def of(self, name: str, content: "str | np.ndarray") -> np.ndarray:
-        """(tokens,) int64.
+        """Returns the ids (tokens,) int64 of one document.
 
         Raises:
-            DataError: an id that the vocabulary does not have.
+            DataError: an id exceeds the vocabulary.
         """
         if isinstance(content, str):
             assert self._tokenizer is not None
             return encode([content], self._tokenizer).ids
         if self._tokenizer is not None and int(content.max()) >= self._tokenizer.vocab_size:
             limit = self._tokenizer.vocab_size
-            raise DataError(f"document {name} holds token id {int(content.max())}, but the vocabulary has {limit}")
+            raise DataError(f"document {name} holds token id {int(content.max())}, but the vocabulary has only {limit} ids")
         return content if self._eos is None or content[-1] == self._eos else np.append(content, self._eos)

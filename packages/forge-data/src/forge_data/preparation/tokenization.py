@@ -1,4 +1,5 @@
-"""A corpus to a token store, once: the same bytes for any number of workers, and no part twice after a kill.
+"""Tokenizes a corpus into a token store, once. The store does not depend on the number of workers, and a killed preparation
+continues with its unfinished parts.
 
 Workers are threads of this process for small corpora, and separate processes for large ones.
 """
@@ -33,25 +34,26 @@ from forge_data.storage.workspace import locked
 from forge_data.tokenizers.control import identity_of
 
 SMALLEST_PART, LARGEST_PART = 4 << 20, 128 << 20
-"""Bytes of input in one part: small ones spread well over workers, large ones keep their number in the thousands."""
+"""Bytes of input per part: small parts spread well over workers; large ones limit the number of parts to thousands."""
 MANY_PARTS = 4096
 PROCESSES_FROM = 16 << 20
-"""A smaller corpus is tokenized by threads: processes cost a third of a second each to begin, and threads share one lock."""
+"""Bytes from which processes tokenize instead of threads. Threads share the interpreter's lock, but a process takes a third of
+a second to start."""
 _PORTION = 1 << 22
 Work = Callable[[int], Done]
 
 
 def prepared(texts: Texts, context: SourceContext, name: str, eos: int | None = None) -> StoreSource:
-    """The store of these documents in the workspace; made when it is not there yet.
+    """Opens the store of these documents in the workspace; writes it first if it does not exist.
 
     Args:
         texts: the documents.
-        context: gives workspace, tokenizer and workers.
-        name: of the source, for messages and the directory.
-        eos: of records that hold ids: what is put after a document that does not end with it.
+        context: has workspace, tokenizer and workers.
+        name: name of the source, for messages and the directory.
+        eos: for records of ids: the id appended to every document that does not end with it.
 
     Raises:
-        DataError: no tokenizer, no text, or a workspace that cannot be written.
+        DataError: there is no tokenizer or no text, or the workspace is not writable.
     """
     tokenizer = context.tokenizer
     if tokenizer is None and not _holds_ids(texts):
@@ -69,7 +71,7 @@ def prepared(texts: Texts, context: SourceContext, name: str, eos: int | None = 
 
 
 def _document_name(texts: Texts, number: int) -> str:
-    """What a corpus calls one of its documents: mostly its file and where it begins there. For messages: it reads up to it."""
+    """Returns the name of a document, usually its file and offset, for messages. It reads all documents before it."""
     if isinstance(texts, Records):
         skips = Skips(texts.skip)
         documents = (document for part in texts.parts(LARGEST_PART) for document in read_part(part, texts.wanted, skips))
@@ -91,22 +93,22 @@ def tokenize(
     processes: bool | None = None,
     request: dict[str, str] | None = None,
 ) -> StoreSource:
-    """Writes the store `path`. A second call after a kill goes on where the first one was.
+    """Writes the store `path`. After a kill, a second call continues with the unfinished parts.
 
     Args:
         texts: the documents.
         tokenizer: may be None for records that hold ids.
-        path: of the new store.
-        source: what the manifest says about their origin.
-        workers: at a time, by default one per core; the store does not depend on it.
+        path: path of the new store.
+        source: origin of the documents, for the manifest.
+        workers: number of parallel workers, by default one per core; the store does not depend on it.
         report: called with progress messages.
-        shard_tokens: of the store.
+        shard_tokens: tokens per shard of the store.
         eos: see `prepared`.
-        processes: whether workers are processes, by default for large corpora.
-        request: settings of the command, stored in the manifest.
+        processes: whether workers are processes; by default for large corpora.
+        request: options of the command, stored in the manifest.
 
     Raises:
-        DataError: no document, broken records, or a directory that cannot be written.
+        DataError: there are no documents, too many records are broken, or the directory is not writable.
     """
     workers = workers or usable_cores()
     job = _job(texts, tokenizer, eos)
@@ -114,7 +116,7 @@ def tokenize(
     what = f"tokenizing {source}" if not job.wanted.ids else f"copying {source}"
     todo = [number for number in range(len(job.parts)) if finished(directory, number) is None]
     if len(todo) < len(job.parts):
-        report(f"{what}: {len(job.parts) - len(todo)} of {len(job.parts)} parts are there already")
+        report(f"{what}: {len(job.parts) - len(todo)} of {len(job.parts)} parts are already finished")
     progress = ProgressMeter(what, sum(job.parts[number].size for number in todo), "bytes of input", report)
     with _crew(texts, tokenizer, directory, job, workers, processes, todo) as (work, stop):
         run_parts(work, todo, workers, stop, lambda number: progress.advance(job.parts[number].size))
@@ -128,7 +130,7 @@ def tokenize(
                 for ids, ends, text_bytes in _content(directory, job, number, work):
                     writer.add(ids, ends, text_bytes)
             manifest = writer.commit()
-    for left in path.parent.glob(f"{escape(path.name)}.parts-*"):  # this job's parts, and those of abandoned jobs
+    for left in path.parent.glob(f"{escape(path.name)}.parts-*"):  # parts of this job and of abandoned jobs
         shutil.rmtree(left, ignore_errors=True)
     rate = manifest.tokens / progress.seconds / 1e6
     report(
@@ -138,7 +140,7 @@ def tokenize(
 
 
 def part_size(size: int) -> int:
-    """Bytes of input in one part of a corpus of `size` bytes."""
+    """Returns the bytes of input per part of a corpus of `size` bytes."""
     return min(max(size // MANY_PARTS, SMALLEST_PART), LARGEST_PART)
 
 
@@ -162,16 +164,16 @@ def _holds_ids(texts: Texts) -> bool:
 
 
 def _made_with(texts: Texts, tokenizer: Tokenizer) -> str:
-    """What the ids of documents depend on besides them; ids that they hold are copied."""
+    """Returns the identity of the tokenizer for the store's key; records of ids are only copied."""
     return tokenizer.fingerprint if _holds_ids(texts) else identity_of(tokenizer)
 
 
 def _work_directory(path: Path, texts: Texts, job: Job, tokenizer: Tokenizer | None) -> Path:
-    """Where the parts of this very job are kept: of the same corpus, cut the same way, for the same tokenizer."""
+    """Creates the directory of this job's parts; its name depends on corpus, parts and tokenizer."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise DataError(f"{path} exists and is not empty; choose another directory or remove this one")
+        raise DataError(f"{path} exists and is not empty; choose another directory or remove it")
     made_with = _made_with(texts, tokenizer) if tokenizer else ""
-    # The fingerprint knows the content of the files; their times say nothing about it.
+    # The fingerprint covers the content of the files, so the key leaves out their times.
     parts = [(part.start, part.stop, *(file.name for file in part.files)) for part in job.parts]
     key = sha256(f"{replace(job, skip=0, parts=())} {parts} {texts.fingerprint} {made_with}".encode()).hexdigest()[:16]
     directory = path.with_name(f"{path.name}.parts-{key}")
@@ -202,13 +204,13 @@ def _crew(
 
 @contextmanager
 def _alone(texts: Texts, tokenizer: Tokenizer | None, directory: Path, job: Job) -> Iterator[tuple[Work, Callable[[], None]]]:
-    """Documents that know no parts are one part, read by this process."""
+    """Tokenizes documents without parts as a single part in this process."""
     assert tokenizer is not None
     yield lambda number: write_part(directory, number, job.dtype, encode_documents(texts, tokenizer), Skips()), lambda: None
 
 
 def _restorable(tokenizer: Tokenizer | None, job: Job) -> bool:
-    """Whether another process can make the same tokenizer: one of a plugin it cannot."""
+    """Whether another process can restore the same tokenizer; tokenizers of plugins cannot be restored."""
     from forge_data.tokenizers.dump import restore
 
     if job.wanted.ids or tokenizer is None:
@@ -236,15 +238,15 @@ def _skipped(parts: list[Done | None], budget: int, path: Path, report: Callable
 
 
 def _content(directory: Path, job: Job, number: int, work: Work) -> Iterator[tuple[np.ndarray, np.ndarray, int | None]]:
-    """The documents of a part in portions; a part that did not survive a crash of the machine is done again."""
+    """Yields the documents of a part in portions; a part that was damaged by a system crash is done again."""
     done = finished(directory, number)
-    found = content_of(directory, number, job.dtype, done) if done else None
-    if done is None or found is None:
+    content = content_of(directory, number, job.dtype, done) if done else None
+    if done is None or content is None:
         done = work(number)
-        found = content_of(directory, number, job.dtype, done)
-        if found is None:
-            raise DataError(f"{directory} lost data that was written to it; choose another disk")
-    ids, ends = found[0], found[1].astype(np.int64)
+        content = content_of(directory, number, job.dtype, done)
+        if content is None:
+            raise DataError(f"files in {directory} differ from what was just written to them; choose another disk")
+    ids, ends = content[0], content[1].astype(np.int64)
     text_bytes = done.text_bytes
     begin = start = 0
     while begin < len(ends):
@@ -258,14 +260,14 @@ def _content(directory: Path, job: Job, number: int, work: Work) -> Iterator[tup
 def run_parts(
     work: Work, numbers: Sequence[int], workers: int, stop: Callable[[], None], on_finished: Callable[[int], None]
 ) -> None:
-    """Does parts `numbers`, `workers` at a time.
+    """Processes parts in parallel.
 
     Args:
-        work: does one part.
-        numbers: of the parts.
-        workers: at a time.
-        stop: called when a part fails, so that the parts in progress end soon.
-        on_finished: called in this thread with the number of each part that is done.
+        work: processes one part.
+        numbers: numbers of the parts.
+        workers: number of parallel parts.
+        stop: called when a part fails, to end the parts in progress.
+        on_finished: called in this thread with the number of each finished part.
 
     Raises:
         DataError: the error of the first part that fails; parts in progress are finished or stopped.
@@ -287,13 +289,13 @@ def run_parts(
 
 @contextmanager
 def thread_workers(directory: Path, job: Job, tokenizer: Tokenizer | None) -> Iterator[tuple[Work, Callable[[], None]]]:
-    """Work in this process; enough for a small corpus, because most encoders run outside the interpreter's lock."""
+    """Yields the work function for threads of this process; most encoders release the interpreter's lock."""
     yield lambda number: tokenize_part(directory, job, number, tokenizer), lambda: None
 
 
 @contextmanager
 def process_workers(directory: Path, workers: int) -> Iterator[tuple[Work, Callable[[], None]]]:
-    """Work in as many processes as there are workers; all have ended when this does."""
+    """Yields the work function for worker processes, and ends them on exit."""
     idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
     with ExitStack() as stack:
         crew = [stack.enter_context(_worker_process(directory)) for _ in range(workers)]
@@ -316,7 +318,7 @@ def process_workers(directory: Path, workers: int) -> Iterator[tuple[Work, Calla
 
 @contextmanager
 def _worker_process(directory: Path) -> Iterator["subprocess.Popen[str]"]:
-    # One thread each: there is a process for every core.
+    # One thread per process, because there is a process per core.
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "forge_data.preparation.job", str(directory)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -325,7 +327,7 @@ def _worker_process(directory: Path) -> Iterator["subprocess.Popen[str]"]:
     finally:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with suppress(BrokenPipeError):  # it is dead already
+                with suppress(BrokenPipeError):  # the process has already ended
                     pipe.close()
         try:
             process.wait(timeout=5.0)
@@ -340,13 +342,13 @@ def _ask(process: "subprocess.Popen[str]", number: int) -> Done:
         process.stdin.write(f"{number}\n")
         process.stdin.flush()
         line = process.stdout.readline()
-    except (BrokenPipeError, ValueError):  # dead, or closed by the one who stops all
+    except (BrokenPipeError, ValueError):  # the process has ended, or `stop` has killed it
         line = ""
     if not line:
         code = process.poll()
         raise DataError(
             f"a worker ended (exit code {code}) while it tokenized part {number}; perhaps memory ran out. "
-            "Finished parts are kept: run the same again"
+            "Run the command again (finished parts are kept)"
         )
     answer = json.loads(line)
     if "error" in answer:

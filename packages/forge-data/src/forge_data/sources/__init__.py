@@ -1,1 +1,1 @@
-"""Where tokens come from: each module reads one format, of token files or of records; some also write it."""
+"""Readers of token files and of records, one module per format; some modules also write their format."""

@@ -1,7 +1,7 @@
-"""Files of token ids and nothing else: `.npy`, or raw integers of a stated dtype, which is never guessed.
+"""Files that hold only token ids: `.npy`, or raw integers of a stated dtype. The dtype is never guessed.
 
-Any content can be read as raw integers, so files that are something else are recognized by how they begin. Where documents
-end is not written.
+Any file can be read as raw integers, so files of other formats are recognized by their first bytes. These files do not
+record where documents end.
 """
 
 import struct
@@ -24,7 +24,7 @@ from forge_data.storage.shards import Shard, Shards
 from forge_data.storage.workspace import Partial
 
 SUFFIXES = (".npy", ".bin")
-_UNPACK = "unpack it, for ids are mapped as they lie"
+_UNPACK = "unpack it, because token files are memory-mapped"
 _CONTAINERS = (
     (b"\x28\xb5\x2f\xfd", f"is compressed with zstandard; {_UNPACK}"),
     (b"BZh91AY&SY", f"is compressed with bzip2; {_UNPACK}"),
@@ -39,11 +39,11 @@ _LLMC = {20240520, 20240801, 20240522}
 """Magic numbers of llm.c: GPT-2 tokens, Llama 3 tokens, multiple-choice examples."""
 _PRINTABLE = frozenset(b"\t\n\r") | frozenset(range(32, 127))
 _PRINTABLE_BYTES = 64
-"""Bytes that all have to be printable before a file is taken for text."""
+"""A file is text if this many of its first bytes are all printable."""
 
 
 class Header(NamedTuple):
-    """Where a file's tokens begin, how many there are, and their dtype."""
+    """Byte offset of a file's first token, number of tokens, and their dtype."""
 
     offset: int
     tokens: int
@@ -58,24 +58,24 @@ def open_tokens(
     bos: int | None = None,
     vocab_size: int | None = None,
 ) -> TokenFiles:
-    """Opens a file, the files of a directory, or those that a pattern matches.
+    """Opens a file, the files of a directory, or the files that match a pattern.
 
     Args:
         path: a file, directory, pattern or URL.
-        dtype: of raw files, which need it; that of a `.npy` file is in its header.
+        dtype: dtype of raw files, required for them; a `.npy` file states its dtype in the header.
         eos: id of the token that ends a document.
-        bos: id of the token that begins a document; not together with `eos`.
-        vocab_size: of the tokenizer that made the files, if known.
+        bos: id of the token that begins a document; excludes `eos`.
+        vocab_size: vocabulary size of the tokenizer that wrote the files, if known.
 
     Raises:
-        DataError: a file is missing, empty, cut off, of another dtype than the others or of another format; or no dtype
-            is known.
+        DataError: a file is missing, empty, truncated or of another format; the files have different dtypes; or the dtype
+            is unknown.
     """
     files = find(path, SUFFIXES, "token")
     heads = read_heads(files, npy.HEAD)
     kinds = {head.startswith(npy.MAGIC) for head in heads}
     if len(kinds) > 1:
-        raise DataError(f"{path} mixes files with and without a .npy header; give a pattern that names one kind")
+        raise DataError(f"{path} mixes files with and without a .npy header; use a pattern that matches only one kind")
     with_header = kinds.pop()
     raw = None if with_header else _stated_dtype(files, dtype)
     sibling = neighbors(files)
@@ -91,7 +91,7 @@ def open_tokens(
 
 
 def read_heads(files: Sequence[File], size: int) -> list[bytes]:
-    """The first bytes of every file."""
+    """Returns the first `size` bytes of every file."""
     return read_each(lambda file: read_bytes(file, 0, size), files)
 
 
@@ -101,7 +101,7 @@ def _npy_header(file: File, head: bytes, stated: str | None) -> Header:
         raise DataError(f"{file.where}: token ids must be a 1-D array of integers, found an array of shape {header.shape}")
     dtype = integers(file.where, header.dtype)
     if stated is not None and dtype != np.dtype(stated):
-        raise DataError(f"{file.where}: its header says {dtype}, the recipe dtype = {stated!r}; remove `dtype`")
+        raise DataError(f"{file.where}: the header says {dtype}, but the recipe sets dtype = {stated!r}; remove `dtype`")
     npy.refuse_other_size(file, header)
     if not header.shape[0]:
         raise DataError(f"{file.where} has no tokens; remove it")
@@ -123,23 +123,23 @@ def _raw_header(file: File, head: bytes, dtype: np.dtype, sibling: Callable[[str
         cut = file.size - file.size % dtype.itemsize
         raise DataError(
             f"{file.where} has {file.size} bytes, not a multiple of {dtype.itemsize} ({dtype.name}): "
-            f"truncated after byte {cut}, or of another dtype"
+            f"it was truncated after byte {cut}, or its dtype is a different one"
         )
     return Header(0, file.size // dtype.itemsize, dtype)
 
 
 class ArrayWriter:
-    """Use as a context manager; `commit` makes the file appear, leaving without it removes what was written.
+    """Writes a file of token ids. Use it as a context manager; without `commit`, the file is removed on exit.
 
-    The file can tell documents apart only by their last token, so all documents must end in the same one, which occurs
-    nowhere else; unless the caller says that borders may get lost.
+    Only the last token separates documents in such a file. So all documents must end with the same token, and this token
+    must not occur elsewhere, unless `lose_documents` is set.
     """
 
     def __init__(self, path: Path, dtype: str, *, header: bool, lose_documents: bool) -> None:
-        """Begins `path`, which must not exist.
+        """Creates the unfinished file; `path` must not exist.
 
         Raises:
-            DataError: it exists, or the directory cannot be written.
+            DataError: `path` exists, or its directory is not writable.
         """
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -148,7 +148,7 @@ class ArrayWriter:
         self.eos: int | None = None
         self._tokens = 0
         if path.exists():
-            raise DataError(f"{path} exists; choose another place or remove it")
+            raise DataError(f"{path} exists; choose another path or remove it")
         try:
             self._owned = Partial(path, directory=False)
             self._partial = self._owned.path
@@ -168,7 +168,7 @@ class ArrayWriter:
         """Appends whole documents; see `StoreWriter.add`.
 
         Raises:
-            DataError: an id does not fit the dtype, borders would get lost, or the disk is full.
+            DataError: an id does not fit the dtype, document borders would be lost, or the disk is full.
         """
         if not len(ids):
             return
@@ -184,13 +184,13 @@ class ArrayWriter:
         self._tokens += len(ids)
 
     def commit(self) -> int | None:
-        """Finishes the file and gives it its name; returns the token that ends documents, if one does.
+        """Finishes the file, renames it to `path`, and returns the token that ends documents, if there is one.
 
         Raises:
-            DataError: nothing was added, or the disk is full.
+            DataError: no document was added, or the disk is full.
         """
         if not self._tokens:
-            raise DataError(f"{self.path} gets no documents; nothing to write")
+            raise DataError(f"{self.path} has no documents; nothing to write")
         try:
             self._file.seek(0)
             self._head(self._tokens)
@@ -202,7 +202,7 @@ class ArrayWriter:
         return self.eos
 
     def _head(self, tokens: int) -> None:
-        """The header; numpy leaves room in it for any number, so its length stays the same."""
+        """Writes the header. numpy pads it, so its length does not depend on the number of tokens."""
         if self.header:
             described = {"descr": self.dtype.str, "fortran_order": False, "shape": (tokens,)}
             file: IO[bytes] = self._file
@@ -213,25 +213,25 @@ class ArrayWriter:
         self.eos = int(last[0]) if self.eos is None else self.eos
         if (last != self.eos).any() or np.count_nonzero(ids == self.eos) != len(ends):
             raise DataError(
-                f"documents do not all end in one token that occurs nowhere else (such as {self.eos}), so {self.path.name} "
-                "cannot say where they end; write a store or Megatron's format, or give --lose-documents"
+                f"{self.path.name} cannot record where documents end: they do not all end with one token that occurs nowhere "
+                f"else (such as {self.eos}); write a store or Megatron's format, or use --lose-documents"
             )
 
 
 def foreign_content(file: File, head: bytes, width: int, sibling: Callable[[str], File | None]) -> str | None:
-    """The format of a file that is not a list of raw integers, and the source for it; None where no other format is recognized.
+    """Recognizes files that are not raw integers; returns the format and the source that reads it, or None.
 
     Args:
-        file: to recognize.
-        head: its first bytes, a few hundred.
-        width: bytes of an integer; of one byte each, text is a list of integers like any other.
-        sibling: finds other files by their path.
+        file: the file to recognize.
+        head: its first few hundred bytes.
+        width: bytes per integer; text is not recognized at a width of 1, where any text is valid.
+        sibling: finds a file by its path.
     """
     for magic, what in _CONTAINERS:
         if head.startswith(magic):
             return what
     if is_llmc(head):
-        return "begins with the header of llm.c; use source 'llmc', which knows its dtype"
+        return "begins with the header of llm.c; use source 'llmc', which reads its dtype from the header"
     if head.startswith(b"PK\x03\x04"):
         numpy = b".npy" in head[:128]
         return (
@@ -251,7 +251,7 @@ def foreign_content(file: File, head: bytes, width: int, sibling: Callable[[str]
 
 
 def is_llmc(head: bytes) -> bool:
-    """Whether a file begins with the header of llm.c, with any count: magic, version, count, zeros."""
+    """Whether a file begins with a header of llm.c: magic, version, any count, zeros."""
     if len(head) < 12:
         return False
     magic, version = struct.unpack("<ii", head[:8])
@@ -269,7 +269,7 @@ def _is_gzip(head: bytes) -> bool:
 
 
 def _is_arrow_stream(head: bytes) -> bool:
-    """The mark of a message, the length of its metadata, and a flatbuffer in it."""
+    """Whether a file begins with an Arrow message: its marker, the length of its metadata, and a flatbuffer."""
     if len(head) < 12 or head[:4] != b"\xff\xff\xff\xff":
         return False
     length, root = struct.unpack("<ii", head[4:12])
@@ -277,17 +277,17 @@ def _is_arrow_stream(head: bytes) -> bool:
 
 
 def _is_safetensors(head: bytes, size: int) -> bool:
-    """The length of a JSON object, and the object."""
+    """Whether a file begins with the length of a JSON object and the object."""
     return head[8:10] == b'{"' and 2 < int.from_bytes(head[:8], "little") < size
 
 
 def _by_neighbors(file: File, sibling: Callable[[str], File | None]) -> str | None:
     if file.where.endswith(".bin") and sibling(file.where.removesuffix(".bin") + ".idx"):
-        return "has a Megatron index in its directory; use source 'megatron', which knows its dtype and documents"
+        return "has a Megatron index in its directory; use source 'megatron', which reads its dtype and documents"
     if sibling(f"{file.where}.index"):
-        return "has an index of documents, as datatrove writes it; use source 'datatrove'"
+        return "has a document index of datatrove; use source 'datatrove'"
     folder = file.where.rpartition("/")[0]
     manifest = sibling(f"{folder}/{MANIFEST}" if folder else MANIFEST)
     if manifest is not None and FORMAT.encode() in read_bytes(manifest, 0, 256):
-        return f"is a shard of the token store {folder or '.'}; use source 'store', which knows its dtype and documents"
+        return f"is a shard of the token store {folder or '.'}; use source 'store', which reads its dtype and documents"
     return None

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files: one column of texts, or of lists of token ids."""
+"""Reads one column of Parquet and Arrow files: texts, or lists of token ids."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,20 +20,20 @@ _ROWS = 1024
 
 
 def cut(files: Sequence[File], size: int) -> list[CorpusPart]:
-    """Runs of row groups of a Parquet file, or of record batches of an Arrow file, of about `size` bytes."""
-    found = []
+    """Returns parts of about `size` bytes: consecutive row groups of a Parquet file, or record batches of an Arrow file."""
+    parts = []
     for file in files:
         with _opened(file) as content:
             groups = content.groups
         step = max(1, round(groups * size / max(1, file.size)))
         for start in range(0, groups, step):
             stop = min(start + step, groups)
-            found.append(CorpusPart((file,), start, stop, file.size * (stop - start) // groups))
-    return found
+            parts.append(CorpusPart((file,), start, stop, file.size * (stop - start) // groups))
+    return parts
 
 
 def read(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Document]:
-    """See `records.RecordReader`. A document is named by its file, its group and its row there."""
+    """See `records.RecordReader`. The name of a document is its file, group, and row in the group."""
     (file,) = part.files
     with _opened(file) as content:
         if wanted.column not in content.names:
@@ -43,10 +43,10 @@ def read(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Document]:
             for values in content.column(group, wanted.column):
                 for value in values:
                     name = f"{file.name}:{group}:{row}"
-                    found = checked_value(value, partial(_place, file, group, row), wanted, skips)
+                    document = checked_value(value, partial(_place, file, group, row), wanted, skips)
                     row += 1
-                    if found is not None:
-                        yield name, found
+                    if document is not None:
+                        yield name, document
 
 
 def _place(file: File, group: int, row: int) -> str:
@@ -70,7 +70,7 @@ class _Parquet:
 
 
 class _Arrow:
-    """Arrow's file format, or its stream format as the `datasets` library writes it; both are memory-mapped."""
+    """Arrow's file format, or the stream format that the `datasets` library writes; both are memory-mapped."""
 
     def __init__(self, path: str) -> None:
         import pyarrow as pa
@@ -84,7 +84,7 @@ class _Arrow:
             self._batch = self._file.get_batch
         else:
             self._file = pa.ipc.open_stream(self._map)
-            batches = list(self._file)  # maps, not copies
+            batches = list(self._file)  # views of the map, no copies
             self.groups = len(batches)
             self._batch = batches.__getitem__
         self.names: list[str] = self._file.schema.names
@@ -112,14 +112,16 @@ def _opened(file: File) -> Iterator[_Parquet | _Arrow]:
         finally:
             content.close()
     except (pa.ArrowException, OSError, UnicodeError) as error:  # UnicodeError: names of columns
-        raise DataError(f"{file.where} is damaged or not in this format: {error}; restore the file") from error
+        raise DataError(f"{file.where} is damaged, or is not a Parquet or Arrow file: {error}; restore the file") from error
 
 
 def values(column: "pa.Array") -> list[Any]:
-    """Python values of a column; lists of integers as numpy arrays, which is many times faster than as lists.
+    """Returns the values of a column as Python objects; lists of integers as numpy arrays, which is many times faster.
+
+    The column is validated first: with wrong offsets, Arrow would read outside of the column and crash the process.
 
     Raises:
-        pyarrow.ArrowException: the column is damaged. Arrow itself reads where wrong offsets point to, which ends the process.
+        pyarrow.ArrowException: the column is damaged.
     """
     import pyarrow as pa
 
@@ -137,7 +139,7 @@ def values(column: "pa.Array") -> list[Any]:
 
 
 def _with_bytes(column: "pa.Array") -> "pa.Array":
-    """The same memory with bytes for text: text that is not UTF-8 is the fault of one record, not of the column."""
+    """Returns a view of a text column as bytes, so that invalid UTF-8 makes only its record invalid, not the column."""
     import pyarrow as pa
 
     kind = column.type
@@ -153,7 +155,7 @@ def _with_bytes(column: "pa.Array") -> "pa.Array":
 
 
 def _plain(column: "pa.Array") -> list[Any]:
-    """Values as Python objects; text that is not UTF-8 as bytes, so that the records around it can be read."""
+    """Returns the values as Python objects. Text that is not UTF-8 becomes bytes, so that other records stay readable."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Which reader a path needs: formats of records by name, and formats of token files by what lies at the path."""
+"""Chooses the reader of a path: record formats by name, token formats by the files at the path."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ def open_any(
     bos: int | None = None,
     vocab_size: int | None = None,
 ) -> Source:
-    """The tokens at a path: a store, Megatron's, llm.c's or datatrove's files, `.npy`, or raw ids of a stated dtype.
+    """Opens the tokens at a path: a store, files of Megatron, llm.c or datatrove, `.npy`, or raw ids of a stated dtype.
 
     Raises:
         DataError: the format is unknown, the files are damaged, or their dtype is unknown.
@@ -48,16 +48,16 @@ def open_any(
             return open_datatrove(path, vocab_size=vocab_size)
         case "tokens":
             if eos is not None and bos is not None:
-                raise DataError("give --eos or --bos, not both: one token is enough to tell documents apart")
+                raise DataError("use --eos or --bos, not both: one token is enough to separate documents")
             return open_tokens(path, dtype=dtype, eos=eos, bos=bos, vocab_size=vocab_size)
     raise DataError(f"unknown format {chosen!r}; known: {', '.join(TOKEN_FORMATS)}")
 
 
 def detect(path: str) -> str:
-    """The format at a path, by the files that are there and by how they begin; nothing is assumed about a dtype.
+    """Returns the token format at a path, by file names and first bytes. It never guesses a dtype.
 
     Raises:
-        DataError: nothing is there, or only text.
+        DataError: the path does not exist, or holds only text.
     """
     directory = Path(path)
     if not is_url(path):
@@ -85,7 +85,7 @@ def _is_directory(path: str) -> bool:
 
 
 class RecordFormat(NamedTuple):
-    """Suffixes of a format's files, the module that reads them, and how they are cut into parts."""
+    """Suffixes of a format's files, the module that reads them, and the function that cuts them into parts."""
 
     suffixes: tuple[str, ...]
     reader: str
@@ -109,15 +109,15 @@ def open_records(
     held_out: float = 0.05,
     skip: int = 0,
 ) -> Records:
-    """The documents in files of records.
+    """Opens the documents in files of records.
 
     Args:
         path: a file, directory, pattern or URL.
         format: a key of `RECORD_FORMATS`.
-        text: field of the text.
-        ids: field of a list of token ids, which is read instead of the text.
+        text: field that holds the text.
+        ids: field that holds a list of token ids; if set, it is read instead of the text.
         split, held_out: see `in_split`.
-        skip: broken records that may be left out.
+        skip: maximum number of broken records that are skipped.
 
     Raises:
         DataError: the format is unknown, the file does not exist, or all files are empty.
@@ -127,6 +127,6 @@ def open_records(
     form = RECORD_FORMATS[format]
     files = find(path, form.suffixes, format)
     if not any(file.size for file in files):
-        raise DataError(f"{path} has no records ({len(files)} empty files); check the path")
+        raise DataError(f"{path} has no records: all {len(files)} files are empty; check the path")
     wanted = Wanted(form.reader, ids or text, ids is not None, split, held_out)
     return Records(files, wanted, f"{path} ({split})", form.cut, skip)

@@ -29,16 +29,16 @@ def open_dataset(
     held_out: float = 0.05,
     skip: int = 0,
 ) -> Records:
-    """The dataset's documents; a dataset of the hub is downloaded first.
+    """Opens the documents of a dataset; downloads a hub dataset first.
 
     Args:
         path: a directory that `save_to_disk` wrote, a directory of data files, or a name on the hub.
         subset: configuration of a hub dataset that has several.
         dataset_split: the dataset's own split.
         text: column of the text.
-        ids: column of lists of token ids, which is read instead of the text.
+        ids: column of lists of token ids; if set, it is read instead of the text.
         split, held_out: see `in_split`.
-        skip: broken records that may be left out.
+        skip: maximum number of broken records that are skipped.
 
     Raises:
         DataError: `datasets` is not installed, or the dataset, split or column does not exist.
@@ -55,7 +55,7 @@ def open_dataset(
 
 
 def read(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Document]:
-    """See `records.RecordReader`. A document is named by its row."""
+    """See `records.RecordReader`. The name of a document is its row."""
     import pyarrow as pa
 
     from forge_data.sources.columns import values
@@ -68,13 +68,13 @@ def read(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Document]:
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{wanted.options['path']} is damaged in rows {start} to {stop}: {error}; restore it") from error
         for row, value in enumerate(column, start):
-            found = checked_value(value, partial("{}, row {}".format, wanted.options["path"], row), wanted, skips)
-            if found is not None:
-                yield f"{wanted.options['dataset_split']}:{row}", found
+            document = checked_value(value, partial("{}, row {}".format, wanted.options["path"], row), wanted, skips)
+            if document is not None:
+                yield f"{wanted.options['dataset_split']}:{row}", document
 
 
 def _cut(rows: int, files: Sequence[File], size: int) -> list[CorpusPart]:
-    """Ranges of rows, each of about `size` bytes; the files are named only for their sizes."""
+    """Returns ranges of rows, each of about `size` bytes; `files` are used only for their sizes."""
     total = max(1, sum(file.size for file in files))
     step = max(1, round(rows * size / total))
     return [
@@ -84,15 +84,15 @@ def _cut(rows: int, files: Sequence[File], size: int) -> list[CorpusPart]:
 
 
 def _files(dataset: "Dataset", path: str) -> list[File]:
-    """The files behind a dataset."""
-    found = [file for entry in dataset.cache_files if (file := find_one(str(entry["filename"]))) is not None]
-    if not found:  # a dataset in memory, which only tests have
+    """Returns the files of a dataset."""
+    files = [file for entry in dataset.cache_files if (file := find_one(str(entry["filename"]))) is not None]
+    if not files:  # a dataset in memory; occurs only in tests
         raise DataError(f"{path} has no files on disk; write it with save_to_disk")
-    return found
+    return files
 
 
 def open_stream_of(path: str, subset: str | None, dataset_split: str, column: str) -> tuple["IterableDataset", str]:
-    """The dataset as a stream, and its identity: its files by their content or their ETags.
+    """Returns the dataset as a stream, and its identity: a digest of its files or their ETags.
 
     Raises:
         DataError: `datasets` is not installed, or the dataset, split or column does not exist.
@@ -126,7 +126,7 @@ def _hub_stream(path: str, subset: str | None, dataset_split: str) -> tuple["Ite
 
 def _refuse_empty(path: str) -> None:
     if not path.strip():
-        raise DataError("the path of a dataset is empty; '.' is the working directory")
+        raise DataError("the path of the dataset is empty; use '.' for the working directory")
 
 
 def _library() -> Any:
@@ -138,32 +138,32 @@ def _library() -> Any:
 
 
 def fingerprint_of(dataset: "Dataset") -> str:
-    """The dataset's own: it knows of rows that were filtered out."""
+    """Returns the library's fingerprint, which also changes when rows are filtered."""
     return dataset._fingerprint
 
 
 def load(path: str, subset: str | None, dataset_split: str) -> "Dataset":
-    """A dataset with random access; see `open_dataset`.
+    """Loads a dataset with random access; see `open_dataset`.
 
     Raises:
-        DataError: `datasets` is not installed, or dataset or split do not exist.
+        DataError: `datasets` is not installed, or the dataset or split does not exist.
     """
     _refuse_empty(path)
     datasets = _library()
     directory = Path(path).expanduser()
     try:
         if (directory / "dataset_dict.json").exists() or (directory / "state.json").exists():
-            found = datasets.load_from_disk(str(directory))
-            if isinstance(found, datasets.DatasetDict):
-                if dataset_split not in found:
-                    raise DataError(f"{path} has no split {dataset_split!r}; it has {', '.join(map(str, found))}")
-                found = found[dataset_split]
+            dataset = datasets.load_from_disk(str(directory))
+            if isinstance(dataset, datasets.DatasetDict):
+                if dataset_split not in dataset:
+                    raise DataError(f"{path} has no split {dataset_split!r}; it has {', '.join(map(str, dataset))}")
+                dataset = dataset[dataset_split]
         else:
-            found = datasets.load_dataset(path, subset, split=dataset_split)
-    except (OSError, ValueError, ImportError, IndexError) as error:  # absent names, files, connections and rows
+            dataset = datasets.load_dataset(path, subset, split=dataset_split)
+    except (OSError, ValueError, ImportError, IndexError) as error:  # missing names, files, connections or rows
         raise DataError(_CANNOT.format(path, error)) from error
-    if not isinstance(found, datasets.Dataset):
+    if not isinstance(dataset, datasets.Dataset):
         raise DataError(f"{path} is not a dataset with random access; write it with save_to_disk")
-    if not len(found):
+    if not len(dataset):
         raise DataError(f"{path} ({dataset_split}) has no rows; check dataset_split")
-    return found
+    return dataset

@@ -1,4 +1,4 @@
-"""JSON lines, plain or compressed with gzip or zstandard: one object a line."""
+"""Reads JSON lines, plain or compressed with gzip or zstandard: one object per line."""
 
 import gzip
 import io
@@ -19,42 +19,42 @@ _ZSTD_BLOCK = 1 << 20
 
 
 def cut(files: Sequence[File], size: int) -> list[CorpusPart]:
-    """Ranges of bytes; a line belongs to the range in which it begins. Compressed files cannot be entered midway."""
-    found = []
+    """Returns byte ranges of about `size` bytes, and compressed files whole. A line belongs to the range where it begins."""
+    parts = []
     for file in files:
         step = file.size if _compressed(file) else size
-        found += [
+        parts += [
             CorpusPart((file,), start, min(start + step, file.size), min(step, file.size - start))
             for start in range(0, file.size, step or 1)
         ]
-    return found
+    return parts
 
 
 def read(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Document]:
-    """See `records.RecordReader`. A document is named by its file and the byte (uncompressed) at which its line begins."""
+    """See `records.RecordReader`. The name of a document is its file and the (uncompressed) byte offset of its line."""
     lines = _Lines(part)
     for line in lines:
         record = _record(line, wanted.column)
         if isinstance(record, str):
             skips.broken(f"{lines.place()} {record}")
             continue
-        found = checked_value(record.get(wanted.column), lines.place, wanted, skips)
-        if found is not None:
-            yield f"{lines.file.name}:{lines.offset}", found
+        document = checked_value(record.get(wanted.column), lines.place, wanted, skips)
+        if document is not None:
+            yield f"{lines.file.name}:{lines.offset}", document
 
 
 def each_line(file: File) -> Iterator[tuple[int, str, dict[str, Any] | str]]:
-    """(offset, place, object) of every line of a file; text in the place of the object says what is wrong with the line."""
+    """Yields (offset, place, object) of every line; for an invalid line, a message instead of the object."""
     lines = _Lines(CorpusPart((file,), 0, file.size, file.size))
     for line in lines:
         yield lines.offset, lines.place(), _record(line)
 
 
 def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(offset, object) of every line of a file.
+    """Yields (offset, object) of every line of a file.
 
     Raises:
-        DataError: a line is not an object.
+        DataError: a line is not a JSON object.
     """
     for offset, place, record in each_line(file):
         if isinstance(record, str):
@@ -63,9 +63,9 @@ def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _record(line: bytes, key: str = "") -> dict[str, Any] | str:
-    """A line's object, or what is wrong with the line."""
+    """Returns the object of a line, or a message that says why the line is invalid."""
     try:
-        # Decoded here: given bytes, `loads` guesses at UTF-16 and lets halves of characters pass.
+        # Decoded here, because `loads` of bytes detects UTF-16 and accepts lone surrogates.
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # also what is not UTF-8
         return f"is not valid JSON: {_reason(error)}"
@@ -75,17 +75,17 @@ def _record(line: bytes, key: str = "") -> dict[str, Any] | str:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):  # its own place is that inside the line
+    if isinstance(error, json.JSONDecodeError):  # its own message counts lines within this line
         return f"{error.msg} at column {error.colno}"
     return "brackets are nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 class _Lines:
-    """The lines that begin inside a part and are not blank, without the byte order mark of their file.
+    """The non-blank lines that begin inside a part, without the byte order mark of the file.
 
     Attributes:
-        file: that they are in.
-        offset: byte (uncompressed) at which the newest line begins.
+        file: the file of the part.
+        offset: (uncompressed) byte offset of the newest line.
     """
 
     def __init__(self, part: CorpusPart) -> None:
@@ -118,7 +118,7 @@ class _Lines:
                     yield line
 
     def place(self) -> str:
-        """File, byte and line of the newest line, for messages; counts the lines before the part, so it may take a while."""
+        """Returns file, byte and line number of the newest line, for messages. It counts all lines before the part: slow."""
         before, left = 0, self._first
         if left:
             with _opened(self.file) as content:
@@ -128,7 +128,7 @@ class _Lines:
 
     def _without_mark(self, line: bytes) -> bytes:
         if encoding := wide_encoding(line):
-            raise DataError(f"{self.file.where} is {encoding} text by its byte order mark; convert it to UTF-8")
+            raise DataError(f"{self.file.where} is {encoding} text according to its byte order mark; convert it to UTF-8")
         return line.removeprefix(BOM_UTF8)
 
 
@@ -154,7 +154,7 @@ def _compressed(file: File) -> bool:
 
 
 def decompressed(raw: IO[bytes], where: str) -> io.BufferedReader:
-    """The decompressed content of an open zstandard file.
+    """Returns a reader of the decompressed content of an open zstandard file.
 
     Raises:
         DataError: zstandard is not installed.
@@ -167,7 +167,7 @@ def decompressed(raw: IO[bytes], where: str) -> io.BufferedReader:
 
 
 class _Frames(io.RawIOBase):
-    """Frame after frame; raises `ValueError` for damage and for an end inside a frame, which the library's stream ignores."""
+    """Decompresses frame after frame. Unlike the library's stream, it raises `ValueError` for a truncated last frame."""
 
     def __init__(self, raw: IO[bytes], decompressor: Any, error: type[Exception]) -> None:
         self._raw, self._decompressor, self._error = raw, decompressor, error

@@ -1,7 +1,7 @@
 """Token files of llm.c: 256 int32 (magic, version, number of tokens, zeros), then uint16 or uint32 ids.
 
-Writers put the end-of-text token *before* each document and cut the stream anywhere to begin a new file, so a document
-may go on in the next one.
+Writers put the end-of-text token *before* each document and begin a new file at any token, so a document may continue in
+the next file.
 """
 
 import struct
@@ -17,15 +17,15 @@ from forge_data.storage.shards import Shard, Shards
 
 HEADER = 1024
 _KINDS = {(20240520, 1): ("<u2", 50256), (20240801, 7): ("<u4", 128000)}
-"""(magic, version) to dtype and the token that begins a document: GPT-2 and Llama 3."""
+"""Maps (magic, version) to the dtype and the token that begins a document: GPT-2 and Llama 3."""
 _EVALUATION = 20240522
 
 
 def open_llmc(path: str, *, bos: int | None = None, vocab_size: int | None = None) -> TokenFiles:
-    """Opens one file, or all of a directory or pattern in the order of their names.
+    """Opens one file, or all files of a directory or pattern in the order of their names.
 
     Raises:
-        DataError: a file has no such header, or another size than it says.
+        DataError: a file has no header of llm.c, or its size does not match the header.
     """
     files = find(path, (".bin",), "llm.c")
     kinds, shards = [], []
@@ -43,14 +43,14 @@ def open_llmc(path: str, *, bos: int | None = None, vocab_size: int | None = Non
 def _read(file: File, head: bytes) -> tuple[tuple[str, int], int]:
     if len(head) < 12:
         raise DataError(
-            f"{file.where} is {'truncated' if head else 'empty'}: it ends at byte {file.size}, before its header does; "
+            f"{file.where} is {'truncated' if head else 'empty'}: it ends at byte {file.size}, inside its header; "
             "restore the file"
         )
     magic, version, tokens = struct.unpack("<iii", head)
     if magic == _EVALUATION:
         raise DataError(f"{file.where} holds multiple-choice examples of llm.c, not a stream of tokens; remove it")
     if (magic, version) not in _KINDS:
-        known = ", ".join(f"{one} version {two}" for one, two in _KINDS)
+        known = ", ".join(f"{known_magic} version {known_version}" for known_magic, known_version in _KINDS)
         raise DataError(f"{file.where} is not a token file of llm.c: magic {magic} version {version}; known: {known}")
     kind = _KINDS[magic, version]
     wanted = HEADER + tokens * np.dtype(kind[0]).itemsize

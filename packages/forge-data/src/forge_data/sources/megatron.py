@@ -1,9 +1,9 @@
-"""Megatron's indexed datasets: `NAME.bin` holds the ids, `NAME.idx` describes them. Read in place, and written.
+"""Reads Megatron's indexed datasets in place, and writes them: `NAME.bin` holds the ids, `NAME.idx` describes them.
 
 The index, all little-endian: 9 bytes `MMIDIDX\\0\\0`, uint64 version 1, uint8 dtype code, uint64 n sequences, uint64 d
 entries of the document list; then int32 lengths[n], int64 byte pointers[n], int64 documents[d], where document i is
-sequences [documents[i], documents[i + 1]). So d is one more than there are documents. The writer makes one sequence of each
-document, as Megatron's own preprocessing does for language models.
+sequences [documents[i], documents[i + 1]). So d is the number of documents plus one. The writer stores each document as one
+sequence, as Megatron's own preprocessing does for language models.
 """
 
 import struct
@@ -37,10 +37,10 @@ _LARGEST_SEQUENCE = 2**31 - 1
 
 @dataclass(frozen=True)
 class Pair:
-    """One dataset: both files and what the head of the index says.
+    """One dataset: both files and the header of the index.
 
     Attributes:
-        entries: of the document list, one more than there are documents.
+        entries: length of the document list: the number of documents plus one.
     """
 
     ids: File
@@ -55,14 +55,14 @@ class Pair:
 
 
 class Index:
-    """The arrays of one index as a table of document ends; nothing of the length of the index is ever copied.
+    """The arrays of one index as a table of document ends. It never copies an array as long as the index.
 
-    The arrays are never aligned (34 bytes stand before them), and numpy copies an unaligned array whole to search it.
-    So the searches here are our own: log2(n) steps for all keys together.
+    The arrays are unaligned, because the header has 34 bytes, and numpy copies an unaligned array before it searches it.
+    So `search` replaces numpy's search: log2(n) steps for all keys together.
 
     Attributes:
-        lengths: (n,) int32 tokens of each sequence.
-        pointers: (n,) int64 bytes before each sequence.
+        lengths: (n,) int32 number of tokens of each sequence.
+        pointers: (n,) int64 byte offset of each sequence.
         documents: (d,) int64 first sequence of each document, then n.
     """
 
@@ -92,7 +92,7 @@ class Index:
         return max(len(self.pointers), len(self.documents))
 
     def faults(self, whole: bool) -> list[str]:
-        found = []
+        faults = []
         where, n = self._pair.index.where, self._pair.sequences
         for start, stop in blocks_of(n, whole):
             lengths, pointers = self.lengths[start:stop].astype(np.int64), self.pointers[start : stop + 1]
@@ -101,22 +101,22 @@ class Index:
             wrong = np.flatnonzero(expected[: len(pointers) - 1] != pointers[1:])
             if len(negative):
                 number = start + int(negative[0])
-                found.append(f"{where} at byte {HEAD.size + 4 * number}: sequence {number} has a negative length")
+                faults.append(f"{where} at byte {HEAD.size + 4 * number}: sequence {number} has a negative length")
             elif len(wrong):
                 number = start + int(wrong[0]) + 1
                 offset = HEAD.size + 4 * n + 8 * number
-                found.append(f"{where} at byte {offset}: sequence {number} does not begin where the one before it ends")
+                faults.append(f"{where} at byte {offset}: sequence {number} does not begin where sequence {number - 1} ends")
         for start, stop in blocks_of(len(self.documents), whole):
             documents = self.documents[start : stop + 1]
             wrong = np.flatnonzero((np.diff(documents, prepend=documents[:1]) < 0) | (documents < 0) | (documents > n))
             if len(wrong):
                 number = start + int(wrong[0])
-                what = "behind the last sequence" if documents[wrong[0]] > n else "before the one before it"
-                found.append(f"{where} at byte {HEAD.size + 12 * n + 8 * number}: document {number} begins {what}")
-        return found
+                what = "after the last sequence" if documents[wrong[0]] > n else "before the previous document"
+                faults.append(f"{where} at byte {HEAD.size + 12 * n + 8 * number}: document {number} begins {what}")
+        return faults
 
     def _ended(self, tokens: np.ndarray) -> np.ndarray:
-        """How many documents end at or before each place."""
+        """Returns the number of documents that end at or before each token position."""
         refuse_shrunk(self.pointers, self._pair.index.where)
         refuse_shrunk(self.documents, self._pair.index.where)
         sequences = search(self.pointers, tokens * self._itemsize) - 1
@@ -124,7 +124,7 @@ class Index:
         return search(self.documents, sequences) - 1
 
     def _at(self, documents: np.ndarray) -> np.ndarray:
-        """Where documents end, in tokens."""
+        """Returns the token positions at which documents end."""
         sequences = self.documents[documents + 1]
         inside = sequences < len(self.pointers)
         ends = np.full(len(sequences), self._tokens, dtype=np.int64)
@@ -133,7 +133,7 @@ class Index:
 
 
 def search(array: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """`np.searchsorted(array, keys, side="right")` that never copies `array`; `array` ascends and may be unaligned."""
+    """Returns `np.searchsorted(array, keys, side="right")` without copying `array`, which may be unaligned."""
     low, high = np.zeros(len(keys), dtype=np.int64), np.full(len(keys), len(array), dtype=np.int64)
     for _ in range(len(array).bit_length()):
         middle = (low + high) >> 1
@@ -146,44 +146,44 @@ def search(array: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def open_megatron(path: str, *, vocab_size: int | None = None) -> TokenFiles:
-    """Opens one dataset, or all of a directory or pattern in the order of their names.
+    """Opens one dataset, or all datasets of a directory or pattern in the order of their names.
 
     Raises:
         DataError: see `pairs`.
     """
-    found = pairs(path)
-    dtype = same_dtype([(pair.index.where, pair.dtype) for pair in found])
-    shards = Shards([Shard(pair.ids, pair.tokens) for pair in found], dtype)
+    datasets = pairs(path)
+    dtype = same_dtype([(pair.index.where, pair.dtype) for pair in datasets])
+    shards = Shards([Shard(pair.ids, pair.tokens) for pair in datasets], dtype)
     described = TokenFilesInfo(
         format="megatron",
-        documents=sum(pair.entries - 1 for pair in found),
+        documents=sum(pair.entries - 1 for pair in datasets),
         vocab_size=vocab_size,
-        more={"sequences": sum(pair.sequences for pair in found)},
-        joins=partial(_joins, found),
+        more={"sequences": sum(pair.sequences for pair in datasets)},
+        joins=partial(_joins, datasets),
     )
-    remote = any(pair.index.remote for pair in found)
-    listed = Listed(shards.firsts, partial(_index, found), remote=remote, advice="restore the index")
-    return TokenFiles(path, shards, listed, described, _identity(found), listed.faults)
+    remote = any(pair.index.remote for pair in datasets)
+    listed = Listed(shards.firsts, partial(_index, datasets), remote=remote, advice="restore the index")
+    return TokenFiles(path, shards, listed, described, _identity(datasets), listed.faults)
 
 
 def pairs(path: str) -> list[Pair]:
-    """The datasets that a prefix, one of the two files, a directory or a pattern names.
+    """Returns the datasets that a prefix, one of the two files, a directory or a pattern names.
 
     Raises:
-        DataError: a file is missing, or index and ids do not fit each other; says at which byte.
+        DataError: a file is missing, or index and ids do not match; the message has the byte offset.
     """
     prefix = path.removesuffix(".idx").removesuffix(".bin")
-    one = find_one(f"{prefix}.idx")
-    if one is None and find_one(f"{prefix}.bin"):
+    single = find_one(f"{prefix}.idx")
+    if single is None and find_one(f"{prefix}.bin"):
         raise DataError(f"{prefix}.bin has no index {prefix}.idx; restore it, or read raw ids with source 'tokens'")
-    indices = [one] if one else find(path, (".idx",), "Megatron index")
+    indices = [single] if single else find(path, (".idx",), "Megatron index")
     sibling = neighbors(indices)
     return [_pair(index, sibling) for index in indices]
 
 
-def _joins(found: Sequence[Pair]) -> bool:
+def _joins(datasets: Sequence[Pair]) -> bool:
     """Whether a document has more than one sequence."""
-    for pair in found:
+    for pair in datasets:
         documents = Index(pair).documents
         for start in range(0, pair.entries, _BLOCK):
             if (np.diff(documents[start : start + _BLOCK + 1]) > 1).any():
@@ -191,8 +191,8 @@ def _joins(found: Sequence[Pair]) -> bool:
     return False
 
 
-def _index(found: Sequence[Pair], number: int) -> Index:
-    return Index(found[number])
+def _index(datasets: Sequence[Pair], number: int) -> Index:
+    return Index(datasets[number])
 
 
 def _pair(index: File, sibling: Callable[[str], File | None]) -> Pair:
@@ -211,7 +211,7 @@ def _pair(index: File, sibling: Callable[[str], File | None]) -> Pair:
     pair = Pair(ids, index, integers(index.where, np.dtype(DTYPES[code])), sequences, entries)
     wanted = HEAD.size + 12 * sequences + 8 * entries
     if index.size == wanted + sequences and sequences:
-        raise DataError(f"{index.where} has a mode for every sequence: it is multimodal, which source 'megatron' does not read")
+        raise DataError(f"{index.where} is multimodal (a mode per sequence), which source 'megatron' does not support")
     if index.size != wanted:
         what = "truncated" if index.size < wanted else "too long"
         raise DataError(f"{index.where} is {what}: it ends at byte {index.size}, its header says {wanted}; restore the file")
@@ -222,7 +222,7 @@ def _pair(index: File, sibling: Callable[[str], File | None]) -> Pair:
 
 
 def _fits(pair: Pair) -> None:
-    """Compares both files at their ends."""
+    """Compares the first and last entries of the index with the size of the ids file."""
     n, head = pair.sequences, HEAD.size
 
     def number(offset: int, dtype: np.dtype) -> int:
@@ -249,10 +249,10 @@ def _fits(pair: Pair) -> None:
         )
 
 
-def _identity(found: Sequence[Pair]) -> str:
-    """Of counts and both ends of every document list."""
+def _identity(datasets: Sequence[Pair]) -> str:
+    """Returns a digest of the counts, heads and tails of all document lists."""
     digest = xxhash.xxh3_128()
-    for pair in found:
+    for pair in datasets:
         start = pair.index.size - 8 * pair.entries
         digest.update(f"{pair.sequences} {pair.entries} ".encode())
         digest.update(read_bytes(pair.index, start, min(start + 4096, pair.index.size)))
@@ -261,25 +261,25 @@ def _identity(found: Sequence[Pair]) -> str:
 
 
 class MegatronWriter:
-    """Use as a context manager; `commit` makes both files appear, the index last, leaving without it removes them."""
+    """Writes one dataset. Use it as a context manager; without `commit`, both files are removed on exit."""
 
     def __init__(self, prefix: Path, dtype: str) -> None:
-        """Begins `prefix.bin` and `prefix.idx`, which must not exist.
+        """Creates the unfinished files of `prefix.bin` and `prefix.idx`, which must not exist.
 
         Args:
             prefix: path without suffix.
-            dtype: of the ids; uint32 and uint64, which the format lacks, are written as int32 and int64.
+            dtype: dtype of the ids; the format lacks uint32 and uint64, which are written as int32 and int64.
 
         Raises:
-            DataError: they exist, or the directory cannot be written, or the format has no such dtype.
+            DataError: a file exists, the directory is not writable, or the format lacks the dtype.
         """
         self.prefix = prefix
         self.dtype = np.dtype(_HELD.get(dtype, dtype)).newbyteorder("<")
         if self.dtype not in _CODES:
             raise DataError(f"Megatron's format has no dtype {dtype!r}; choose one of {', '.join(d.name for d in _CODES)}")
         self._targets = [prefix.with_name(f"{prefix.name}{suffix}") for suffix in (".bin", ".idx")]
-        if found := next((target for target in self._targets if target.exists()), None):
-            raise DataError(f"{found} exists; choose another place or remove it")
+        if existing := next((target for target in self._targets if target.exists()), None):
+            raise DataError(f"{existing} exists; choose another path or remove it")
         self._lengths: list[np.ndarray] = []
         try:
             self._owned = [Partial(target, directory=False) for target in self._targets]
@@ -317,13 +317,13 @@ class MegatronWriter:
             raise DataError(f"{self._partials[0]} cannot be written: {error.strerror}") from error
 
     def commit(self) -> int:
-        """Writes the index and gives both files their names; returns the number of documents.
+        """Writes the index, renames both files (the index last), and returns the number of documents.
 
         Raises:
-            DataError: nothing was added, or the disk is full.
+            DataError: no document was added, or the disk is full.
         """
         if not self._lengths:
-            raise DataError(f"{self.prefix} gets no documents; nothing to write")
+            raise DataError(f"{self.prefix} has no documents; nothing to write")
         lengths = np.concatenate(self._lengths)
         pointers = np.zeros(len(lengths), dtype="<i8")
         np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])

@@ -1,4 +1,4 @@
-"""Uniform random tokens as a `Source`: each is a function of (seed, position), nothing is stored."""
+"""Uniform random tokens as a `Source`. Each token is a function of (seed, position); nothing is stored."""
 
 import numpy as np
 
@@ -18,11 +18,11 @@ class RandomSource:
         Args:
             vocab_size: ids are drawn from 0 to vocab_size - 1.
             tokens: length of the stream.
-            document: tokens of a document; by default all tokens are one document.
-            seed: another seed gives other tokens.
+            document: tokens per document; by default all tokens are one document.
+            seed: seed of the tokens.
 
         Raises:
-            DataError: an id does not fit 32 bits.
+            DataError: the largest id does not fit 32 bits.
         """
         self.name = f"random tokens of seed {seed}"
         self.tokens = tokens
@@ -40,11 +40,12 @@ class RandomSource:
         return self._at(np.arange(start, stop, dtype=np.uint64))
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """(N, length) token ids from each of `starts` on."""
+        """Returns (N, length) token ids: one window from each of `starts`."""
         starts = starts.astype(np.int64)
         if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= self.tokens - length:
             raise IndexError(
-                f"{length} tokens from {starts.min()} or {starts.max()} on are not inside the {self.tokens} tokens of {self.name}"
+                f"windows of {length} tokens from {starts.min()} to {starts.max()} are not inside the {self.tokens} tokens "
+                f"of {self.name}"
             )
         return self._at((starts[:, None] + np.arange(length)).astype(np.uint64))
 
@@ -52,15 +53,15 @@ class RandomSource:
         return (mix(mix(positions + self._key)) % np.uint64(self.vocab_size or 1)).astype(np.uint32)
 
     def ends(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Document ends e with start < e <= stop."""
+        """Returns the document ends e with start < e <= stop."""
         stop = self.tokens if stop is None else min(stop, self.tokens)
         first = (start // self.document + 1) * self.document
-        found = np.arange(first, stop + 1, self.document, dtype=np.uint64)
+        ends = np.arange(first, stop + 1, self.document, dtype=np.uint64)
         ragged = stop == self.tokens > start and self.tokens % self.document
-        return np.append(found, np.uint64(stop)) if ragged else found
+        return np.append(ends, np.uint64(stop)) if ragged else ends
 
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Document ends inside many windows; see `Source.borders`."""
-        found = [(self.ends(start, start + length) - np.uint64(start)).astype(np.int64) for start in starts.tolist()]
-        rows = np.repeat(np.arange(len(found)), [len(columns) for columns in found])
-        return rows, np.concatenate([*found, np.empty(0, dtype=np.int64)])
+        """Returns the document ends inside many windows; see `Source.borders`."""
+        ends = [(self.ends(start, start + length) - np.uint64(start)).astype(np.int64) for start in starts.tolist()]
+        rows = np.repeat(np.arange(len(ends)), [len(columns) for columns in ends])
+        return rows, np.concatenate([*ends, np.empty(0, dtype=np.int64)])

@@ -1,8 +1,8 @@
-"""A corpus of documents in parts: plain data that says what to read, so that any process can read any part alone.
+"""A corpus of documents in parts. A part is plain data that describes what to read, so any process can read any part.
 
-Which parts there are depends on the corpus only, never on who reads them. That makes a prepared store the same for any
-number of workers, and a killed preparation resumable. A document is text, or a list of token ids, in a field of a record;
-`text_of` and `ids_of` say what is wrong with a field that holds neither.
+The parts depend only on the corpus, not on its readers. So a prepared store is the same for any number of workers, and a
+killed preparation can be resumed. A document is text, or a list of token ids, in a field of a record; `text_of` and `ids_of`
+validate the field.
 """
 
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
@@ -27,14 +27,14 @@ _READERS = {
     "columns": "forge_data.sources.columns",
     "huggingface": "forge_data.sources.huggingface",
 }
-"""Modules by the names that fingerprints and stored jobs know them by; they must not change."""
+"""Modules by name. Fingerprints and stored jobs contain these names, so they must not change."""
 SHOWN = 10
-"""Broken records that messages name; a file names the others."""
+"""Number of broken records that messages list; a file lists the others."""
 LISTED = 100_000
-"""Broken records that the file names at most."""
+"""Maximum number of broken records that the file lists."""
 _LARGEST = np.iinfo(np.int64).max
 _WIDE = ((BOM_UTF32_LE, "UTF-32"), (BOM_UTF32_BE, "UTF-32"), (BOM_UTF16_LE, "UTF-16"), (BOM_UTF16_BE, "UTF-16"))
-"""The mark of UTF-32, little-endian, begins with that of UTF-16: longer ones come first."""
+"""Longer marks come first, because the mark of little-endian UTF-32 begins with that of UTF-16."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class CorpusPart:
     """Some documents of a corpus.
 
     Attributes:
-        files: that hold them.
-        start, stop: what of them, in the units of the reader: bytes, row groups, batches or rows; -1 is the end.
-        size: bytes of input, roughly: for progress.
+        files: the files that hold the documents.
+        start, stop: range in the files, in units of the reader: bytes, row groups, batches or rows; -1 is the end.
+        size: approximate bytes of input, for progress.
     """
 
     files: tuple[File, ...]
@@ -55,14 +55,14 @@ class CorpusPart:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is taken from every record.
+    """The field and the split that are read from every record.
 
     Attributes:
         reader: a key of `_READERS`, or the full name of a module with a function `read(part, wanted, skips)`.
-        column: column or key; its value is text, or a list of token ids.
-        ids: whether it holds token ids.
+        column: column or key whose value is text, or a list of token ids.
+        ids: whether the value is a list of token ids.
         split, held_out: see `in_split`.
-        options: of the reader, JSON as it stands.
+        options: options of the reader; must be valid JSON.
     """
 
     reader: str
@@ -75,12 +75,12 @@ class Wanted:
 
 @dataclass
 class Skips:
-    """Records that are left out. Those that are broken are counted, and more than `budget` are an error.
+    """Counts skipped records; more than `budget` broken records are an error.
 
     Attributes:
-        budget: broken records that may be left out.
-        count: broken records so far.
-        messages: of the first `LISTED` records that were left out; each names one and says why.
+        budget: maximum number of broken records.
+        count: number of broken records so far.
+        messages: one message for each of the first `LISTED` skipped records: its name and the reason.
     """
 
     budget: int = 0
@@ -88,10 +88,10 @@ class Skips:
     messages: list[str] = field(default_factory=list)
 
     def broken(self, message: str) -> None:
-        """Notes a broken record.
+        """Counts a broken record.
 
         Raises:
-            DataError: there were too many; names this one and those before it.
+            DataError: there are more than `budget`; the message lists this record and the first ones before it.
         """
         self.count += 1
         if self.count > self.budget:
@@ -101,16 +101,16 @@ class Skips:
         self.left_out(message)
 
     def left_out(self, message: str) -> None:
-        """Notes a record that is left out on purpose."""
+        """Lists a record that is skipped on purpose."""
         if len(self.messages) < LISTED:
             self.messages.append(message)
 
 
 def name_skipped(what: str, messages: Sequence[str], store: Path, report: Callable[[str], None]) -> None:
-    """Reports the first records that were left out, and writes the names of all next to a store.
+    """Reports the first skipped records, and writes the names of all of them to a file next to the store.
 
     Args:
-        what: how many of what, such as "3 broken records".
+        what: number and kind of the records, such as "3 broken records".
         messages: see `Skips`.
         store: path of the store.
         report: called with messages.
@@ -123,11 +123,11 @@ def name_skipped(what: str, messages: Sequence[str], store: Path, report: Callab
     report(f"left out {what}; the first: {messages[0]}")
     for message in messages[1:SHOWN]:
         report(f"left out {message}")
-    report(f"all that were left out are named in {path}")
+    report(f"{path} lists everything that was left out")
 
 
 def skipped_file(store: Path) -> Path:
-    """The file next to a store that names the records that are not in it."""
+    """Returns the path of the file next to a store that lists its skipped records."""
     return store.with_name(f"{store.name}.skipped.txt")
 
 
@@ -141,9 +141,9 @@ class Records:
     """Documents in parts, as `Texts`.
 
     Attributes:
-        what: for messages.
-        bytes: of all files together.
-        skip: broken records that may be left out.
+        what: name for messages.
+        bytes: total size of all files.
+        skip: maximum number of broken records that are skipped.
     """
 
     def __init__(
@@ -166,17 +166,17 @@ class Records:
 
     @property
     def fingerprint(self) -> str:
-        """Of what is wanted, and of names, sizes and content of the files; see `checksums.digest_of`."""
+        """Digest of `wanted` and of names, sizes and content of the files; see `checksums.digest_of`."""
         if self._fingerprint is None:
             self._fingerprint = digest_of(self.files, self._identity)
         return self._fingerprint
 
     def parts(self, size: int) -> list[CorpusPart]:
-        """All parts in order, each of about `size` bytes of input."""
+        """Returns all parts in order, each of about `size` bytes of input."""
         return self._cut(self.files, size)
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """(name, text) of every document.
+        """Yields (name, text) of every document.
 
         Raises:
             DataError: a record is broken, or the records hold ids, not text.
@@ -191,10 +191,10 @@ class Records:
 
 
 def read_part(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Document]:
-    """The documents of one part that are in the wanted split; those without content are left out.
+    """Yields the documents of one part that are in the split and not empty.
 
     Raises:
-        DataError: a record is broken; says which.
+        DataError: a record is broken; the message names it.
     """
     reader: RecordReader = import_module(_READERS.get(wanted.reader, wanted.reader))  # type: ignore[assignment]
     for name, content in reader.read(part, wanted, skips):
@@ -203,7 +203,7 @@ def read_part(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Docume
 
 
 def in_split(name: str, split: str, held_out: float) -> bool:
-    """Whether a document belongs to a split, by a hash of its name: adding others moves none."""
+    """Whether a document belongs to a split, by a hash of its name: new documents do not move others between splits."""
     if split == "all":
         return True
     place = int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") / 2**64
@@ -211,43 +211,43 @@ def in_split(name: str, split: str, held_out: float) -> bool:
 
 
 def grouped(files: Iterable[File], size: int) -> list[CorpusPart]:
-    """Parts of whole files; each takes files until it reaches `size` bytes."""
-    found: list[CorpusPart] = []
-    own: list[File] = []
+    """Returns parts of whole files; a part takes files until it reaches `size` bytes."""
+    parts: list[CorpusPart] = []
+    group: list[File] = []
     for file in files:
-        own.append(file)
-        if sum(one.size for one in own) >= size:
-            found.append(CorpusPart(tuple(own), 0, len(own), sum(one.size for one in own)))
-            own = []
-    if own:
-        found.append(CorpusPart(tuple(own), 0, len(own), sum(one.size for one in own)))
-    return found
+        group.append(file)
+        if sum(member.size for member in group) >= size:
+            parts.append(CorpusPart(tuple(group), 0, len(group), sum(member.size for member in group)))
+            group = []
+    if group:
+        parts.append(CorpusPart(tuple(group), 0, len(group), sum(member.size for member in group)))
+    return parts
 
 
 def checked_value(value: Any, place: Callable[[], str], wanted: Wanted, skips: Skips) -> "str | np.ndarray | None":
-    """The value of a record's field as text or ids, or None when the record is broken and may be skipped.
+    """Returns the value of a record's field as text or ids, or None if the record is broken and skipped.
 
     Args:
-        value: of the field.
-        place: names the record; asked only when it is broken.
-        wanted: what is taken from records.
-        skips: counts broken ones.
+        value: value of the field.
+        place: returns the place of the record for messages; called only if the record is broken.
+        wanted: describes the field.
+        skips: counts broken records.
 
     Raises:
-        DataError: it is broken and no more may be.
+        DataError: the record is broken, and no further record may be skipped.
     """
-    found, fault = ids_of(value) if wanted.ids else text_of(value)
+    content, fault = ids_of(value) if wanted.ids else text_of(value)
     if fault:
         skips.broken(f"{place()}: {wanted.column!r} {fault}")
-    return found
+    return content
 
 
 def text_of(value: Any) -> tuple[str | None, str]:
-    """(text, "") or (None, what is wrong).
+    """Returns (text, ""), or (None, fault).
 
-    A lone surrogate, which JSON can spell, is half a character: nothing can write it as UTF-8.
+    A lone surrogate is a fault: JSON can contain one, but UTF-8 cannot encode it.
     """
-    if isinstance(value, bytes):  # a column of text that is not valid UTF-8, or a column of bytes
+    if isinstance(value, bytes):  # a text column with invalid UTF-8, or a bytes column
         try:
             value.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -263,7 +263,7 @@ def text_of(value: Any) -> tuple[str | None, str]:
 
 
 def ids_of(value: Any) -> tuple[np.ndarray | None, str]:
-    """((n,) int64 token ids, "") or (None, what is wrong). `value` is a list, or an array of integers of a column."""
+    """Returns ((n,) int64 token ids, ""), or (None, fault). `value` is a list or an array of integers."""
     if isinstance(value, list):
         if set(map(type, value)) - {int}:
             index = next(index for index, item in enumerate(value) if type(item) is not int)
@@ -287,7 +287,7 @@ def ids_of(value: Any) -> tuple[np.ndarray | None, str]:
 
 
 def wide_encoding(head: bytes) -> str | None:
-    """UTF-16 or UTF-32, where a file begins with the byte order mark of one."""
+    """Returns UTF-16 or UTF-32 if a file begins with its byte order mark, else None."""
     return next((name for mark, name in _WIDE if head.startswith(mark)), None)
 
 
@@ -303,11 +303,11 @@ def _kind(value: Any) -> str:
 
 
 def part_as_json(part: CorpusPart) -> dict[str, Any]:
-    """A part as JSON; `part_from_json` reads it."""
+    """Returns a part as JSON; `part_from_json` reads it."""
     return asdict(part)
 
 
 def part_from_json(content: dict[str, Any]) -> CorpusPart:
-    """The part that `as_json` wrote."""
+    """Returns the part that `part_as_json` wrote."""
     files = tuple(File(**file) for file in content["files"])
     return CorpusPart(files, content["start"], content["stop"], content["size"])

@@ -1,13 +1,13 @@
-"""The token store: its files, what `manifest.json` says of them, and the source that reads them through memory maps.
+"""The token store: its files, its manifest, and the source that reads it through memory maps.
 
-    manifest.json      what the store holds
+    manifest.json      describes the files of the store
     shard-00000.bin    token ids, raw little-endian, of the manifest's dtype
     shard-00000.doc.npy  uint64 ends of the shard's documents, counted from the shard's start
-    counts.npy         uint64 occurrences of every token id
-    tokenizer.json     copy of the tokenizer, where the writer had one
+    counts.npy         uint64 counts of every token id
+    tokenizer.json     copy of the tokenizer, if the writer had one
 
-Documents never cross a shard. The manifest is written last: a directory without one is not a store. Opening reads the
-manifest, the sizes of all files, and samples of them.
+Documents never cross a shard. The manifest is written last: a directory without one is not a store. Opening a store reads
+the manifest, the sizes of all files, and samples of their content.
 """
 
 import json
@@ -33,7 +33,7 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 COUNTS = "counts.npy"
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
-"""What ids may be stored as. Signed ones hold no negative id; they are kept for files that came with them."""
+"""Dtypes of stored ids. Ids of signed dtypes are never negative; converted files keep their dtype."""
 _BLOCK = 1 << 24
 _ADVICE = "write the store again"
 _U8 = np.dtype("<u8")
@@ -61,7 +61,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class TokenizerEntry:
-    """Which tokenizer made the tokens. `add_special_tokens`: whether documents have its own prefix and suffix."""
+    """The tokenizer of a store. `add_special_tokens`: whether documents have the tokenizer's prefix and suffix."""
 
     name: str
     sha256: str
@@ -72,8 +72,7 @@ class TokenizerEntry:
 
 @dataclass(frozen=True)
 class StoreManifest:
-    """All that is known about a store. `text_bytes` is the size of the text behind the tokens; `request`, what `data prepare`
-    was asked for."""
+    """The content of `manifest.json`. `text_bytes`: size of the tokenized text; `request`: the options of `data prepare`."""
 
     dtype: str
     tokens: int
@@ -92,7 +91,7 @@ class StoreManifest:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal tokens, borders and tokenizer, wherever the store lies and however it was made."""
+        """Digest of tokens, borders and tokenizer; it does not depend on the location of the store or how it was written."""
         parts = [self.dtype, self.tokenizer.sha256 if self.tokenizer else ""]
         parts += [f"{shard.data.xxh3} {shard.ends.xxh3}" for shard in self.shards]
         return sha256("\n".join(parts).encode()).hexdigest()
@@ -100,15 +99,15 @@ class StoreManifest:
     def as_json(self) -> str:
         content = asdict(self)
         if self.tokenizer is not None and not self.tokenizer.add_special_tokens:
-            del content["tokenizer"]["add_special_tokens"]  # as in stores that were written before there was the key
+            del content["tokenizer"]["add_special_tokens"]  # as in stores that predate the key
         return json.dumps({"format": FORMAT, "version": VERSION, **content}, indent=1) + "\n"
 
 
 def read_manifest(directory: Path) -> StoreManifest:
-    """The manifest of a store.
+    """Reads the manifest of a store.
 
     Raises:
-        DataError: there is no manifest, or this version cannot read it.
+        DataError: the directory has no manifest, or this version cannot read it.
     """
     path = directory / MANIFEST
     try:
@@ -117,7 +116,7 @@ def read_manifest(directory: Path) -> StoreManifest:
         what = "is not a token store: it has no manifest.json" if directory.is_dir() else "does not exist"
         raise DataError(f"{directory} {what}; write one with `data prepare`") from None
     except NotADirectoryError:
-        raise DataError(f"{directory} is a file, not a token store; a single file of tokens is source 'tokens'") from None
+        raise DataError(f"{directory} is a file, not a token store; read a file of tokens with source 'tokens'") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     try:
@@ -128,8 +127,8 @@ def read_manifest(directory: Path) -> StoreManifest:
 
 def _parse_manifest(content: dict[str, Any], path: Path) -> StoreManifest:
     if content["format"] != FORMAT or content["version"] != VERSION:
-        found = f"{content['format']} version {content['version']}"
-        raise DataError(f"{path} is of {found}; this Forge reads {FORMAT} version {VERSION}")
+        actual = f"{content['format']} version {content['version']}"
+        raise DataError(f"{path} has format {actual}; this Forge reads {FORMAT} version {VERSION}")
     if content["dtype"] not in DTYPES:
         raise DataError(f"{path}: unknown dtype {content['dtype']!r}; known: {', '.join(DTYPES)}")
     counts = [content["tokens"], content["documents"]]
@@ -166,17 +165,17 @@ def _parse_manifest(content: dict[str, Any], path: Path) -> StoreManifest:
 
 
 class StoreSource:
-    """A store as a `Source`. Shards are mapped when they are first touched."""
+    """A store as a `Source`. A shard is mapped at its first read."""
 
     def __init__(self, path: Path) -> None:
         """Opens the store at `path`.
 
         Raises:
-            DataError: it is not a store, or a file is missing, truncated or longer than the manifest says.
+            DataError: `path` is not a store, or the size of a file differs from the manifest.
         """
         self.path = path
         self.name = str(path)
-        self.document_name: Callable[[int], str] | None = None  # of a document by its number, where the corpus is known
+        self.document_name: Callable[[int], str] | None = None  # name by number, if the corpus is known
         self.manifest: StoreManifest = read_manifest(path)
         self.tokens = self.manifest.tokens
         self.documents = self.manifest.documents
@@ -194,32 +193,32 @@ class StoreSource:
         self.fingerprint = self._sampled()
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Token ids [start, stop): a view of the mapped file where they lie in one shard."""
+        """Returns token ids [start, stop): a view of the mapped file if they lie in one shard."""
         return self._tokens.read(start, stop)
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """(N, length) token ids from each of `starts` on."""
+        """Returns (N, length) token ids: one window from each of `starts`."""
         return self._tokens.windows(starts, length)
 
     def ends(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Document ends e with start < e <= stop, ascending uint64."""
+        """Returns the document ends e with start < e <= stop, ascending uint64."""
         return self._documents.ends(start, self.tokens if stop is None else min(stop, self.tokens))
 
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Document ends inside many windows; see `Source.borders`."""
+        """Returns the document ends inside many windows; see `Source.borders`."""
         return self._documents.borders(starts, length)
 
     @property
     def borders_checked(self) -> bool:
-        """Whether the document ends that were used so far were compared as a whole."""
+        """Whether all document ends used so far come from completely checked tables."""
         return self._documents.checked
 
     def place(self, token: int) -> str:
-        """File and byte offset of a token, for messages."""
+        """Returns file and byte offset of a token, for messages."""
         return self._tokens.place(token)
 
     def counts(self) -> np.ndarray:
-        """(ids,) int64 occurrences of every token id, as the writer counted them.
+        """Returns (ids,) int64 counts of every token id, as the writer recorded them.
 
         Raises:
             DataError: the file is damaged.
@@ -227,21 +226,21 @@ class StoreSource:
         return npy.load(self._file(self.manifest.counts), _U8, _ADVICE).astype(np.int64)
 
     def verify(self) -> list[str]:
-        """Reads everything and compares it with the manifest; one message per fault, with file and offset."""
+        """Compares all content with the manifest; returns one message per fault, with file and offset."""
         faults: list[str] = []
-        found = np.zeros(self.manifest.max_id + 1, dtype=np.int64)
+        counts = np.zeros(self.manifest.max_id + 1, dtype=np.int64)
         for number, shard in enumerate(self.manifest.shards):
             for entry in (shard.data, shard.ends):
                 faults += self._verify_checksum(entry)
             if not faults:
-                faults += self._verify_shard(number, shard, found)
+                faults += self._verify_shard(number, shard, counts)
         faults += self._verify_checksum(self.manifest.counts)
-        if not faults and not np.array_equal(found, self.counts()):
+        if not faults and not np.array_equal(counts, self.counts()):
             faults.append(f"{self.path / self.manifest.counts.file}: counts differ from the tokens")
         return faults
 
     def _sampled(self) -> str:
-        """Of the manifest's checksums, and of samples of the files that they are of."""
+        """Returns a digest of the manifest's checksums and of samples of the files."""
         digest = sha256(self.manifest.fingerprint.encode())
         for start, stop in sampled_ranges(self.tokens, TOKEN_BLOCK, TOKEN_BLOCKS):
             digest.update(self._tokens.peek(start, stop).tobytes())
@@ -252,7 +251,7 @@ class StoreSource:
         return digest.hexdigest()
 
     def checksums(self) -> list[Checksum]:
-        """Of the files that are read, in the order of the stream."""
+        """Returns the checksums of all shard files, in the order of the stream."""
         shards = zip(self._tokens.firsts, self.manifest.shards, strict=False)
         return [
             Checksum(first, self.path / entry.file, entry.xxh3) for first, shard in shards for entry in (shard.data, shard.ends)
@@ -262,8 +261,8 @@ class StoreSource:
         fault = fault_of(self.path / entry.file, entry.xxh3)
         return [fault] if fault else []
 
-    def _verify_shard(self, number: int, shard: ShardEntry, found: np.ndarray) -> list[str]:
-        """The manifest's claims about one shard; counts its tokens into `found`."""
+    def _verify_shard(self, number: int, shard: ShardEntry, counts: np.ndarray) -> list[str]:
+        """Compares one shard with the manifest, and adds the counts of its tokens to `counts`."""
         faults = self._table(number).faults(whole=True)
         data = map_file(self._file(shard.data), self.dtype, shard.tokens)
         for start in range(0, len(data), _BLOCK):
@@ -273,18 +272,19 @@ class StoreSource:
                 offset = (start + int(np.argmax(block > shard.max_id))) * self.dtype.itemsize
                 faults.append(f"{self.path / shard.data.file} at byte {offset}: id above max_id = {shard.max_id}")
                 break
-            found += np.bincount(block, minlength=len(found))
+            counts += np.bincount(block, minlength=len(counts))
         return faults
 
     def _check_sizes(self) -> None:
         for what in ("tokens", "documents"):
-            claimed, held = getattr(self.manifest, what), sum(getattr(shard, what) for shard in self.manifest.shards)
-            if claimed != held:
-                raise DataError(f"{self.path}: the manifest says {claimed} {what}, its shards hold {held}; write the store again")
+            stated, total = getattr(self.manifest, what), sum(getattr(shard, what) for shard in self.manifest.shards)
+            if stated != total:
+                raise DataError(f"{self.path}: the manifest says {stated} {what}, its shards hold {total}; write the store again")
         for shard in self.manifest.shards:
             if shard.tokens * self.dtype.itemsize != shard.data.bytes:
                 raise DataError(
-                    f"{self.path}: the manifest gives {shard.data.file} {shard.data.bytes} bytes for {shard.tokens} tokens"
+                    f"{self.path}: the manifest lists {shard.data.file} with {shard.data.bytes} bytes for {shard.tokens} tokens, "
+                    f"which do not match {self.dtype.name}; {_ADVICE}"
                 )
             self._check_size(shard.data)
             self._check_size(shard.ends)
@@ -301,7 +301,7 @@ class StoreSource:
             raise DataError(f"{path} is {what}: it ends at byte {size}, the manifest says {entry.bytes}; write the store again")
 
     def _table(self, number: int) -> Ends:
-        """Document ends of one shard, mapped."""
+        """Maps the document ends of one shard."""
         shard = self.manifest.shards[number]
         entry = shard.ends
         file = self._file(entry)
@@ -319,18 +319,18 @@ class StoreSource:
 
 
 def open_store(path: str | Path, tokenizer: Tokenizer | None = None) -> StoreSource:
-    """Opens a store and, where a tokenizer is given, refuses tokens that another one made.
+    """Opens a store; if a tokenizer is given, refuses a store that was written with another one.
 
     Raises:
         DataError: see `StoreSource`; or the tokenizers differ, or the path is empty.
     """
     if not str(path).strip():
-        raise DataError("the path of a store is empty; '.' is the working directory")
+        raise DataError("the path of the store is empty; use '.' for the working directory")
     store = StoreSource(Path(path))
     entry = store.manifest.tokenizer
     if tokenizer is not None and entry is not None and entry.sha256 != tokenizer.fingerprint:
         raise DataError(
-            f"{path} was made with tokenizer {entry.name} sha256 {entry.sha256[:12]}, the recipe's is {tokenizer.name} "
+            f"{path} was written with tokenizer {entry.name} sha256 {entry.sha256[:12]}, but the recipe uses {tokenizer.name} "
             f"sha256 {tokenizer.fingerprint[:12]}; remove [data.tokenizer] or prepare the store again"
         )
     return store

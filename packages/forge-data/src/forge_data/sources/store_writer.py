@@ -1,6 +1,6 @@
-"""Writes a token store: streaming, in bounded memory, and all or nothing.
+"""Writes a token store: streaming, in bounded memory, atomically.
 
-Everything goes to a temporary directory next to the target, is flushed to the disk, and gets its final name last.
+All files are written to a temporary directory next to the target and flushed to disk; the directory is renamed last.
 """
 
 import io
@@ -22,12 +22,12 @@ SHARD_TOKENS = 1 << 27
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The smallest stored dtype that holds every id of a vocabulary."""
+    """Returns the smallest stored dtype that holds every id of a vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 class StoreWriter:
-    """Use as a context manager; `commit` makes the store appear, leaving without it removes what was written."""
+    """Writes one store. Use it as a context manager; without `commit`, the unfinished store is removed on exit."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class StoreWriter:
         shard_tokens: int = SHARD_TOKENS,
         request: dict[str, str] | None = None,
     ) -> None:
-        """Begins a store at `path`, which must not exist (an empty directory may).
+        """Creates the unfinished store. If `path` exists, it must be an empty directory.
 
         Raises:
-            DataError: the directory is not empty or cannot be written.
+            DataError: the directory is not empty or not writable.
         """
         if dtype not in DTYPES:
-            raise DataError(f"a store cannot hold dtype {dtype!r}; known: {', '.join(DTYPES)}")
+            raise DataError(f"a store does not support dtype {dtype!r}; known: {', '.join(DTYPES)}")
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.tokenizer = tokenizer
@@ -57,7 +57,7 @@ class StoreWriter:
         self._text_bytes: int | None = 0
         self._file: io.BufferedWriter | None = None
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise DataError(f"{path} exists and is not empty; choose another place or remove it")
+            raise DataError(f"{path} exists and is not empty; choose another path or remove it")
         try:
             self._owned = Partial(path, directory=True)
         except OSError as error:
@@ -76,9 +76,9 @@ class StoreWriter:
         """Appends whole documents.
 
         Args:
-            ids: (n,) token ids, ends of documents included.
-            ends: where each document ends in `ids`, strictly ascending; the last is n.
-            text_bytes: size of the text behind them.
+            ids: (n,) token ids, including the end-of-document tokens.
+            ends: end of each document in `ids`, strictly ascending; the last is n.
+            text_bytes: size of the text of these documents.
 
         Raises:
             DataError: an id does not fit the dtype, or the disk is full.
@@ -102,16 +102,16 @@ class StoreWriter:
                 if self._tokens:
                     self._close_shard()
                     continue
-                until = document + 1  # longer than a shard: it gets a separate one
+                until = document + 1  # longer than a shard: the document gets its own shard
             stop = int(ends[until - 1])
             self._write(ids[done:stop], ends[document:until] - done)
             done, document = stop, until
 
     def commit(self) -> StoreManifest:
-        """Finishes the files and gives the store its name; if another process was faster, its store stays.
+        """Finishes the files and renames the store to `path`, unless another process has written it meanwhile.
 
         Raises:
-            DataError: nothing was added, or the disk is full.
+            DataError: no document was added, or the disk is full.
         """
         self._close_shard()
         if not self._shards:
@@ -150,7 +150,7 @@ class StoreWriter:
 
     def _count(self, ids: np.ndarray, high: int) -> None:
         if high >= 1 << 24:
-            raise DataError(f"token id {high} is beyond any vocabulary; is the dtype of the input right?")
+            raise DataError(f"token id {high} is larger than any vocabulary (2^24 ids); check the dtype of the input")
         if high >= len(self._counts):
             self._counts = np.concatenate([self._counts, np.zeros(high + 1 - len(self._counts), dtype=np.int64)])
         self._counts += np.bincount(ids.astype(np.int64), minlength=len(self._counts))

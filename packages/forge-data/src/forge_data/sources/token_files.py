@@ -1,4 +1,4 @@
-"""A `Source` made of files of any format, read where they lie."""
+"""A `Source` that reads token files of any format in place."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ from forge_data.storage.document_ends import Documents
 from forge_data.storage.shards import Shards
 
 SCANNED = 1 << 26
-"""A corpus of at most this many tokens on this machine is read once when it is opened, to know the largest id; of a larger one
-only samples are read."""
+"""Tokens of the largest local corpus that is read completely when it is opened, to find its largest id. Of larger and remote
+corpora, only samples are read."""
 _PART = 1 << 22
 
 
 @dataclass(frozen=True)
 class TokenFilesInfo:
-    """What a format says about itself beyond tokens and documents; `data inspect` shows it."""
+    """Further properties of token files; `data inspect` shows them."""
 
     format: str
     documents: int | None = None
@@ -27,15 +27,16 @@ class TokenFilesInfo:
     tokenizer: str | None = None
     more: dict[str, object] = field(default_factory=dict)
     joins: Callable[[], bool] | None = None
-    """Whether documents have several sequences, which are joined; None where the format has no sequences."""
+    """Whether documents have several sequences, which are joined; None if the format has no sequences."""
 
 
 class TokenFiles:
     """Tokens and documents of some files as a `Source`.
 
     Attributes:
-        seen_id: the largest id that was read when the corpus was opened; `max_id` is None when that was not all of it.
-        described: what the format says.
+        seen_id: largest id that was read when the corpus was opened.
+        max_id: the same if the whole corpus was read, else None.
+        described: further properties of the files.
     """
 
     text_bytes: int | None = None
@@ -49,18 +50,19 @@ class TokenFiles:
         identity: str,
         check: Callable[[], list[str]] | None = None,
     ) -> None:
-        """Reads a sample of the ids, or all of them.
+        """Reads samples of the ids, or all of them.
 
         Args:
-            name: for messages.
+            name: name for messages.
             shards: the tokens.
-            documents: their borders.
-            described: what the files say of themselves.
-            identity: of the borders, for the fingerprint.
-            check: reads the whole index of documents and says what is wrong with it, with file and offset.
+            documents: the document borders.
+            described: further properties of the files.
+            identity: identifies the document borders in the fingerprint.
+            check: reads the whole document index and returns its faults, with file and offset.
 
         Raises:
-            DataError: no token, a negative id, or one that the stated vocabulary does not have; with file and offset.
+            DataError: there are no tokens, an id is negative, or an id exceeds the stated vocabulary; the message has file
+                and offset.
         """
         if not shards.tokens:
             raise DataError(f"{name} has no tokens")
@@ -81,34 +83,35 @@ class TokenFiles:
             )
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Token ids [start, stop)."""
+        """Returns token ids [start, stop)."""
         return self.shards.read(start, stop)
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """(N, length) token ids from each of `starts` on."""
+        """Returns (N, length) token ids: one window from each of `starts`."""
         return self.shards.windows(starts, length)
 
     def ends(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Document ends e with start < e <= stop."""
+        """Returns the document ends e with start < e <= stop."""
         return self.documents.ends(start, self.tokens if stop is None else min(stop, self.tokens))
 
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Document ends inside many windows; see `Source.borders`."""
+        """Returns the document ends inside many windows; see `Source.borders`."""
         return self.documents.borders(starts, length)
 
     @property
     def borders_checked(self) -> bool:
-        """Whether the document ends that were used so far were compared as a whole."""
+        """Whether all document ends used so far come from completely checked tables."""
         return self.documents.checked
 
     def place(self, token: int) -> str:
-        """File and byte offset of a token, for messages."""
+        """Returns file and byte offset of a token, for messages."""
         return self.shards.place(token)
 
     def _sampled(self, identity: str) -> tuple[str, int]:
-        """(fingerprint, largest id) of sizes, dtype, borders, both ends and 64 blocks of the stream: O(1) in its length.
+        """Returns (fingerprint, largest id) of sizes, dtype, borders, head, tail and 64 blocks of the stream.
 
-        A corpus of one file and the same corpus elsewhere agree; one that was cut into other files does not.
+        The cost does not depend on the length of the stream. The fingerprint does not depend on the location of the files,
+        but on how the stream is split into files.
         """
         digest = xxhash.xxh3_128(f"{self.tokens} {self.dtype.str} {identity}".encode())
         if len(self.shards.shards) > 1:
@@ -128,25 +131,25 @@ class TokenFiles:
         if self.vocab_size is not None and high >= self.vocab_size:
             token = start + int(np.argmax(ids >= self.vocab_size))
             raise DataError(
-                f"{self.place(token)} (token {token}): id {int(ids[token - start])} is not in a vocabulary of {self.vocab_size}; "
-                "check the dtype"
+                f"{self.place(token)} (token {token}): id {int(ids[token - start])} is not in a vocabulary of {self.vocab_size} "
+                "ids; check the dtype"
             )
         return high
 
 
-def same_dtype(found: Sequence[tuple[str, np.dtype]]) -> np.dtype:
-    """The dtype of all shards.
+def same_dtype(files: Sequence[tuple[str, np.dtype]]) -> np.dtype:
+    """Returns the common dtype of all files.
 
     Args:
-        found: (file, dtype) of each.
+        files: (file, dtype) of each file.
 
     Raises:
-        DataError: two differ; names them.
+        DataError: two files have different dtypes; the message names them.
     """
-    first_name, first = found[0]
-    for name, dtype in found:
+    first_name, first = files[0]
+    for name, dtype in files:
         if dtype != first:
-            raise DataError(f"{first_name} holds {_named(first)} and {name} {_named(dtype)}; make two sources of them")
+            raise DataError(f"{first_name} holds {_named(first)}, but {name} holds {_named(dtype)}; use one source per dtype")
     return first
 
 
@@ -155,11 +158,11 @@ def _named(dtype: np.dtype) -> str:
 
 
 def integers(where: str, dtype: np.dtype) -> np.dtype:
-    """`dtype`, if token ids can have it.
+    """Returns `dtype` if it is an integer dtype.
 
     Raises:
-        DataError: they cannot.
+        DataError: it is not.
     """
     if dtype.kind not in "ui":
-        raise DataError(f"{where}: token ids are integers, found {dtype.name}")
+        raise DataError(f"{where}: token ids must be integers, found {dtype.name}")
     return dtype

@@ -1,1 +1,1 @@
-"""Bytes on disk and elsewhere: files and URLs, mapped shards, document ends, checksums, unfinished output."""
+"""Access to corpora and to the workspace: files and URLs, mapped shards, document ends, checksums, unfinished output."""

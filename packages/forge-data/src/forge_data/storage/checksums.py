@@ -1,7 +1,7 @@
-"""What files hold: a fingerprint from samples, and checksums of whole files, compared during the first epoch.
+"""Fingerprints of files from samples, and checksums of whole files, which are verified during the first epoch.
 
-A fingerprint covers sizes, both ends of every file, and samples; modification times are left out because copying changes
-them. Small contents are read whole. Of large ones a change that keeps every size and lies between the samples is not seen.
+A fingerprint covers sizes, head and tail of every file, and samples; modification times are left out because copying changes
+them. Small corpora are read completely. In large ones, a change between the samples that keeps all sizes is not detected.
 """
 
 import threading
@@ -19,25 +19,25 @@ from forge_data.order.permutation import mix
 from forge_data.storage.files import File, read_bytes, read_each
 
 WHOLE = 1 << 26
-"""Files on this machine are read whole up to this many bytes together."""
+"""Total size in bytes up to which local files are read completely."""
 EDGE = 4096
-"""Bytes that are read at both ends of each file of a larger corpus."""
+"""Bytes read at the head and at the tail of each file of a larger corpus."""
 _SAMPLES, _SAMPLE_BLOCK = 512, 1 << 14
 TOKEN_BLOCKS, TOKEN_BLOCK = 64, 4096
-"""Number and length of the blocks of token ids that are read, besides head and tail."""
+"""Number and length of the sampled blocks of token ids, besides head and tail."""
 _READ_BLOCK = 1 << 23
 
 
 def digest_of(files: Sequence[File], identity: str = "", blocks: int = _SAMPLES, block: int = _SAMPLE_BLOCK) -> str:
-    """Of names, sizes and content of files, in their order.
+    """Returns a digest of names, sizes and content of files, in their order.
 
-    A remote file whose server names its content (an etag, a checksum) is known by that, and not read.
+    A remote file with an ETag or a checksum is identified by it and not read.
 
     Args:
-        files: whose content is identified.
-        identity: anything else that the fingerprint depends on.
-        blocks: samples that are read of all together, where they are large.
-        block: bytes of one.
+        files: the files to identify.
+        identity: further text that the fingerprint depends on.
+        blocks: number of samples of a large corpus.
+        block: bytes per sample.
 
     Raises:
         DataError: a file cannot be read.
@@ -56,14 +56,17 @@ def digest_of(files: Sequence[File], identity: str = "", blocks: int = _SAMPLES,
                 break
             first, size = int(firsts[number]), unnamed[number].size
             wanted[number].append((max(0, start - first), min(size, stop - first)))
-    for found in _digests(unnamed, wanted):
-        digest.update(found)
+    for file_digest in _digests(unnamed, wanted):
+        digest.update(file_digest)
     return digest.hexdigest()
 
 
 def sampled_ranges(total: int, block: int, blocks: int) -> list[tuple[int, int]]:
-    """[start, stop) of what is read of `total` bytes or tokens: all of little, else head, tail, and one block in each of
-    `blocks` equal stretches, at a place that looks random and follows from the size alone."""
+    """Returns the ranges [start, stop) that are sampled from `total` bytes or tokens.
+
+    A short corpus is read completely; else head, tail, and one block in each of `blocks` equal stretches, at a pseudo-random
+    position that depends only on `total`.
+    """
     if total <= block * max(2, blocks):
         return [(0, total)]
     stretch = (total - block) // max(1, blocks)
@@ -74,24 +77,24 @@ def sampled_ranges(total: int, block: int, blocks: int) -> list[tuple[int, int]]
 
 
 def edge_ranges(size: int) -> list[tuple[int, int]]:
-    """[start, stop) of the head and the tail of a file, or of all of a short one."""
+    """Returns [start, stop) of the head and the tail of a file, or of all of a short file."""
     return [(0, size)] if size <= 2 * EDGE else [(0, EDGE), (size - EDGE, size)]
 
 
 def _digests(files: Sequence[File], wanted: Sequence[Sequence[tuple[int, int]]]) -> list[bytes]:
-    """A digest of the wanted pieces of every file."""
+    """Returns one digest per file, of its wanted ranges."""
 
-    def one(number: int) -> bytes:
+    def digest_file(number: int) -> bytes:
         digest = xxhash.xxh3_128()
         for start, stop in wanted[number]:
             digest.update(read_bytes(files[number], start, stop))
         return digest.digest()
 
-    return read_each(one, range(len(files)))
+    return read_each(digest_file, range(len(files)))
 
 
 class Checksum(NamedTuple):
-    """What a file must hold: its XXH3-128, and the tokens of the source before it."""
+    """Expected XXH3-128 of a file; `before` is the number of tokens of the source before this file."""
 
     before: int
     path: Path
@@ -99,7 +102,7 @@ class Checksum(NamedTuple):
 
 
 def fault_of(path: Path, xxh3: str, stop: threading.Event | None = None) -> str | None:
-    """Reads a file and says how it differs from its checksum; None when it does not, or when asked to stop."""
+    """Returns why a file does not match its checksum; None if it matches, or if `stop` was set meanwhile."""
     digest, block = xxhash.xxh3_128(), bytearray(_READ_BLOCK)
     try:
         with path.open("rb", buffering=0) as file:
@@ -109,25 +112,25 @@ def fault_of(path: Path, xxh3: str, stop: threading.Event | None = None) -> str 
                     return None
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    found = digest.hexdigest()
-    return None if found == xxh3 else f"{path}: content differs from its checksum ({found}, not {xxh3})"
+    actual = digest.hexdigest()
+    return None if actual == xxh3 else f"{path}: content differs from its checksum ({actual}, not {xxh3})"
 
 
 class FirstEpoch:
-    """One thread that compares this rank's share of the files with their checksums while a run reads them for the first time.
+    """A thread that verifies the checksums of this rank's share of the files during the first epoch.
 
-    A file is due when the run has read as many tokens of its source as lie before it, in any order: so every file is compared
-    once, at the pace of the first epoch, and a resume goes on where the run was.
+    A file is due once the run has read as many tokens of the source, in any order, as precede the file. So every file is
+    verified once, at the pace of the first epoch, and a resume continues where the run stopped.
 
-    A source takes part by a method `checksums()` that gives a list of `Checksum`, in the order of the stream.
+    Sources with a method `checksums()` take part. It returns a list of `Checksum` in the order of the stream.
     """
 
     def __init__(self, sources: Mapping[str, Any], drawn: Mapping[str, int], rank: int, ranks: int) -> None:
         """
         Args:
-            sources: by label.
-            drawn: tokens of each source that the run has read before.
-            rank, ranks: file i belongs to rank i mod ranks.
+            sources: sources by label.
+            drawn: tokens of each source that the run has already read.
+            rank, ranks: file i is verified by rank i mod ranks.
         """
         self._due: dict[str, list[Checksum]] = {}
         for label, source in sources.items():
@@ -135,7 +138,7 @@ class FirstEpoch:
                 continue
             listed: Sequence[Checksum] = source.checksums()
             places = [entry.before for entry in listed]
-            # The file that the run was in was perhaps not compared to its end.
+            # The file that was being read may not have been verified completely.
             begun = places[max(0, bisect_right(places, drawn[label]) - 1)]
             if own := [entry for entry in listed[rank::ranks] if entry.before >= begun]:
                 self._due[label] = own[::-1]
@@ -145,15 +148,15 @@ class FirstEpoch:
         self._thread: threading.Thread | None = None
 
     def reached(self, drawn: Mapping[str, int]) -> None:
-        """Compares the files that are due after this many tokens of each source.
+        """Queues the files that are due after this many tokens of each source.
 
         Raises:
-            DataError: one that was compared differs.
+            DataError: a file verified so far does not match its checksum.
         """
         if self._faults:
             raise DataError(
-                f"{self._faults[0]}; the run may have read it: restore it or write the store again, and go back to a checkpoint "
-                "from before it was damaged"
+                f"{self._faults[0]}; the run may have read the damaged file: restore it or write the store again, and resume "
+                "from a checkpoint that was written before the damage"
             )
         for label, due in list(self._due.items()):
             while due and due[-1].before <= drawn[label]:
@@ -164,7 +167,7 @@ class FirstEpoch:
                     self._queue.put(None)
 
     def close(self) -> None:
-        """Ends the thread, which may be in the middle of a file."""
+        """Stops the thread, even in the middle of a file."""
         self._stop.set()
         self._queue.put(None)
 

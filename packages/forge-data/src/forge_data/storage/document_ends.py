@@ -1,4 +1,4 @@
-"""Where documents end: as an index lists it, or after (or before) a token that marks it."""
+"""Document ends: listed by an index, or marked by a token that ends or begins each document."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,9 +9,10 @@ from forge_core.errors import DataError
 from forge_data.storage.shards import LRUCache, Shards, refuse_shrunk
 
 CHECKED = 32
-"""So many tables of a corpus are opened and compared with themselves when it is; the others when they are first needed."""
+"""Number of tables that are checked when the corpus is opened; the others are checked at their first use."""
 _WHOLE = 1 << 23
-"""Of a table with more documents `CHECKED` blocks are; what lies between them is checked as rows are cut."""
+"""Documents of the largest table that is checked completely. Of larger ones, `CHECKED` blocks are checked at opening, and the
+others as rows are cut."""
 _BLOCK, _PART = 4096, 1 << 18
 
 
@@ -19,7 +20,7 @@ class Documents(Protocol):
     """Document ends of a stream; see `Source.ends` and `Source.borders`.
 
     Attributes:
-        checked: all that was used so far was compared as a whole; else rows are looked at one by one.
+        checked: whether all tables used so far were checked completely; if not, each row is checked when it is cut.
     """
 
     checked: bool
@@ -37,28 +38,28 @@ class EndsTable(Protocol):
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]: ...
 
     def __len__(self) -> int:
-        """What there is to check: documents, or sequences of them."""
+        """Number of entries to check: documents, or their sequences."""
         ...
 
     def faults(self, whole: bool) -> list[str]:
-        """What is wrong, with file and byte: of all documents, or of a large table only in blocks of them."""
+        """Returns faults with file and byte. Without `whole`, only blocks of a large table are checked."""
         ...
 
 
 class Ends:
-    """A table that is an ascending array of uint64, which may be memory-mapped.
+    """A table stored as an ascending array of uint64, which may be memory-mapped.
 
-    A document without a token ends where the one before it ended: that is one border.
+    An empty document ends where the previous document ends; both share one border.
     """
 
     def __init__(self, array: np.ndarray, tokens: int, where: str, offset: int = 0, empty: bool = True) -> None:
         """
         Args:
-            array: (documents,) ends.
-            tokens: of the shard, where the last document ends.
+            array: (documents,) document ends.
+            tokens: number of tokens of the shard, where the last document ends.
             where: the file, for messages.
-            offset: bytes in it before the first end.
-            empty: documents without a token are allowed.
+            offset: bytes in the file before the first end.
+            empty: whether documents without tokens are allowed.
         """
         self.array = array
         self._tokens, self._where, self._offset, self._empty = tokens, where, offset, empty
@@ -69,26 +70,26 @@ class Ends:
     def ends(self, start: int, stop: int) -> np.ndarray:
         refuse_shrunk(self.array, self._where)
         low, high = np.searchsorted(self.array, np.array([start, stop], dtype=np.uint64), side="right")
-        found = self.array[low:high]
-        return found if len(found) < 2 or (found[1:] != found[:-1]).all() else np.unique(found)
+        ends = self.array[low:high]
+        return ends if len(ends) < 2 or (ends[1:] != ends[:-1]).all() else np.unique(ends)
 
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         refuse_shrunk(self.array, self._where)
-        found = borders_in(self.array, starts, length)
-        return distinct(*found) if self._empty else found
+        borders = borders_in(self.array, starts, length)
+        return distinct(*borders) if self._empty else borders
 
     def faults(self, whole: bool) -> list[str]:
-        found: list[str] = []
+        faults: list[str] = []
         for start, stop in blocks_of(len(self.array), whole):
             before = self.array[start - 1 : start] if start else np.zeros(1, dtype=np.uint64)
             ends = np.concatenate([before, self.array[start:stop]])
             wrong = (ends[1:] < ends[:-1] if self._empty else ends[1:] <= ends[:-1]) | (ends[1:] > self._tokens)
             if wrong.any():
                 place = int(np.argmax(wrong))
-                found.append(self._fault(start + place, int(ends[place]), int(ends[place + 1])))
-        if not found and int(self.array[-1]) != self._tokens:
-            found.append(f"{self._where}: documents end at token {int(self.array[-1])} of {self._tokens}")
-        return found
+                faults.append(self._fault(start + place, int(ends[place]), int(ends[place + 1])))
+        if not faults and int(self.array[-1]) != self._tokens:
+            faults.append(f"{self._where}: documents end at token {int(self.array[-1])} of {self._tokens}")
+        return faults
 
     def _fault(self, document: int, before: int, end: int) -> str:
         what = f"ends at token {end} of {self._tokens}" if end > self._tokens else "ends before it begins"
@@ -97,10 +98,10 @@ class Ends:
 
 
 def borders_in(ends: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """`Source.borders` from a sorted uint64 array of document ends, which may be memory-mapped.
+    """Returns `Source.borders` for a sorted uint64 array of document ends, which may be memory-mapped.
 
-    Touches O(log documents) pages per window: both sides of the search are uint64, else numpy would convert the whole
-    array first.
+    It reads O(log documents) pages per window. Keys and array are both uint64, because numpy would otherwise convert the
+    whole array first.
     """
     starts = starts.astype(np.uint64)
     low = np.searchsorted(ends, starts, side="right")
@@ -114,7 +115,7 @@ def borders_in(ends: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.nd
 
 
 def blocks_of(count: int, whole: bool) -> list[tuple[int, int]]:
-    """[start, stop) of blocks of `count` things: of all of them, or of evenly spaced ones where there are very many."""
+    """Returns [start, stop) of blocks that cover `count` entries, or of evenly spaced blocks of a large table."""
     if whole or count <= _WHOLE:
         return [(start, min(start + _PART, count)) for start in range(0, count, _PART)]
     starts = np.linspace(0, count - _BLOCK, CHECKED).astype(np.int64).tolist()
@@ -122,7 +123,7 @@ def blocks_of(count: int, whole: bool) -> list[tuple[int, int]]:
 
 
 def distinct(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Borders without those that are the same as the one before."""
+    """Returns the borders without repetitions."""
     same = (columns[1:] == columns[:-1]) & (rows[1:] == rows[:-1])
     if not same.any():
         return rows, columns
@@ -131,7 +132,7 @@ def distinct(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 class Listed:
-    """Documents of shards that each have a table; none crosses a shard. A table is checked before it is used."""
+    """Documents of shards that each have a table. No document crosses a shard. A table is checked before its first use."""
 
     def __init__(
         self,
@@ -146,12 +147,12 @@ class Listed:
         Args:
             firsts: see `Shards.firsts`.
             table: opens the table of a shard.
-            kept: tables that stay open.
-            remote: a table has to be fetched as a whole, so none is checked before it is needed.
-            advice: what to do about a damaged table.
+            kept: maximum number of open tables.
+            remote: tables must be downloaded completely, so none is checked before its first use.
+            advice: what to do about a damaged table, for messages.
 
         Raises:
-            DataError: a table that was looked at does not ascend, or ends elsewhere than its shard; with file and byte.
+            DataError: a checked table does not ascend, or does not end with its shard; the message has file and byte.
         """
         self._firsts = np.array(firsts, dtype=np.uint64)
         self._open, self._advice = table, advice
@@ -180,17 +181,17 @@ class Listed:
         rows, columns = [], []
         for number in np.unique(shards[~crossing]).tolist():
             own = np.flatnonzero((shards == number) & ~crossing)
-            places, found = self._tables[number].borders(starts[own] - self._firsts[number], length)
-            rows.append(own[places])
-            columns.append(found)
+            own_rows, own_columns = self._tables[number].borders(starts[own] - self._firsts[number], length)
+            rows.append(own[own_rows])
+            columns.append(own_columns)
         for row in np.flatnonzero(crossing).tolist():
-            found = (self.ends(int(starts[row]), int(starts[row]) + length) - starts[row]).astype(np.int64)
-            rows.append(np.full(len(found), row))
-            columns.append(found)
+            row_columns = (self.ends(int(starts[row]), int(starts[row]) + length) - starts[row]).astype(np.int64)
+            rows.append(np.full(len(row_columns), row))
+            columns.append(row_columns)
         return _by_row(rows, columns)
 
     def faults(self) -> list[str]:
-        """Everything that is wrong with all tables."""
+        """Checks all tables completely and returns their faults."""
         return [fault for number in range(len(self._firsts) - 1) for fault in self._open(number).faults(whole=True)]
 
     def _table(self, number: int) -> EndsTable:
@@ -207,13 +208,13 @@ class Listed:
 
 
 class Delimited:
-    """Documents that a token ends or begins; found by reading the tokens in between.
+    """Documents whose end or beginning is marked by a token. The tokens are read to find the ends.
 
-    With `eos`, or without either, the end of a file ends a document too. With `bos` it does not: writers that put a
-    token before each document go on with a document in the next file.
+    With `eos`, or without either, the end of a file also ends a document. With `bos` it does not, because writers that put
+    a token before each document continue a document in the next file.
     """
 
-    checked = True  # they follow from the tokens
+    checked = True  # document ends follow from the tokens
 
     def __init__(self, shards: Shards, eos: int | None = None, bos: int | None = None) -> None:
         self._shards = shards
@@ -223,15 +224,15 @@ class Delimited:
     def ends(self, start: int, stop: int) -> np.ndarray:
         stop = min(stop, self._shards.tokens)
         low, high = np.searchsorted(self._files, np.array([start, stop], dtype=np.uint64), side="right")
-        found = self._files[low:high].astype(np.int64)
+        ends = self._files[low:high].astype(np.int64)
         if self._eos is not None:
             marked = np.flatnonzero(self._shards.read(start, stop) == self._eos) + (start + 1)
-            found = np.union1d(marked, found) if len(found) else marked
+            ends = np.union1d(marked, ends) if len(ends) else marked
         elif self._bos is not None and stop > start:
             after = self._shards.read(start + 1, min(stop + 1, self._shards.tokens))
             marked = np.flatnonzero(after == self._bos) + (start + 1)
-            found = np.union1d(marked, found) if len(found) else marked
-        return found.astype(np.uint64)
+            ends = np.union1d(marked, ends) if len(ends) else marked
+        return ends.astype(np.uint64)
 
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         rows, columns = borders_in(self._files, starts, length)
@@ -245,7 +246,7 @@ class Delimited:
         return rows, columns + 1
 
     def _marked(self, starts: np.ndarray, length: int, delimiter: int) -> np.ndarray:
-        """(N, length) whether a token is the delimiter; none is behind the last token."""
+        """Returns (N, length) bool: whether each token is the delimiter; False after the last token."""
         total = self._shards.tokens
         if int(starts.max(initial=0)) <= total - length:
             return self._shards.windows(starts, length) == delimiter

@@ -1,9 +1,9 @@
-"""Files of a corpus, on this machine or behind a URL: listed, and read in pieces or as a whole.
+"""Lists and reads local and remote files of a corpus.
 
 Listing opens no file. A remote file is read in pieces, through fsspec, until its whole content is needed; then it is copied
-into a cache on this machine, once. A cached file is kept under a name made from its URL, size and stamp, so a file that
-changed is fetched again and an old copy is never taken for a new one. The cache is `$FORGE_CACHE`, else `~/.cache/forge`;
-it may be deleted at any time between runs.
+into a local cache, once. The name of a cached file depends on URL, size and stamp, so a changed file is downloaded again and
+an old copy is never used for it. The cache is `$FORGE_CACHE`, else `~/.cache/forge`; it may be deleted at any time between
+runs.
 """
 
 import glob
@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 Found = TypeVar("Found")
 _READERS = 16
 _LATE = 1e-3
-"""Seconds per read from which on several are made at a time."""
+"""Seconds per read above which several reads run in parallel."""
 _FETCH_BLOCK = 1 << 24
 _TAGS = ("ETag", "etag", "md5Hash", "checksum")
 
@@ -39,11 +39,11 @@ class File:
     """One file.
 
     Attributes:
-        name: its path relative to the fixed part of what the user gave; files are sorted by it.
+        name: path relative to the fixed part of the path or pattern of the source; files are sorted by it.
         where: path or URL.
-        size: in bytes, when it was listed.
-        stamp: changes when the file does, as far as its file system can tell: modification time or ETag.
-        tagged: the stamp follows from the content, as an ETag does and a time does not.
+        size: size in bytes when the file was listed.
+        stamp: ETag or modification time; changes with the file.
+        tagged: whether the stamp depends on the content (ETag, checksum) and not on a time.
     """
 
     name: str
@@ -54,53 +54,53 @@ class File:
 
     @property
     def remote(self) -> bool:
-        """Whether a URL names the file."""
+        """Whether `where` is a URL."""
         return is_url(self.where)
 
 
 def is_url(path: str) -> bool:
-    """Whether a path names a file system: `s3://bucket/file`, `file:///data`."""
+    """Whether a path is a URL such as `s3://bucket/file` or `file:///data`."""
     return "://" in path
 
 
 def find(path: str, suffixes: Sequence[str], what: str) -> list[File]:
-    """The files that a path, directory, pattern or URL names, sorted by name.
+    """Returns the files that a path, directory, pattern or URL names, sorted by name.
 
     Args:
         path: a file; a directory, searched at any depth for names that end in one of `suffixes`; or a pattern such as
             `corpus/**/*.npy`.
-        suffixes: see `path`; a file that is named or matched by a pattern may end in anything.
-        what: a word for messages, such as "text".
+        suffixes: see `path`; files that are named or match a pattern may have any suffix.
+        what: kind of the files for messages, such as "text".
 
     Raises:
         DataError: no file is found, or the path is empty.
     """
     if not path.strip():
-        raise DataError(f"the path of {what} files is empty; '.' is the working directory")
-    found = _list_remote(path, suffixes) if is_url(path) else _list_local(path, suffixes, what)
-    if not found:
+        raise DataError(f"the path of the {what} files is empty; use '.' for the working directory")
+    files = _list_remote(path, suffixes) if is_url(path) else _list_local(path, suffixes, what)
+    if not files:
         raise DataError(f"{path} matches no {what} file; in a directory, Forge looks for {', '.join(suffixes)}")
-    return sorted(found, key=lambda file: file.name)
+    return sorted(files, key=lambda file: file.name)
 
 
 def find_one(path: str) -> File | None:
-    """The file at exactly this path or URL, or None."""
+    """Returns the file at exactly this path or URL, or None."""
     return next(iter(_list_remote(path)), None) if is_url(path) else _find_local(path)
 
 
 def neighbors(files: Sequence[File]) -> Callable[[str], File | None]:
-    """As `find_one`, for files in the directories of `files`; where there are many, each directory is listed once instead."""
+    """Returns a `find_one` for files in the directories of `files`; it lists each directory once if there are many files."""
     if len(files) < _FEW:
         return find_one
-    found: dict[str, File] = {}
+    by_path: dict[str, File] = {}
     for directory in {file.where.rpartition("/")[0] for file in files}:
         listed = _list_remote_directory(directory) if is_url(directory) else _list_local_directory(directory)
-        found |= {file.where: file for file in listed}
-    return found.get
+        by_path |= {file.where: file for file in listed}
+    return by_path.get
 
 
 def read_bytes(file: File, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of a file, fewer at its end.
+    """Returns bytes [start, stop) of a file, fewer at its end.
 
     Raises:
         DataError: the file cannot be read.
@@ -109,59 +109,59 @@ def read_bytes(file: File, start: int, stop: int) -> bytes:
 
 
 def local_path(file: File) -> Path:
-    """A path on this machine with the whole content.
+    """Returns a local path with the whole content; downloads a remote file.
 
     Raises:
-        DataError: the file cannot be fetched.
+        DataError: the file cannot be downloaded.
     """
     return _fetch(file) if file.remote else Path(file.where)
 
 
 def read_each(read: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
-    """`read` of every item, in order: one after the other where the file system answers at once, else several at a time."""
+    """Returns `read(item)` for every item, in order; reads run in parallel if the file system is slow."""
     began = time.perf_counter()
     first = [read(item) for item in items[:_READERS]]
     rest = items[_READERS:]
-    if time.perf_counter() - began < _LATE * len(first):  # threads would only wait for each other
+    if time.perf_counter() - began < _LATE * len(first):  # threads would be slower
         return first + [read(item) for item in rest]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="read") as pool:
         return first + list(pool.map(read, rest))
 
 
 def _list_local(path: str, suffixes: Sequence[str], what: str) -> list[File]:
-    """The files that a path, directory or pattern names; see `find`.
+    """Returns the files that a path, directory or pattern names; see `find`.
 
     Raises:
         DataError: the path does not exist, or a file cannot be read.
     """
-    given = Path(path).expanduser()
-    if given.is_file():
-        base, paths = str(given.parent), [str(given)]
-    elif given.is_dir():
-        base = str(given)
+    expanded = Path(path).expanduser()
+    if expanded.is_file():
+        base, paths = str(expanded.parent), [str(expanded)]
+    elif expanded.is_dir():
+        base = str(expanded)
         paths = [
             os.path.join(folder, name)  # noqa: PTH118
-            for folder, _, names in os.walk(given)
+            for folder, _, names in os.walk(expanded)
             for name in names
             if name.endswith(tuple(suffixes))
         ]
     elif glob.has_magic(path):
-        base = str(_fixed_part(given))
-        paths = [file for file in glob.glob(str(given), recursive=True) if Path(file).is_file()]  # noqa: PTH207
+        base = str(_fixed_part(expanded))
+        paths = [file for file in glob.glob(str(expanded), recursive=True) if Path(file).is_file()]  # noqa: PTH207
     else:
-        raise DataError(f"{path} does not exist; give a {what} file, a directory or a pattern such as 'corpus/**/*{suffixes[0]}'")
+        raise DataError(f"{path} does not exist; set a {what} file, a directory or a pattern such as 'corpus/**/*{suffixes[0]}'")
     files = []
     for file in paths:
         try:
-            found = os.stat(file)  # noqa: PTH116
+            status = os.stat(file)  # noqa: PTH116
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror}") from error
-        files.append(_local_file(file.removeprefix(base).lstrip("/"), file, found))
+        files.append(_local_file(file.removeprefix(base).lstrip("/"), file, status))
     return files
 
 
 def _list_local_directory(directory: str) -> list[File]:
-    """The files of one directory, without those of its subdirectories."""
+    """Returns the files of one directory, without its subdirectories."""
     with os.scandir(directory or ".") as entries:
         return [
             _local_file(entry.name, f"{directory}/{entry.name}" if directory else entry.name, entry.stat())
@@ -180,26 +180,26 @@ def _fixed_part(pattern: Path) -> Path:
 
 
 def _find_local(path: str) -> File | None:
-    """The file at exactly this path, or None."""
+    """Returns the file at exactly this path, or None."""
     try:
-        found = os.stat(path)  # noqa: PTH116
+        status = os.stat(path)  # noqa: PTH116
     except OSError:
         return None
-    return _local_file(os.path.basename(path), path, found) if S_ISREG(found.st_mode) else None  # noqa: PTH119
+    return _local_file(os.path.basename(path), path, status) if S_ISREG(status.st_mode) else None  # noqa: PTH119
 
 
-def _local_file(name: str, where: str, found: os.stat_result) -> File:
-    return File(name, where, found.st_size, str(found.st_mtime_ns))
+def _local_file(name: str, where: str, status: os.stat_result) -> File:
+    return File(name, where, status.st_size, str(status.st_mtime_ns))
 
 
 def _read_local(file: File, start: int, stop: int) -> bytes:
-    """Bytes [start, stop), fewer at the end of the file.
+    """Returns bytes [start, stop), fewer at the end of the file.
 
     Raises:
         DataError: the file cannot be read.
     """
     try:
-        descriptor = os.open(file.where, os.O_RDONLY)  # a file object triples the time of 10,000 headers
+        descriptor = os.open(file.where, os.O_RDONLY)  # file objects triple the time to read 10,000 headers
         try:
             return _read_descriptor(descriptor, start, stop)
         finally:
@@ -209,7 +209,7 @@ def _read_local(file: File, start: int, stop: int) -> bytes:
 
 
 def _read_descriptor(descriptor: int, start: int, stop: int) -> bytes:
-    """One call gives at most 2 GiB, and may give less on some file systems."""
+    """Reads in a loop: one call returns at most 2 GiB, and on some file systems less."""
     parts = []
     while start < stop and (part := os.pread(descriptor, stop - start, start)):
         parts.append(part)
@@ -218,40 +218,40 @@ def _read_descriptor(descriptor: int, start: int, stop: int) -> bytes:
 
 
 def _list_remote(url: str, suffixes: Sequence[str] | None = None) -> list[File]:
-    """The files that a URL names.
+    """Returns the files that a URL names.
 
     Args:
         url: a file, or a pattern.
-        suffixes: if given, `url` may also be a directory: all files below it that end in one of them.
+        suffixes: if set, `url` may also be a directory: all files below it that end in one of these suffixes.
 
     Raises:
-        DataError: fsspec or its package for this kind of URL is not installed, or the place cannot be read.
+        DataError: fsspec or its package for this kind of URL is not installed, or the URL cannot be read.
     """
     with _remote_faults(url):
         system, path = _file_system(url)
         if glob.has_magic(path):
-            found = {name: info for name, info in system.glob(path, detail=True).items() if info["type"] == "file"}
+            infos = {name: info for name, info in system.glob(path, detail=True).items() if info["type"] == "file"}
             base = "/".join(takewhile(lambda part: not glob.has_magic(part), path.split("/")))
         elif system.isfile(path):
-            found, base = {path: system.info(path)}, path.rpartition("/")[0]
+            infos, base = {path: system.info(path)}, path.rpartition("/")[0]
         elif suffixes is not None:
             inside = system.find(path, detail=True).items()
-            found, base = {name: info for name, info in inside if name.endswith(tuple(suffixes))}, path
+            infos, base = {name: info for name, info in inside if name.endswith(tuple(suffixes))}, path
         else:
             return []
-        return [_remote_file(system, name, info, base) for name, info in found.items()]
+        return [_remote_file(system, name, info, base) for name, info in infos.items()]
 
 
 def _list_remote_directory(url: str) -> list[File]:
-    """The files of one directory, not of those inside it.
+    """Returns the files of one directory, without its subdirectories.
 
     Raises:
-        DataError: it cannot be listed.
+        DataError: the directory cannot be listed.
     """
     with _remote_faults(url):
         system, path = _file_system(url)
-        found = {info["name"]: info for info in system.ls(path, detail=True) if info["type"] == "file"}
-        return [_remote_file(system, name, info, path) for name, info in found.items()]
+        infos = {info["name"]: info for info in system.ls(path, detail=True) if info["type"] == "file"}
+        return [_remote_file(system, name, info, path) for name, info in infos.items()]
 
 
 def _remote_file(system: Any, name: str, info: dict[str, Any], base: str) -> File:
@@ -261,7 +261,7 @@ def _remote_file(system: Any, name: str, info: dict[str, Any], base: str) -> Fil
 
 
 def _remote_stamp(system: Any, name: str, info: dict[str, Any]) -> tuple[str, bool]:
-    """(stamp, whether it follows from the content)."""
+    """Returns (stamp, whether the stamp depends on the content)."""
     for key in (*_TAGS, "LastModified", "last_modified", "mtime", "created"):
         if info.get(key):
             return str(info[key]), key in _TAGS
@@ -269,7 +269,7 @@ def _remote_stamp(system: Any, name: str, info: dict[str, Any]) -> tuple[str, bo
 
 
 def _read_remote(file: File, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of a remote file, or of its copy in the cache."""
+    """Returns bytes [start, stop) of a remote file or of its cached copy."""
     cached = _cached_path(file)
     if cached.exists():
         with cached.open("rb") as content:
@@ -281,10 +281,10 @@ def _read_remote(file: File, start: int, stop: int) -> bytes:
 
 
 def _fetch(file: File) -> Path:
-    """The copy of a remote file in the cache, made when it is not there yet; safe between processes.
+    """Returns the cached copy of a remote file; downloads it at the first call. Safe between processes.
 
     Raises:
-        DataError: it cannot be read, has another size than when it was listed, or the cache cannot be written.
+        DataError: the file cannot be read, its size has changed since it was listed, or the cache is not writable.
     """
     place = _cached_path(file)
     if place.exists():
@@ -300,10 +300,12 @@ def _fetch(file: File) -> Path:
                     size += len(block)  # type: ignore[arg-type]
                     target.write(block)  # type: ignore[arg-type]
         if size != file.size:
-            raise DataError(f"{file.where} had {file.size} bytes and now has {size}; it was changed while it was read")
+            raise DataError(f"{file.where} had {file.size} bytes and now has {size}: it changed while it was read; start again")
         partial.replace(place)
     except OSError as error:
-        raise DataError(f"the cache {place.parent} cannot be written: {error.strerror}; set FORGE_CACHE") from error
+        raise DataError(
+            f"the cache {place.parent} cannot be written: {error.strerror}; set FORGE_CACHE to a writable directory"
+        ) from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -315,16 +317,16 @@ def _cached_path(file: File) -> Path:
     name = redacted_url(file.where).rpartition("/")[2]
     return (
         cache_directory() / "files" / key[:2] / f"{key[2:34]}-{re.split(r'[?#;]', name)[0]}"
-    )  # what follows them may be a secret
+    )  # a query or fragment may contain a secret
 
 
 def cache_directory() -> Path:
-    """Where copies are kept."""
+    """Returns the directory of cached copies."""
     return Path(os.environ.get("FORGE_CACHE") or Path.home() / ".cache" / "forge")
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """(file system, path on it); fsspec's own types promise less than it gives."""
+    """Returns (file system, path on it)."""
     from fsspec.core import url_to_fs
 
     system, path = url_to_fs(url)
@@ -342,5 +344,5 @@ def _remote_faults(url: str) -> Iterator[None]:
         ) from error
     except DataError:
         raise
-    except (OSError, ValueError) as error:  # also what fsspec raises for an unknown protocol
+    except (OSError, ValueError) as error:  # fsspec raises ValueError for an unknown protocol
         raise DataError(f"{url} cannot be read: {error}") from error

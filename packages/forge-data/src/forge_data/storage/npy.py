@@ -1,6 +1,6 @@
-"""Reads `.npy` files of one dimension: a damaged one is refused by name, whatever the damage is.
+"""Reads one-dimensional `.npy` files; any damage raises a `DataError` that names the file.
 
-numpy parses a header as a Python literal, so what it raises for a damaged one can be any exception of Python's parser.
+numpy parses the header as a Python literal, so a damaged header can raise any exception of Python's parser.
 """
 
 import io
@@ -15,15 +15,15 @@ from forge_data.storage.shards import map_file
 
 MAGIC = b"\x93NUMPY"
 HEAD = 256
-"""Bytes that hold almost every header; a longer one is read again."""
+"""Bytes that contain almost every header; a longer one needs a second read."""
 _VERSIONS = {(1, 0): 10, (2, 0): 12, (3, 0): 12}
-"""Where the text of the header begins."""
+"""Byte offset of the header's text, by format version."""
 _LONGEST = 10_000
-"""Characters of a header that numpy parses."""
+"""Maximum number of header characters that numpy parses."""
 
 
 class Header(NamedTuple):
-    """Where the values of a file begin, their shape and dtype."""
+    """Byte offset of the values of a file, their shape and dtype."""
 
     offset: int
     shape: tuple[int, ...]
@@ -31,20 +31,20 @@ class Header(NamedTuple):
 
 
 def read_header(file: File, head: bytes | None = None, advice: str = "restore the file") -> Header:
-    """The header of a file.
+    """Reads the header of a file.
 
     Args:
         file: a `.npy` file.
-        head: its first `HEAD` bytes, where they were read already.
-        advice: what to do about a damaged file.
+        head: its first `HEAD` bytes, if they were already read.
+        advice: what to do about a damaged file, for messages.
 
     Raises:
-        DataError: numpy cannot read the header, or it claims what no array has.
+        DataError: numpy cannot read the header, or its values are impossible.
     """
     head = read_bytes(file, 0, HEAD) if head is None else head
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an old header is read, an odd dtype is refused by its name
+            warnings.simplefilter("ignore")  # old headers are accepted; unknown dtypes raise an error
             return _parse(file, head)
     except DataError:
         raise
@@ -70,15 +70,15 @@ def _parse(file: File, head: bytes) -> Header:
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(content)
     if any(isinstance(size, bool) or size < 0 for size in shape):
-        raise ValueError(f"its header says shape {shape}")
+        raise ValueError(f"its header has the impossible shape {shape}")
     return Header(start + length, shape, dtype)
 
 
 def load(file: File, dtype: np.dtype, advice: str = "restore the file") -> np.ndarray:
-    """(n,) read-only values of a file that holds nothing but `dtype`.
+    """Returns the (n,) read-only values of a file of `dtype`.
 
     Raises:
-        DataError: it holds something else, or ends before or behind what its header says.
+        DataError: the file has another dtype or shape, or its size does not match its header.
     """
     header = read_header(file, None, advice)
     if len(header.shape) != 1 or header.dtype != dtype:
@@ -88,10 +88,10 @@ def load(file: File, dtype: np.dtype, advice: str = "restore the file") -> np.nd
 
 
 def refuse_other_size(file: File, header: Header, advice: str = "restore the file") -> None:
-    """Refuses a one-dimensional file that does not end where its header says.
+    """Refuses a one-dimensional file whose size does not match its header.
 
     Raises:
-        DataError: it is truncated or too long.
+        DataError: the file is truncated or too long.
     """
     wanted = header.offset + header.shape[0] * header.dtype.itemsize
     if file.size != wanted:

@@ -1,4 +1,4 @@
-"""Token ids of many files as one stream. A file is mapped when it is first read; a limited number stays mapped."""
+"""Token ids of many files as one stream. A file is mapped at its first read; a limited number stays mapped."""
 
 import mmap
 import os
@@ -16,13 +16,12 @@ from forge_data.storage.files import File, local_path, read_bytes
 
 Thing = TypeVar("Thing")
 READS = 64
-"""A mapped file's size is checked once per this many reads, and whenever windows of it are cut: the check costs more than
-a read."""
+"""Reads per check of a mapped file's size, because a check costs more than a read. `windows` checks at every call."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of token ids: `tokens` of them, after `offset` bytes of something else."""
+    """One file of `tokens` token ids, which begin after `offset` bytes."""
 
     file: File
     tokens: int
@@ -30,7 +29,7 @@ class Shard:
 
 
 class LRUCache(Generic[Thing]):
-    """Opens things by number and keeps the last ones: a mapped file holds a descriptor, and those are few."""
+    """Opens objects by number and keeps the most recently used ones, because mapped files use up file descriptors."""
 
     def __init__(self, make: Callable[[int], Thing], limit: int | None = None) -> None:
         self._make = make
@@ -38,7 +37,7 @@ class LRUCache(Generic[Thing]):
         self._things: dict[int, Thing] = {}
 
     def __getitem__(self, number: int) -> Thing:
-        # Without a lock: the worst that two threads can do to each other is to open the same file twice.
+        # Needs no lock: at worst, two threads open the same file twice.
         thing = self._things.pop(number, None)
         if thing is None:
             thing = self._make(number)
@@ -48,12 +47,12 @@ class LRUCache(Generic[Thing]):
         return thing
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process opens its own: a copied map would be a copy of the file."""
+        """Leaves out the open objects: pickling a map would copy the file. Another process opens its own."""
         return self.__dict__ | {"_things": {}}
 
 
 class _Unshrunk:
-    """The mapped files of a stream, asked for their size each time."""
+    """The mapped files of a stream; checks the size of a file at every access."""
 
     def __init__(self, stream: "Shards") -> None:
         self._stream = stream
@@ -68,11 +67,11 @@ class Shards:
     """Random access to the stream.
 
     Attributes:
-        shards: in the order of the stream.
-        dtype: of every shard.
-        tokens: of all together.
-        firsts: stream position of each shard's first token, and `tokens` as the last entry.
-        remote: whether a file has to be fetched before it can be mapped.
+        shards: the shards in the order of the stream.
+        dtype: dtype of all shards.
+        tokens: total number of tokens.
+        firsts: stream position of each shard's first token, then `tokens`.
+        remote: whether a file must be downloaded before it can be mapped.
     """
 
     def __init__(self, shards: Sequence[Shard], dtype: np.dtype, kept: int | None = None) -> None:
@@ -89,7 +88,7 @@ class Shards:
         self.remote = any(shard.file.remote for shard in self.shards)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Token ids [start, stop): a view of the mapped file where they lie in one shard."""
+        """Returns token ids [start, stop): a view of the mapped file if they lie in one shard."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens [{start}, {stop}) are not inside the {self.tokens} tokens")
         self._reads += 1
@@ -108,36 +107,38 @@ class Shards:
         return np.concatenate(parts)
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """(N, length) token ids: what `read` gives from each of `starts` (N,) on."""
+        """Returns (N, length) token ids: one window from each of `starts` (N,)."""
         if not len(starts):
             return np.empty((0, length), self.dtype)
         starts = starts.astype(np.int64)
         if not 0 <= int(starts.min()) <= int(starts.max()) <= self.tokens - length:
-            raise IndexError(f"{length} tokens from {starts.min()} or {starts.max()} on are not inside the {self.tokens} tokens")
+            raise IndexError(
+                f"windows of {length} tokens from {starts.min()} to {starts.max()} are not inside the {self.tokens} tokens"
+            )
         if self._only:
             return _gathered(self._unshrunk[0], starts, length)
-        found = np.empty((len(starts), length), self.dtype)
+        windows = np.empty((len(starts), length), self.dtype)
         numbers = np.searchsorted(self._inner, starts, side="right")
         whole = starts + length <= self._after[numbers]
         for number in np.unique(numbers[whole]).tolist():
             own = np.flatnonzero((numbers == number) & whole)
-            found[own] = _gathered(self._unshrunk[number], starts[own] - self.firsts[number], length)
+            windows[own] = _gathered(self._unshrunk[number], starts[own] - self.firsts[number], length)
         for row in np.flatnonzero(~whole).tolist():
-            found[row] = self.read(int(starts[row]), int(starts[row]) + length)
-        return found
+            windows[row] = self.read(int(starts[row]), int(starts[row]) + length)
+        return windows
 
     def shard_of(self, token: int) -> int:
-        """Number of the shard that holds a token; the last one for the end of the stream."""
+        """Returns the number of the shard that holds a token; the last shard for the end of the stream."""
         return min(bisect_right(self.firsts, token) - 1, len(self.shards) - 1)
 
     def place(self, token: int) -> str:
-        """File and byte offset of a token, for messages."""
+        """Returns file and byte offset of a token, for messages."""
         number = self.shard_of(token)
         shard = self.shards[number]
         return f"{shard.file.where} at byte {shard.offset + (token - self.firsts[number]) * self.dtype.itemsize}"
 
     def peek(self, start: int, stop: int) -> np.ndarray:
-        """As `read`, without fetching remote files as a whole."""
+        """Returns the same as `read`, without downloading whole remote files."""
         if not self.remote:
             return self.read(start, stop)
         parts = [np.empty(0, self.dtype)]
@@ -156,51 +157,51 @@ class Shards:
 
 
 def _gathered(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """Windows of a shard, in one pass of numpy over all of them: a call for each costs several times what it copies."""
+    """Copies all windows of a shard in one numpy call, which is several times faster than one call per window."""
     step = tokens.itemsize
     overlapping = np.ndarray((len(tokens) - length + 1, length), tokens.dtype, tokens, strides=(step, step))
     return overlapping[starts]
 
 
 def map_file(file: File, dtype: np.dtype, count: int, offset: int = 0) -> np.ndarray:
-    """(count,) read-only view of a file's bytes after `offset`.
+    """Maps a file and returns a (count,) read-only view of its bytes after `offset`.
 
     Raises:
-        DataError: the file is shorter than that, or cannot be opened.
+        DataError: the file is too short, or cannot be opened.
     """
     size = offset + count * dtype.itemsize
     if not count:
         return np.empty(0, dtype)
     try:
         with local_path(file).open("rb") as content:
-            found = os.fstat(content.fileno()).st_size
-            if found < size:
-                raise DataError(f"{file.where} is truncated: it ends at byte {found}, {size} are needed; restore the file")
-            # np.memmap costs three times as much to make, and a microsecond more for every slice.
+            actual = os.fstat(content.fileno()).st_size
+            if actual < size:
+                raise DataError(f"{file.where} is truncated: it ends at byte {actual}, {size} are needed; restore the file")
+            # np.memmap takes three times as long to create, and a microsecond more per slice.
             return np.frombuffer(mmap.mmap(content.fileno(), size, access=mmap.ACCESS_READ), dtype, count, offset)
     except OSError as error:
         raise DataError(f"{file.where} cannot be read: {error.strerror}") from error
 
 
 def refuse_shrunk(array: np.ndarray, where: str) -> None:
-    """Refuses a mapped file that was cut off since: what is gone reads as zeros, or ends the process by SIGBUS.
+    """Refuses a mapped file that was truncated since: missing bytes read as zeros, or kill the process by SIGBUS.
 
-    What happens between the question and the read cannot be seen.
+    A truncation between this check and the read is not detected.
 
     Raises:
-        DataError: it is shorter than what is mapped.
+        DataError: the file is shorter than its map.
     """
     base = array.base
     if isinstance(base, memoryview):
         mapping: Any = base.obj
         if (size := mapping.size()) < len(mapping):
             raise DataError(
-                f"{where} was truncated to {size} bytes while it was read, {len(mapping)} are needed; restore the file. Write "
-                "a changed file under another name"
+                f"{where} was truncated to {size} bytes while it was read, {len(mapping)} are needed; restore the file, and "
+                "never change a file in place during a run"
             )
 
 
 def open_files() -> int:
-    """How many files one stream keeps mapped: an eighth of what this process may have open, at most 1,024."""
+    """Returns how many files one stream keeps mapped: an eighth of this process's limit of open files, at most 1,024."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1024 if limit == resource.RLIM_INFINITY else max(8, min(1024, limit // 8))

@@ -1,7 +1,7 @@
 """Unfinished output next to its target, and the lock of a workspace.
 
-Whoever writes holds a lock of the operating system, which ends with the process, however that ended: so leftovers of killed
-processes are recognized. Where the file system has no locks, nothing is removed: leftovers only take room.
+A writer holds a lock of the operating system, which is released when the process ends, for any reason. So leftovers of killed
+processes are recognized. On file systems without locks, leftovers are never removed; they only take up space.
 """
 
 import fcntl
@@ -17,17 +17,17 @@ from forge_core.errors import DataError
 
 
 class Partial:
-    """A new directory, or file, next to a target; no other process removes it while this one lives.
+    """A new directory or file next to a target; no other process removes it while this one runs.
 
     Attributes:
-        path: of the directory or file.
+        path: path of the directory or file.
     """
 
     def __init__(self, target: Path, *, directory: bool) -> None:
-        """Removes what killed processes left next to `target`, and makes a new one.
+        """Removes leftovers of killed processes next to `target`, and creates a new directory or file.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_left(target)
@@ -42,10 +42,10 @@ class Partial:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             if self.path.exists():
                 return
-            os.close(self._descriptor)  # another process took it for a leftover before it was locked
+            os.close(self._descriptor)  # another process removed it as a leftover before it was locked
 
     def close(self) -> None:
-        """Removes what was not renamed, and gives the lock back."""
+        """Removes the directory or file unless it was renamed, and releases the lock."""
         _remove(self.path)
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -53,7 +53,7 @@ class Partial:
 
 
 def remove_left(target: Path) -> None:
-    """Removes the partial files and directories of a target whose writers are gone."""
+    """Removes the partial files and directories of a target whose writers have ended."""
     for name in glob.glob(f"{glob.escape(str(target))}.partial-*"):  # noqa: PTH207 (a path may hold magic characters)
         try:
             descriptor = os.open(name, os.O_RDONLY)
@@ -77,15 +77,16 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def locked(workspace: Path) -> Iterator[bool]:
-    """Creates the workspace and holds its lock; other processes wait, and then find what this one made.
+    """Creates the workspace and holds its lock; other processes wait, and then use the prepared data.
 
-    Yields whether the lock is held, so that no other process writes in the workspace.
+    On file systems without locks, several processes may prepare the same data. Each writes next to the target and renames,
+    so only time is lost.
 
-    Where the file system has no locks, several may prepare the same thing: each writes next to the target and renames,
-    so that only time is lost.
+    Yields:
+        Whether the lock is held.
 
     Raises:
-        DataError: the directory cannot be written.
+        DataError: the directory is not writable.
     """
     try:
         workspace.mkdir(parents=True, exist_ok=True)

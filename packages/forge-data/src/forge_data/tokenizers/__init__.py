@@ -1,1 +1,1 @@
-"""Text to token ids and back; every tokenizer implements `forge_core.protocols.data.Tokenizer`."""
+"""Tokenizers, which implement `forge_core.protocols.data.Tokenizer`: text to token ids and back."""

@@ -1,4 +1,4 @@
-"""Byte-level byte-pair encoding with the `tokenizers` library: trained once and kept, or loaded, and cached by word."""
+"""Byte-level byte-pair encoding with the `tokenizers` library: trained once or loaded from a file, with a cache of words."""
 
 import json
 import re
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 _WORD = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
-"""What `ByteLevel` of the tokenizers library cuts by, that of GPT-2 (Radford et al., 2019), for ASCII."""
+"""The pattern by which `ByteLevel` of the tokenizers library splits text, from GPT-2 (Radford et al., 2019), for ASCII."""
 PARTING = re.compile(r"(?<=[!-~])(?=\n)")
-"""Where a text can be cut so that the ids of its parts are those of the whole."""
+"""Matches places where cutting a text does not change its ids."""
 _MOST_WORDS = 1 << 18
-"""Words whose ids are kept, about 40 MB."""
+"""Maximum number of cached words, about 40 MB."""
 _LONGEST_WORD = 64
-"""Longer words are hardly ever met again."""
+"""Longer words are not cached, because they rarely occur again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BpeSettings:
-    """What a training depends on besides its text.
+    """Settings of the training of a tokenizer.
 
     Attributes:
         vocab_size: largest vocabulary: 256 bytes, the end of document, and merges.
         files: text files or patterns to train on; by default the texts of the context.
         eos: the token that ends a document.
-        min_frequency: a pair that occurs less often is not merged.
-        train_bytes: training reads documents in order until it has seen so much text.
+        min_frequency: minimum number of occurrences of a pair that is merged.
+        train_bytes: bytes of text to train on; documents are read in order until this size is reached.
     """
 
     vocab_size: int = 4096
@@ -52,12 +52,12 @@ class BpeSettings:
 
 
 class BpeTokenizer:
-    """A tokenizer of the `tokenizers` library. In `encode`, text that spells its special tokens is ordinary text.
+    """A tokenizer of the `tokenizers` library. `encode` treats the spelling of a special token in a text as ordinary text.
 
     Attributes:
-        prefix, suffix: what the post-processor of its file puts around a text; `suffix` is without the end of a document.
-        parting: where a text can be cut so that no id changes; None where nothing says.
-        revision: 2 where `encode` made control tokens of ordinary text before.
+        prefix, suffix: ids that the file's post-processor adds around a text; `suffix` leaves out the end of document.
+        parting: matches places where cutting a text does not change its ids; None if unknown.
+        revision: 2 if older versions of Forge encoded ordinary text to control tokens, else 1.
     """
 
     name = "bpe"
@@ -65,16 +65,16 @@ class BpeTokenizer:
     def __init__(
         self, content: bytes, eos: str = "<|endoftext|>", where: str = "tokenizer.json", add_special_tokens: bool = True
     ) -> None:
-        """Reads the content of a `tokenizer.json`.
+        """Parses the content of a `tokenizer.json`.
 
         Args:
-            content: of the file.
+            content: content of the file.
             eos: the token that ends a document.
-            where: names it in messages.
+            where: name of the file for messages.
             add_special_tokens: whether `prefix` and `suffix` are those of the file, or empty.
 
         Raises:
-            DataError: it is not such a file, or has no token `eos`.
+            DataError: the content is not a `tokenizer.json`, or has no token `eos`.
         """
         self._content = content
         self._backend = load_backend(content, where)
@@ -94,16 +94,16 @@ class BpeTokenizer:
         self._controlled = cache(lambda: Controlled(content, eos, where))
 
     def encode(self, text: str) -> np.ndarray:
-        """(tokens,) int64, without special tokens."""
+        """Returns (tokens,) int64 ids, without special tokens."""
         if self._words is not None:
             return self._words.encode(text)
         if self._makes_controls:
             return np.array(self._controlled().encode_ordinary(text), dtype=np.int64)
-        # The batched form gives the same ids without computing the offset of each token: about a third less time.
+        # The batched form returns the same ids without computing offsets, in about a third less time.
         return np.array(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.int64)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """See `forge_core.protocols.data.Tokenizer`: the ids are those of transformers for the whole text."""
+        """See `forge_core.protocols.data.Tokenizer`; the ids equal those of transformers for the whole text."""
         if self._words is not None and _are_apart(pieces, cuts):
             parts = [self._words.encode(text) for text, _ in pieces]
             numbers = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
@@ -111,7 +111,7 @@ class BpeTokenizer:
         return self._controlled().encode(TextPieces(pieces, cuts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens are left out."""
+        """Returns the text of `ids`, without special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
     def dump(self) -> bytes:
@@ -119,10 +119,10 @@ class BpeTokenizer:
 
 
 def load(path: str, eos: str, add_special_tokens: bool = True) -> BpeTokenizer:
-    """The tokenizer in a file.
+    """Loads a tokenizer from a file.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     try:
         content = Path(path).read_bytes()
@@ -134,13 +134,13 @@ def load(path: str, eos: str, add_special_tokens: bool = True) -> BpeTokenizer:
 
 
 def named_tokens(folder: Path) -> dict[str, str] | None:
-    """The special tokens that a folder of transformers names, such as `bos_token`; None where it has no file that does.
+    """Returns the named special tokens of a transformers folder, such as `bos_token`; None if no file lists them.
 
     Raises:
-        DataError: such a file is not valid JSON.
+        DataError: a file is not valid JSON.
     """
     files = [path for name in ("special_tokens_map.json", "tokenizer_config.json") if (path := folder / name).is_file()]
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for path in files:
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
@@ -150,15 +150,15 @@ def named_tokens(folder: Path) -> dict[str, str] | None:
         more = settings.get("extra_special_tokens")
         values = settings | (more if isinstance(more, dict) else {})
         spelled = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
-        found |= {name: value for name, value in spelled.items() if name.endswith("_token") and isinstance(value, str)}
-    return found if files else None
+        tokens |= {name: value for name, value in spelled.items() if name.endswith("_token") and isinstance(value, str)}
+    return tokens if files else None
 
 
 def trained(settings: BpeSettings, context: SourceContext) -> BpeTokenizer:
-    """A newly trained tokenizer; equal text and settings give equal bytes.
+    """Trains a tokenizer; equal text and settings result in equal bytes.
 
     Raises:
-        DataError: the text to train on is missing.
+        DataError: there is no text to train on.
     """
     texts = _texts(settings, context)
     context.report(f"training a byte-level BPE tokenizer with up to {settings.vocab_size} tokens")
@@ -166,10 +166,10 @@ def trained(settings: BpeSettings, context: SourceContext) -> BpeTokenizer:
 
 
 def train(settings: BpeSettings, context: SourceContext) -> BpeTokenizer:
-    """Trains on the component's files or the recipe's text, or takes the result of an earlier, equal training.
+    """Trains on the component's files or the recipe's text, or loads the result of an earlier, equal training.
 
     Raises:
-        DataError: the text to train on is missing.
+        DataError: there is no text to train on.
     """
     texts = _texts(settings, context)
     key = sha256(repr((1, settings, [text.fingerprint for text in texts])).encode()).hexdigest()[:16]
@@ -188,7 +188,7 @@ def _texts(settings: BpeSettings, context: SourceContext) -> tuple[Texts, ...]:
         return tuple(text_files(pattern) for pattern in settings.files)
     if not context.texts:
         raise DataError(
-            "tokenizer 'bpe' has no text to train on: set data.tokenizer.path to a tokenizer.json, or data.tokenizer.files, "
+            "tokenizer 'bpe' has no text to train on: set data.tokenizer.path to a tokenizer.json, set data.tokenizer.files, "
             "or add a source of text"
         )
     return context.texts
@@ -213,7 +213,7 @@ def _backend(settings: BpeSettings, texts: tuple[Texts, ...]) -> "Backend":
 
 
 def _up_to(texts: tuple[Texts, ...], size: int) -> Iterator[str]:
-    """Documents in order until `size` bytes of text."""
+    """Yields documents in order until `size` bytes of text are reached."""
     for documents in texts:
         for _, text in documents:
             if size <= 0:
@@ -231,7 +231,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _are_apart(pieces: Sequence[tuple[str, bool]], cuts: Sequence[int]) -> bool:
-    """Whether there is only untrusted text, and a cut between any two pieces, as in a text with images."""
+    """Whether all text is untrusted and a cut separates any two pieces, as in a text with images."""
     parted = {0, *cuts}
     joined = False
     for number, (text, trusted) in enumerate(pieces):
@@ -243,11 +243,11 @@ def _are_apart(pieces: Sequence[tuple[str, bool]], cuts: Sequence[int]) -> bool:
 
 
 def _around(backend: "Backend", eos: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids that the library puts before and after a text."""
-    for text in ("a", *backend.get_vocab()):  # some vocabularies cannot write the first
+    """Returns the ids that the library adds before and after a text."""
+    for text in ("a", *backend.get_vocab()):  # some vocabularies cannot encode "a"
         try:
             encoding = backend.encode(text, add_special_tokens=True)
-        except Exception:  # noqa: BLE001 (the library raises it for what a vocabulary cannot write)
+        except Exception:  # noqa: BLE001 (the library raises it for text that a vocabulary cannot encode)
             continue
         if places := [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]:
             break
@@ -259,7 +259,7 @@ def _around(backend: "Backend", eos: int) -> tuple[tuple[int, ...], tuple[int, .
 
 
 def cuts_into_words(content: Mapping[str, Any]) -> bool:
-    """Whether a parsed `tokenizer.json` describes a tokenizer that cuts by `_WORD` and looks at nothing beyond a word."""
+    """Whether a parsed `tokenizer.json` splits text by `_WORD` and encodes each word independently."""
     before, model = content.get("pre_tokenizer") or {}, content.get("model") or {}
     return (
         content.get("normalizer") is None
@@ -273,29 +273,32 @@ def cuts_into_words(content: Mapping[str, Any]) -> bool:
 
 
 class WordCache:
-    """Encodes by words that were seen before: the ids of the library, several times as fast. Safe to use from several threads.
+    """Encodes with a cache of words: the same ids as the library, several times as fast. Safe to use from several threads.
 
-    A byte-level tokenizer cuts text into words by a pattern and encodes each word by itself. Natural text has few different
-    words, so their ids are kept, and only the cutting is left to do. It is done here for ASCII, where every class of the
-    pattern is a list of characters that cannot be disputed; other text is left to the library. A text may be parted between a
-    printable ASCII character and a line feed: no word reaches across, and what precedes depends on nothing behind, since the
-    pattern looks ahead only from white space.
+    A byte-level tokenizer splits text into words by a pattern and encodes each word independently. Natural text has few
+    different words, so their ids are cached, and only the splitting remains. ASCII text is split here, because its character
+    classes are unambiguous; the library encodes all other text. A text may be cut between a printable ASCII character and a
+    line feed: no word contains this place, and the words before it do not depend on the text after it, because the pattern
+    looks ahead only from white space.
     """
 
     def __init__(self, backend: "Backend") -> None:
-        """`backend` is such a tokenizer, which takes special tokens in a text for ordinary text."""
+        """
+        Args:
+            backend: a tokenizer for which `cuts_into_words` holds; it must treat special tokens in a text as ordinary text.
+        """
         self._backend = backend
         self._ids: dict[str, bytes] = {}
 
     def encode(self, text: str) -> np.ndarray:
-        """(tokens,) int64, without special tokens."""
+        """Returns (tokens,) int64 ids, without special tokens."""
         if text.isascii():
             return np.frombuffer(self._ascii(text), dtype=np.uint32).astype(np.int64)
         parts = b"".join(self._ascii(part) if ascii_only else self._library(part) for part, ascii_only in _ascii_parts(text))
         return np.frombuffer(parts, dtype=np.uint32).astype(np.int64)
 
     def _ascii(self, text: str) -> bytes:
-        """Ids as uint32."""
+        """Returns the ids of ASCII text as bytes of uint32."""
         words = _WORD.findall(text)
         try:
             return b"".join(map(self._ids.__getitem__, words))
@@ -304,7 +307,7 @@ class WordCache:
             return b"".join(map(known.__getitem__, words))
 
     def _learned(self, words: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-        """(word, ids) of each word; keeps those that are new."""
+        """Yields (word, ids) of each word, and caches new ones."""
         unknown = []
         for word in words:
             if (ids := self._ids.get(word)) is None:
@@ -324,7 +327,7 @@ class WordCache:
 
 
 def _ascii_parts(text: str) -> Iterator[tuple[str, bool]]:
-    """The text in order, cut into longest stretches of lines that are ASCII and of lines that are not."""
+    """Yields the text in order as the longest stretches of lines that are all ASCII, or all not."""
     for ascii_only, lines in groupby(PARTING.split(text), key=str.isascii):
         yield "".join(lines), ascii_only
 

@@ -1,12 +1,12 @@
-"""Control tokens: ids for those that trusted text spells, ordinary text for all others.
+"""Control tokens: spelled in trusted text they become ids, in other text they remain ordinary text.
 
-A text is given in pieces, some of which are trusted: only these may spell control tokens. `TextPieces` finds them for tokenizers
-that encode the text between two control tokens by itself; `Controlled` does so for a `tokenizer.json`.
+A text consists of pieces, and only trusted pieces may spell control tokens. `TextPieces` finds them for tokenizers that encode
+the text between two control tokens independently; `Controlled` does so for a `tokenizer.json`.
 
-The `tokenizers` library finds control tokens by their spelling, wherever it stands. So a text whose untrusted pieces spell
-none is encoded as it is, which gives the ids of transformers. Otherwise a second tokenizer is used, in which each control
-token has a spelling that the text does not contain, and which differs in nothing else: the control tokens of trusted text are
-replaced by those spellings, and all the rest is ordinary text.
+The `tokenizers` library recognizes control tokens by their spelling anywhere. So if the untrusted pieces spell none, the text
+is encoded unchanged, with the ids of transformers. Otherwise a second tokenizer encodes it. It differs only in the spellings of
+its control tokens, which the text does not contain: the control tokens of trusted text are replaced by these spellings, and all
+other text is ordinary.
 """
 
 import json
@@ -24,24 +24,28 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 Encoded = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Ids of a text, and the characters [start, stop) of each; all (N,) int64."""
+"""(ids, starts, stops) of a text: the ids and their characters [start, stop), each (N,) int64."""
 _PRIVATE = range(0x10FFFD, 0xF0000, -1)
-"""Characters for private use: one that a text lacks begins and ends each new spelling."""
+"""Private-use characters; each new spelling begins and ends with one that the text does not contain."""
 ADDED = ("encode_pieces", "prefix", "suffix", "special_tokens")
-"""What tokenizers of older plugins lack."""
+"""Attributes that tokenizers of older plugins lack."""
 
 
 class TextPieces:
     """The concatenation of (text, trusted) pieces.
 
     Attributes:
-        text: of all pieces.
-        cuts: characters before which something stands that is not text, ascending.
-        runs: the longest stretches [start, stop) of trusted characters that no cut parts.
+        text: text of all pieces.
+        cuts: positions in the text where an item that is not text is inserted, ascending.
+        runs: longest stretches [start, stop) of trusted characters without a cut inside.
     """
 
     def __init__(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> None:
-        """`cuts` are numbers of pieces: something that is not text stands before each."""
+        """
+        Args:
+            pieces: (text, trusted) of each piece.
+            cuts: numbers of the pieces that follow an item that is not text, such as an image.
+        """
         self.text = "".join(text for text, _ in pieces)
         self._ends = np.cumsum([len(text) for text, _ in pieces], dtype=np.int64)
         self._trusted = [trusted for _, trusted in pieces]
@@ -50,13 +54,13 @@ class TextPieces:
         self.runs = list(self._runs())
 
     def places(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """The first and the last piece of each stretch of characters [start, stop).
+        """Returns the first and the last piece of each stretch of characters [start, stop).
 
         Args:
             starts, stops: (N,) int64.
 
         Returns:
-            (N, 2) int64. An empty stretch lies where the next character does.
+            (N, 2) int64. An empty stretch belongs to the piece of the next character.
         """
         if not len(self._ends):
             return np.zeros((len(starts), 2), dtype=np.int64)
@@ -66,21 +70,21 @@ class TextPieces:
         return np.minimum(np.stack([first_pieces, last_pieces], axis=1), last)
 
     def trusted(self, start: int, stop: int) -> bool:
-        """Whether characters [start, stop) are all in trusted pieces, and nothing stands between them."""
+        """Whether characters [start, stop) are all in trusted pieces, without a cut between them."""
         return any(begin <= start and stop <= end for begin, end in self.runs)
 
     def encode(self, controls: Mapping[str, int], encode: Callable[[str], Encoded]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and places of the text, for a tokenizer that encodes the text between two control tokens by itself.
+        """Returns ids and pieces of the text, for tokenizers that encode the text between two control tokens independently.
 
         Args:
-            controls: id of every spelling, which counts in trusted pieces only; the longest wins.
+            controls: id of every control token by its spelling, for trusted pieces; the longest match wins.
             encode: encodes ordinary text.
         """
         spelled = re.compile("|".join(map(re.escape, sorted(filter(None, controls), key=len, reverse=True))) or "(?!)")
-        found = [match.span() for begin, end in self.runs for match in spelled.finditer(self.text, begin, end)]
+        spans = [match.span() for begin, end in self.runs for match in spelled.finditer(self.text, begin, end)]
         parts: list[Encoded] = []
         done = 0
-        for start, stop in sorted([*found, *((cut, cut) for cut in self.cuts), (len(self.text), len(self.text))]):
+        for start, stop in sorted([*spans, *((cut, cut) for cut in self.cuts), (len(self.text), len(self.text))]):
             if start > done:
                 ids, starts, stops = encode(self.text[done:start])
                 parts.append((ids, starts + done, stops + done))
@@ -109,7 +113,7 @@ class TextPieces:
 
 
 def characters_of(text: str, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The characters [start, stop) that ids of `sizes` bytes each cover, in UTF-8: a part of a character counts as the whole."""
+    """Returns the characters [start, stop) of ids with `sizes` UTF-8 bytes each; a part of a character counts as a whole."""
     stops = np.cumsum(sizes, dtype=np.int64)
     starts = stops - sizes
     if text.isascii():
@@ -121,16 +125,16 @@ def characters_of(text: str, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def load_backend(content: bytes, where: str) -> "Backend":
-    """The tokenizer of the library in the content of a `tokenizer.json`, without padding and truncation.
+    """Parses the content of a `tokenizer.json`, without padding and truncation.
 
     Raises:
-        DataError: it is not such a file.
+        DataError: the content is not a `tokenizer.json`.
     """
     from tokenizers import Tokenizer as Backend
 
     try:
         backend: Backend = Backend.from_str(content.decode("utf-8"))
-    except Exception as error:  # the library raises bare Exception for anything that it cannot read
+    except Exception as error:  # the library raises bare Exception for any invalid file
         raise DataError(f"{where} is not a tokenizer.json of the tokenizers library: {error}") from error
     backend.no_padding()
     backend.no_truncation()
@@ -138,15 +142,15 @@ def load_backend(content: bytes, where: str) -> "Backend":
 
 
 def controls_of(content: Mapping[str, Any], eos: str) -> dict[str, int]:
-    """Id of each control token of a parsed `tokenizer.json` by its spelling: the special tokens, and the end of a document."""
+    """Returns the control tokens of a parsed `tokenizer.json`, spelling to id: special tokens and the end of document."""
     added = content.get("added_tokens") or ()
     return {token["content"]: token["id"] for token in added if token.get("special") or token["content"] == eos}
 
 
 def text_makes_controls(content: Mapping[str, Any], eos: str) -> bool:
-    """Whether ordinary text can become a control token although the library is told to take special tokens for text.
+    """Whether ordinary text can become a control token even with the library's `encode_special_tokens`.
 
-    That leaves out neither an end of document that is not marked as special, nor control tokens that the model itself has.
+    That setting covers neither an end of document that is not marked as special nor control tokens in the model's vocabulary.
     """
     controls = controls_of(content, eos)
     added = content.get("added_tokens") or ()
@@ -154,7 +158,7 @@ def text_makes_controls(content: Mapping[str, Any], eos: str) -> bool:
         return True
     model = content.get("model") or {}
     vocabulary = model.get("vocab") or ()
-    inside = {each for each in map(_spelling, vocabulary) if each in controls}
+    inside = {spelling for spelling in map(_spelling, vocabulary) if spelling in controls}
     if not inside or model.get("type") != "BPE":
         return bool(inside)
     single = model.get("ignore_merges") or any(len(spelling) == 1 for spelling in inside)
@@ -162,12 +166,12 @@ def text_makes_controls(content: Mapping[str, Any], eos: str) -> bool:
 
 
 class _Named(NamedTuple):
-    """A tokenizer of the library, some of whose control tokens have new spellings.
+    """A tokenizer of the library with new spellings of control tokens.
 
     Attributes:
         backend: the tokenizer.
-        gap: id of the token that stands for what is not text.
-        original: id in the original tokenizer, where it is another one.
+        gap: id of the token inserted at cuts.
+        original: ids that differ from those of the original tokenizer, mapped to the original ones.
     """
 
     backend: "Backend"
@@ -181,15 +185,15 @@ class Controlled:
     def __init__(self, content: bytes, eos: str, where: str) -> None:
         """
         Args:
-            content: of a `tokenizer.json`.
+            content: content of a `tokenizer.json`.
             eos: the token that ends a document.
-            where: names the tokenizer in messages.
+            where: name of the tokenizer for messages.
         """
         self._content, self._where = content, where
         parsed = json.loads(content)
         backend = load_backend(content, where)
-        # The library may give other ids than the file says, where the file's are not in sequence.
-        self._controls = {each: _control_id(backend, each) for each in controls_of(parsed, eos)}
+        # The library's ids may differ from those in the file if the latter are not consecutive.
+        self._controls = {spelling: _control_id(backend, spelling) for spelling in controls_of(parsed, eos)}
         self._spellings = {index: spelling for spelling, index in self._controls.items()}
         self._unknown = _unknown(parsed["model"])
         self._known: dict[tuple[str, bool], _Named] = {}
@@ -199,7 +203,7 @@ class Controlled:
         """See `forge_core.protocols.data.Tokenizer.encode_pieces`.
 
         Raises:
-            DataError: the text leaves no character to mark control tokens with.
+            DataError: the text contains all private-use characters, so none is left to mark control tokens.
         """
         mark = _mark(pieces.text)
         gaps = [(cut, cut, 2 * mark) for cut in pieces.cuts]
@@ -209,17 +213,17 @@ class Controlled:
         return encoded.ids, pieces.places(encoded.starts, encoded.stops)
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """Ids of a text none of which is a control token.
+        """Returns the ids of a text without any control tokens.
 
         Raises:
-            DataError: as of `encode`.
+            DataError: see `encode`.
         """
         named = self._named(_mark(text), renamed=True)
         ids = named.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return [named.original.get(index, index) for index in ids]
 
     def _encode_apart(self, pieces: TextPieces, mark: str) -> "_Encoded":
-        """A text whose untrusted pieces spell control tokens."""
+        """Encodes a text whose untrusted pieces spell control tokens."""
         whole, apart = self._named(mark, renamed=False), self._named(mark, renamed=True)
         numbers = {spelling: number for number, spelling in enumerate(self._controls)}
         marks = [(cut, cut, 2 * mark) for cut in pieces.cuts]
@@ -231,41 +235,42 @@ class Controlled:
         while True:
             fed = _Fed(pieces.text, sorted(marks))
             encoded = fed.encode(apart)
-            # A token that has to be a word of its own is none beside some untrusted texts; then it is ordinary text.
-            kept = [each for each, made in zip(sorted(marks), fed.recognized(encoded, self._spellings), strict=True) if made]
-            if len(kept) == len(marks):
+            # A token with `single_word` is not recognized next to some untrusted texts; then it is ordinary text.
+            recognized = fed.recognized(encoded, self._spellings)
+            remaining = [span for span, is_token in zip(sorted(marks), recognized, strict=True) if is_token]
+            if len(remaining) == len(marks):
                 return encoded
-            marks = kept
+            marks = remaining
 
     def _spelled(self, text: str, encoded: "_Encoded") -> list[tuple[int, int]]:
-        """The characters of each control token that a text spells, without the white space that it takes in."""
-        found = []
+        """Returns the characters [start, stop) of each control token in a text, without stripped white space."""
+        spans = []
         for place in np.flatnonzero(np.isin(encoded.ids, list(self._spellings))).tolist():
             spelling = self._spellings[int(encoded.ids[place])]
             start, stop = int(encoded.starts[place]), int(encoded.stops[place])
             at = text.find(spelling, start, stop)
             if at >= 0:
-                found.append((at, at + len(spelling)))
-            elif spelling != self._unknown:  # which stands for what the vocabulary lacks, too
-                found.append((start, stop))
-        return found
+                spans.append((at, at + len(spelling)))
+            elif spelling != self._unknown:  # the unknown token also replaces text that the vocabulary lacks
+                spans.append((start, stop))
+        return spans
 
     def _named(self, mark: str, renamed: bool) -> _Named:
-        """The tokenizer whose new spellings have this character; those that were used last are kept."""
+        """Returns the tokenizer whose new spellings use this character; the last few are cached."""
         with self._lock:
             if (named := self._known.get((mark, renamed))) is None:
                 if len(self._known) > 3:
                     self._known.clear()
-                names = {each: _name(mark, number) if renamed else each for number, each in enumerate(self._controls)}
+                names = {old: _name(mark, number) if renamed else old for number, old in enumerate(self._controls)}
                 backend = load_backend(_with_names(json.loads(self._content), names, 2 * mark), self._where)
-                own = {_control_id(backend, names[each]): index for each, index in self._controls.items()}
+                own = {_control_id(backend, names[old]): index for old, index in self._controls.items()}
                 original = {index: other for index, other in own.items() if index != other}
                 named = self._known[mark, renamed] = _Named(backend, _control_id(backend, 2 * mark), original)
             return named
 
 
 class _Encoded(NamedTuple):
-    """Ids of the original tokenizer, without gaps; characters [start, stop) of the original text, and of the one that was fed."""
+    """Ids of the original tokenizer, without gaps; their characters [start, stop) in the original text and in the fed text."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -274,14 +279,18 @@ class _Encoded(NamedTuple):
 
 
 class _Fed:
-    """A text in which some stretches of characters have new spellings, with the way back.
+    """A text in which some stretches are replaced by new spellings, with a map back to the original characters.
 
     Attributes:
-        text: with the new spellings.
+        text: text with the new spellings.
     """
 
     def __init__(self, text: str, marks: Sequence[tuple[int, int, str]]) -> None:
-        """`marks` are (start, stop, new spelling), ascending."""
+        """
+        Args:
+            text: original text.
+            marks: (start, stop, new spelling) of each replaced stretch, ascending.
+        """
         parts: list[str] = []
         starts, stops, self._spans, done, size = [], [], [], 0, 0
         for start, stop, spelling in (*marks, (len(text), len(text), "")):
@@ -300,21 +309,21 @@ class _Fed:
     def encode(self, named: _Named) -> _Encoded:
         """Encodes the text."""
         encoding = named.backend.encode(self.text, add_special_tokens=False)
-        kept = np.array(encoding.ids, dtype=np.int64) != named.gap
+        is_text = np.array(encoding.ids, dtype=np.int64) != named.gap
         ids = np.array([named.original.get(index, index) for index in encoding.ids], dtype=np.int64)
-        fed = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[kept]
+        fed = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[is_text]
         starts = self._starts[fed[:, 0]]
         stops = np.where(fed[:, 1] > fed[:, 0], self._stops[np.maximum(fed[:, 1] - 1, 0)], starts)
-        return _Encoded(ids[kept], starts, stops, fed)
+        return _Encoded(ids[is_text], starts, stops, fed)
 
     def recognized(self, encoded: _Encoded, controls: Mapping[int, str]) -> list[bool]:
-        """Whether each new spelling became a token; of gaps, whose tokens are left out, it is known."""
+        """Returns whether each new spelling became a token; always True for gaps, whose tokens are left out."""
         own = encoded.fed[np.isin(encoded.ids, list(controls))]
         return [gap or bool(((own[:, 0] <= start) & (own[:, 1] >= stop)).any()) for start, stop, gap in self._spans]
 
 
 def _with_names(content: Mapping[str, Any], names: Mapping[str, str], gap: str) -> bytes:
-    """A `tokenizer.json` whose control tokens have other spellings, with a token for gaps, and nothing added around a text."""
+    """Returns a `tokenizer.json` with new spellings of control tokens, a token for gaps, and no post-processor."""
     model = dict(content["model"])
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, Mapping):
@@ -346,20 +355,20 @@ def _name(mark: str, number: int) -> str:
 
 
 def _mark(text: str) -> str:
-    """A character that the text lacks."""
-    found = next((chr(code) for code in _PRIVATE if chr(code) not in text), None)
-    if found is None:
-        raise DataError("the text has all characters for private use from U+F0001 to U+10FFFD; remove one of them")
-    return found
+    """Returns a private-use character that the text does not contain."""
+    mark = next((chr(code) for code in _PRIVATE if chr(code) not in text), None)
+    if mark is None:
+        raise DataError("the text contains all private-use characters from U+F0001 to U+10FFFD; remove one of them")
+    return mark
 
 
 def _pair(merge: str | Sequence[str]) -> list[str]:
-    """The two parts of a merge, which older files join by a space."""
+    """Returns the two parts of a merge; older files join them by a space."""
     return merge.split(" ") if isinstance(merge, str) else list(merge)
 
 
 def _spelling(entry: str | Sequence[Any]) -> str:
-    """Of an entry of a vocabulary, which is a name in a table, or a list of name and score."""
+    """Returns the spelling of a vocabulary entry, which is a name, or a list of name and score."""
     return entry if isinstance(entry, str) else entry[0]
 
 
@@ -368,25 +377,26 @@ def _indices(vocabulary: Any) -> list[int]:
 
 
 def _unknown(model: Mapping[str, Any]) -> str | None:
-    """The spelling that stands for text which the model cannot write."""
+    """Returns the spelling of the model's unknown token, or None."""
     if model.get("unk_id") is not None:
         return _spelling(model["vocab"][model["unk_id"]])
     return model.get("unk_token")
 
 
 def adapted(tokenizer: Any) -> Tokenizer:
-    """The tokenizer itself, or one that adds what it lacks. Everything that builds a tokenizer of a recipe calls this.
+    """Returns a tokenizer with all attributes of the protocol. Call this on every tokenizer that a recipe builds.
 
-    Plugins may bring tokenizers that were written before `encode_pieces`, `prefix` and `suffix` became part of the protocol.
+    Tokenizers of older plugins may lack `encode_pieces`, `prefix` and `suffix`, which were added to the protocol later.
     """
     older: Any = _OlderTokenizer
     return tokenizer if all(hasattr(tokenizer, name) for name in ADDED) else older(tokenizer)
 
 
 def identity_of(tokenizer: Tokenizer) -> str:
-    """Identifies the ids that a tokenizer gives a document: its fingerprint, and the ids that it puts around a text.
+    """Returns an identity of the ids that a tokenizer produces: its fingerprint, and the ids that it adds around a text.
 
-    For names of what is made with it. `revision` is that of its rules, where older ones gave other ids for the same fingerprint.
+    Names of prepared data contain it. It includes the `revision` of a tokenizer whose ids have changed for the same
+    fingerprint.
     """
     around = f" {list(tokenizer.prefix)} {list(tokenizer.suffix)}" if tokenizer.prefix or tokenizer.suffix else ""
     revision = getattr(tokenizer, "revision", 1)
@@ -394,9 +404,9 @@ def identity_of(tokenizer: Tokenizer) -> str:
 
 
 class _OlderTokenizer:
-    """A tokenizer that puts nothing around a text and knows no control tokens.
+    """Adapts a tokenizer without `encode_pieces`: it adds nothing around a text and has no control tokens.
 
-    A single piece of untrusted text is encoded as it is. Several pieces are refused: where the text of an id lies is not known.
+    It encodes a single untrusted piece, and refuses several pieces, because the piece of an id would be unknown.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -415,8 +425,8 @@ class _OlderTokenizer:
 
         if len(pieces) > 1 or any(trusted for _, trusted in pieces):
             raise DataError(
-                f"tokenizer {self._tokenizer.name!r} cannot encode conversations or text around images: it has no encode_pieces; "
-                "add the method to its class, see forge_core.protocols.Tokenizer"
+                f"tokenizer {self._tokenizer.name!r} has no encode_pieces, which conversations and text around images require; "
+                "add the method to its class, see forge_core.protocols.data.Tokenizer"
             )
         ids = np.asarray(self._tokenizer.encode(pieces[0][0]) if pieces else [], dtype=np.int64)
         return ids, np.zeros((len(ids), 2), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""A tokenizer of any kind from its `dump`, or from the store that carries it."""
+"""Restores tokenizers of any kind from their `dump`, or from the copy in a store."""
 
 import json
 from pathlib import Path
@@ -11,17 +11,17 @@ from forge_data.tokenizers.bytes import ByteTokenizer
 
 
 def restore(content: bytes, eos: int | None, where: str, add_special_tokens: bool = True) -> Tokenizer:
-    """The tokenizer whose `dump` is `content`.
+    """Restores the tokenizer whose `dump` is `content`.
 
     Args:
-        content: a JSON file: one of Forge's kinds, or a `tokenizer.json` of the `tokenizers` library.
-        eos: id of the end of document, which a `tokenizer.json` does not say.
-        where: names it in messages.
-        add_special_tokens: whether `prefix` and `suffix` are what a `tokenizer.json` puts around a text; our own kinds of
-            files say that themselves.
+        content: a JSON file: a format of Forge, or a `tokenizer.json` of the `tokenizers` library.
+        eos: id of the end of document, which a `tokenizer.json` does not state.
+        where: name of the tokenizer for messages.
+        add_special_tokens: whether `prefix` and `suffix` are those of the post-processor of a `tokenizer.json`; formats of
+            Forge state this themselves.
 
     Raises:
-        DataError: the content is not a tokenizer of a known kind.
+        DataError: the content is not a tokenizer of a known format.
     """
     try:
         parsed = json.loads(content)
@@ -53,10 +53,10 @@ def _restore_backend(content: bytes, eos: int | None, where: str, add_special_to
 
 
 def tokenizer_of(store: StoreSource) -> Tokenizer | None:
-    """The tokenizer that made a store, or None when the store has no copy of it.
+    """Returns the tokenizer of a store, or None if the store has no copy of it.
 
     Raises:
-        DataError: the copy is damaged or not the one that the manifest names.
+        DataError: the copy is damaged, or does not match the manifest.
     """
     entry = store.manifest.tokenizer
     path = Path(store.path) / TOKENIZER

@@ -16,21 +16,21 @@ KIND = "forge-sentencepiece"
 
 
 class SentencePieceTokenizer:
-    """A model. Most models normalize text, so that what is decoded may differ from what was encoded in white space."""
+    """A sentencepiece model. Most models normalize text, so decoded text may differ from the encoded text in white space."""
 
     name = "sentencepiece"
 
     def __init__(self, model: bytes, eos: str | int | None, where: str, begins: bool = False, ends: bool = False) -> None:
-        """Reads the content of a `.model` file.
+        """Parses the content of a `.model` file.
 
         Args:
-            model: its bytes.
-            eos: piece or id that ends a document; None is the model's own.
-            where: names it in messages.
-            begins, ends: whether the model's own BOS and EOS stand around a text, which a model does not say itself.
+            model: content of the file.
+            eos: piece or id that ends a document; None for the model's end of sentence.
+            where: name of the model for messages.
+            begins, ends: whether the model's BOS and EOS are added around a text, which the model does not state.
 
         Raises:
-            DataError: sentencepiece is not installed, this is not a model, or it lacks the piece.
+            DataError: sentencepiece is not installed, the content is not a model, or the model lacks the piece.
         """
         try:
             import sentencepiece
@@ -41,7 +41,7 @@ class SentencePieceTokenizer:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except Exception as error:  # its bindings raise bare RuntimeError and others
             raise DataError(f"{where} is not a sentencepiece model: {error}") from error
-        if not model:  # which the library would take
+        if not model:  # the library accepts an empty model
             raise DataError(f"{where} is not a sentencepiece model: it is empty")
         self.vocab_size: int = self._processor.get_piece_size()
         self.eos: int | None = self._end(eos, where)
@@ -63,11 +63,11 @@ class SentencePieceTokenizer:
         self.fingerprint = sha256(self.dump()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """(tokens,) int64, without begin and end."""
+        """Returns (tokens,) int64 ids, without BOS and EOS."""
         return np.array(self._processor.encode(text, add_bos=False, add_eos=False), dtype=np.int64)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """See `forge_core.protocols.data.Tokenizer`. A text behind a control piece begins as each text of the model does."""
+        """See `forge_core.protocols.data.Tokenizer`. Text after a control piece is encoded like the beginning of a text."""
         return TextPieces(pieces, cuts).encode(self._controls, self._encode_text)
 
     def _encode_text(self, text: str) -> Encoded:
@@ -76,8 +76,8 @@ class SentencePieceTokenizer:
             offsets = self._processor.encode(text, add_bos=False, add_eos=False, return_type="offset_mapping")["offsets"]
         except TypeError:  # the library before 0.2.2
             older: Any = self._processor
-            found = older.encode(text, out_type="immutable_proto", add_bos=False, add_eos=False)
-            offsets = [(piece.begin, piece.end) for piece in found.pieces]
+            proto = older.encode(text, out_type="immutable_proto", add_bos=False, add_eos=False)
+            offsets = [(piece.begin, piece.end) for piece in proto.pieces]
         places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
         return ids, places[:, 0], places[:, 1]
 
@@ -98,23 +98,23 @@ class SentencePieceTokenizer:
         if isinstance(eos, int):
             return eos
         if eos is None:
-            found = self._processor.eos_id()
-            if found < 0:
-                raise DataError(f"{where} has no end of sentence; name the piece that ends a document by data.tokenizer.eos")
-            return found
-        found = self._processor.piece_to_id(eos)
-        if self._processor.id_to_piece(found) != eos:
-            raise DataError(f"{where} has no piece {eos!r}; set data.tokenizer.eos to the one that ends a document")
-        return found
+            own_eos = self._processor.eos_id()
+            if own_eos < 0:
+                raise DataError(f"{where} has no end of sentence; set data.tokenizer.eos to the piece that ends a document")
+            return own_eos
+        index = self._processor.piece_to_id(eos)
+        if self._processor.id_to_piece(index) != eos:
+            raise DataError(f"{where} has no piece {eos!r}; set data.tokenizer.eos to the piece that ends a document")
+        return index
 
 
 def load(path: str, eos: str | None, add_special_tokens: bool = True) -> SentencePieceTokenizer:
-    """The model in a file.
+    """Loads a model from a file.
 
-    What stands around a text is said by `add_bos_token` and `add_eos_token` of the `tokenizer_config.json` next to it.
+    `add_bos_token` and `add_eos_token` in the `tokenizer_config.json` next to it determine the prefix and suffix of texts.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     try:
         content = Path(path).read_bytes()
@@ -127,7 +127,7 @@ def load(path: str, eos: str | None, add_special_tokens: bool = True) -> Sentenc
 
 
 def restore(content: Mapping[str, Any], where: str) -> SentencePieceTokenizer:
-    """The tokenizer of a parsed `dump`."""
+    """Restores the tokenizer of a parsed `dump`."""
     model = b64decode(content["model"], validate=True)
     return SentencePieceTokenizer(model, content["eos"], where, content.get("begins", False), content.get("ends", False))
 

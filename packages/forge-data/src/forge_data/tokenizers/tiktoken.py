@@ -1,4 +1,4 @@
-"""Byte-pair encodings of the `tiktoken` library: one that it knows by name, or a file of ranks with its pattern."""
+"""Byte-pair encodings of the `tiktoken` library: a named encoding, or a rank file with its pattern."""
 
 import json
 from base64 import b64decode, b64encode
@@ -16,7 +16,7 @@ KIND = "forge-tiktoken"
 
 
 class TiktokenTokenizer:
-    """An encoding. In `encode`, text that spells its special tokens is ordinary text. It puts nothing around a text."""
+    """An encoding of tiktoken, without prefix and suffix. `encode` treats the spelling of a special token as ordinary text."""
 
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
@@ -24,10 +24,10 @@ class TiktokenTokenizer:
     def __init__(self, name: str, pattern: str, ranks: Mapping[bytes, int], special: Mapping[str, int], eos: str) -> None:
         """
         Args:
-            name: of the encoding.
-            pattern: regular expression that cuts text before merging.
-            ranks: token of every byte string.
-            special: token of every special string.
+            name: name of the encoding.
+            pattern: regular expression that splits text before merging.
+            ranks: token id of every byte string.
+            special: token id of every special string.
             eos: the special string that ends a document.
 
         Raises:
@@ -48,7 +48,7 @@ class TiktokenTokenizer:
         self.fingerprint = sha256(self.dump()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """(tokens,) int64, without special tokens."""
+        """Returns (tokens,) int64 ids, without special tokens."""
         return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int64)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
@@ -61,15 +61,15 @@ class TiktokenTokenizer:
         return ids, *characters_of(text, np.array(sizes, dtype=np.int64))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens are left out."""
+        """Returns the text of `ids`, without special tokens."""
         left_out = set(self._parts[2].values())
         return self._encoding.decode([index for index in ids if index not in left_out])
 
     def as_json(self) -> bytes:
-        """The content of a `tokenizer.json` that gives the same ids.
+        """Returns the content of a `tokenizer.json` that produces the same ids.
 
         Raises:
-            DataError: there is none; see `forge_data.tokenizers.tiktoken_json.as_json`.
+            DataError: the encoding cannot be converted; see `forge_data.tokenizers.tiktoken_json.as_json`.
         """
         from forge_data.tokenizers.tiktoken_json import as_json
 
@@ -85,35 +85,35 @@ class TiktokenTokenizer:
 
 
 def load_ranks(path: str, *, pattern: str | None, special_tokens: Mapping[str, int], eos: str) -> TiktokenTokenizer:
-    """The encoding in a file of ranks.
+    """Loads an encoding from a rank file.
 
     Args:
-        path: of the file: a base64 token and its rank on each line.
-        pattern: regular expression that cuts text before merging.
-        special_tokens: id of every special string; by default `eos` alone, after the last rank.
+        path: the file: a base64 token and its rank on each line.
+        pattern: regular expression that splits text before merging.
+        special_tokens: id of every special string; by default only `eos`, with the id after the last rank.
         eos: the special string that ends a document.
 
     Raises:
         DataError: the pattern is missing, or the file cannot be read or is damaged.
     """
     if pattern is None:
-        raise DataError(f"{path} holds ranks only; set `pattern` to the regular expression of the encoding")
+        raise DataError(f"{path} holds only ranks; set `pattern` to the regular expression of the encoding")
     ranks = _ranks(Path(path))
     special = dict(special_tokens) or {eos: max(ranks.values()) + 1}
     return TiktokenTokenizer(Path(path).stem, pattern, ranks, special, eos)
 
 
 def restore(content: Mapping[str, Any]) -> TiktokenTokenizer:
-    """The tokenizer of a parsed `dump`."""
+    """Restores the tokenizer of a parsed `dump`."""
     ranks = {b64decode(token): rank for token, rank in content["ranks"]}
     return TiktokenTokenizer(content["name"], content["pattern"], ranks, content["special"], content["eos"])
 
 
 def load_encoding(name: str, eos: str) -> TiktokenTokenizer:
-    """An encoding that the library knows by name; it is fetched once, then read from the library's cache.
+    """Loads a named encoding; the library downloads it once and caches it.
 
     Raises:
-        DataError: tiktoken is not installed, does not know the name, or cannot fetch the encoding.
+        DataError: tiktoken is not installed, has no such encoding, or cannot download it.
     """
     try:
         import tiktoken
@@ -122,16 +122,16 @@ def load_encoding(name: str, eos: str) -> TiktokenTokenizer:
     if name not in tiktoken.list_encoding_names():
         raise DataError(f"tiktoken has no encoding {name!r}; it has {', '.join(tiktoken.list_encoding_names())}")
     try:
-        found = tiktoken.get_encoding(name)
+        encoding = tiktoken.get_encoding(name)
     except Exception as error:  # its downloader may raise anything
         raise DataError(
-            f"encoding {name!r} cannot be fetched: {error}; set TIKTOKEN_CACHE_DIR to a directory that has it, or give `path`"
+            f"encoding {name!r} cannot be fetched: {error}; set TIKTOKEN_CACHE_DIR to a directory that has it, or set `path`"
         ) from error
-    return TiktokenTokenizer(name, found._pat_str, found._mergeable_ranks, found._special_tokens, eos)
+    return TiktokenTokenizer(name, encoding._pat_str, encoding._mergeable_ranks, encoding._special_tokens, eos)
 
 
 def _ranks(path: Path) -> dict[bytes, int]:
-    """A file with a base64 token and its rank on each line."""
+    """Reads a file with a base64 token and its rank on each line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
