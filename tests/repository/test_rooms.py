@@ -184,7 +184,6 @@ REPEATED = frozenset(
         "PerceiverLayer",
         "Piece",
         "Pieces",
-        "Pipeline",
         "Place",
         "Precision",
         "Projection",

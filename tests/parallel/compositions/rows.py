@@ -22,7 +22,7 @@ from forge_parallel.model.plan import Plan
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup, Parameters
 from forge_parallel.optim.optimizers import AdamW8bitConfig, AdamWConfig, MuonConfig
-from forge_parallel.sections import Parallel, Pipeline, Precision
+from forge_parallel.sections import Parallel, PipelineConfig, Precision
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.context.transform import ContextParallel, Kind
 from forge_parallel.transforms.expert.transform import ExpertParallel
@@ -199,7 +199,7 @@ def case_of(row: frozenset[str]) -> Case:
 def measured(case: Case, layout: str, row: frozenset[str], device: torch.device = CPU) -> Measurement:
     """One rank of a run; in a world of one, strategies that need more have nothing to do."""
     at = Layout.parse(layout)
-    pipeline = Pipeline(schedule=schedule_of(row)).build() if at.pp > 1 else None
+    pipeline = PipelineConfig(schedule=schedule_of(row)).build() if at.pp > 1 else None
     with warnings.catch_warnings():
         if {"compile", "float8"} & row:  # imports of compiler and torchao warn
             warnings.simplefilter("ignore")
@@ -210,7 +210,7 @@ def job_of(row: frozenset[str], base: Any) -> Any:
     """The recipe of a row: `base` with the row's model, strategies, precision and batches."""
     total, micro_batch = rows_of(row)
     sizes = layout_of(row).sizes()
-    pipeline = Pipeline(schedule=schedule_of(row) or schedule_class("1f1b")())
+    pipeline = PipelineConfig(schedule=schedule_of(row) or schedule_class("1f1b")())
     return replace(
         base,
         model=decoder_of(row),

@@ -27,7 +27,7 @@ from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.pipeline import schedules as schedules
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
-from forge_parallel.sections import Pipeline
+from forge_parallel.sections import PipelineConfig
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.context.transform import ContextParallel
@@ -80,7 +80,7 @@ def _measure(
     with warnings.catch_warnings():
         if any(isinstance(transform, Compile) for transform in more):
             warnings.simplefilter("ignore")  # the compiler's own imports warn
-        return measure(case, Plan.of(transforms, at, Pipeline(schedule=schedule).build() if schedule else None), CPU)
+        return measure(case, Plan.of(transforms, at, PipelineConfig(schedule=schedule).build() if schedule else None), CPU)
 
 
 # ---------------------------------------------------------------------------------------------- independent references

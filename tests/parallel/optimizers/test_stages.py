@@ -19,7 +19,7 @@ from forge_parallel.optim.groups import ParameterGroup as Group
 from forge_parallel.optim.optimizers import AdamW8bitConfig, AdamWConfig, LionConfig, ScheduleFreeAdamWConfig
 from forge_parallel.optim.stages import apply, settings_of, stage_at, staged
 from forge_parallel.placement.topology import Topology
-from forge_parallel.sections import Pipeline
+from forge_parallel.sections import PipelineConfig
 from forge_parallel.step.step import Step
 from forge_parallel.verify.parity import Measurement, compare, share, synthetic
 from forge_parallel.verify.proofs import features
@@ -268,7 +268,7 @@ def _copy_learns() -> list[bool]:
     case = replace(case_of(words), stages=(TrainingStage(until=1, train=("blocks.*",)), TrainingStage(train=("embed.weight",))))
     blueprint, settings = case.blueprint()
     layout = layout_of(words)
-    plan = Plan.of([], layout, Pipeline(schedule=schedule_of(words)).build())
+    plan = Plan.of([], layout, PipelineConfig(schedule=schedule_of(words)).build())
     model = realize(blueprint, plan, Topology.of(layout, CPU), 0, "fp64", "fp64")
     optimizer: Any = optimizers.build_optimizer(AdamWConfig(), model, settings)
     found = []

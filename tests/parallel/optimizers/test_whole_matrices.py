@@ -26,7 +26,7 @@ from forge_parallel.optim.optimizers import MuonConfig
 from forge_parallel.optim.whole_matrices import WholeMatrices, matrices_of, owners, rounds
 from forge_parallel.placement.boxes import local_box, span_on
 from forge_parallel.placement.topology import Topology
-from forge_parallel.sections import Parallel, Pipeline, Precision
+from forge_parallel.sections import Parallel, PipelineConfig, Precision
 from harness.pool import World
 from parallel.compositions.rows import DECODER, EXPERTS, schedule_of, transforms_of
 from parallel.tiny import Tiny
@@ -39,7 +39,7 @@ LAYOUTS = {"dp2": "", "hsdp2x2": "", "dp2tp2": "tp", "pp2dp2": "pp_1f1b", "dp2tp
 def laid_out(layout: str, state: str = "fp32") -> Any:
     """A decoder with experts in a layout, with as much as the layout asks for."""
     at, row = Layout.parse(layout), frozenset(LAYOUTS.get(layout, "").split())
-    pipeline = Pipeline(schedule=schedule_of(row)).build() if at.pp > 1 else None
+    pipeline = PipelineConfig(schedule=schedule_of(row)).build() if at.pp > 1 else None
     plan = Plan.of(transforms_of(row).values(), at, pipeline)
     return realize(Blueprint.of(replace(DECODER, moe=EXPERTS).build), plan, Topology.of(at, CPU), 0, state, state)
 

@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from importlib import import_module
 from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, ClassVar, NamedTuple, Self
 
 from forge_core.errors import BrokenPlugin
@@ -110,19 +110,22 @@ def implementation_of(cls: type[Component]) -> Callable[..., Any]:
     Raises:
         BrokenPlugin: it does not exist.
     """
-    target = str(cls.implementation)
-    module, _, name = target.partition(":")
+    module, _, names = str(cls.implementation).partition(":")
     try:
-        return resolve_name(target)
+        found: Any = import_module(module)
     except ModuleNotFoundError as cause:
         if not f"{module}.".startswith(f"{cause.name}."):  # a library that the implementation needs
             raise
-    except (AttributeError, ValueError):
-        pass
-    raise BrokenPlugin(
-        f"{_origin(cls)} names the implementation {target!r}, and {module} has no {name!r} or does not exist; correct "
-        "`implementation`"
-    )
+        fault = f"there is no module {module!r}"
+    else:
+        try:
+            for name in names.split("."):
+                found = getattr(found, name)
+        except AttributeError:
+            fault = f"{module} has no {names!r}"
+        else:
+            return found
+    raise BrokenPlugin(f"{_origin(cls)} names the implementation {cls.implementation!r}, but {fault}; correct `implementation`")
 
 
 def misfit(cls: type[Component], implementation: Callable[..., Any], given: Iterable[str]) -> str:

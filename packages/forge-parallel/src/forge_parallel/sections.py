@@ -13,7 +13,7 @@ from forge_parallel.pipeline import definition
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class PipelineConfig:
     """Schedule and split of a pipeline; used if `parallel.pp` is larger than 1."""
 
     key_class: ClassVar = LAYOUT
@@ -55,7 +55,7 @@ class Parallel:
     """Ranks over which experts are distributed; borrowed from dp_shard, cp and tp."""
     etp: Annotated[int, Ge(1), Feature("etp", unless=1)] = 1
     """Ranks over which one expert's matrices are split."""
-    pipeline: Pipeline = field(default_factory=Pipeline)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Stages and schedule, if pp is larger than 1."""
     proofs: Annotated[list[Path], Neutral("what was measured before"), FREE] = field(default_factory=list)
     """Folders of receipts of `forge-train parity RECIPE --record DIR`, which prove layouts with parts of plugins."""
