@@ -1,6 +1,6 @@
 """Models with images in the Hugging Face format, chosen by `--family` and by the `model_type` of a folder.
 
-`own_code` says that a folder brings code of ours with it; such a folder is only written where it is asked for by name.
+`own_code` says that only classes of ours open a folder; such a folder is only written where it is asked for by name.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Llava(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Mllama(Component):
-    """Cross-attention with the text part as `MllamaForCausalLM` (Llama 3.2, 2024); encoder and adapter bring code of ours."""
+    """Cross-attention with the text part as `MllamaForCausalLM` (Llama 3.2, 2024); classes of ours open encoder and adapter."""
 
     def build(self) -> "HfModel":
         from forge_vlm.hf.mllama import Mllama
@@ -33,12 +33,12 @@ class Mllama(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standalone(Component):
-    """Any fusion but cross-attention, with code in plain PyTorch in the folder: for what no class of transformers can hold."""
+class AutoModelFolder(Component):
+    """Any fusion but cross-attention, for Auto classes of transformers that forge-vlm registers (`forge_vlm.hf.register`)."""
 
     own_code: ClassVar[bool] = True
 
     def build(self) -> "HfModel":
-        from forge_vlm.hf.standalone.folder import Standalone
+        from forge_vlm.hf.auto import AutoModelFormat
 
-        return Standalone()
+        return AutoModelFormat()
