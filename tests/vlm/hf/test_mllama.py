@@ -21,9 +21,12 @@ from forge_vlm.components.encoders import Features, SigLIP2
 from forge_vlm.components.fusions import CrossAttention, JointDecoder
 from forge_vlm.components.model import VLM
 from forge_vlm.fusion.fusion import seen_images
+from forge_vlm.hf import load_vision
 from forge_vlm.hf.mllama import cross_layers
 from vlm.encoders.test_published import CASES as TOWERS
 from vlm.encoders.test_published import stored
+from vlm.hf.earlier_folders import vision_of
+from vlm.hf.modeling_forge import load
 from vlm.tiny import MODELS
 
 transformers = pytest.importorskip("transformers")
@@ -67,6 +70,25 @@ def test_transformers_has_our_logits(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(read[each], wanted[each]) for each in wanted)
     assert torch.equal(logits_of(again, tokens, extras=extras), ours)
     assert torch.equal(again.box("embed.weight", (3, 1), (4, 5)), wanted["embed.weight"][3:7, 1:6])
+
+
+@pytest.mark.parametrize("name", ["every_2", "perceiver", "features"])
+def test_encoder_and_adapter_open_in_folders_of_now_and_of_earlier_versions(name: str, tmp_path: Path) -> None:
+    """As code that shares nothing with Forge computes them, which earlier versions wrote into `vision/`."""
+    weights = written(HELD[name], tmp_path / "out")
+    assert not list((tmp_path / "out").rglob("*.py")), "a folder brings no code"
+    assert "from forge_vlm.hf import load_vision" in (tmp_path / "out" / "README.md").read_text()
+    images = fixed_rows(weights.model)[1]["images"]
+    with torch.no_grad():
+        found = load_vision(tmp_path / "out", torch.float64)(images.double())
+        config = tmp_path / "out" / "vision" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"model": vision_of(HELD[name])}))
+        (config.parent / "modeling_forge.py").write_text("raise AssertionError('code of a folder is never run')")
+        exact = load(config.parent, torch.float64)(images.double())
+        earlier = load_vision(tmp_path / "out", torch.float64)(images.double())
+    assert found.shape == (len(images), *exact.shape[1:])
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-10)
+    assert torch.equal(earlier, found)
 
 
 def test_what_text_sees_is_what_the_processor_of_transformers_says() -> None:

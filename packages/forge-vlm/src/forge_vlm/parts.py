@@ -38,7 +38,7 @@ PARTS = {
         "pixel_shuffle": "forge_vlm.components.adapters:PixelShuffleConfig",
     },
     "forge.hf_models": {
-        "forge_standalone": "forge_vlm.components.hf_models:StandaloneConfig",
+        "forge_standalone": "forge_vlm.components.hf_models:AutoModelFormatConfig",
         "llava": "forge_vlm.components.hf_models:LlavaConfig",
         "mllama_text_model": "forge_vlm.components.hf_models:MllamaConfig",
     },

@@ -100,7 +100,7 @@ class Converter(Protocol):
 class HfModel(Protocol):
     """One kind of model in the Hugging Face format that is more than a decoder of text, by the `model_type` of its folder.
 
-    A component with `own_code` makes folders that bring their code; they are written only where they are asked for by name.
+    Folders of a component with `own_code` are opened by classes of its package alone; they are written only where they are named.
     """
 
     def misfits(self, weights: Weights) -> list[str]:

@@ -141,5 +141,5 @@ def _chosen(weights: Weights, wanted: str | None) -> HfModel:
         elif not found:
             return model
         reasons += [f"{name}:", *(f"  {reason}" for reason in found)] if found else []
-    reasons += [f"--family {name} can, by code that it adds to the folder" for name in asked]
+    reasons += [f"--family {name} can, for those who have its package installed" for name in asked]
     raise Unsupported("\n  ".join([f"no {CONFIG} of the Hugging Face format can describe this model:", *reasons]))

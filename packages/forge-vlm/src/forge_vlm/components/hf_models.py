@@ -1,6 +1,6 @@
 """Models with images in the Hugging Face format, chosen by `--family` and by the `model_type` of a folder.
 
-`own_code` says that a folder brings code of ours with it; such a folder is only written where it is asked for by name.
+`own_code` says that only classes of ours open a folder; such a folder is only written where it is asked for by name.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ class LlavaConfig(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class MllamaConfig(Component):
-    """Cross-attention with the text part as `MllamaForCausalLM` (Llama 3.2, 2024); encoder and adapter bring code of ours."""
+    """Cross-attention with the text part as `MllamaForCausalLM` (Llama 3.2, 2024); classes of ours open encoder and adapter."""
 
     implementation: ClassVar[str] = "forge_vlm.hf.mllama:Mllama"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandaloneConfig(Component):
-    """Any fusion but cross-attention, with code in plain PyTorch in the folder: for what no class of transformers can hold."""
+class AutoModelFormatConfig(Component):
+    """Any fusion but cross-attention, for Auto classes of transformers that forge-vlm registers (`forge_vlm.hf.register`)."""
 
-    implementation: ClassVar[str] = "forge_vlm.hf.standalone.folder:Standalone"
+    implementation: ClassVar[str] = "forge_vlm.hf.auto:AutoModelFormat"
 
     own_code: ClassVar[bool] = True

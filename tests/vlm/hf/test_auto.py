@@ -1,4 +1,4 @@
-"""Folders with code of ours: their logits are those of the model, in a process that has nothing of Forge."""
+"""Folders that Auto classes of forge-vlm open: their logits are those of the model, and of code that has nothing of Forge."""
 
 import json
 import subprocess
@@ -30,9 +30,10 @@ from forge_vlm.components.adapters import (
 from forge_vlm.components.encoders import Features, SigLIP2, ViT
 from forge_vlm.components.fusions import MixtureOfTransformers
 from forge_vlm.components.model import VLM
-from forge_vlm.hf.standalone.folder import code_of
 from vlm.encoders.test_published import CASES as TOWERS
 from vlm.encoders.test_published import stored
+from vlm.hf.earlier_folders import write_earlier
+from vlm.hf.modeling_forge import load
 from vlm.tiny import ENCODER, EXPERTS, MODELS
 
 MOT = MODELS["mot"]
@@ -70,23 +71,27 @@ def written(component: VLM, folder: Path) -> InMemory:
 
 
 def compare(weights: Any, folder: Path) -> None:
+    """With the Auto class, and in fp64 with code that shares nothing with Forge; and what is read again."""
     tokens, extras = fixed_rows(weights.model)
     found = HfConverter().build().reference(folder, tokens, extras)
     assert isinstance(found, torch.Tensor)
     ours = logits_of(weights, tokens, extras=extras)
     torch.testing.assert_close(found, ours, rtol=0, atol=3e-5 * float(ours.abs().max()))
+    earlier = folder.with_name(f"earlier-{folder.name}")
+    write_earlier(earlier, weights)
     with torch.no_grad():
         exact = logits_of(weights, tokens, torch.float64, extras)
-        torch.testing.assert_close(code_of(folder).load(folder, torch.float64)(tokens, **extras), exact, rtol=0, atol=1e-8)
-    again = HfConverter().build().read(folder)
-    read, wanted = again.read(list(again.tensors)), weights.read(list(weights.tensors))
-    assert read.keys() == wanted.keys()
-    assert all(torch.equal(read[name], wanted[name]) for name in wanted)
-    assert torch.equal(logits_of(again, tokens, extras=extras), ours)
+        torch.testing.assert_close(load(earlier, torch.float64)(tokens, **extras), exact, rtol=0, atol=1e-8)
+    for place in (folder, earlier):
+        again = HfConverter().build().read(place)
+        read, wanted = again.read(list(again.tensors)), weights.read(list(weights.tensors))
+        assert read.keys() == wanted.keys()
+        assert all(torch.equal(read[name], wanted[name]) for name in wanted)
+        assert torch.equal(logits_of(again, tokens, extras=extras), ours)
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_the_code_of_the_folder_has_our_logits(name: str, tmp_path: Path) -> None:
+def test_a_folder_has_our_logits(name: str, tmp_path: Path) -> None:
     weights = written(HELD[name], tmp_path / "out")
     compare(weights, tmp_path / "out")
     assert HfConverter().build().read(tmp_path / "out").model == HELD[name]
@@ -101,79 +106,75 @@ def test_published_towers_are_held(tower: str, tmp_path: Path) -> None:
         compare(written(component, tmp_path / f"out{number}"), tmp_path / f"out{number}")
 
 
-BLOCKED = """
+OPENING = """
 import sys
 
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0].startswith("forge") or name.partition(".")[0] == "transformers":
-            raise ImportError(f"{name} is blocked")
-
-sys.meta_path.insert(0, Blocked())
-folder, given, out = sys.argv[1:]
-sys.path.insert(0, folder)
-from modeling_forge import load
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-try:
-    import forge_core
-except ImportError:
-    save_file({"logits": load(folder)(**load_file(given)).detach()}, out)
-"""
+from forge_vlm.hf import register
 
-
-def test_a_fresh_process_without_forge_opens_the_folder(tmp_path: Path) -> None:
-    weights = written(MOT, tmp_path / "out")
-    tokens, extras = fixed_rows(weights.model)
-    save_file({"tokens": tokens, **extras}, tmp_path / "given.safetensors")
-    (tmp_path / "program.py").write_text(BLOCKED)
-    words = [tmp_path / "program.py", tmp_path / "out", tmp_path / "given.safetensors", tmp_path / "found.safetensors"]
-    subprocess.run([sys.executable, *map(str, words)], check=True, cwd=tmp_path)
-    ours = logits_of(weights, tokens, extras=extras)
-    found = load_file(tmp_path / "found.safetensors")["logits"]
-    torch.testing.assert_close(found, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
-    assert [file.name for file in (tmp_path / "out").glob("*.py")] == ["modeling_forge.py"]
-
-
-TRUSTING = """
-import os, sys
-
-os.environ["HF_MODULES_CACHE"] = sys.argv[4]
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-
+register()
+register()
 folder, given, out = sys.argv[1:4]
-model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+model, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
 assert not any(info.values()), info
+assert not model.training and type(AutoConfig.from_pretrained(folder)) is model.config_class
+assert type(AutoModelForCausalLM.from_pretrained(folder)) is type(model)
 given = load_file(given)
-save_file({"logits": model.eval()(given.pop("tokens"), **given).logits.detach()}, out)
+save_file({"logits": model(given.pop("tokens"), **given).logits.detach()}, out)
+model.save_pretrained(f"{folder}-saved")
 """
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_transformers_opens_the_folder_where_its_code_is_trusted(tied: bool, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    weights = written(replace(MOT, tied_embeddings=tied), tmp_path / "out")
+def in_fresh_process(program: str, folder: Path, weights: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What a program stores that is told a folder, the fixed rows and a place; and the logits of `weights`."""
     tokens, extras = fixed_rows(weights.model)
-    save_file({"tokens": tokens, **extras}, tmp_path / "given.safetensors")
-    (tmp_path / "program.py").write_text(TRUSTING)
-    words = ["program.py", "out", "given.safetensors", "found.safetensors", "modules"]
-    subprocess.run([sys.executable, *(str(tmp_path / word) for word in words)], check=True, cwd=tmp_path)
-    ours = logits_of(weights, tokens, extras=extras)
-    found = load_file(tmp_path / "found.safetensors")["logits"]
-    torch.testing.assert_close(found, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+    given, found = folder.with_name("given.safetensors"), folder.with_name("found.safetensors")
+    save_file({"tokens": tokens, **extras}, given)
+    folder.with_name("program.py").write_text(program)
+    words = [folder.with_name("program.py"), folder, given, found]
+    subprocess.run([sys.executable, *map(str, words)], check=True, cwd=folder.parent)
+    return logits_of(weights, tokens, extras=extras), load_file(found)
+
+
+@pytest.mark.parametrize("name", ["mot", "gemma", "mot-experts"])
+def test_transformers_opens_the_folder_where_the_wheel_is_installed(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    weights = written(HELD[name], tmp_path / "out")
+    ours, found = in_fresh_process(OPENING, tmp_path / "out", weights)
+    torch.testing.assert_close(found["logits"], ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+    assert not list((tmp_path / "out").glob("*.py")), "a folder brings no code"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "from forge_vlm.hf import register" in card and "AutoModelForImageTextToText.from_pretrained" in card
+    again = HfConverter().build().read(tmp_path / "out-saved")
+    read, wanted = again.read(list(again.tensors)), weights.read(list(weights.tensors))
+    assert read.keys() == wanted.keys() and all(torch.equal(read[name], wanted[name]) for name in wanted)
+
+
+def test_folders_of_earlier_versions_open_and_their_code_is_not_run(tmp_path: Path) -> None:
+    weights = InMemory(MOT)
+    write_earlier(tmp_path / "out", weights)
+    with (tmp_path / "out" / "modeling_forge.py").open("a") as file:
+        file.write(f"\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    assert HfConverter().build().read(tmp_path / "out").model == MOT
+    ours, found = in_fresh_process(OPENING, tmp_path / "out", weights)
+    torch.testing.assert_close(found["logits"], ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+    assert not (tmp_path / "ran").exists()
 
 
 WRITING = """
-import os, sys
+import sys
 
-os.environ["HF_MODULES_CACHE"] = sys.argv[4]
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForImageTextToText
 
+from forge_vlm.hf import register
+
+register()
 folder, given, out = sys.argv[1:4]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+model = AutoModelForImageTextToText.from_pretrained(folder)
 given = load_file(given)
 tokens = given.pop("tokens")
 found = {"greedy": model.generate(tokens, **given, max_new_tokens=6, do_sample=False)}
@@ -200,7 +201,7 @@ def test_transformers_generates_what_the_largest_logits_of_ours_say(tmp_path: Pa
     extras = {**extras, "images": 20 * torch.randn(extras["images"].shape, generator=torch.Generator().manual_seed(2))}
     save_file({"tokens": tokens, **extras}, tmp_path / "given.safetensors")
     (tmp_path / "program.py").write_text(WRITING)
-    words = ["program.py", "out", "given.safetensors", "found.safetensors", "modules"]
+    words = ["program.py", "out", "given.safetensors", "found.safetensors"]
     subprocess.run([sys.executable, *(str(tmp_path / word) for word in words)], check=True, cwd=tmp_path)
     found = load_file(tmp_path / "found.safetensors")
 
@@ -231,22 +232,11 @@ def test_tokens_that_were_never_chosen_before_still_are_not(tmp_path: Path) -> N
     assert settings == {"suppress_tokens": sorted({3, 50, MOT.placeholder}), "temperature": 0.5}
 
 
-def test_code_of_others_is_not_run(tmp_path: Path) -> None:
-    weights = written(MOT, tmp_path / "out")
-    with (tmp_path / "out" / "modeling_forge.py").open("a") as file:
-        file.write(f"\nPath({str(tmp_path / 'ran')!r}).touch()\n")
-    HfConverter().build().read(tmp_path / "out")
-    said = HfConverter().build().reference(tmp_path / "out", *fixed_rows(weights.model))
-    assert isinstance(said, str)
-    assert "never run" in said
-    assert not (tmp_path / "ran").exists()
-
-
 def test_placeholders_have_to_fit_their_images(tmp_path: Path) -> None:
     weights = written(MOT, tmp_path / "out")
     tokens, extras = fixed_rows(weights.model)
     tokens[1, 3] = 5
-    with pytest.raises(ValueError, match="each image needs 4 placeholders"):
+    with pytest.raises(ValueError, match="placeholder"):
         HfConverter().build().reference(tmp_path / "out", tokens, extras)
 
 
@@ -256,14 +246,14 @@ REFUSED: dict[str, tuple[VLM, str]] = {
     "threshold": (MODELS["moma-threshold"], "fusion.routing = 'threshold'"),
     "router": (replace(MODELS["moma-token"], moe=replace(EXPERTS, router=SigmoidTopKConfig())), "moe.router = SigmoidTopK"),
     "capacity": (replace(MODELS["moma-token"], moe=replace(EXPERTS, capacity=1.0)), "moe.capacity = 1.0"),
-    "joint experts": (replace(MODELS["joint"], moe=EXPERTS), "moe: the code has experts of each modality"),
+    "joint experts": (replace(MODELS["joint"], moe=EXPERTS), "moe: forge_standalone holds experts of each modality"),
     "latent": (replace(MODELS["joint"], kv_heads=None, attention=MLA(kv_lora_rank=8)), "attention = MLA"),
     "dynamic": (replace(MOT, rope=Rope(scaling="dynamic", factor=2.0, original_max_length=16)), "rope.scaling = 'dynamic'"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_the_code_does_not_have_is_refused_by_name(what: str, tmp_path: Path) -> None:
+def test_what_a_folder_does_not_hold_is_refused_by_name(what: str, tmp_path: Path) -> None:
     component, name = REFUSED[what]
     with pytest.raises(Unsupported) as caught:
         written(component, tmp_path / "out")
@@ -302,7 +292,6 @@ def test_what_came_from_such_a_folder_may_go_to_one_unasked(tmp_path: Path) -> N
         ({"forge": {"kind": "Popen"}}, "'Popen' is not a part"),
         ({"forge": {"kind": "ViT"}}, "does not say which model"),
         ({"forge": {"kind": "VLM", "dim": -1}}, "VLM"),
-        ({"model": {}}, "say different models"),
     ],
 )
 def test_a_folder_that_says_something_else_is_refused(changed: dict[str, Any], why: str, tmp_path: Path) -> None:

@@ -1,12 +1,18 @@
-"""What the code of a folder is told of its model: sizes with every default resolved, frequencies as numbers."""
+"""Folders of `forge_standalone` as earlier versions wrote them, with code of their own: `modeling_forge.py`.
 
-from collections.abc import Iterator
+That code is a second description of every such model, in plain PyTorch and without Forge, so logits are compared with its own. It
+is told sizes with every default resolved, and frequencies as numbers.
+"""
+
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
-from forge_core.component import class_name
+from forge_core.protocols.weights import Weights
 from forge_models.components.attentions import GQA
-from forge_models.components.experts import SoftmaxTopKConfig
 from forge_models.components.layers import RMSNormConfig
+from forge_models.hf.converter import HfConverter
 from forge_vlm.components.adapters import (
     AttentionPoolConfig,
     AveragePoolConfig,
@@ -16,45 +22,22 @@ from forge_vlm.components.adapters import (
     PixelShuffleConfig,
 )
 from forge_vlm.components.encoders import Features
-from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
+from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers
 from forge_vlm.components.model import VLM
-from forge_vlm.hf.standalone.plain import known
 
 
-def misfits(model: VLM) -> Iterator[str]:
-    """One sentence for each option of the recipe that the code does not have."""
-    fusion = model.chosen_fusion
-    if type(fusion) not in (JointDecoder, MixtureOfTransformers, MoMa):
-        yield f"fusion = {type(fusion).__name__}: the code has JointDecoder, MixtureOfTransformers and MoMa"
-    elif isinstance(fusion, MoMa) and fusion.routing != "token_choice":
-        yield f"fusion.routing = {fusion.routing!r}: the code has token_choice"
-    if not isinstance(model.shape.attention, GQA):
-        yield f"attention = {type(model.shape.attention).__name__}: the code has GQA"
-    for name in ("mlp", "norm"):
-        if not known(getattr(model.shape, name)):
-            yield f"{name} = {type(getattr(model.shape, name)).__name__} is not in the code"
-    if model.rope.scaling == "dynamic":
-        yield "rope.scaling = 'dynamic': the code has frequencies that do not change"
-    if model.moe is not None and isinstance(fusion, JointDecoder):
-        yield "moe: the code has experts of each modality, for the fusions mot and moma"
-    elif model.moe is not None:
-        if not isinstance(model.moe.router, SoftmaxTopKConfig | None):
-            yield f"moe.router = {type(model.moe.router).__name__}: the code has SoftmaxTopK"
-        if model.moe.capacity is not None:
-            yield f"moe.capacity = {model.moe.capacity}: the code drops no token"
-    yield from vision_misfits(model)
-
-
-def vision_misfits(model: VLM) -> Iterator[str]:
-    """Those of encoder and adapter."""
-    if model.images == "tokens":
-        return
-    if not known(model.vision):
-        yield f"encoder = {type(model.vision).__name__} is not in the code"
-    elif getattr(getattr(model.vision, "shape", None), "flexible", 0):
-        yield f"encoder.patches = {model.vision.shape.flexible}: the code has square images"
-    if not known(model.chosen_adapter):
-        yield f"adapter = {class_name(model.chosen_adapter)} is not in the code"
+def write_earlier(folder: Path, weights: Weights) -> None:
+    """Writes a folder as earlier versions did: with the sizes of the model, and with the code that runs them."""
+    HfConverter(family="forge_standalone", max_shard_bytes=20_000).build().write(folder, weights)
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    config |= {
+        "architectures": ["ForgeForCausalLM"],
+        "auto_map": {"AutoConfig": "modeling_forge.ForgeConfig", "AutoModelForCausalLM": "modeling_forge.ForgeForCausalLM"},
+        "model": shape_of(weights.model),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copyfile(Path(__file__).with_name("modeling_forge.py"), folder / "modeling_forge.py")
 
 
 def shape_of(model: VLM) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Components as tables of JSON and back: those of this list and no others, so that a folder never names code to run."""
+"""Components as tables of JSON and back: those of a closed list and no others, so that a folder never names code to run."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -22,6 +22,10 @@ from forge_vlm.components.encoders import CLIP, DINOv2, Features, Published, Sig
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
 from forge_vlm.components.model import VLM
 
+MODEL_TYPE = "forge_standalone"
+"""The key `model_type` of folders that have such a table."""
+DESCRIPTION = "forge"
+"""Key of `config.json` with the parts of the model."""
 KIND = "kind"
 """Key of a table with the name of its component."""
 PARTS = (
@@ -59,34 +63,34 @@ def known(value: Any) -> bool:
     return KINDS.get(kind_of(type(value))) is type(value)
 
 
-def plain(value: Any) -> Any:
+def table_of(value: Any) -> Any:
     """A component as a table. A published tower is that of the folder itself, as it is built."""
     if isinstance(value, Published):
         return {KIND: kind_of(type(value)), "feature_layers": list(value.shape.outputs), "class_feature": value.class_feature}
     if is_dataclass(value) and not isinstance(value, type):
-        kept = {item.name: plain(getattr(value, item.name)) for item in fields(value) if item.name not in NOT_KEPT}
+        kept = {item.name: table_of(getattr(value, item.name)) for item in fields(value) if item.name not in NOT_KEPT}
         return {KIND: kind_of(type(value)), **kept}
     if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(name): table_of(item) for name, item in value.items()}
+    return [table_of(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def made(value: Any, folder: Path) -> Any:
-    """The component of a table that `plain` made.
+def component_of(value: Any, folder: Path) -> Any:
+    """The component of a table that `table_of` made.
 
     Raises:
         Unsupported: the table is of something else.
     """
     if isinstance(value, list):
-        return tuple(made(item, folder) for item in value)
+        return tuple(component_of(item, folder) for item in value)
     if not isinstance(value, Mapping):
         return value
     if KIND not in value:
-        return {name: made(item, folder) for name, item in value.items()}
+        return {name: component_of(item, folder) for name, item in value.items()}
     part = KINDS.get(value[KIND])
     if part is None:
         raise Unsupported(f"{folder}: {value[KIND]!r} is not a part of models of this format; it has {', '.join(KINDS)}")
-    given = {name: made(item, folder) for name, item in value.items() if name != KIND}
+    given = {name: component_of(item, folder) for name, item in value.items() if name != KIND}
     if issubclass(part, Published):
         given["path"] = str(folder)
     try:
@@ -95,9 +99,17 @@ def made(value: Any, folder: Path) -> Any:
         raise Unsupported(f"{folder}: {value[KIND]}: {cause}") from cause
 
 
-def component(value: Any, folder: Path) -> VLM:
-    """As `made`, for the whole model."""
-    found = made(value, folder)
+def model_of(config: Mapping[str, Any], folder: Path) -> VLM:
+    """The model that the key `forge` of a `config.json` describes.
+
+    Args:
+        config: the content of the file.
+        folder: where a published tower has its keys, and what errors name.
+
+    Raises:
+        Unsupported: the key describes something else.
+    """
+    found = component_of(config.get(DESCRIPTION), folder)
     if not isinstance(found, VLM):
         raise Unsupported(f"{folder} does not say which model its tensors are of")
     return found
