@@ -228,7 +228,7 @@ def test_dynamic_rope_scaling_refuses_a_cache_where_it_would_be_wrong(make, toke
     rows = tokens(1, 7)
     cache = model.new_cache(1, 7)
     model(rows[:, :6], cache=cache)
-    with pytest.raises(ValueError, match="cannot use a cache past original_max_length 6"):
+    with pytest.raises(ValueError, match="does not support a cache of more than original_max_length = 6"):
         model(rows[:, 6:], cache=cache)
     assert model(rows).isfinite().all()
     with pytest.raises(GenerationError, match="dynamic rope scaling 6; ask for at most 3 new"):

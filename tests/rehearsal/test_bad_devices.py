@@ -12,6 +12,7 @@ from forge_core.layout import Layout
 from forge_models.components.decoder import DecoderConfig
 from forge_parallel import accelerator
 from forge_parallel.launch.environment import read_launcher
+from forge_parallel.launch.meeting import RanksDiffer
 from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
@@ -33,7 +34,7 @@ def _started(changes: list[dict[str, object]]) -> str:
     warnings.simplefilter("error")
     try:
         init_process_groups(where, timeout=120)
-    except LayoutError as refusal:
+    except (LayoutError, RanksDiffer) as refusal:
         return str(refusal)
     finally:
         destroy_process_groups()
@@ -56,7 +57,7 @@ def _without_a_gpu() -> str:
         torch.cuda.is_available = lambda: False
     try:
         init_process_groups(where, timeout=120)
-    except LayoutError as refusal:
+    except (LayoutError, RanksDiffer) as refusal:
         return str(refusal)
     finally:
         destroy_process_groups()

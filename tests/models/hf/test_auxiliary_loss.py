@@ -120,7 +120,7 @@ def test_w12_pooled_is_refused_where_a_rank_has_not_all_layers_and_rows() -> Non
     assert [fault.key for fault in experts_see_other_tokens(job, Layout.parse("dp1"))] == ["model.moe.losses.pooled"]
     part = model.build()
     part.head = part.norm = None
-    with pytest.raises(ValueError, match="a pipeline stage holds only some of them"):
+    with pytest.raises(ValueError, match="a pipeline stage has only some of them"):
         part(tokens(1, 4))
     assert model.layout_dependent == ("model.moe.losses.pooled",)
 

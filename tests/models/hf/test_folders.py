@@ -47,7 +47,7 @@ def test_w12_weights_held_twice_are_refused(llama: Path) -> None:
     assert Folder(llama).tensors, "an index of the single file is no second copy"
     save_file({name: torch.zeros(1) for name in names}, llama / "model-00001-of-00001.safetensors")
     (llama / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}))
-    with pytest.raises(Unsupported, match=rf"Delete {SINGLE} if the shards are the right ones, else {INDEX}"):
+    with pytest.raises(Unsupported, match=rf"Delete {SINGLE} if the shards are right, otherwise {INDEX}"):
         Folder(llama)
 
 
@@ -79,7 +79,7 @@ def test_w12_tensors_of_multi_token_prediction_are_named_when_they_are_left_out(
     save_file(tensors | {f"model.layers.2.{name}.weight": torch.zeros(3) for name in ("eh_proj", "enorm")}, source / SINGLE)
     (note,) = Folder(source).facts.notes
     assert note.startswith(
-        "2 tensors of multi-token prediction were left out (model.layers.2.eh_proj.weight, model.layers.2.enorm"
+        "2 tensors of multi-token prediction were skipped (model.layers.2.eh_proj.weight, model.layers.2.enorm"
     )
 
 
@@ -98,7 +98,7 @@ def test_p1_an_ignored_key_is_recorded(llama: Path, capsys: pytest.CaptureFixtur
     assert run(*arguments) == 2
     assert "something_new: 5 is not known for this family" in capsys.readouterr().err
     assert run(*arguments, "--ignore", "something_old") == 2
-    assert "something_old: is to be ignored, but the file has no such key" in capsys.readouterr().err
+    assert "something_old: cannot be ignored, because the file has no such key" in capsys.readouterr().err
     assert run(*arguments, "--ignore", "something_new") == 0
     note = "something_new of config.json was ignored, as asked for"
     assert note in capsys.readouterr().out
