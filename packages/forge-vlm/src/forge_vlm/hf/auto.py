@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.component import Component
+from forge_core.component import Component, class_name
 from forge_core.protocols.weights import NO_EXTRAS, Weights
 from forge_models.components.attentions import GQA
 from forge_models.components.experts import SoftmaxTopKConfig
@@ -179,4 +179,4 @@ def vision_misfits(model: VLM) -> Iterator[str]:
     elif getattr(getattr(model.vision, "shape", None), "flexible", 0):
         yield f"encoder.patches = {model.vision.shape.flexible}: {MODEL_TYPE} holds square images"
     if not known(model.chosen_adapter):
-        yield f"adapter = {type(model.chosen_adapter).__name__} is not a part of {MODEL_TYPE}"
+        yield f"adapter = {class_name(model.chosen_adapter)} is not a part of {MODEL_TYPE}"
