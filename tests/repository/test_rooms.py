@@ -170,7 +170,6 @@ REPEATED = frozenset(
         "Kind",
         "Linear",
         "Losses",
-        "MLP",
         "Manifest",
         "Order",
         "Piece",
