@@ -1,6 +1,6 @@
 """Everything that is run on this repository: `nox -l` lists it, `nox -s NAME -- arguments` runs one.
 
-Sessions that use the seven distributions share one environment, `.nox/workshop`: torch is large, and installing it once
+Sessions that use the distributions share one environment, `.nox/workshop`: torch is large, and installing it once
 is most of the time of a first run. It is brought up to date only when a requirement changed. `lint` needs no torch;
 `isolation` makes an environment per wheel.
 """

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from forge_core.registry import Registry
-from forge_parallel.launch.environment import Launch
 from forge_train.directory import claim, run_directory
+from forge_train.process.ranks import JobRanks
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
-from forge_train.run.start import assemble
+from forge_train.run.start import start
 
 WARM = 5
 
@@ -59,9 +59,9 @@ def measure(recipe: str, steps: int, overrides: list[str], folder: Path) -> dict
     resolved = load(recipe, chosen, 1, registry)
     directory = run_directory(resolved.job)
     claim(directory)
-    run = assemble(resolved, directory, Launch(), torch.device("cuda" if torch.cuda.is_available() else "cpu"), registry, None)
+    run = start(resolved, JobRanks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     timed = Timed(run.data)
-    run.data = timed  # type: ignore[assignment]
+    run.training.data = timed  # type: ignore[assignment]
     fit(run)
     waits, whole = np.array(timed.waits[WARM:-1]), np.diff(timed.asked)[WARM:]
     return {

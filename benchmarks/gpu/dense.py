@@ -89,7 +89,7 @@ def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
     from forge_models.objectives import CrossEntropy
     from forge_parallel.model.plan import Plan
     from forge_parallel.model.realize import Blueprint, realize
-    from forge_parallel.optim.optimizers import AdamW
+    from forge_parallel.optim.optimizers import AdamWConfig
     from forge_parallel.placement.topology import Topology
     from forge_parallel.step.reduce import clip_grad_norm
     from forge_parallel.step.step import Step
@@ -123,7 +123,7 @@ def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
     if not smoke:
         torch.cuda.synchronize()
     built = time.perf_counter() - begun
-    step, optimizer = Step(model, CrossEntropy().build()), AdamW(lr=3e-4).build(model)
+    step, optimizer = Step(model, CrossEntropy().build()), AdamWConfig(lr=3e-4).build(model)
     rows = tokens_a_step // length
     generator = torch.Generator().manual_seed(0)
 

@@ -59,7 +59,10 @@ def drive(
     if unknown:
         parser.error(f"no configuration is called {', '.join(unknown)}; there are {', '.join(named)}")
     if arguments.smoke:
+        import torch
+
         for name in chosen:
+            torch.compiler.reset()  # a process of its own, as on a GPU, compiles for one configuration only
             print(f"{name:56} {brief(run(named[name], True))}", flush=True)
         return
     if which("nvidia-smi") is None or subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode:

@@ -209,7 +209,7 @@ def training(configuration: Training, smoke: bool) -> dict[str, Any]:
     from forge_models.objectives import CrossEntropy
     from forge_parallel.model.plan import Plan
     from forge_parallel.model.realize import Blueprint, realize
-    from forge_parallel.optim.optimizers import AdamW
+    from forge_parallel.optim.optimizers import AdamWConfig
     from forge_parallel.placement.topology import Topology
     from forge_parallel.step.reduce import clip_grad_norm
     from forge_parallel.step.step import Step
@@ -230,7 +230,7 @@ def training(configuration: Training, smoke: bool) -> dict[str, Any]:
     plan = Plan.of(transforms, layout)
     model = realize(Blueprint.of(shape.build), plan, Topology(layout, device), 0, "bf16", configuration.state)
     built = time.perf_counter() - begun
-    step, optimizer = Step(model, CrossEntropy().build()), AdamW(lr=3e-4).build(model)
+    step, optimizer = Step(model, CrossEntropy().build()), AdamWConfig(lr=3e-4).build(model)
     rows, losses = tokens_a_step // length, []
     generator = torch.Generator().manual_seed(0)
 

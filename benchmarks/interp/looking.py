@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_interp import Moments, unbiased_cka
+from forge_interp import recorder as recording
+from forge_interp.neuro import ridge
 from forge_models.components.decoder import DecoderConfig
 from forge_models.generation import evaluating
-from forge_models.interp import recorder as recording
-from forge_models.interp.neuro.encoding import ridge
-from forge_models.interp.similarity import Moments, unbiased_cka
 
 TAPPED = (
     *("forge_models.blocks.attention", "forge_models.blocks.block", "forge_models.blocks.layers", "forge_models.decoder"),

@@ -34,7 +34,7 @@ from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step
@@ -83,7 +83,7 @@ def realized(shape: Shape, compute: str, compiled: bool = False) -> ParallelMode
 
 def forge(shape: Shape, compute: str, compiled: bool) -> Callable[[], float]:
     model, data = realized(shape, compute, compiled), shape.batch()
-    step, optimizer = Step(model, CrossEntropy().build()), AdamW().build(model)
+    step, optimizer = Step(model, CrossEntropy().build()), AdamWConfig().build(model)
 
     def one() -> float:
         result = step([data])

@@ -18,7 +18,7 @@ from forge_core.registry import Registry
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.model.parallel_model import ParallelModel
-from forge_parallel.optim.optimizers import Muon
+from forge_parallel.optim.optimizers import MuonConfig
 from forge_parallel.optim.whole_matrices import matrices_of, overlap
 from forge_parallel.placement.boxes import span_on
 from forge_train.plan import plan_of
@@ -36,7 +36,7 @@ class Counted:
     inner: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.inner = Muon().build(self.model)
+        self.inner = MuonConfig().build(self.model)
         self.matrices = len(self.inner._matrices.owned)
 
     def step(self, skip: Any = None) -> None:

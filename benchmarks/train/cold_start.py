@@ -20,11 +20,10 @@ STAGES = ("interpreter", "recipe", "torch", "trainer", "data and model", "first 
 def child(recipe: str) -> None:
     stamps = [float(sys.argv[3]), time.time()]
     import os
-    from pathlib import Path
 
     from forge_core.registry import Registry
-    from forge_parallel.launch.environment import Launch
     from forge_train.directory import claim, run_directory
+    from forge_train.process.ranks import JobRanks
     from forge_train.recipe.load import load
 
     registry = Registry()
@@ -32,14 +31,13 @@ def child(recipe: str) -> None:
     directory = run_directory(resolved.job)
     claim(directory)
     stamps.append(time.time())
-    import torch
 
     stamps.append(time.time())
     from forge_train.run.loop import fit
-    from forge_train.run.start import assemble
+    from forge_train.run.start import start
 
     stamps.append(time.time())
-    run = assemble(resolved, Path(directory), Launch(), torch.device("cpu"), registry, None)
+    run = start(resolved, JobRanks())
     stamps.append(time.time())
     fit(run)
     stamps.append(time.time())

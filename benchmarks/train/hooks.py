@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from forge_core.registry import Registry
-from forge_parallel.launch.environment import read_launcher
 from forge_parallel.step.reduce import clip_grad_norm
+from forge_train.process.ranks import JobRanks
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
-from forge_train.run.start import assemble
+from forge_train.run.start import start
 
 RECIPE = """
 [model]
@@ -70,7 +70,7 @@ def assembled(directory: Path, smoke: bool, threads: int) -> tuple[Run, dict[str
     recipe.write_text(RECIPE.format(**sizes, threads=threads))
     registry = Registry()
     resolved = load(recipe, [f"--job.dir={directory / 'run'}"], 1, registry)
-    run = assemble(resolved, directory / "run", read_launcher({}), torch.device("cpu"), registry, None)
+    run = start(resolved, JobRanks())
     hooks = {}
     for name, table in HOOKS.items():
         settings = {key: value for key, value in table.items() if key != "name"}
@@ -83,7 +83,7 @@ def assembled(directory: Path, smoke: bool, threads: int) -> tuple[Run, dict[str
 def looped(run: Run, hooks: Sequence[Any], steps: int) -> float:
     """Seconds of some steps of the loop; hooks do not start or finish in them."""
     quiet = [_Running(hook) for hook in hooks]
-    run.hooks, run.stop.max_steps = quiet, run.state.step + steps  # type: ignore[assignment]
+    run.hooks[:], run.stop.max_steps = quiet, run.state.step + steps  # type: ignore[assignment]
     start = time.perf_counter()
     fit(run)
     return time.perf_counter() - start

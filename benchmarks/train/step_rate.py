@@ -20,7 +20,7 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step
@@ -37,7 +37,7 @@ def batch() -> Batch:
 def ours(compute: str, data: Batch) -> Callable[[], float]:
     layout = Layout()
     model = realize(Blueprint.of(DECODER.build), Plan.of([], layout), Topology(layout, torch.device("cpu")), 0, compute)
-    step, optimizer = Step(model, CrossEntropy().build()), AdamW().build(model)
+    step, optimizer = Step(model, CrossEntropy().build()), AdamWConfig().build(model)
 
     def one() -> float:
         result = step([data])

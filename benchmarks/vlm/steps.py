@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.conformance.trial import on_meta
-from forge_vlm import MLP, VLM, CrossAttention, JointDecoder, MixtureOfTransformers, MoMa, ViT
+from forge_vlm import VLM, CrossAttention, JointDecoder, MixtureOfTransformers, MLPConfig, MoMa, ViT
 
 IMAGES = 2
 """In each row."""
@@ -36,7 +36,7 @@ def component_of(name: str, smoke: bool) -> VLM:
     encoder = ViT(size=32, patch=8, dim=size["dim"], layers=2, heads=4)
     fusion = {"joint": JointDecoder(), "cross": CrossAttention(every=2), "mot": MixtureOfTransformers(), "moma": MoMa()}[name]
     moe = MoEConfig(experts=4, top_k=1) if name == "moma" else None
-    return VLM(**sizes, encoder=encoder, adapter=MLP(), fusion=fusion, moe=moe)
+    return VLM(**sizes, encoder=encoder, adapter=MLPConfig(), fusion=fusion, moe=moe)
 
 
 def filled(component: Any) -> Any:

@@ -14,7 +14,13 @@ from math import ceil, sqrt
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FLOORS = (("forge_train",), ("forge_vlm",), ("forge_parallel", "forge_models", "forge_data", "forge_ckpt"), ("forge_core",))
+FLOORS = (
+    ("forge_lab", "forge_interp"),
+    ("forge_train",),
+    ("forge_vlm",),
+    ("forge_parallel", "forge_models", "forge_data", "forge_ckpt"),
+    ("forge_core",),
+)
 """Packages from top to bottom; imports go down only."""
 WIDTH, GAP, LINE = 1180, 14, 16
 """Pixels: of the picture, between boxes, and of a line of text."""

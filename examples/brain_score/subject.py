@@ -21,8 +21,8 @@ import torch
 
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
+from forge_interp import capture, select_taps
 from forge_models.generation import evaluating
-from forge_models.interp.capture import capture, checked
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.inference.tokenizer import tokenizer_for
 
@@ -45,7 +45,7 @@ class ForgeSubject:
         self._model: Any = load_model(weights)
         self._regions, self._name = dict(regions), name or f"forge-{Path(path).name}"
         for value in self._regions.values():
-            checked(self._model, [value], None, None)
+            select_taps(self._model, [value], None, None)
         self._task: str | None = None
         self._recording: tuple[str, str] | None = None
 

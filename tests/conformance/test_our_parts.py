@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forge_core.conformance import GROUP, Check, checks_in, problems
+from forge_core.conformance import GROUP, Check, checks_in, implementation_faults, problems
 from forge_core.errors import ForgeError
 from forge_core.registry import GROUPS, Registry
 
@@ -31,6 +31,17 @@ def test_our_parts_conform(group: str) -> None:
     names = {entry.distribution for entry in REGISTRY.of(group)} & {path.name for path in projects()}
     assert names, "there is something to check"
     assert [str(problem) for name in sorted(names) for problem in problems(REGISTRY, name, group)] == []
+
+
+def test_every_implementation_takes_the_arguments_of_its_group_and_the_fields_of_its_component() -> None:
+    components = [entry for entry in REGISTRY.entries if GROUPS[entry.group].build is not None]
+    faults = {
+        entry.qualified: implementation_faults(REGISTRY.load_entry(entry), GROUPS[entry.group].build or ())
+        for entry in components
+        if entry.is_forge
+    }
+    assert {name: found for name, found in faults.items() if found} == {}
+    assert len(faults) > 90
 
 
 def test_every_group_of_components_has_checks() -> None:

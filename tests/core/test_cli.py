@@ -65,6 +65,25 @@ def test_help_lists_every_command_and_imports_none(forge: Callable[..., Result])
     assert heavy(result) == []
 
 
+def test_an_unknown_command_gets_the_closest_one(forge: Callable[..., Result]) -> None:
+    result = forge("chekc", "debug")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "unknown command 'chekc'; did you mean 'check'?" in result.stderr
+    assert heavy(result) == []
+
+
+def test_a_command_of_a_package_that_is_not_installed_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("forge_core.registry.installed", lambda: (e for e in installed() if e.distribution != "forge-interp"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["probe", "debug", "--list"])
+    assert ended.value.code == 2
+    assert "'probe' is part of forge-interp, which is not installed: pip install forge-interp" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
 def test_the_module_is_the_command() -> None:
     result = subprocess.run([sys.executable, "-m", "forge_train", "--help"], capture_output=True, text=True, check=False)
     assert result.returncode == 0

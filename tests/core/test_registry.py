@@ -1,7 +1,6 @@
 """Registry rules: lazy, explicit about conflicts, strict about what it loads."""
 
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +10,9 @@ from core import sample
 from forge_core.config.fields import shapes_in
 from forge_core.errors import BrokenPlugin, PluginConflict, UnknownComponent
 from forge_core.plugins import describe_plugin, diagnose, find_everywhere
-from forge_core.registry import GROUPS, HOMES, Entry, Registry
+from forge_core.registry import GROUPS, HOMES, MOVED, Entry, Registry, home_of
 from forge_core.trust import trust_file
+from harness.tables import parts_of
 
 GOOD = """
 from dataclasses import dataclass
@@ -75,12 +75,38 @@ def test_an_unknown_name_of_a_sibling_says_what_to_install() -> None:
         sample.registry().find("forge.optimizers", "adamw")
 
 
-def test_the_hints_of_pip_install_are_those_of_the_pyproject_files() -> None:
+def test_a_part_that_moved_is_found_under_its_former_distribution() -> None:
+    part = Entry("forge.hooks", "inside", "forge-interp", "2.0.0", "anywhere:Inside")
+    registry = Registry([part, Entry("forge.hooks", "log", "forge-train", "2.0.0", "anywhere:Log")])
+    assert registry.find("forge.hooks", "forge-train:inside") == registry.find("forge.hooks", "Forge_Train:inside") == part
+    assert registry.find("forge.hooks", "forge-interp:inside") == registry.find("forge.hooks", "inside") == part
+    assert home_of("forge.hooks", "inside", "forge-train") == "forge-interp"
+    for others in (("forge.hooks", "log", "forge-train"), ("forge.trackers", "inside", "forge-train")):
+        assert home_of(*others) == "forge-train"
+    assert home_of("forge.hooks", "inside", "stranger") == "stranger"
+    with pytest.raises(UnknownComponent):
+        registry.find("forge.hooks", "stranger:inside")
+
+
+def test_a_part_that_moved_names_its_package_where_that_is_absent() -> None:
+    with pytest.raises(UnknownComponent) as caught:
+        sample.registry().find("forge.commands", "similarity")
+    assert str(caught.value) == "command 'similarity' is part of forge-interp, which is not installed: pip install forge-interp"
+    with pytest.raises(UnknownComponent, match="hook 'inside' is part of forge-interp, which is not installed"):
+        sample.registry().find("forge.hooks", "forge-train:inside")
+
+
+def test_parts_moved_to_where_they_are_today() -> None:
+    present = {(entry.group, entry.name, entry.distribution) for entry in Registry().entries}
+    for part, (former, today) in MOVED.items():
+        assert (*part, today) in present and (*part, former) not in present
+
+
+def test_the_hints_of_pip_install_are_those_of_the_tables() -> None:
     found: dict[str, set[str]] = {}
     for path in Path(__file__).parents[2].glob("*/*/pyproject.toml"):
-        project = tomllib.loads(path.read_text())["project"]
-        if project["name"] in HOMES:
-            found[project["name"]] = set(project.get("entry-points", {}))
+        if path.parent.name in HOMES:
+            found[path.parent.name] = set(parts_of(path.parent))
     every = {"forge.checks", "forge.commands", "forge.conformance"}
     said = {home: set(groups) | every for home, groups in HOMES.items()}
     assert {home: groups | every for home, groups in found.items()} == said
@@ -105,12 +131,13 @@ def test_fault_50_a_broken_plugin_hurts_only_who_asks_for_it(modules: Path) -> N
         ("class Mine: pass", "is not a forge_core.component.Component"),
         ("Mine = 3", "is not a forge_core.component.Component"),
         (GOOD.replace("@dataclass(frozen=True, kw_only=True)\n", ""), "is not a dataclass"),
-        (GOOD.replace("def build(self, model)", "def make(self, model)"), "has no build method"),
+        (GOOD.replace("def build(self, model)", "def make(self, model)"), "has no build method; define build(self, model)"),
         (GOOD.replace("self, model", "self, params, lr"), "has build(self, params, lr); its group calls build(self, model)"),
         (GOOD.replace("self, model", "self"), "has build(self); its group calls build(self, model)"),
         (GOOD.replace("self, model", "self, *, model"), "has build(self, *, model); its group calls build(self, model)"),
         (GOOD.replace("self, model", "self, model, *, lr"), "its group calls build(self, model)"),
         (GOOD.replace("rate: float", "rate: 'Nowhere'"), "Nowhere"),
+        (GOOD.replace("def build(self, model)", "implementation = 'mine.Adam'\n    def make(self)"), "write it as 'module:name'"),
     ],
 )
 def test_fault_50_what_does_not_keep_its_groups_promise_is_refused(source: str, words: str, modules: Path) -> None:
@@ -167,6 +194,36 @@ def test_damaged_metadata_of_a_stranger_is_passed_over(tmp_path: Path, monkeypat
     registry = Registry()
     assert registry.load("forge.optimizers", "nice") is sample.Adam
     assert registry.find("forge.optimizers", "nice") == Entry("forge.optimizers", "nice", "good", "1.0", "core.sample:Adam")
+
+
+TABLE = """
+PARTS = {"forge.optimizers": {"nice": "core.sample:Adam", "absent": "no_module_here:X"}, "forge.norms": {"flat": "nowhere:Flat"}}
+"""
+
+
+def test_a_distribution_of_forge_lists_its_parts_in_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version is that of the installed distribution. A stranger's table is not imported: its entry points count."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, module in (("forge_ckpt", "ckpt_table"), ("stranger", "stranger_table")):
+        (tmp_path / f"{module}.py").write_text(TABLE if name == "forge_ckpt" else "raise RuntimeError")
+        info = tmp_path / f"{name}-7.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 7.1\n")
+        (info / "entry_points.txt").write_text(f"[forge.parts]\nall = {module}:PARTS\n[forge.norms]\n{module} = nowhere:Own\n")
+    registry = Registry()
+    found = [entry for entry in registry.entries if entry.distribution in ("forge_ckpt", "stranger")]
+    assert {(entry.group, entry.name, entry.distribution, entry.version, entry.target) for entry in found} == {
+        ("forge.optimizers", "nice", "forge_ckpt", "7.1", "core.sample:Adam"),
+        ("forge.optimizers", "absent", "forge_ckpt", "7.1", "no_module_here:X"),
+        ("forge.norms", "flat", "forge_ckpt", "7.1", "nowhere:Flat"),
+        ("forge.norms", "ckpt_table", "forge_ckpt", "7.1", "nowhere:Own"),
+        ("forge.norms", "stranger_table", "stranger", "7.1", "nowhere:Own"),
+    }
+    assert registry.load("forge.optimizers", "nice") is sample.Adam
+    (tmp_path / "ckpt_table.py").write_text("PARTS = lost")
+    del sys.modules["ckpt_table"]
+    with pytest.raises(BrokenPlugin, match=r"forge_ckpt 7\.1 is damaged: .*ckpt_table:PARTS.*NameError.*install forge_ckpt"):
+        Registry()
 
 
 def test_used_names_distribution_and_version() -> None:

@@ -2,27 +2,21 @@
 
 import subprocess
 import sys
-from importlib.metadata import entry_points
 
 import pytest
 
 from forge_core.component import Slot, fields_of
-from forge_core.registry import GROUPS
+from forge_core.registry import GROUPS, Registry, installed
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import GELU, GeGLU, ReLU, ReLU2, RMSNormConfig, SwiGLU
 from forge_models.shape import Rope
 
-OURS = [
-    point
-    for group in GROUPS
-    for point in entry_points(group=group)
-    if point.dist is not None and point.dist.name == "forge-models"
-]
+OURS = [entry for entry in installed() if entry.distribution == "forge-models"]
 
 
 def test_what_is_offered():
-    assert {(point.group, point.name) for point in OURS} >= {
+    assert {(entry.group, entry.name) for entry in OURS} >= {
         ("forge.models", "decoder"),
         *(("forge.attentions", name) for name in ("gqa", "mla")),
         *(("forge.mlps", name) for name in ("swiglu", "geglu", "gelu", "relu", "relu2")),
@@ -33,16 +27,16 @@ def test_what_is_offered():
 
 
 @pytest.mark.parametrize(
-    "point", [point for point in OURS if GROUPS[point.group].build is not None], ids=lambda point: point.name
+    "entry", [entry for entry in OURS if GROUPS[entry.group].build is not None], ids=lambda entry: entry.name
 )
-def test_every_field_is_documented(point):
-    for field in fields_of(point.load()):
+def test_every_field_is_documented(entry):
+    for field in fields_of(Registry().load_entry(entry)):
         assert field.doc, field.name
 
 
-@pytest.mark.parametrize("point", OURS, ids=lambda point: point.name)
-def test_components_import_no_torch(point):
-    code = f"import sys, {point.module}; assert not {{'torch', 'numpy'}} & set(sys.modules)"
+@pytest.mark.parametrize("entry", OURS, ids=lambda entry: entry.name)
+def test_components_import_no_torch(entry):
+    code = f"import sys, {entry.target.partition(':')[0]}; assert not {{'torch', 'numpy'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -50,7 +44,7 @@ def test_slots_without_a_choice_are_the_defaults_of_the_recipe():
     config = DecoderConfig()
     chosen = (config.shape.attention, config.shape.mlp, config.shape.norm)
     assert chosen == (GQA(), SwiGLU(), RMSNormConfig())
-    loaded = {(point.group, point.name): point.load() for point in OURS}
+    loaded = {(entry.group, entry.name): Registry().load_entry(entry) for entry in OURS}
     slots = {
         field.name: next(m for m in field.type.__metadata__ if isinstance(m, Slot))
         for field in fields_of(DecoderConfig)

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from forge_core.protocols.model import AttentionCore
+from forge_interp.tap_names import INSIDE
 from forge_models.blocks import attention_core
 from forge_models.blocks.attention_core import LocalAttention
 from forge_models.components.attentions import GQA, MLA
@@ -14,7 +15,6 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import LayerNormConfig, ReLU2, RMSNormConfig
 from forge_models.generation import GenerationError, stream
 from forge_models.inner_values import listening, tap
-from forge_models.interp.taps import INSIDE
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import Rope
 from harness.closeness import assert_no_farther, wide
@@ -228,7 +228,7 @@ def test_dynamic_rope_scaling_refuses_a_cache_where_it_would_be_wrong(make, toke
     rows = tokens(1, 7)
     cache = model.new_cache(1, 7)
     model(rows[:, :6], cache=cache)
-    with pytest.raises(ValueError, match="cannot use a cache past original_max_length 6"):
+    with pytest.raises(ValueError, match="does not support a cache of more than original_max_length = 6"):
         model(rows[:, 6:], cache=cache)
     assert model(rows).isfinite().all()
     with pytest.raises(GenerationError, match="dynamic rope scaling 6; ask for at most 3 new"):

@@ -1,8 +1,8 @@
 """Small decoders with every block component that is registered, and with every option of ours that changes a block."""
 
-from importlib.metadata import entry_points
 from typing import Any
 
+from forge_core.registry import Registry
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, RMSNormConfig, SwiGLU
@@ -19,14 +19,16 @@ SMALL: dict[tuple[str, str], dict[str, Any]] = {("attention", "mla"): LATENT}
 
 def registered() -> dict[str, dict[str, Any]]:
     """One decoder for each component that forge-models registers for a block."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
+    registry = Registry()
     for slot in ("attention", "mlp", "norm"):
-        for point in entry_points(group=f"forge.{slot}s"):
-            if point.dist is not None and point.dist.name == "forge-models":
-                found[point.name] = {slot: point.load()(**SMALL.get((slot, point.name), {}))}
-    for point in entry_points(group="forge.routers"):
-        if point.dist is not None and point.dist.name == "forge-models":
-            found[f"experts_{point.name}"] = {"moe": MoEConfig(experts=4, ffn_dim=24, first_dense=1, router=point.load()())}
+        for entry in registry.of(f"forge.{slot}s"):
+            if entry.distribution == "forge-models":
+                found[entry.name] = {slot: registry.load_entry(entry)(**SMALL.get((slot, entry.name), {}))}
+    for entry in registry.of("forge.routers"):
+        if entry.distribution == "forge-models":
+            router = registry.load_entry(entry)()
+            found[f"experts_{entry.name}"] = {"moe": MoEConfig(experts=4, ffn_dim=24, first_dense=1, router=router)}
     return found
 
 

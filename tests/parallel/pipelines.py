@@ -12,7 +12,7 @@ from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.pipeline import schedules as orders
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
@@ -41,7 +41,7 @@ def decoder_case(tied: bool = True, layers: int = 5, **changes: Any) -> Case:
         dim=16, layers=layers, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCAB, max_length=32, tied_embeddings=tied
     )
     objective = CrossEntropy(z_loss=1e-2).build()
-    case = Case(decoder.build, objective, AdamW(lr=1e-2).build, VOCAB, rows=8, micro_batch=1, steps=2)
+    case = Case(decoder.build, objective, AdamWConfig(lr=1e-2).build, VOCAB, rows=8, micro_batch=1, steps=2)
     return replace(case, **changes)
 
 

@@ -24,7 +24,7 @@ from forge_parallel.model.initial_weights import fill
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, Restore, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import clip_grad_norm
@@ -42,7 +42,7 @@ from parallel.compositions.test_compositions import equals_one_process
 from parallel.tiny import VOCAB, Tiny, cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-CASE = Case(Tiny, cross_entropy, AdamW(lr=1e-2).build, VOCAB)
+CASE = Case(Tiny, cross_entropy, AdamWConfig(lr=1e-2).build, VOCAB)
 
 
 def test_initial_weights_of_a_box_are_those_of_the_whole() -> None:
@@ -83,7 +83,7 @@ def test_a_block_of_the_ring_is_that_of_a_cpu(packed: bool, dtype: torch.dtype) 
 def test_no_host_synchronisation_in_a_step() -> None:
     layout = Layout()
     model = realize(Blueprint.of(Tiny), Plan.of([], layout), Topology(layout, torch.device("cuda", 0)), 0, "bf16")
-    step, optimizer = Step(model, cross_entropy), AdamW().build(model)
+    step, optimizer = Step(model, cross_entropy), AdamWConfig().build(model)
     batches = [batch.to("cuda") for batch in share(synthetic(CASE, 0), 0, 1, 4)]
     step(batches)
     torch.cuda.set_sync_debug_mode("error")
@@ -125,7 +125,15 @@ def test_float8_products_of_the_device_are_the_emulated_ones(recipe: Literal["te
     pytest.importorskip("torchao")
     decoder = DecoderConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=61, max_length=32)
     case = Case(
-        decoder.build, CrossEntropy().build(), AdamW().build, 61, rows=4, micro_batch=2, steps=1, compute="bf16", state="fp32"
+        decoder.build,
+        CrossEntropy().build(),
+        AdamWConfig().build,
+        61,
+        rows=4,
+        micro_batch=2,
+        steps=1,
+        compute="bf16",
+        state="fp32",
     )
     device = torch.device("cuda", 0)
     emulated, native = (
@@ -206,7 +214,7 @@ def _saved_on_the_host(directory: str, precision: str) -> dict[str, bool]:
     gradients: list[torch.Tensor | None] = []
 
     def restore(model: ParallelModel) -> None:
-        optimizers.append(AdamW(lr=1e-2).build(model))
+        optimizers.append(AdamWConfig(lr=1e-2).build(model))
         load(store, 1, _pieces(model, optimizers[0]), SingleProcessWorld())
 
     def built(source: int | Restore) -> ParallelModel:
@@ -224,7 +232,7 @@ def _saved_on_the_host(directory: str, precision: str) -> dict[str, bool]:
         return {piece.name: piece.local.clone() for piece in _pieces(model, optimizer)}
 
     first = built(0)
-    optimizer = AdamW(lr=1e-2).build(first)
+    optimizer = AdamWConfig(lr=1e-2).build(first)
     stepped(first, optimizer)
     save(store, _pieces(first, optimizer), {}, 1, SingleProcessWorld())
     saved = everything(first, optimizer)

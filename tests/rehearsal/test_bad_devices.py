@@ -12,6 +12,7 @@ from forge_core.layout import Layout
 from forge_models.components.decoder import DecoderConfig
 from forge_parallel import accelerator
 from forge_parallel.launch.environment import read_launcher
+from forge_parallel.launch.meeting import RanksDiffer
 from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
@@ -33,7 +34,7 @@ def _started(changes: list[dict[str, object]]) -> str:
     warnings.simplefilter("error")
     try:
         init_process_groups(where, timeout=120)
-    except LayoutError as refusal:
+    except (LayoutError, RanksDiffer) as refusal:
         return str(refusal)
     finally:
         destroy_process_groups()
@@ -56,7 +57,7 @@ def _without_a_gpu() -> str:
         torch.cuda.is_available = lambda: False
     try:
         init_process_groups(where, timeout=120)
-    except LayoutError as refusal:
+    except (LayoutError, RanksDiffer) as refusal:
         return str(refusal)
     finally:
         destroy_process_groups()
@@ -76,9 +77,9 @@ def _compiled(state: str) -> str:
         transforms = [Compile()] if state == "fp32" else []
         try:
             model = realize(Blueprint.of(DECODER.build), Plan.of(transforms, at), Topology.of(at, here), 0, "bf16", state)
-            from forge_parallel.optim.optimizers import AdamW
+            from forge_parallel.optim.optimizers import AdamWConfig
 
-            AdamW().build(model)
+            AdamWConfig().build(model)
         except PlanError as refusal:
             return str(refusal)
     return ""
@@ -104,13 +105,13 @@ def test_what_the_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(accelerator, "find_spec", lambda name: object())
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert "there is neither gcc nor clang on the path: install gcc, or set CC" in accelerator.missing_for_compiler()
+    assert "neither gcc nor clang is on the path: install gcc, or set CC" in accelerator.missing_for_compiler()
     monkeypatch.setenv("CC", "icc")
-    assert "CC names 'icc', which is not there" in accelerator.missing_for_compiler()
+    assert "CC names 'icc', which does not exist" in accelerator.missing_for_compiler()
     (tmp_path / "gcc").write_text("")
     (tmp_path / "gcc").chmod(0o755)
     monkeypatch.delenv("CC")
     monkeypatch.setattr(accelerator.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert "headers of Python: install python3-dev" in accelerator.missing_for_compiler()
+    assert "Python's headers: install python3-dev" in accelerator.missing_for_compiler()
     (tmp_path / "Python.h").write_text("")
     assert "TORCH_LOGS" in accelerator.missing_for_compiler()

@@ -8,8 +8,8 @@ import torch
 from forge_models.objectives import CrossEntropy
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_run
 from forge_parallel.model.plan import Plan
-from forge_parallel.optim.optimizers import AdamW
-from forge_parallel.sections import Pipeline
+from forge_parallel.optim.optimizers import AdamWConfig
+from forge_parallel.sections import PipelineConfig
 from forge_parallel.verify.proofs import rows
 from harness.pool import World
 from parallel.compositions.rows import decoder_of, layout_of, precision_of, schedule_of, transforms_of
@@ -37,14 +37,14 @@ def _workload(row: frozenset[str]) -> Workload:
     built = replace(decoder_of(row), max_length=128)
     objective = CrossEntropy(z_loss=1e-2).build()
     pieces = 8 if layout_of(row).pp > 1 or experts else 2
-    return Workload(built.build, objective, AdamW().build, 2, 128, pieces, precision.compute, precision.state)
+    return Workload(built.build, objective, AdamWConfig().build, 2, 128, pieces, precision.compute, precision.state)
 
 
 def _estimated(row: frozenset[str], device: str) -> Estimate:
     layout = layout_of(row)
     if device == "cuda":
         torch.cuda.init()
-    pipeline = Pipeline(schedule=schedule_of(row)).build() if layout.pp > 1 else None
+    pipeline = PipelineConfig(schedule=schedule_of(row)).build() if layout.pp > 1 else None
     plan = Plan.of(transforms_of(row).values(), layout, pipeline)
     return dry_run(_workload(row), plan, device=torch.device(device))
 

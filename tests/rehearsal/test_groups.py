@@ -94,7 +94,7 @@ def _apart(told: Path) -> tuple[str, list[str]]:
 def test_who_does_not_connect_is_named_with_the_group(devices: World, tmp_path: Path) -> None:
     (said, notes), _ = devices.run(_apart, 2, tmp_path / "told", group=False, fresh=True)
     assert "imed out" in said
-    assert notes == ["it was to connect the group of cp, ranks 0, 1"]
+    assert notes == ["the collective was to connect the group of cp, ranks 0, 1"]
 
 
 def _refused(how: str) -> str:
@@ -118,7 +118,7 @@ def test_what_nccl_refuses_is_refused_at_the_start(devices: World) -> None:
 
 def test_a_sum_that_is_wrong_is_refused_at_the_start(devices: World) -> None:
     for said in devices.run(_refused, 2, "wrong", group=False):
-        assert said.startswith("the group of the world: 2 ones are 1; ")
+        assert said.startswith("the group of the world: 2 ones sum to 1; ")
 
 
 def _on_a_cpu() -> int:
@@ -148,7 +148,7 @@ def _looked_at() -> tuple[bool, str]:
 
 def test_the_watch_knows_that_a_rank_which_connects_waits(devices: World) -> None:
     for waits, where in devices.run(_looked_at, 2, group=False):
-        assert waits and where.startswith("groups.py:") and where.endswith("(connect)")
+        assert waits and where.startswith("topology.py:") and where.endswith("(connect)")
 
 
 def _index() -> tuple[int | None, int]:

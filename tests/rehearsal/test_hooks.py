@@ -43,7 +43,7 @@ def _full_where_it_runs(recipe: Path, settings: list[str]) -> tuple[int, str]:
     """How a run ends for whose step the device has no memory."""
     with own_device() as device:
         run, _ = prepared(recipe, settings, device)
-        run.step = Full(run, most=0, since=2)  # type: ignore[assignment]
+        run.training.step = Full(run, most=0, since=2)  # type: ignore[assignment]
         try:
             fit(run)
         except OutOfMemory as full:

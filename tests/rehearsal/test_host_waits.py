@@ -76,7 +76,7 @@ def _counted(recipe: Path, overrides: list[str]) -> tuple[list[dict[str, int]], 
         run, _ = prepared(recipe, overrides, device)
         with counted() as total:
             each = EachStep(total)
-            run.hooks = [each]
+            run.hooks[:] = [each]
             fit(run)
     lines = sorted({f"{site.file}:{site.line} {site.kind}" for step in each.steps for site in step})
     places = []

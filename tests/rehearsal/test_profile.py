@@ -22,7 +22,7 @@ pytestmark = pytest.mark.rehearsal
 def profiled(recipe: Path, overrides: list[str], keys: dict[str, Any] | None) -> tuple[str, str]:
     with own_device() as device:
         run, _ = prepared(recipe, overrides, device)
-        run.hooks = [] if keys is None else [ProfileHook(**keys)]
+        run.hooks[:] = [] if keys is None else [ProfileHook(**keys)]
         fit(run)
         return device.type, digest(run)
 
@@ -49,7 +49,7 @@ def test_weights_are_those_without_it(devices: World, tmp_path: Path, ranks: int
 def logged(recipe: Path, overrides: list[str]) -> None:
     with own_device() as device:
         run, _ = prepared(recipe, overrides, device)
-        run.hooks = [LogHook(every=2)]
+        run.hooks[:] = [LogHook(every=2)]
         fit(run)
 
 

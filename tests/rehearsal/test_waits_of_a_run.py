@@ -58,10 +58,10 @@ def _counted(recipe: Path, overrides: list[str], reading: bool = False) -> list[
     with own_device() as device:
         run, reader = prepared(recipe, overrides, device)
         if run.topology.rank == 0:
-            run.console = Console(file=StringIO(), force_terminal=True)
+            run.ranks.console = Console(file=StringIO(), force_terminal=True)
         with counted() as total:
             each = EachStep(total)
-            run.hooks = [*(hook for hook in run.hooks if reading or hook is not reader), each]
+            run.hooks[:] = [*(hook for hook in run.hooks if reading or hook is not reader), each]
             fit(run)
     found = []
     for step in each.steps:

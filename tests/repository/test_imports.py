@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.registry import GROUPS
+from harness.tables import parts_of
 
 ROOT = Path(__file__).parents[2]
 PROJECTS = {
@@ -61,9 +62,13 @@ def normal(requirement: str) -> str:
 
 def declared(package: str) -> set[str]:
     """Distributions that a package may import: what it requires, and what its extras do."""
-    project = metadata(package)
-    extras = project.get("optional-dependencies", {}).values()
-    return {normal(line) for line in (*project["dependencies"], *(line for extra in extras for line in extra))}
+    extras = metadata(package).get("optional-dependencies", {}).values()
+    return required(package) | {normal(line) for extra in extras for line in extra}
+
+
+def required(package: str) -> set[str]:
+    """Distributions that come with a package, whatever its extras."""
+    return {normal(line) for line in metadata(package)["dependencies"]}
 
 
 def imports(tree: ast.AST, typing_too: bool = True) -> Iterator[tuple[int, str]]:
@@ -92,8 +97,8 @@ def undeclared(package: str, tree: ast.AST) -> list[str]:
     return found
 
 
-def test_the_walk_sees_the_seven_packages():
-    assert set(PROJECTS) == {"forge_core", *MIDDLE, "forge_vlm", "forge_train"}
+def test_the_walk_sees_the_nine_packages():
+    assert set(PROJECTS) == {"forge_core", *MIDDLE, "forge_vlm", "forge_interp", "forge_train", "forge_lab"}
     assert len(sources()) > 20
 
 
@@ -122,6 +127,23 @@ def test_the_packages_depend_on_each_other_as_designed():
     for package in MIDDLE:
         assert siblings[package] <= {"forge_core"}
     assert siblings["forge_vlm"] <= {"forge_core", "forge_models", "forge_data"}
+    assert {name.replace("-", "_") for name in required("forge_interp")} & set(PROJECTS) == {"forge_core", "forge_models"}
+    assert not {"forge_interp", "forge_lab"} & siblings["forge_train"]
+    assert not any("forge_lab" in others for others in siblings.values())
+    assert "forge_interp" not in siblings["forge_lab"]
+
+
+def test_only_the_commands_of_forge_interp_import_the_trainer():
+    """The front names what is there, and imports it on use."""
+    folder = PROJECTS["forge_interp"] / "src" / "forge_interp"
+    extra = {normal(line) for line in metadata("forge_interp")["optional-dependencies"]["train"]}
+    faults = {
+        str(file.relative_to(folder)): found
+        for file in folder.rglob("*.py")
+        if "commands" not in file.parts
+        and (found := [name for _, name in imports(ast.parse(file.read_text())) if normal(name.split(".")[0]) in extra])
+    }
+    assert extra >= {"forge-train", "forge-parallel"} and not faults
 
 
 PROBE = """
@@ -133,12 +155,12 @@ for name in sys.argv[1].split(","):
 
 
 def chosen_by_name() -> set[str]:
-    """Modules behind entry points of groups whose components a recipe chooses; a command or a check may need more."""
+    """Modules behind the parts of groups whose components a recipe chooses; a command or a check may need more."""
     return {
         target.partition(":")[0]
-        for package in PROJECTS
-        for group, offered in metadata(package).get("entry-points", {}).items()
-        if group in GROUPS and GROUPS[group].build is not None
+        for project in PROJECTS.values()
+        for group, offered in parts_of(project).items()
+        if GROUPS[group].build is not None
         for target in offered.values()
     }
 

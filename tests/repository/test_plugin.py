@@ -44,7 +44,7 @@ def component(kind: str):
     sys.path.insert(0, str(WHEEL / "src"))
     try:
         importlib.import_module("forge_lionize.lion")
-        entry = Entry("forge.optimizers", "lionize", "forge-lionize", "0.1.0", "forge_lionize.component:Lion")
+        entry = Entry("forge.optimizers", "lionize", "forge-lionize", "0.1.0", "forge_lionize.component:LionConfig")
         return Registry([entry]).load("forge.optimizers", "lionize")
     finally:
         sys.path.remove(str(WHEEL / "src"))
@@ -53,7 +53,7 @@ def component(kind: str):
 def test_its_own_test_passes_and_would_fail(monkeypatch):
     """`conforms` finds the installed wheel by its name; here the registry has it from the sources."""
     component("wheel")
-    lion = Entry("forge.optimizers", "lionize", "forge-lionize", "0.1.0", "forge_lionize.component:Lion")
+    lion = Entry("forge.optimizers", "lionize", "forge-lionize", "0.1.0", "forge_lionize.component:LionConfig")
     monkeypatch.setattr("forge_core.conformance.Registry", lambda: Registry([*installed(), lion]))
     own = runpy.run_path(str(WHEEL / "tests" / "test_lionize.py"))["test_lionize_conforms"]
     own()

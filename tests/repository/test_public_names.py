@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("forge_core", "forge_parallel", "forge_models", "forge_data", "forge_ckpt", "forge_vlm")
+PACKAGES = (
+    "forge_core",
+    "forge_parallel",
+    "forge_models",
+    "forge_data",
+    "forge_ckpt",
+    "forge_vlm",
+    "forge_interp",
+    "forge_interp.methods",
+    "forge_interp.neuro",
+    "forge_lab",
+)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

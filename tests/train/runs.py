@@ -11,11 +11,11 @@ from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch, read_launcher
 from forge_parallel.model.parallel_model import full
-from forge_train.directory import run_directory
+from forge_train.process.ranks import JobRanks
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
-from forge_train.run.start import assemble
+from forge_train.run.start import start
 
 TINY = """
 [job]
@@ -99,11 +99,10 @@ def prepared(recipe: Path, overrides: list[str], device: torch.device = CPU) -> 
     registry = Registry()
     where = read_launcher(os.environ) if torch.distributed.is_initialized() else Launch()
     resolved = load(recipe, overrides, where.size, registry)
-    directory = run_directory(resolved.job)
-    run = assemble(resolved, directory, where, device, registry, None)
+    run = start(resolved, JobRanks(where, device))
     recorder = Recorder()
-    run.hooks = [*run.hooks, recorder]
-    run.step = Recording(run.step, recorder.samples)  # type: ignore[assignment]
+    run.hooks.append(recorder)
+    run.training.step = Recording(run.step, recorder.samples)  # type: ignore[assignment]
     return run, recorder
 
 

@@ -28,7 +28,8 @@ from forge_parallel.placement.topology import Topology
 from forge_train.recipe.load import load
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)])
+READMES = [ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/README.md")]
+PAGES = sorted([*READMES, *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)])
 NAMED = re.compile(r"# ([\w.-]+\.(?:py|toml))\n")
 
 

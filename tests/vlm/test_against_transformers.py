@@ -12,7 +12,7 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.conformance.trial import on_meta
-from forge_vlm.components.adapters import MLP, Linear
+from forge_vlm.components.adapters import LinearConfig, MLPConfig
 from forge_vlm.components.encoders import Features, SigLIP
 from forge_vlm.components.fusions import CrossAttention, JointDecoder
 from forge_vlm.components.model import VLM
@@ -89,7 +89,9 @@ def test_the_joint_decoder_has_the_logits_of_llava(tmp_path: Path) -> None:
     )
     theirs = randomized(transformers.LlavaForConditionalGeneration(config))
     theirs.model.vision_tower.load_state_dict(transformers.SiglipVisionModel.from_pretrained(tmp_path).double().state_dict())
-    component = VLM(**SIZES, **{**PARTS, "norm": RMSNormConfig(eps=1e-5)}, encoder=encoder, adapter=MLP(), fusion=JointDecoder())
+    component = VLM(
+        **SIZES, **{**PARTS, "norm": RMSNormConfig(eps=1e-5)}, encoder=encoder, adapter=MLPConfig(), fusion=JointDecoder()
+    )
     state = theirs.state_dict()
     names = {**text_names({layer: str(layer) for layer in range(3)}, "model.language_model."), "head.weight": "lm_head.weight"}
     given = {mine: state[name] for mine, name in names.items()}
@@ -122,7 +124,7 @@ def test_cross_blocks_have_the_logits_of_mllama() -> None:
         **{**SIZES, "layers": 4},
         **{**PARTS, "norm": RMSNormConfig(eps=1e-5)},
         encoder=Features(count=5, dim=16),
-        adapter=Linear(bias=False),
+        adapter=LinearConfig(bias=False),
         fusion=CrossAttention(every=2),
     )
     state = {name.removeprefix("model."): tensor for name, tensor in theirs.state_dict().items()}

@@ -12,7 +12,7 @@ from forge_core.layout import Layout
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_vlm.fusion.fusion import Misplaced
@@ -44,7 +44,7 @@ def lowest(name: str, leak: bool = False) -> float:
     token that it is to predict."""
     component, topology = MODELS[name], Topology.of(Layout.parse("1"), torch.device("cpu"))
     model = realize(Blueprint.of(component.build), Plan.of([], topology.layout), topology, 1, "fp32", "fp32")
-    step, optimizer = Step(model, CrossEntropy()), AdamW(lr=1e-2).build(model)
+    step, optimizer = Step(model, CrossEntropy()), AdamWConfig(lr=1e-2).build(model)
     part: Any = model.part
     if leak:
         part.fusion.seen = lambda mask, told, *_: torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)

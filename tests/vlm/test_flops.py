@@ -16,7 +16,14 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.flops import count, counts_of
 from forge_train.hooks import metrics
 from forge_train.hooks.metrics import Utilization
-from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
+from forge_vlm.components.adapters import (
+    AttentionPoolConfig,
+    AveragePoolConfig,
+    LinearConfig,
+    MLPConfig,
+    PerceiverConfig,
+    PixelShuffleConfig,
+)
 from forge_vlm.components.encoders import Features, ViT
 from forge_vlm.components.fusions import MixtureOfTransformers
 from forge_vlm.flops import VisionCounts
@@ -70,7 +77,14 @@ def test_experts_that_choose_have_one_token_in_so_many() -> None:
 
 @pytest.mark.parametrize(
     "adapter",
-    [Linear(), MLP(hidden=2), AveragePool(), PixelShuffle(hidden=1), AttentionPool(heads=2), Perceiver(latents=3, heads=4)],
+    [
+        LinearConfig(),
+        MLPConfig(hidden=2),
+        AveragePoolConfig(),
+        PixelShuffleConfig(hidden=1),
+        AttentionPoolConfig(heads=2),
+        PerceiverConfig(latents=3, heads=4),
+    ],
 )
 def test_every_adapter_is_counted(adapter: Any) -> None:
     component = replace(JOINT, adapter=adapter)
@@ -106,7 +120,7 @@ def test_a_published_tower_by_hand() -> None:
     tower = ViT(size=336, patch=14, dim=1024, layers=24, heads=16)
     text = DecoderConfig(dim=4096, layers=1, heads=32, ffn_dim=11008, vocab_size=32064, max_length=4096)
     keys = {name: getattr(text, name) for name in ("dim", "layers", "heads", "ffn_dim", "vocab_size", "max_length")}
-    counts = replace(JOINT, **{**keys, "kv_heads": None}, encoder=tower, adapter=MLP()).counts()
+    counts = replace(JOINT, **{**keys, "kv_heads": None}, encoder=tower, adapter=MLPConfig()).counts()
     block = 576 * 12 * 1024**2 + 2 * 576**2 * 1024
     assert counts.encoder == 2 * (576 * 588 * 1024 + 24 * block)
     assert counts.adapter == 2 * 576 * (1024 * 4096 + 4096**2)

@@ -15,7 +15,7 @@ from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.conformance.weights import InMemory
 from forge_train.inference.stored import open_weights
 from forge_train.run.loop import fit
-from forge_vlm.components.adapters import MLP
+from forge_vlm.components.adapters import MLPConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
 from forge_vlm.components.model import VLM
@@ -24,7 +24,7 @@ from train.runs import TINY, prepared
 from vlm.encoders.test_published import siglip, stored
 
 KEYS: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "max_length": 64}
-VISION: dict[str, Any] = {"encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2), "adapter": MLP()}
+VISION: dict[str, Any] = {"encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2), "adapter": MLPConfig()}
 MODELS = {
     "joint": VLM(**KEYS, **VISION, vocab_size=40, fusion=JointDecoder()),
     "cross": VLM(**KEYS, **VISION, vocab_size=40, fusion=CrossAttention(every=2)),

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from forge_models.blocks.block import Block
 from forge_models.components.experts import MoEConfig
-from forge_vlm.components.adapters import MLP, AttentionPool, Perceiver
+from forge_vlm.components.adapters import AttentionPoolConfig, MLPConfig, PerceiverConfig
 from forge_vlm.components.fusions import CrossAttention, MixtureOfTransformers, MoMa
 from vlm.tiny import CAUSAL, EXPERTS, IMAGE, JOINT, MODELS, TEXT, batch, build, image, row
 
@@ -271,7 +271,7 @@ def test_no_kernel_of_attention_is_given_an_empty_batch(name: str, monkeypatch: 
         return real(q, *given, **more)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refusing)
-    for adapter in (MLP(), AttentionPool(heads=2), Perceiver(latents=2, heads=2)):
+    for adapter in (MLPConfig(), AttentionPoolConfig(heads=2), PerceiverConfig(latents=2, heads=2)):
         model = build(replace(MODELS[name], adapter=adapter)).train()
         model(torch.tensor([[3, 4, 5, 6]])).square().sum().backward()
 

@@ -16,13 +16,14 @@ from forge_core.layout import Layout
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_train.report.charts import charts
 from forge_train.report.record import read_record
 from forge_train.run.loop import fit
+from forge_train.run.training import Clock
 from forge_vlm.components.fusions import JointDecoder
 from forge_vlm.context import Modalities
 from forge_vlm.hooks import ModalitiesHook, ModalityObjective, predict, swap_images, token_shares
@@ -147,7 +148,7 @@ seed = 5
 def measured(recipe: Path, overrides: list[str]) -> dict[str, Any]:
     """What a run of two steps has measured at its end; gates are no longer zero."""
     run, _ = prepared(recipe, overrides)
-    run.evaluations = {"held_out": Pictures(run.evaluations["held_out"], run.model.parts[0])}  # type: ignore[dict-item]
+    run.training.evaluations = {"held_out": Pictures(run.evaluations["held_out"], run.model.parts[0])}  # type: ignore[dict-item]
     with torch.no_grad():
         for name, tensor in run.model.tensors():
             if name.endswith("_gate"):
@@ -156,7 +157,7 @@ def measured(recipe: Path, overrides: list[str]) -> dict[str, Any]:
     for tracker in run.trackers:
         tracker.close()
     held = {name: tensor for name, tensor in run.model.tensors() if name.endswith("_gate") and run.topology.size == 1}
-    return {name: value for name, (_, value) in run.measured.items()} | {name: float(one.detach()) for name, one in held.items()}
+    return {name: value for name, (_, value) in run.results.items()} | {name: float(one.detach()) for name, one in held.items()}
 
 
 LAYOUTS = {
@@ -225,7 +226,7 @@ def test_a_text_model_has_nothing_to_measure(tmp_path: Path) -> None:
     path.write_text(TINY + '\n[[hooks]]\nname = "modalities"\nevery = 1\n')
     run, _ = prepared(path, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=2", "--schedule.warmup=1"])
     fit(run)
-    assert not any("modality" in name or "gate" in name for name in run.measured)
+    assert not any("modality" in name or "gate" in name for name in run.results)
 
 
 def test_shares_are_those_of_tokens_that_are_not_padding() -> None:
@@ -250,15 +251,15 @@ def test_its_time_is_no_time_of_training(monkeypatch: pytest.MonkeyPatch) -> Non
         topology=Topology.of(Layout.parse("1"), CPU),
         batches=[Batch(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))],
         evaluations={},
-        measured={},
-        paused=1.0,
+        results={},
+        clock=Clock(paused=1.0),
         log=logged.append,
     )
     hook = ModalitiesHook(every=3)
     hook.after_step(run, None)  # type: ignore[arg-type]
     assert not logged
     hook.finish(run)
-    assert run.paused == 3.5 and logged == [{"modality/text/share": 1.0, "modality/image/share": 0.0}]
+    assert run.clock.paused == 3.5 and logged == [{"modality/text/share": 1.0, "modality/image/share": 0.0}]
 
 
 def _told(model: Any, rows: int = 12) -> Batch:
@@ -289,7 +290,7 @@ def test_images_are_worth_something_once_a_model_reads_them(name: str) -> None:
     component = MODELS[name]
     topology = Topology.of(Layout.parse("1"), CPU)
     model = realize(Blueprint.of(component.build), Plan.of([], topology.layout), topology, 1, "fp32", "fp32")
-    step, optimizer, batch = Step(model, CrossEntropy()), AdamW(lr=1e-2).build(model), _told(model.part)
+    step, optimizer, batch = Step(model, CrossEntropy()), AdamWConfig(lr=1e-2).build(model), _told(model.part)
     job = SimpleNamespace(train=SimpleNamespace(micro_batch=12))
     run: Any = SimpleNamespace(step=step, topology=topology, model=model, job=job)
     hook, known = ModalitiesHook(), model.part.context.modalities  # type: ignore[union-attr]

@@ -7,9 +7,11 @@ import torch
 
 from forge_core.batch import Batch
 from forge_core.layout import Layout
-from forge_models.interp.capture import capture
-from forge_models.interp.edit import add, edit, zero
-from forge_models.interp.taps import WITH_IMAGES, InterpError, taps
+from forge_interp.captures import capture
+from forge_interp.commands.look import look
+from forge_interp.commands.ranks import capture_sharded, edit_sharded
+from forge_interp.edits import add, edit, zero
+from forge_interp.tap_names import WITH_IMAGES, InterpError, taps
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
@@ -19,8 +21,6 @@ from forge_parallel.step.step import Step
 from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
-from forge_train.inside.look import look
-from forge_train.inside.ranks import capture_sharded, edit_sharded
 from harness.pool import World
 from harness.siblings import fast
 from parallel.pipelines import piped

@@ -18,7 +18,7 @@ from forge_models.objectives import CrossEntropy
 from forge_models.shape import LAYOUT_DEPENDENT, Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim import optimizers
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.verify.parity import Case, compare, measure
 from vlm.tiny import JOINT, SIZES, TEXT
 
@@ -53,7 +53,7 @@ def same_in_micro_batches(model: Any, sizes: tuple[int, ...] = (2, 1)) -> list[b
         case = Case(
             build=model.build,
             objective=CrossEntropy(z_loss=1e-2, label_smoothing=0.1).build(),
-            optimizer=partial(optimizers.build_optimizer, AdamW(lr=1e-2)),
+            optimizer=partial(optimizers.build_optimizer, AdamWConfig(lr=1e-2)),
             vocab_size=SIZES["vocab_size"],
             rows=4,
             micro_batch=micro_batch,

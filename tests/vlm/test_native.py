@@ -15,10 +15,17 @@ from forge_core.batch import Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.tokenizers.bytes import ByteTokenizer
+from forge_interp.tap_names import taps
 from forge_models.hf.streamed_forward import fixed_rows
-from forge_models.interp.taps import taps
 from forge_train.run.loop import fit
-from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
+from forge_vlm.components.adapters import (
+    AttentionPoolConfig,
+    AveragePoolConfig,
+    LinearConfig,
+    MLPConfig,
+    PerceiverConfig,
+    PixelShuffleConfig,
+)
 from forge_vlm.components.encoders import SigLIP2
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
 from forge_vlm.components.model import VLM
@@ -38,13 +45,16 @@ from vlm.tiny import EXPERTS, PARTS, SIZES, build
 SHAPES = [(40, 40), (61, 17), (13, 50), (90, 9)]
 HOLE = 299
 KINDS: dict[str, dict[str, Any]] = {
-    "joint": {"fusion": JointDecoder(), "adapter": MLP()},
-    "joint-prefix": {"fusion": JointDecoder(image_attention="prefix"), "adapter": Linear()},
-    "joint-perceiver": {"fusion": JointDecoder(image_attention="bidirectional_image"), "adapter": Perceiver(latents=3, heads=4)},
-    "cross": {"fusion": CrossAttention(every=2), "adapter": MLP()},
-    "cross-perceiver": {"fusion": CrossAttention(every=2), "adapter": Perceiver(latents=3, heads=4)},
-    "mot": {"fusion": MixtureOfTransformers(), "adapter": Linear()},
-    "moma": {"fusion": MoMa(), "adapter": MLP(), "moe": EXPERTS},
+    "joint": {"fusion": JointDecoder(), "adapter": MLPConfig()},
+    "joint-prefix": {"fusion": JointDecoder(image_attention="prefix"), "adapter": LinearConfig()},
+    "joint-perceiver": {
+        "fusion": JointDecoder(image_attention="bidirectional_image"),
+        "adapter": PerceiverConfig(latents=3, heads=4),
+    },
+    "cross": {"fusion": CrossAttention(every=2), "adapter": MLPConfig()},
+    "cross-perceiver": {"fusion": CrossAttention(every=2), "adapter": PerceiverConfig(latents=3, heads=4)},
+    "mot": {"fusion": MixtureOfTransformers(), "adapter": LinearConfig()},
+    "moma": {"fusion": MoMa(), "adapter": MLPConfig(), "moe": EXPERTS},
 }
 
 
@@ -128,7 +138,7 @@ def test_vectors_are_those_of_transformers_in_the_places_of_their_patches(tower:
     transformers = pytest.importorskip("transformers")
     from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
-    component = described(tower, adapter=Linear())
+    component = described(tower, adapter=LinearConfig())
     model: Any = build(component)
     read = component.vision.weights().read(list(component.vision.weights().tensors))
     model.encoder.load_state_dict(read)
@@ -198,13 +208,13 @@ def test_wrong_numbers_of_placeholders_are_refused(tower: Path) -> None:
         build(component)(rows["x"])
 
 
-@pytest.mark.parametrize("adapter", [AveragePool(), PixelShuffle(), AttentionPool(heads=2)])
+@pytest.mark.parametrize("adapter", [AveragePoolConfig(), PixelShuffleConfig(), AttentionPoolConfig(heads=2)])
 def test_adapters_of_a_square_grid_are_refused(tower: Path, adapter: Any) -> None:
     with pytest.raises(ValueError, match=r"'linear', 'mlp' or 'perceiver'|square"):
         described(tower, adapter=adapter)
     wide = SigLIP2(path=str(tower), patches=16)  # a number that is a square by chance
     with pytest.raises(ValueError, match=r"'linear', 'mlp' or 'perceiver'"):
-        replace(described(tower, adapter=Linear()), encoder=wide, adapter=adapter)
+        replace(described(tower, adapter=LinearConfig()), encoder=wide, adapter=adapter)
 
 
 def test_a_mask_of_whole_images_is_refused_where_they_differ(tower: Path) -> None:

@@ -15,7 +15,7 @@ from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.verify.proofs import features, unproven
 from forge_train.recipe.load import load
-from forge_train.run.weights import initial_weights
+from forge_train.run.weights import InitialWeights
 from train.runs import prepared
 from vlm.encoders.test_published import siglip, stored
 
@@ -32,7 +32,7 @@ def test_a_tower_in_a_run_has_the_weights_of_its_folder(tmp_path: Path) -> None:
     theirs = stored(tmp_path, siglip())
     job = recipe(encoder=f"{{name='siglip', path='{tmp_path}'}}")
     topology = Topology.of(Layout.parse("1"), torch.device("cpu"))
-    source = initial_weights(job, Registry(), lambda _: None)
+    source = InitialWeights(job, Registry())
     model = realize(Blueprint.of(job.model.build), Plan.of([], topology.layout, None), topology, source)
     weights = job.model.encoder.weights()
     read = weights.read(list(weights.tensors))
@@ -69,7 +69,7 @@ def test_what_is_not_proven_is_named(words: tuple[str, ...], pair: tuple[str, st
 @pytest.mark.parametrize("fusion", ["joint_decoder", "cross_attention", "mot"])
 def test_a_plan_needs_no_values_of_tokens(fusion: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor does a list of inner values; a blank image stands for those of a batch."""
-    from forge_models.interp.taps import taps
+    from forge_interp.tap_names import taps
     from forge_train.cli import main
 
     words = [

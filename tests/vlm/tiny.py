@@ -11,7 +11,7 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.conformance.trial import filled, on_meta
-from forge_vlm.components.adapters import MLP
+from forge_vlm.components.adapters import MLPConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
 from forge_vlm.components.model import VLM
@@ -24,7 +24,7 @@ ENCODER = ViT(size=8, patch=4, channels=1, dim=8, layers=1, heads=2)
 IMAGE = 39
 """The placeholder; an image is 4 vectors."""
 EXPERTS = MoEConfig(experts=4, top_k=2, ffn_dim=16, kernel="loop")
-JOINT = VLM(**SIZES, **PARTS, encoder=ENCODER, adapter=MLP(), fusion=JointDecoder())
+JOINT = VLM(**SIZES, **PARTS, encoder=ENCODER, adapter=MLPConfig(), fusion=JointDecoder())
 
 MODELS: dict[str, VLM] = {
     "joint": JOINT,

@@ -8,10 +8,10 @@ from conformance.part import Part
 from forge_core.protocols.weights import NO_EXTRAS
 from forge_models.components.layers import RMSNormConfig
 from forge_models.hf.streamed_forward import logits_of
-from forge_vlm.hf.standalone.folder import Standalone
+from forge_vlm.hf.auto import AutoModelFormat
 
 
-class Rounds(Standalone):
+class Rounds(AutoModelFormat):
     def read(self, path, ignore=()):
         found = super().read(path, ignore)
         whole = found.read
@@ -19,7 +19,7 @@ class Rounds(Standalone):
         return found
 
 
-class Loses(Standalone):
+class Loses(AutoModelFormat):
     """Norms are small."""
 
     def read(self, path, ignore=()):
@@ -28,14 +28,14 @@ class Loses(Standalone):
         return found
 
 
-class Shifts(Standalone):
+class Shifts(AutoModelFormat):
     def read(self, path, ignore=()):
         found = super().read(path, ignore)
         found.model = replace(found.model, norm=RMSNormConfig(eps=0.1))
         return found
 
 
-class Blind(Standalone):
+class Blind(AutoModelFormat):
     """What it compares with never saw the images."""
 
     def reference(self, path, tokens, extras=NO_EXTRAS):
@@ -43,19 +43,19 @@ class Blind(Standalone):
         return logits_of(self.read(path), tokens, extras={**extras, "images": images})
 
 
-class Shy(Standalone):
+class Shy(AutoModelFormat):
     def misfits(self, weights):
         return ["nothing fits"]
 
 
-class Greedy(Standalone):
+class Greedy(AutoModelFormat):
     def misfits(self, weights):
         return []
 
 
-class Gullible(Standalone):
+class Gullible(AutoModelFormat):
     def read(self, path, ignore=()):
-        return None if not (path / "modeling_forge.py").exists() else super().read(path, ignore)
+        return None if not (path / "config.json").exists() else super().read(path, ignore)
 
 
 BAD = {

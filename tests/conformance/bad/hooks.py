@@ -46,7 +46,7 @@ class Reaches(Hook):
     """Looks at what only the trainer's own run has."""
 
     def after_step(self, run, result):
-        run.factor(run.state.step)
+        run.training.factor(run.state.step)
 
 
 class Writes(Hook):
@@ -75,7 +75,7 @@ BAD = {
         (Part(make=Forgets), "has the state {'seen': 0}"),
     ],
     "check_protocol": [
-        (Part(make=Reaches), "uses factor of the run"),
+        (Part(make=Reaches), "uses training of the run"),
         (Part(make=Writes), "uses health of the run"),
         (Part(make=SaysTooMuch), "observes is 'mostly'"),
     ],

@@ -9,7 +9,7 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.generation import generate
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, compare, measure
 from models.variants import SIZES, VARIANTS
@@ -156,7 +156,7 @@ def _measure(case, layout):
 def test_sharded_equals_one_process(world, name):
     config = DecoderConfig(**SIZES | {"layers": 2} | VARIANTS[name])
     objective = CrossEntropy().build()
-    case = Case(config.build, objective, AdamW(lr=1e-2).build, 101, rows=4, micro_batch=2, silent=2, steps=1, state="fp64")
+    case = Case(config.build, objective, AdamWConfig(lr=1e-2).build, 101, rows=4, micro_batch=2, silent=2, steps=1, state="fp64")
     whole = _measure(case, "1")
     # Filled exactly once: nothing is left as NaN, and every layout starts with the same bits.
     assert all(bool(tensor.isfinite().all()) for tensor in whole.initial.values())

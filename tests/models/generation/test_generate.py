@@ -40,7 +40,7 @@ def test_a_full_cache_refuses(make, tokens):
     model = make()
     cache = model.new_cache(1, 4)
     model(tokens(1, 3), cache=cache)
-    with pytest.raises(ValueError, match=r"holds 4 tokens a row; 3 \+ 2"):
+    with pytest.raises(ValueError, match=r"capacity of 4 tokens per row, but needs 3 \+ 2"):
         model(tokens(1, 2), cache=cache)
 
 
@@ -100,7 +100,7 @@ def test_stream_yields_step_by_step_and_leaves_the_mode_alone(make):
     [
         ({"prompts": []}, "prompts must not be empty"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
-        ({"prompts": [[97]]}, "token 97; the vocabulary has 97"),
+        ({"prompts": [[97]]}, "token 97, but the vocabulary has 97"),
         ({"prompts": [[-1]]}, "token -1"),
         ({"max_tokens": 60}, "at most 57 new tokens"),
         ({"max_tokens": 0}, "max_tokens 0"),

@@ -22,7 +22,7 @@ from forge_models.hf.reader import Folder
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
@@ -120,7 +120,7 @@ def test_w12_pooled_is_refused_where_a_rank_has_not_all_layers_and_rows() -> Non
     assert [fault.key for fault in experts_see_other_tokens(job, Layout.parse("dp1"))] == ["model.moe.losses.pooled"]
     part = model.build()
     part.head = part.norm = None
-    with pytest.raises(ValueError, match="a pipeline stage holds only some of them"):
+    with pytest.raises(ValueError, match="a pipeline stage has only some of them"):
         part(tokens(1, 4))
     assert model.layout_dependent == ("model.moe.losses.pooled",)
 
@@ -128,7 +128,7 @@ def test_w12_pooled_is_refused_where_a_rank_has_not_all_layers_and_rows() -> Non
 def measured(layout: str) -> Measurement:
     moe = MoEConfig(experts=4, ffn_dim=8, first_dense=1, losses=Losses(pooled=0.5))
     decoder = DecoderConfig(dim=16, layers=3, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32, moe=moe)
-    case = Case(decoder.build, CrossEntropy().build(), AdamW(lr=1e-2).build, 61, rows=4, micro_batch=1, steps=2)
+    case = Case(decoder.build, CrossEntropy().build(), AdamWConfig(lr=1e-2).build, 61, rows=4, micro_batch=1, steps=2)
     return measure(case, Plan.of([FullyShard(), Recompute()], Layout.parse(layout)), torch.device("cpu"))
 
 

@@ -23,7 +23,7 @@ from forge_train.inference.stored import load_model
 from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 from forge_train.recipe.load import fill_from_hf
 from forge_train.recipe.schema import Job
-from forge_train.run.weights import initial_weights
+from forge_train.run.weights import InitialWeights
 from models.hf.command_line import run, with_tokenizer
 from models.hf.published import folder_of, reference, spread
 from models.hf.zoo import CASES, SIZES, random_model, saved, tokens
@@ -47,7 +47,7 @@ def test_w12_weights_held_twice_are_refused(llama: Path) -> None:
     assert Folder(llama).tensors, "an index of the single file is no second copy"
     save_file({name: torch.zeros(1) for name in names}, llama / "model-00001-of-00001.safetensors")
     (llama / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}))
-    with pytest.raises(Unsupported, match=rf"Delete {SINGLE} if the shards are the right ones, else {INDEX}"):
+    with pytest.raises(Unsupported, match=rf"Delete {SINGLE} if the shards are right, otherwise {INDEX}"):
         Folder(llama)
 
 
@@ -79,7 +79,7 @@ def test_w12_tensors_of_multi_token_prediction_are_named_when_they_are_left_out(
     save_file(tensors | {f"model.layers.2.{name}.weight": torch.zeros(3) for name in ("eh_proj", "enorm")}, source / SINGLE)
     (note,) = Folder(source).facts.notes
     assert note.startswith(
-        "2 tensors of multi-token prediction were left out (model.layers.2.eh_proj.weight, model.layers.2.enorm"
+        "2 tensors of multi-token prediction were skipped (model.layers.2.eh_proj.weight, model.layers.2.enorm"
     )
 
 
@@ -98,7 +98,7 @@ def test_p1_an_ignored_key_is_recorded(llama: Path, capsys: pytest.CaptureFixtur
     assert run(*arguments) == 2
     assert "something_new: 5 is not known for this family" in capsys.readouterr().err
     assert run(*arguments, "--ignore", "something_old") == 2
-    assert "something_old: is to be ignored, but the file has no such key" in capsys.readouterr().err
+    assert "something_old: cannot be ignored, because the file has no such key" in capsys.readouterr().err
     assert run(*arguments, "--ignore", "something_new") == 0
     note = "something_new of config.json was ignored, as asked for"
     assert note in capsys.readouterr().out
@@ -124,14 +124,12 @@ def test_p1_a_recipe_names_the_keys_that_it_ignores(llama: Path, tmp_path: Path)
     model = plain(tree)["model"]
     assert model["dim"] == 32
     assert model["from_hf_ignore"] == ["something_new"]
-    said: list[str] = []
     component = decoder_of(FAMILIES["llama"], SIZES, "here")
     component = type(component)(**{**vars(component), "from_hf": str(llama), "from_hf_ignore": ("something_new",)})
-    restore = initial_weights(Job(model=component), registry, said.append)
-    assert not isinstance(restore, int)
+    weights = InitialWeights(Job(model=component), registry)
     with pytest.raises(AttributeError):
-        restore(None)  # type: ignore[arg-type]
-    assert said == [f"{llama}: something_new of config.json was ignored, as asked for"]
+        weights(None)  # type: ignore[arg-type]
+    assert weights.notes == [f"{llama}: something_new of config.json was ignored, as asked for"]
     with pytest.raises(ValueError, match="from_hf_ignore needs from_hf"):
         type(component)(from_hf_ignore=("x",))
 

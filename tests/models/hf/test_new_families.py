@@ -80,6 +80,6 @@ def test_parts_of_a_fused_matrix_have_one_dtype(tmp_path: Path) -> None:
         def read(self, names: list[str]) -> dict[str, torch.Tensor]:
             return {name: value.float() if "k_proj" in name else value for name, value in folder.read(names).items()}
 
-    with pytest.raises(Unsupported, match=r"qkv_proj\.weight is made of tensors of torch\.float64 and torch\.float32"):
+    with pytest.raises(Unsupported, match=r"qkv_proj\.weight is fused from tensors of torch\.float64 and torch\.float32"):
         HfConverter().build().write(tmp_path / "target", Mixed())  # type: ignore[arg-type]
     assert not (tmp_path / "target").exists()

@@ -145,7 +145,7 @@ def test_damaged_files_and_indices_are_refused(folder: Path) -> None:
     with pytest.raises(Unsupported, match=r"gone\.safetensors is missing"):
         Folder(folder)
     (folder / "config.json").write_text("[]")
-    with pytest.raises(Unsupported, match="no JSON object"):
+    with pytest.raises(Unsupported, match="not a JSON object"):
         Folder(folder)
 
 

@@ -12,7 +12,7 @@ from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.verify.parity import Case, compare, measure
 
@@ -34,7 +34,7 @@ def compiler():
 def test_compilation_changes_nothing(compiler):
     build, objective = DecoderConfig(**SIZES, moe=EXPERTS).build, CrossEntropy().build()
     sizes = {"rows": 4, "micro_batch": 4, "steps": 2, "grad_clip": 1e9}
-    case = Case(build, objective, AdamW().build, 61, **sizes, compute="bf16", state="fp32")
+    case = Case(build, objective, AdamWConfig().build, 61, **sizes, compute="bf16", state="fp32")
     plain, compiled = measure(case, Plan.of([], Layout()), CPU), measure(case, Plan.of([Compile().build()], Layout()), CPU)
     difference = compare(plain, compiled)
     assert max(difference.loss, difference.norm) < 2**-9

@@ -1,12 +1,11 @@
 """A layer of experts against a loop over tokens: every router and kernel, capacity, padding, degenerate loads."""
 
-from importlib.metadata import entry_points
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from forge_core.protocols.model import ExpertDispatcher, Observer
+from forge_core.registry import Registry, installed
 from forge_models.blocks.moe.dispatch import limited
 from forge_models.blocks.moe.experts import Experts, unfit
 from forge_models.blocks.moe.layer import ExpertLayer
@@ -18,9 +17,9 @@ from models.conftest import fill
 
 SIZES = {"dim": 16, "layers": 1, "heads": 2, "ffn_dim": 24, "vocab_size": 53, "max_length": 64}
 ROUTERS = {
-    point.name: point.load()
-    for point in entry_points(group="forge.routers")
-    if point.dist is not None and point.dist.name == "forge-models"
+    entry.name: Registry().load_entry(entry)
+    for entry in installed()
+    if entry.group == "forge.routers" and entry.distribution == "forge-models"
 }
 GROUPS = {"softmax_raw": SoftmaxTopKConfig(normalize=False), "groups": SigmoidTopKConfig(n_group=4, topk_group=2, scaling=2.5)}
 EVERY = {name: component() for name, component in ROUTERS.items()} | GROUPS

@@ -12,7 +12,7 @@ from forge_models.shape import Losses
 from forge_parallel.model.initial_weights import fill
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.boxes import Box, local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
@@ -34,7 +34,7 @@ def decoder(**fields):
 
 def case(**fields):
     settings = {"rows": 4, "micro_batch": 2, "silent": 2, "steps": 1, "grad_clip": 1e9} | fields
-    return Case(decoder().build, CrossEntropy().build(), AdamW(lr=1e-2).build, 61, **settings)
+    return Case(decoder().build, CrossEntropy().build(), AdamWConfig(lr=1e-2).build, 61, **settings)
 
 
 def made(layout="1", compute="fp64", state="fp64", **fields):

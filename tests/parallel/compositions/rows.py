@@ -21,8 +21,8 @@ from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup, Parameters
-from forge_parallel.optim.optimizers import AdamW, AdamW8bit, Muon
-from forge_parallel.sections import Parallel, Pipeline, Precision
+from forge_parallel.optim.optimizers import AdamW8bitConfig, AdamWConfig, MuonConfig
+from forge_parallel.sections import Parallel, PipelineConfig, Precision
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.context.transform import ContextParallel, Kind
 from forge_parallel.transforms.expert.transform import ExpertParallel
@@ -33,7 +33,7 @@ from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, Measurement, measure
 from forge_parallel.verify.proofs import features
-from forge_vlm.components.adapters import Linear
+from forge_vlm.components.adapters import LinearConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
 from forge_vlm.components.model import VLM
@@ -104,7 +104,7 @@ def decoder_of(row: frozenset[str]) -> DecoderConfig:
     model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers)
     for feature in row & FUSIONS.keys():
         keys = {info.name: getattr(model, info.name) for info in fields_of(DecoderConfig)}
-        model = VLM(**keys, encoder=ENCODER, adapter=Linear(), fusion=FUSIONS[feature])
+        model = VLM(**keys, encoder=ENCODER, adapter=LinearConfig(), fusion=FUSIONS[feature])
     return model
 
 
@@ -177,8 +177,8 @@ def groups_of(row: frozenset[str]) -> tuple[ParameterGroup, ...]:
 def optimizer_of(row: frozenset[str]) -> Any:
     """The component. Blocks of four columns are what every layout of tiny matrices has whole, and each of a row has its scale."""
     if "adamw8bit" in row:
-        return AdamW8bit(lr=1e-2, block=4, smallest=0)
-    return Muon(lr=1e-2) if "muon" in row else AdamW(lr=1e-2)
+        return AdamW8bitConfig(lr=1e-2, block=4, smallest=0)
+    return MuonConfig(lr=1e-2) if "muon" in row else AdamWConfig(lr=1e-2)
 
 
 def case_of(row: frozenset[str]) -> Case:
@@ -199,7 +199,7 @@ def case_of(row: frozenset[str]) -> Case:
 def measured(case: Case, layout: str, row: frozenset[str], device: torch.device = CPU) -> Measurement:
     """One rank of a run; in a world of one, strategies that need more have nothing to do."""
     at = Layout.parse(layout)
-    pipeline = Pipeline(schedule=schedule_of(row)).build() if at.pp > 1 else None
+    pipeline = PipelineConfig(schedule=schedule_of(row)).build() if at.pp > 1 else None
     with warnings.catch_warnings():
         if {"compile", "float8"} & row:  # imports of compiler and torchao warn
             warnings.simplefilter("ignore")
@@ -210,7 +210,7 @@ def job_of(row: frozenset[str], base: Any) -> Any:
     """The recipe of a row: `base` with the row's model, strategies, precision and batches."""
     total, micro_batch = rows_of(row)
     sizes = layout_of(row).sizes()
-    pipeline = Pipeline(schedule=schedule_of(row) or schedule_class("1f1b")())
+    pipeline = PipelineConfig(schedule=schedule_of(row) or schedule_class("1f1b")())
     return replace(
         base,
         model=decoder_of(row),

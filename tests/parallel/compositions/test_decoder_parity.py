@@ -11,7 +11,7 @@ from forge_core.layout import Layout
 from forge_models.components.decoder import DecoderConfig
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
@@ -25,7 +25,7 @@ def _case(tied: bool, mode: Literal["fp64", "fp32"] = "fp64") -> Case:
     decoder = DecoderConfig(
         dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCAB, max_length=32, tied_embeddings=tied
     )
-    optimizer = AdamW(lr=1e-2).build
+    optimizer = AdamWConfig(lr=1e-2).build
     steps = 3 if mode == "fp64" else 1
     objective = CrossEntropy().build()
     return Case(decoder.build, objective, optimizer, VOCAB, steps=steps, compute=mode, state=mode)

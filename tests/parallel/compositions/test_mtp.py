@@ -13,7 +13,7 @@ from forge_models.components.decoder import MTPConfig
 from forge_models.objectives import CrossEntropy
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.model.plan import Plan
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import GPipe, OneForwardOneBackward, ZeroBubbleV
 from forge_parallel.pipeline.stages import StageSplit
@@ -62,7 +62,7 @@ def test_a_dry_run_knows_every_use_of_the_head() -> None:
     workload = Workload(
         replace(DECODER, mtp=MTPConfig(depth=2)).build,
         CrossEntropy().build(),
-        AdamW().build,
+        AdamWConfig().build,
         rows=2,
         length=16,
         compute="fp32",

@@ -11,7 +11,7 @@ from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
 from forge_parallel.checks import compositions_are_proven, options_are_declared
 from forge_parallel.pipeline.schedules import Interleaved, ZeroBubbleV
-from forge_parallel.sections import Parallel, Pipeline, Precision
+from forge_parallel.sections import Parallel, PipelineConfig, Precision
 from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
@@ -23,7 +23,7 @@ def optioned() -> Iterator[tuple[str, type]]:
     registry = Registry()
     for group in ("forge.transforms", "forge.pipeline_schedules"):
         yield from ((f"{group} {name}", registry.load(group, name)) for name in registry.names(group))
-    yield from (("[parallel]", Parallel), ("[parallel.pipeline]", Pipeline), ("[precision]", Precision))
+    yield from (("[parallel]", Parallel), ("[parallel.pipeline]", PipelineConfig), ("[precision]", Precision))
 
 
 def test_e1_every_option_of_every_strategy_is_a_feature_or_says_why_not() -> None:
@@ -39,7 +39,7 @@ def job(schedule: Any = None, **transforms: Any) -> SimpleNamespace:
         model=SimpleNamespace(),
         train=SimpleNamespace(global_batch=8, micro_batch=1),
         precision=Precision(compute="fp32"),
-        parallel=Parallel(pipeline=Pipeline(schedule=schedule or ZeroBubbleV())),
+        parallel=Parallel(pipeline=PipelineConfig(schedule=schedule or ZeroBubbleV())),
         transforms=transforms,
     )
 

@@ -12,7 +12,7 @@ from forge_core.batch import Batch
 from forge_core.layout import Layout
 from forge_models.components.decoder import DecoderConfig
 from forge_parallel.model.plan import Plan
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic, within_rounding
 from harness.pool import World
@@ -23,7 +23,7 @@ from parallel.tiny import VOCAB, TiedTiny, Tiny, cross_entropy
 
 CPU = torch.device("cpu")
 DECODER = DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCAB, max_length=32, tied_embeddings=True)
-CASE = Case(Tiny, cross_entropy, AdamW(lr=1e-2).build, VOCAB, rows=8, micro_batch=1, steps=3)
+CASE = Case(Tiny, cross_entropy, AdamWConfig(lr=1e-2).build, VOCAB, rows=8, micro_batch=1, steps=3)
 
 
 def _measure(case: Case, layout: str, reduce: Literal["last", "each"] = "last") -> Measurement:

@@ -18,7 +18,7 @@ from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.model.parallel_model import gathered
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import OneForwardOneBackward
 from forge_parallel.placement.topology import Topology
@@ -46,7 +46,7 @@ def decoder(**changes: Any) -> DecoderConfig:
 
 
 def case(component: DecoderConfig, **changes: Any) -> Case:
-    return Case(component.build, CrossEntropy().build(), AdamW(lr=1e-2).build, VOCAB, **changes)
+    return Case(component.build, CrossEntropy().build(), AdamWConfig(lr=1e-2).build, VOCAB, **changes)
 
 
 def _transforms(kind: Any, *further: Any) -> list[Any]:

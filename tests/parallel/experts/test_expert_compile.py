@@ -15,7 +15,7 @@ from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.compile import Compile
@@ -48,8 +48,8 @@ def _graphs(layout: str, layers: Sequence[int], recompute: bool) -> list[int]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's own imports warn
             model = realize(Blueprint.of(decoder.build), Plan.of(transforms, at), topology, 0, "bf16", "fp32")
-            step, optimizer = Step(model, CrossEntropy().build()), AdamW(lr=1e-2).build(model)
-            case = Case(decoder.build, step.objective, AdamW().build, 61)
+            step, optimizer = Step(model, CrossEntropy().build()), AdamWConfig(lr=1e-2).build(model)
+            case = Case(decoder.build, step.objective, AdamWConfig().build, 61)
             for number in range(5):
                 with torch.compiler.set_stance("fail_on_recompile" if number > 1 else "default"):
                     result = step(share(synthetic(case, number), topology.data_rank, topology.data_size, 2))

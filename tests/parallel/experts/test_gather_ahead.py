@@ -19,7 +19,7 @@ from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.model.parallel_model import full
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms import fully_sharded
@@ -41,7 +41,7 @@ MODEL = DecoderConfig(
     max_length=32,
     moe=MoEConfig(experts=4, ffn_dim=8, top_k=2),
 )
-CASE = Case(MODEL.build, CrossEntropy().build(), AdamW(lr=1e-2).build, VOCAB, rows=4)
+CASE = Case(MODEL.build, CrossEntropy().build(), AdamWConfig(lr=1e-2).build, VOCAB, rows=4)
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def test_the_next_block_is_gathered_before_this_one_exchanges_tokens(world: Worl
 def _weights(layout: str, ahead: bool, again: bool, mtp: bool) -> dict[str, torch.Tensor]:
     """After three steps, with an evaluation between them."""
     model, step = _made(layout, ahead, again, replace(MODEL, mtp=MTPConfig(depth=1)) if mtp else MODEL)
-    optimizer = AdamW(lr=1e-2).build(model)
+    optimizer = AdamWConfig(lr=1e-2).build(model)
     losses = []
     for number in range(3):
         batches = share(synthetic(CASE, number), model.topology.data_rank, model.topology.data_size, 1)

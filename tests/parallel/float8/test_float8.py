@@ -23,11 +23,11 @@ from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.model.parallel_model import Context
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.pipeline import schedules as schedules
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
-from forge_parallel.sections import Pipeline
+from forge_parallel.sections import PipelineConfig
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.context.transform import ContextParallel
@@ -48,7 +48,7 @@ DECODER = DecoderConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab
 CASE = Case(
     DECODER.build,
     CrossEntropy().build(),
-    AdamW(lr=1e-2).build,
+    AdamWConfig(lr=1e-2).build,
     VOCAB,
     rows=8,
     micro_batch=2,
@@ -80,7 +80,7 @@ def _measure(
     with warnings.catch_warnings():
         if any(isinstance(transform, Compile) for transform in more):
             warnings.simplefilter("ignore")  # the compiler's own imports warn
-        return measure(case, Plan.of(transforms, at, Pipeline(schedule=schedule).build() if schedule else None), CPU)
+        return measure(case, Plan.of(transforms, at, PipelineConfig(schedule=schedule).build() if schedule else None), CPU)
 
 
 # ---------------------------------------------------------------------------------------------- independent references
@@ -186,7 +186,7 @@ def _evaluated(layout: str) -> Tensor:
     at = Layout.parse(layout)
     topology = Topology.of(at, CPU)
     model = realize(Blueprint.of(DECODER.build), Plan.of([Float8().build(), FullyShard()], at), topology, 0, "bf16", "fp32")
-    step, optimizer, batch = Step(model, CASE.objective), AdamW(lr=0.3).build(model), synthetic(CASE, 0)
+    step, optimizer, batch = Step(model, CASE.objective), AdamWConfig(lr=0.3).build(model), synthetic(CASE, 0)
     optimizer.step(step(share(batch, topology.data_rank, topology.data_size, 4)).skip)
     with model.inference():
         return model.part(batch.tokens[:2], positions=batch.positions[:2], documents=batch.documents[:2])

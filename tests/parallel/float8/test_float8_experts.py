@@ -24,7 +24,7 @@ from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.model.parallel_model import Context
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.expert.transform import ExpertParallel
@@ -43,7 +43,15 @@ SIZES: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 2, "ffn_dim": 48, "voc
 EXPERTS = MoEConfig(experts=4, top_k=2, shared=1, ffn_dim=32, first_dense=1, router=SigmoidTopKConfig(bias_rate=0.01))
 DECODER = DecoderConfig(**SIZES, moe=EXPERTS)
 CASE = Case(
-    DECODER.build, CrossEntropy().build(), AdamW(lr=1e-2).build, 61, rows=8, micro_batch=2, steps=1, compute="fp32", state="fp32"
+    DECODER.build,
+    CrossEntropy().build(),
+    AdamWConfig(lr=1e-2).build,
+    61,
+    rows=8,
+    micro_batch=2,
+    steps=1,
+    compute="fp32",
+    state="fp32",
 )
 
 COUNTS = ([5, 0, 17, 3], [0, 0, 40, 0], [16, 32, 16, 16], [0, 0, 0, 0])
@@ -288,7 +296,7 @@ def test_training_learns() -> None:
     at = Layout()
     plan = Plan.of([Float8(experts=True).build(), FullyShard()], at)
     model = realize(Blueprint.of(DECODER.build), plan, Topology(at, CPU), 0, "bf16", "fp32")
-    step, optimizer, batch = Step(model, CASE.objective), AdamW(lr=1e-2).build(model), share(synthetic(CASE, 0), 0, 1, 4)
+    step, optimizer, batch = Step(model, CASE.objective), AdamWConfig(lr=1e-2).build(model), share(synthetic(CASE, 0), 0, 1, 4)
     losses = []
     for _ in range(12):
         result = step(batch)
@@ -343,14 +351,14 @@ def test_shapes_are_checked_before_the_run_and_named() -> None:
     specs = Blueprint.of(DECODER.build).specs
     shapes = {"blocks.1.mlp.experts.up_proj": (48, 32), "blocks.1.mlp.experts.down_proj": (32, 48)}
     check_experts(shapes, specs, 1)
-    with pytest.raises(PlanError, match=r"up_proj: 24 x 32, .*down_proj: 32 x 24 \(cut by parallel\.etp = 2\)"):
+    with pytest.raises(PlanError, match=r"up_proj: 24 x 32, .*down_proj: 32 x 24 \(split by parallel\.etp = 2\)"):
         check_experts(shapes, specs, 2)
 
 
 def test_what_cannot_be_converted_is_refused() -> None:
     with pytest.raises(PlanError, match="experts = true converts stacked experts, but the model has none; remove it"):
         _converted(Float8(experts=True), DecoderConfig(**SIZES).build)
-    with pytest.raises(PlanError, match="but include and exclude leave none of them"):
+    with pytest.raises(PlanError, match="but include and exclude select none of them"):
         _converted(Float8(experts=True, exclude=["*.experts"]))
     with pytest.raises(PlanError, match=r"does not support precision\.compute = 'fp64'"):
         _converted(Float8(experts=True), compute=torch.float64)

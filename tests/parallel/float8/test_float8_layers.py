@@ -60,10 +60,10 @@ def _apply(float8: Float8, decoder: DecoderConfig = DECODER, layout: str = "1", 
     [
         (
             {"include": ["*.up"]},
-            r"include: '\*.up' matches no linear layer with a hidden matrix; there are blocks\.\*\.attention",
+            r"include: '\*.up' matches no linear layer with a hidden matrix; these layers are blocks\.\*\.attention",
         ),
         ({"exclude": ["head"]}, "exclude: 'head' matches no linear layer with a hidden matrix"),
-        ({"exclude": ["*"]}, "converts no layer: include and exclude leave none"),
+        ({"exclude": ["*"]}, "converts no layer: include and exclude select none"),
         ({"emulate": False}, "emulate = false, but the device 'cpu' has no float8 products"),
     ],
 )
@@ -84,9 +84,9 @@ def test_shapes_are_those_that_tensor_parallel_ranks_hold() -> None:
     specs: Specs = Blueprint.of(DECODER.build).specs
     shapes = {"blocks.0.mlp.up_proj": (48, 64), "blocks.0.attention.k_proj": (32, 64), "blocks.0.attention.o_proj": (64, 64)}
     layers.check_shapes(shapes, specs, 1)
-    with pytest.raises(PlanError, match=r"blocks\.\*\.mlp\.up_proj: 24 x 64 \(cut by parallel\.tp = 2\)\. Choose"):
+    with pytest.raises(PlanError, match=r"blocks\.\*\.mlp\.up_proj: 24 x 64 \(split by parallel\.tp = 2\)\. Choose"):
         layers.check_shapes(shapes, specs, 2)
-    with pytest.raises(PlanError, match=r"gate_proj, blocks\.\*\.mlp\.up_proj: 24 x 64 \(cut by parallel\.tp = 2\)"):
+    with pytest.raises(PlanError, match=r"gate_proj, blocks\.\*\.mlp\.up_proj: 24 x 64 \(split by parallel\.tp = 2\)"):
         _apply(Float8(), replace(DECODER, ffn_dim=48), "tp2")
 
     def held(path: str, shape: tuple[int, int]) -> tuple[tuple[int, int], ...]:
@@ -128,7 +128,7 @@ def test_tokens_that_kernels_cannot_sum_over_are_refused() -> None:
 
     layer: Any = nn.Linear(32, 32)
     layer.__class__, layer.casting = float8_class(nn.Linear), Casting.of("tensorwise", emulate=False)
-    with pytest.raises(ForgeError, match="24 tokens on this rank; float8 needs a multiple of 16"):
+    with pytest.raises(ForgeError, match="24 tokens on this rank, but float8 needs a multiple of 16"):
         layer(torch.randn(2, 12, 32))
 
 

@@ -299,12 +299,12 @@ def test_trials_d4_recomputed_blocks(world: World) -> None:
 
 
 REFUSED: list[tuple[Callable[[], nn.Module], list[str], str]] = [
-    (Stack, ["blocks"], "a ModuleList is never called"),
-    (Stack, ["blocks.0", "blocks.0.0"], r"blocks\.0\.0, which is in blocks\.0"),
-    (Stack, ["blocks.7"], r"has no blocks\.7"),
-    (Shared, ["blocks.0", "blocks.2"], r"blocks\.0 shares blocks\.0\.0\.weight with modules outside"),
-    (Peeking, ["blocks.1"], r"blocks\.1\.0\.weight is read where blocks\.1 is not called"),
-    (Spaces, ["blocks.0"], r"blocks\.0\.one\.weight is read where"),
+    (Stack, ["blocks"], r"blocks \(ModuleList\) in blocks=\[\.\.\.\] has no forward"),
+    (Stack, ["blocks.0", "blocks.0.0"], r"blocks\.0\.0, which lies in blocks\.0"),
+    (Stack, ["blocks.7"], r"do not exist: blocks\.7"),
+    (Shared, ["blocks.0", "blocks.2"], r"modules outside it share its parameter blocks\.0\.0\.weight"),
+    (Peeking, ["blocks.1"], r"blocks\.1\.0\.weight is read outside its forward"),
+    (Spaces, ["blocks.0"], r"blocks\.0\.one\.weight is read outside"),
 ]
 
 
@@ -326,5 +326,5 @@ def test_trials_d4_blocks_that_cannot_be_are_refused_by_name(world: World) -> No
 
 
 def test_trials_d4_what_needs_blocks_is_refused_without_any() -> None:
-    with pytest.raises(PlanError, match=r"recompute works on blocks.*blocks=\[\.\.\.\]"):
+    with pytest.raises(PlanError, match=r"recompute needs blocks.*blocks=\[\.\.\.\]"):
         parallelize(Recurrent, "1", [Recompute(policy="full")])

@@ -25,11 +25,11 @@ OWN = [
 THEIRS = [name for name in CODES if name not in OWN]
 
 LINE = r"\(\S+\.py:\d+\)"
-NUMBERS = rf"{LINE} fails with the part of the features that a tp rank has: .*write -1 there"
+NUMBERS = rf"{LINE} fails with a tp rank's part of the features: .*replace it by -1"
 ACROSS = rf"{LINE} applies split across features .*; split the layer before it"
-ROOT = "holds parameters outside the blocks directly.*or set pp to 1"
-BETWEEN = "computes something on the hidden states between its modules.*or set pp to 1"
-OTHERWISE = "cannot be (followed|cut).*set pp to 1"
+ROOT = "has parameters of its own, which no stage can hold.*or set pp to 1"
+BETWEEN = "computes with the hidden states between .*or set pp to 1"
+OTHERWISE = "cannot be (traced|split).*set pp to 1"
 
 REFUSED: dict[tuple[str, str], str] = {
     ("nanoGPT, attention", "tp"): ACROSS,
@@ -38,7 +38,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("lingua, attention", "tp"): NUMBERS,
     ("timm ViT, attention", "tp"): NUMBERS,
     ("T5, attention", "tp"): NUMBERS,
-    ("Whisper, attention", "tp"): rf"{LINE} applies view across .*write -1 there",  # heads would be taken for places
+    ("Whisper, attention", "tp"): rf"{LINE} applies view across .*replace it by -1",  # heads would be taken for places
     ("Mamba", "tp"): ACROSS,
     ("nanoGPT", "pp"): BETWEEN,
     ("nanochat", "pp"): ROOT,
@@ -146,7 +146,7 @@ def test_trials_d10_a_guess_that_fails_is_called_a_guess(name: str, kind: str, a
     module = code.build().to("meta")
     with pytest.raises(PlanError) as refused:
         on_input(module, None, lambda given: follow(module, rules_of(module, code.plan or {}), given, 2))
-    where = r"without memory, and \S+ fails \(\S+\.py:\d+\): "
+    where = r"on the meta device, but \S+ fails \(\S+\.py:\d+\): "
     assert re.search(rf"{where}.*the input was a guess, {kind} of shape .*example={{{argument}: \.\.\.}}", str(refused.value))
 
 

@@ -214,7 +214,7 @@ def test_changed_inputs_of_blocks_are_refused_by_name_and_line(world: World) -> 
         ]
         changes = ["x += super().forward(x.clone())"] * 3 + ["y[:, 0] *= 0.5", "x += block(x)", "x.clamp_(-1, 1)"]
         for refusal, start, change in zip(found, starts, changes, strict=True):
-            assert refusal.startswith(f"parallelize: an input of {start} is changed in place at {__file__}:"), refusal
+            assert refusal.startswith(f"parallelize: an input of {start} is modified in place at {__file__}:"), refusal
             line = int(refusal.partition(f"{__file__}:")[2].partition(",")[0])
             assert lines[line - 1].strip() == change
             assert "write x = x + y there instead of x += y" in refusal

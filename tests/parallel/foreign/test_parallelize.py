@@ -155,7 +155,7 @@ def _different() -> str:
 
 def test_different_weights_on_ranks_are_refused(world: World) -> None:
     for message in world.run(_different, 2):
-        assert "ranks were given different weights, first in embed.weight" in message
+        assert "the weights differ between ranks, first in embed.weight" in message
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_different_weights_on_ranks_are_refused(world: World) -> None:
     [
         ({"blocks.*.up": "diagonal"}, "style 'diagonal'"),
         ({"layers.*.up": "colwise"}, r"'layers\.\*\.up' \(colwise\) matches no module"),
-        ({"blocks.*.norm": "colwise"}, r"is for Linear, and blocks\.0\.norm is a LayerNorm"),
-        ({"blocks.*.norm": "replicate"}, "cuts nothing"),
+        ({"blocks.*.norm": "colwise"}, r"needs an? Linear, but blocks\.0\.norm is a LayerNorm"),
+        ({"blocks.*.norm": "replicate"}, "splits no parameter"),
     ],
 )
 def test_plans_that_cannot_be_followed_are_refused(plan: dict[str, str], message: str) -> None:
@@ -216,12 +216,12 @@ EXPERTS = {"experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwi
 @pytest.mark.parametrize(
     ("changes", "plan", "message"),
     [
-        ({"packed": 5}, EXPERTS, r"experts\.gate_up_proj is not of it"),
+        ({"packed": 5}, EXPERTS, r"experts\.gate_up_proj is laid out differently"),
         ({"biased": True}, EXPERTS, "without biases"),
         ({"is_transposed": True}, EXPERTS, r"\(experts, outputs, inputs\)"),
         ({"is_concatenated": False}, EXPERTS, "one after the other"),
         ({}, {key: EXPERTS[key] for key in list(EXPERTS)[:2]}, "give its module the style 'moe_tp_experts'"),
-        ({}, {key: EXPERTS[key] for key in list(EXPERTS)[1:]}, "does not cut all of its weights"),
+        ({}, {key: EXPERTS[key] for key in list(EXPERTS)[1:]}, "does not split all of its weights"),
         ({}, {**EXPERTS, "experts.down_proj": "grouped_gemm"}, "'grouped_gemm'"),
         ({}, {**EXPERTS, "experts.gate_up_proj": "mla_kv_a_proj"}, "'mla_kv_a_proj'"),
     ],
@@ -326,9 +326,9 @@ class Scaling(Plain):
 
 
 def test_a_module_that_computes_between_its_modules_is_not_cut() -> None:
-    with pytest.raises(PlanError, match=r"computes something on the hidden states .*\(embed and blocks\.0\)"):
+    with pytest.raises(PlanError, match=r"computes with the hidden states between embed and blocks\.0"):
         stage(Scaling(), ["blocks.0", "blocks.1", "blocks.2"], _tokens(2))
-    with pytest.raises(PlanError, match="needs modules with parameters before the blocks and after them"):
+    with pytest.raises(PlanError, match="needs modules with parameters before and after its blocks"):
         stage(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["0", "1"], torch.zeros(2, 3, 2))
 
 

@@ -147,7 +147,7 @@ class Bare(nn.Module):
 
 
 def test_e3_a_parameter_that_nothing_initializes_is_refused() -> None:
-    with pytest.raises(PlanError, match="leaves scale uninitialized"):
+    with pytest.raises(PlanError, match="leaves parameter scale uninitialized"):
         parallelize(Bare, "1")
 
 
@@ -200,9 +200,9 @@ def test_trials_d10_weights_that_are_computed_begin_as_their_constructors_make_t
 
 
 def test_trials_d10_a_parameter_without_a_size_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"weight of a LazyLinear has no size before its module is called; give sizes"):
+    with pytest.raises(PlanError, match=r"weight of a LazyLinear is lazy and has no shape yet; give sizes"):
         parallelize(lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)), "1")
-    with pytest.raises(PlanError, match=r"0\.weight has no size"):
+    with pytest.raises(PlanError, match=r"0\.weight is lazy"):
         parallelize(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)), "1")
 
 

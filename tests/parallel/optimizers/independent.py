@@ -8,15 +8,15 @@ from lion_pytorch import Lion as TheirLion
 from schedulefree import AdamWScheduleFree
 
 from forge_core.component import Component
-from forge_parallel.optim.optimizers import AdamW, Lion, ScheduleFreeAdamW
+from forge_parallel.optim.optimizers import AdamWConfig, LionConfig, ScheduleFreeAdamWConfig
 
 RATES = [0.5, 1.0, 1.0, 1.0]
 """Factors of the first steps, then 1: a warm-up of two steps."""
 
 OURS: dict[str, Any] = {
-    "adamw": AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.2),
-    "lion": Lion(lr=1e-3, betas=(0.85, 0.97), weight_decay=0.2),
-    "schedule_free_adamw": ScheduleFreeAdamW(lr=3e-3, betas=(0.85, 0.97), weight_decay=0.2),
+    "adamw": AdamWConfig(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.2),
+    "lion": LionConfig(lr=1e-3, betas=(0.85, 0.97), weight_decay=0.2),
+    "schedule_free_adamw": ScheduleFreeAdamWConfig(lr=3e-3, betas=(0.85, 0.97), weight_decay=0.2),
 }
 """One for each that is registered."""
 
@@ -25,11 +25,11 @@ def theirs(component: Component, decayed: Iterable[Any], others: Iterable[Any]) 
     """The same by torch, lion-pytorch or schedulefree, in their plain arithmetic, over two groups of parameters."""
     groups = [{"params": list(decayed), "weight_decay": component.weight_decay}, {"params": list(others), "weight_decay": 0.0}]  # type: ignore[attr-defined]
     match component:
-        case AdamW():
+        case AdamWConfig():
             return torch.optim.AdamW(groups, lr=component.lr, betas=component.betas, eps=component.eps, foreach=False)
-        case Lion():
+        case LionConfig():
             return TheirLion(groups, lr=component.lr, betas=component.betas)
-        case ScheduleFreeAdamW():
+        case ScheduleFreeAdamWConfig():
             kinds = {"lr": component.lr, "betas": component.betas, "eps": component.eps}
             optimizer = AdamWScheduleFree(groups, **kinds, warmup_steps=2, foreach=False)
             optimizer.train()
@@ -39,7 +39,7 @@ def theirs(component: Component, decayed: Iterable[Any], others: Iterable[Any]) 
 
 def set_rate(optimizer: Any, component: Any, step: int) -> None:
     """The rate of a step; `schedulefree` warms up by itself."""
-    if not isinstance(component, ScheduleFreeAdamW):
+    if not isinstance(component, ScheduleFreeAdamWConfig):
         for group in optimizer.param_groups:
             group["lr"] = component.lr * factor(step)
 

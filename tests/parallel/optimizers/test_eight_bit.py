@@ -23,7 +23,7 @@ from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.adamw8bit import Blocks
 from forge_parallel.optim.groups import Setting, Settings, with_settings
-from forge_parallel.optim.optimizers import AdamW8bit
+from forge_parallel.optim.optimizers import AdamW8bitConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.sections import Precision
 from forge_parallel.step.step import Step
@@ -36,11 +36,11 @@ from parallel.optimizers.test_equal import LAYOUTS, OBJECTIVE, batches, case_of,
 from parallel.tiny import cross_entropy
 
 CPU = torch.device("cpu")
-OURS = AdamW8bit(lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
+OURS = AdamW8bitConfig(lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
 SHAPES = {"a": (64, 512), "experts": (3, 40, 256), "wide": (48, 1024), "vector": (8192,), "small": (8, 256)}
 """Of whole blocks, as torchao needs them. A vector is one that it would cut into blocks."""
 STEPS = 20
-SMALL = AdamW8bit(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.2, block=4, smallest=0)
+SMALL = AdamW8bitConfig(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.2, block=4, smallest=0)
 
 
 @pytest.fixture(scope="module")
@@ -261,8 +261,8 @@ def test_a_layout_that_cuts_a_block_is_refused() -> None:
     """tp = 2 cuts rows of 16 and of 24 in the middle: blocks of 16 and of 8 are not whole then. FSDP cuts no row."""
     plan = Plan.of([TensorParallel()], Layout.parse("tp2"))
     said = {
-        (16, 0): "columns 0 to 7 of 16 of blocks.0.attention.o_proj.weight, which cuts a block; use a block that divides 8,",
-        (8, 0): "columns 0 to 11 of 24 of blocks.0.mlp.down_proj.weight, which cuts a block; use a block that divides 12,",
+        (16, 0): "columns 0 to 7 of 16 of blocks.0.attention.o_proj.weight, so a block would be split.* that divides 8,",
+        (8, 0): "columns 0 to 11 of 24 of blocks.0.mlp.down_proj.weight, so a block would be split.* that divides 12,",
         (8, 1): "columns 12 to 23 of 24 of blocks.0.mlp.down_proj.weight",
     }
     for (block, rank), why in said.items():
@@ -290,7 +290,7 @@ def test_a_plan_counts_two_bytes_and_the_scales(layout: str) -> None:
         else:
             expected += 2 * rows * shape[1] + 2 * 4 * rows * -(-shape[1] // 256)
         expected += 8
-    estimate = dry_run(_workload(AdamW8bit(), **sizes), Plan.of([FullyShard()] if at.world > 1 else [], at))
+    estimate = dry_run(_workload(AdamW8bitConfig(), **sizes), Plan.of([FullyShard()] if at.world > 1 else [], at))
     assert estimate.optimizer == expected
     assert 2 * estimate.elements < estimate.optimizer < 2.1 * estimate.elements
     model = realize(
@@ -301,7 +301,9 @@ def test_a_plan_counts_two_bytes_and_the_scales(layout: str) -> None:
         "fp32",
         "fp32",  # type: ignore[arg-type]
     )
-    held = sum(t.numel() * t.element_size() for tensors in AdamW8bit().build(model).state().values() for t in tensors.values())
+    held = sum(
+        t.numel() * t.element_size() for tensors in AdamW8bitConfig().build(model).state().values() for t in tensors.values()
+    )
     assert layout != "1" or held == expected
 
 
@@ -309,15 +311,15 @@ def test_a_plan_counts_two_bytes_and_the_scales(layout: str) -> None:
 
 
 def test_parameters_of_bf16_are_refused() -> None:
-    job: Any = SimpleNamespace(optimizer=AdamW8bit(), precision=Precision(compute="bf16", state="bf16"))
+    job: Any = SimpleNamespace(optimizer=AdamW8bitConfig(), precision=Precision(compute="bf16", state="bf16"))
     (fault,) = optimizer_keeps_the_state(job, Layout())
     assert fault.key == "precision.state" and "AdamW8bit updates parameters of fp32 and fp64" in fault.message
     held = {"w": nn.Parameter(torch.zeros(64, 256, dtype=torch.bfloat16))}
-    with pytest.raises(PlanError, match=r"AdamW8bit updates parameters of fp32 and fp64, not torch.bfloat16"):
-        AdamW8bit().build(_model(held))
+    with pytest.raises(PlanError, match=r"adamw8bit needs parameters in fp32 or fp64, not torch.bfloat16"):
+        AdamW8bitConfig().build(_model(held))
 
 
 def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchao_library, "find_spec", lambda _: None)
     with pytest.raises(ForgeError, match=r'adamw8bit.* needs torchao.*pip install "forge-parallel\[adamw8bit\]"'):
-        AdamW8bit().build(_model(_held({"w": (64, 256)})))
+        AdamW8bitConfig().build(_model(_held({"w": (64, 256)})))

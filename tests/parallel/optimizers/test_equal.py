@@ -16,7 +16,7 @@ from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup, Settings
 from forge_parallel.placement.topology import Topology
-from forge_parallel.sections import Pipeline
+from forge_parallel.sections import PipelineConfig
 from forge_parallel.step.step import Step
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
@@ -43,7 +43,7 @@ def case_of(experts: bool) -> Case:
 def model_of(layout: str, row: str, groups: bool = False) -> tuple[ParallelModel, Settings]:
     """The model of these tests in a layout, and the settings of its parameters."""
     at = Layout.parse(layout)
-    pipeline = Pipeline(schedule=schedule_class("1f1b")()).build() if at.pp > 1 else None
+    pipeline = PipelineConfig(schedule=schedule_class("1f1b")()).build() if at.pp > 1 else None
     plan = Plan.of(transforms_of(frozenset(row.split())).values(), at, pipeline)
     blueprint, settings = replace(case_of("experts" in row), groups=GROUPS if groups else ()).blueprint()
     return realize(blueprint, plan, Topology.of(at, CPU), 0, "fp64", "fp64"), settings

@@ -14,7 +14,7 @@ from forge_parallel.model.realize import Blueprint
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup as Group
 from forge_parallel.optim.groups import grouped
-from forge_parallel.optim.optimizers import AdamW, ScheduleFreeAdamW
+from forge_parallel.optim.optimizers import AdamWConfig, ScheduleFreeAdamWConfig
 from forge_parallel.optim.stages import settings_of
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Measurement, compare
@@ -64,7 +64,7 @@ def test_a_plan_counts_no_state_and_no_gradient_of_what_is_frozen() -> None:
     found = []
     for patterns in ((), FIRST):
         settings = settings_of(blueprint, [Group(match=pattern, frozen=True) for pattern in patterns])
-        optimizer = partial(optimizers.build_optimizer, AdamW(), settings=settings)
+        optimizer = partial(optimizers.build_optimizer, AdamWConfig(), settings=settings)
         workload = Workload(DECODER.build, cross_entropy, optimizer, 2, 16, settings=settings)
         trained = {name: size for name, size in sizes.items() if name not in settings.frozen}
         estimate = dry_run(workload, Plan.of([FullyShard()], layout))
@@ -84,7 +84,9 @@ class Foreign(Plain):
 def _foreign(layout: str) -> dict[str, torch.Tensor]:
     model = parallelize(Foreign, layout, state="fp64", compute="fp64")
     groups = [Group(match="blocks.1.*", lr=0.5), Group(match="*.bias", weight_decay=0.3)]
-    optimizer = optimizers.build_optimizer(ScheduleFreeAdamW(), model, grouped(groups, list(model.shapes), model.specs.ties))
+    optimizer = optimizers.build_optimizer(
+        ScheduleFreeAdamWConfig(), model, grouped(groups, list(model.shapes), model.specs.ties)
+    )
     assert all("embed.weight" not in tensors for tensors in optimizer.state().values())
     rows = torch.arange(4 * 5).view(4, 5) % VOCAB
     mine = rows.chunk(model.data_ranks)[model.data_rank]

@@ -15,7 +15,7 @@ from forge_parallel.model.realize import realize
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup as Group
 from forge_parallel.optim.groups import Setting, Settings, grouped
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.verify.parity import Case, share, synthetic
@@ -58,8 +58,8 @@ def test_of_several_groups_that_match_a_later_one_counts_key_by_key() -> None:
             r"parameters\.groups\.1\.match: 'blocks\.\*\.qvk\.weight' matches no .* mean 'blocks\.\*\.qkv\.weight'",
         ),
         ("block.*", r"did you mean 'blocks\.\*'"),
-        ("xyz", r"there are embed\.weight, blocks\.\*\.norm\.weight, blocks\.\*\.qkv\.weight"),
-        ("head.weight", r"matches only head\.weight, which is tied to embed\.weight; name embed\.weight"),
+        ("xyz", r"the parameters are embed\.weight, blocks\.\*\.norm\.weight, blocks\.\*\.qkv\.weight"),
+        ("head.weight", r"matches only head\.weight, which is tied to embed\.weight; use embed\.weight"),
     ],
 )
 def test_a_group_that_matches_nothing_is_refused_with_the_nearest_names(match: str, said: str) -> None:
@@ -68,7 +68,7 @@ def test_a_group_that_matches_nothing_is_refused_with_the_nearest_names(match: s
 
 
 def test_a_group_that_changes_nothing_or_freezes_everything_is_refused() -> None:
-    with pytest.raises(ValueError, match="changes nothing"):
+    with pytest.raises(ValueError, match="sets nothing"):
         Group(match="*")
     with pytest.raises(PlanError, match="every parameter of the model is frozen"):
         grouped([Group(match="*", frozen=True)], NAMES, {})
@@ -179,6 +179,6 @@ def test_an_optimizer_that_cannot_do_what_a_group_asks_is_refused() -> None:
         optimizers.build_optimizer(Descent(), model, settings)
     model, settings, _ = made(Group(match="head.weight", lr=0.1))
     assert optimizers.build_optimizer(Descent(), model, settings).state() == {}
-    with pytest.raises(PlanError, match="a name that is not a parameter's"):
+    with pytest.raises(PlanError, match="a state whose name is not that of a parameter"):
         optimizers.build_optimizer(Descent(count=True), model, settings)
-    assert isinstance(AdamW().build(model).state(), dict)
+    assert isinstance(AdamWConfig().build(model).state(), dict)

@@ -12,7 +12,7 @@ from torch.optim import _muon as theirs
 from forge_core.layout import Layout
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
-from forge_parallel.optim.optimizers import Muon
+from forge_parallel.optim.optimizers import MuonConfig
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
@@ -86,7 +86,7 @@ VARIANTS = (
 
 def _case(variant: int, **changes: Any) -> Case:
     options = {key: value for key, value in VARIANTS[variant].items() if key != "steps"}
-    component = Muon(**RATES, **options, newton_schulz_steps=VARIANTS[variant]["steps"], adamw_lr=3e-3)  # type: ignore[arg-type]
+    component = MuonConfig(**RATES, **options, newton_schulz_steps=VARIANTS[variant]["steps"], adamw_lr=3e-3)  # type: ignore[arg-type]
     objective = CrossEntropy().build()
     case = Case(DECODER_OF_EXPERTS.build, objective, component.build, VOCAB, rows=8, micro_batch=2, steps=20)  # type: ignore[arg-type]
     return replace(case, **changes)

@@ -16,10 +16,10 @@ from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import NO_SETTINGS, Setting, Settings, TrainingStage, grouped
 from forge_parallel.optim.groups import ParameterGroup as Group
-from forge_parallel.optim.optimizers import AdamW, AdamW8bit, Lion, ScheduleFreeAdamW
+from forge_parallel.optim.optimizers import AdamW8bitConfig, AdamWConfig, LionConfig, ScheduleFreeAdamWConfig
 from forge_parallel.optim.stages import apply, settings_of, stage_at, staged
 from forge_parallel.placement.topology import Topology
-from forge_parallel.sections import Pipeline
+from forge_parallel.sections import PipelineConfig
 from forge_parallel.step.step import Step
 from forge_parallel.verify.parity import Measurement, compare, share, synthetic
 from forge_parallel.verify.proofs import features
@@ -72,15 +72,18 @@ def test_settings_follow_from_roles_patterns_and_the_step() -> None:
     [
         (TrainingStage(train=("eye",)), r"train\.stages\.0\.train: 'eye' matches no parameter of the model; did you mean 'eyes'"),
         (TrainingStage(train=("blocks.*.qvk.*",)), r"stages\.0\.train: 'blocks.*did you mean 'blocks\.\*\.qkv\.\*'"),
-        (TrainingStage(train=("head.weight",)), "matches only head.weight, which is tied to embed.weight; name embed.weight"),
-        (TrainingStage(train=("blocks.1.*", "eyes")), "all that 'blocks.1.*' matches is frozen by parameters.groups"),
+        (TrainingStage(train=("head.weight",)), "matches only head.weight, which is tied to embed.weight; use embed.weight"),
+        (
+            TrainingStage(train=("blocks.1.*", "eyes")),
+            "parameters.groups or the model itself freezes all parameters that 'blocks.1.*' matches",
+        ),
         (
             TrainingStage(train=("eyes",), lr={"blocks.0.*": 2.0}),
-            r"stages\.0\.lr: the stage trains nothing of 'blocks\.0\.\*'; add it to",
+            r"stages\.0\.lr: the stage trains no parameter of 'blocks\.0\.\*'; add it to",
         ),
         (
             TrainingStage(train=("eyes",), weight_decay={"embed.*": 0.1}),
-            r"stages\.0\.weight_decay: the stage trains nothing of 'embed",
+            r"stages\.0\.weight_decay: the stage trains no parameter of 'embed",
         ),
         (TrainingStage(train=("eyes",), warmup={"eys": 2}), r"stages\.0\.warmup: 'eys' matches no parameter .* 'eyes'"),
     ],
@@ -106,7 +109,7 @@ def _batches(step: int) -> Any:
 
 def test_each_parameter_moves_as_by_an_adamw_that_was_made_when_its_stage_began() -> None:
     """torch's AdamW, one for each parameter: made where the parameter begins, dropped where it is frozen, its rate by hand."""
-    model, optimizer, step = _laid_out(AdamW(lr=1e-2, weight_decay=0.1), STAGES)
+    model, optimizer, step = _laid_out(AdamWConfig(lr=1e-2, weight_decay=0.1), STAGES)
     held = dict(model.parameters_held())
     matrices = {name for name, spec in model.specs.tensors.items() if spec.group in ("matrix", "head", "router")}
     trained: list[set[str]] = [
@@ -147,7 +150,7 @@ def test_each_parameter_moves_as_by_an_adamw_that_was_made_when_its_stage_began(
 
 
 def test_modules_without_anything_to_learn_run_as_in_evaluation() -> None:
-    model, optimizer, _ = _laid_out(AdamW(), STAGES)
+    model, optimizer, _ = _laid_out(AdamWConfig(), STAGES)
     blocks = model.part.blocks
     assert model.part.training and not model.part.embed.training and blocks.training and blocks["3"].training
     assert not any(module.training for module in blocks["0"].modules())
@@ -165,11 +168,11 @@ def test_an_optimizer_whose_states_are_not_of_parameters_is_refused() -> None:
         shards = "elementwise"
 
         def build(self, model: Any) -> Any:
-            made = AdamW().build(model)
+            made = AdamWConfig().build(model)
             made.state = lambda: {"count": {"all": torch.zeros(())}}
             return made
 
-    with pytest.raises(PlanError, match=r"keeps a state under a name that is not a parameter's.*train\.stages"):
+    with pytest.raises(PlanError, match=r"has a state whose name is not that of a parameter.*train\.stages"):
         _laid_out(OneCount(), (TrainingStage(train=("*",)),))
 
 
@@ -186,7 +189,9 @@ def test_dropout_of_what_is_frozen_does_not_drop() -> None:
     assert everything.training and not everything[0].training
 
 
-@pytest.mark.parametrize("component", [AdamW(lr=1e-2), Lion(), AdamW8bit(block=4, smallest=0), ScheduleFreeAdamW()], ids=str)
+@pytest.mark.parametrize(
+    "component", [AdamWConfig(lr=1e-2), LionConfig(), AdamW8bitConfig(block=4, smallest=0), ScheduleFreeAdamWConfig()], ids=str
+)
 def test_a_step_that_is_skipped_does_not_hold_a_stage_up(component: Any) -> None:
     """The stage follows from the step: of one that is skipped at the border nothing moves, and what begins has no step yet."""
     model, optimizer, step = _laid_out(component, STAGES)
@@ -208,7 +213,7 @@ def test_a_decay_that_an_optimizer_does_not_have_is_refused() -> None:
         shards = "elementwise"
 
         def build(self, model: Any) -> Any:
-            return AdamW().build(model)
+            return AdamWConfig().build(model)
 
     with pytest.raises(PlanError, match=r"weight_decay = 0.3 of blocks.*has no key weight_decay.*train.stages"):
         _, optimizer, _ = _laid_out(Bare(), STAGES)
@@ -263,9 +268,9 @@ def _copy_learns() -> list[bool]:
     case = replace(case_of(words), stages=(TrainingStage(until=1, train=("blocks.*",)), TrainingStage(train=("embed.weight",))))
     blueprint, settings = case.blueprint()
     layout = layout_of(words)
-    plan = Plan.of([], layout, Pipeline(schedule=schedule_of(words)).build())
+    plan = Plan.of([], layout, PipelineConfig(schedule=schedule_of(words)).build())
     model = realize(blueprint, plan, Topology.of(layout, CPU), 0, "fp64", "fp64")
-    optimizer: Any = optimizers.build_optimizer(AdamW(), model, settings)
+    optimizer: Any = optimizers.build_optimizer(AdamWConfig(), model, settings)
     found = []
     for step in range(2):
         optimizer.at_step(step)

@@ -14,7 +14,7 @@ from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup as Group
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.optim.stages import apply, settings_of
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
@@ -60,9 +60,9 @@ def test_rates_and_initial_weights_have_the_closed_form() -> None:
 @pytest.mark.parametrize(
     ("model", "narrow", "said"),
     [
-        (width(2), replace(width(1), heads=2, kv_heads=2), "heads are 4 wide, and 8"),
+        (width(2), replace(width(1), heads=2, kv_heads=2), "heads are 4 wide in the model and 8"),
         (replace(width(2), tied_embeddings=True), replace(width(1), tied_embeddings=True), "head.weight is tied to embed.weight"),
-        (width(2), replace(width(1), layers=1), "other parameters"),
+        (width(2), replace(width(1), layers=1), "only one of the model and its narrow model has"),
         (width(2), width(2), "no matrix of the model is wider"),
     ],
 )
@@ -84,7 +84,10 @@ def _change(factor: int, scaled: bool) -> float:
     blueprint, settings = case.blueprint()
     layout = Layout()
     model = realize(blueprint, Plan.of([], layout), Topology(layout, torch.device("cpu")), 0, "fp32", "fp32")
-    optimizer, step = optimizers.build_optimizer(AdamW(lr=1e-2, weight_decay=0.0), model, settings), Step(model, cross_entropy)
+    optimizer, step = (
+        optimizers.build_optimizer(AdamWConfig(lr=1e-2, weight_decay=0.0), model, settings),
+        Step(model, cross_entropy),
+    )
     (batch,) = share(synthetic(case, 0), 0, 1, 4)
 
     def logits() -> torch.Tensor:

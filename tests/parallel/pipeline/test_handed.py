@@ -146,18 +146,18 @@ class Misnaming(Plain):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Skipping, r"blocks\.0 is given 'x0', which depends on inputs or hidden states; a pipeline hands on only 'x'"),
-        (Reading, r"blocks\.0 is given 'x0', which depends on inputs"),
-        (Side, r"computes something on the hidden states between its modules \(blocks\.0 and blocks\.1\)"),
+        (Skipping, r"argument 'x0' of blocks\.0 depends on inputs or hidden states, but a pipeline passes only 'x'"),
+        (Reading, r"argument 'x0' of blocks\.0 depends on inputs"),
+        (Side, r"computes with the hidden states between blocks\.0 and blocks\.1"),
         (Twice, r"Twice calls blocks\.0 2 times"),
-        (Backwards, r"calls its blocks as blocks\.2, blocks\.1, blocks\.0; give blocks= in"),
+        (Backwards, r"calls its blocks in the order blocks\.2, blocks\.1, blocks\.0; give blocks=\[\.\.\.\] in"),
         (Between, "calls norm between its blocks"),
-        (Leaving, r"\(blocks\.2 and norm\)"),
+        (Leaving, r"between blocks\.2 and norm"),
         (Unused, r"Unused calls other never"),
-        (Rooted, "the root holds parameters outside the blocks"),
-        (Borrowing, r"embed\.weight is used outside of embed \(Embedding\).* set pp to 1"),
+        (Rooted, "the root contains the blocks and has parameters"),
+        (Borrowing, r"embed\.weight is used outside embed \(Embedding\).* set pp to 1"),
         (Misnaming, r"blocks\.0 \(Block\) has no attribute 'gain'"),
-        (Positions, r"\(positions and blocks\.0\).*put all that comes before the blocks, .* into one module"),
+        (Positions, r"between positions and blocks\.0,.*move everything before the blocks, .* into one module"),
     ],
 )
 def test_e2_what_a_pipeline_would_lose_is_refused(module: type[nn.Module], message: str) -> None:
@@ -177,7 +177,7 @@ class Wide(Plain):
 
 @pytest.mark.parametrize("example", [torch.zeros(2, 5, 4), torch.zeros(2, 4), {"tokens": TOKENS, "mask": None, "more": TOKENS}])
 def test_inputs_that_a_pipeline_has_no_shape_for_are_refused(example: Any) -> None:
-    with pytest.raises(PlanError, match=r"needs one input \(rows, length\)|give example="):
+    with pytest.raises(PlanError, match=r"input must be \(rows, length\)|as example="):
         stage(Wide() if isinstance(example, Tensor) else Plain(), BLOCKS, example)
 
 

@@ -14,7 +14,7 @@ from forge_core.layout import Layout
 from forge_core.protocols.model import Transform
 from forge_parallel.model.parallel_model import gathered
 from forge_parallel.model.plan import Plan
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.pipeline import stages
 from forge_parallel.step.step import Evaluation, Step
 from forge_parallel.transforms.compile import Compile
@@ -175,19 +175,19 @@ def test_gathered_parameters_are_kept_for_the_whole_step(world: World, schedule:
 @pytest.mark.parametrize("build", [PartTiny, Strided])
 def test_any_model_that_describes_its_parts_can_be_cut(world: World, build: Any, schedule: str) -> None:
     """A list of blocks keeps its numbers, a buffer is filled, hidden states and their gradients may have any strides."""
-    _equal(world, Case(build, cross_entropy, AdamW(lr=1e-2).build, VOCAB, rows=4, steps=2), "pp2", schedule)
+    _equal(world, Case(build, cross_entropy, AdamWConfig(lr=1e-2).build, VOCAB, rows=4, steps=2), "pp2", schedule)
 
 
 def test_a_stage_that_does_not_learn_takes_part(world: World) -> None:
-    _equal(world, Case(Frozen, cross_entropy, AdamW(lr=1e-2).build, VOCAB, rows=4, steps=2), "pp2", "1f1b", "1,3")
+    _equal(world, Case(Frozen, cross_entropy, AdamWConfig(lr=1e-2).build, VOCAB, rows=4, steps=2), "pp2", "1f1b", "1,3")
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
-    [(Silent, "after the last one"), (Stray, "gain: belongs to no block"), (Wide, r"stage 0 returned \(1, 16, 8\)")],
+    [(Silent, "the modules after them"), (Stray, "cannot assign gain to a stage"), (Wide, r"stage 0 returned \(1, 16, 8\)")],
 )
 def test_what_cannot_be_cut_is_refused_by_name(world: World, build: Any, message: str) -> None:
-    case = Case(build, cross_entropy, AdamW(lr=1e-2).build, VOCAB, rows=4, steps=1)
+    case = Case(build, cross_entropy, AdamWConfig(lr=1e-2).build, VOCAB, rows=4, steps=1)
     with pytest.raises(WorldFailed, match=message):
         world.run(measured, 2, case, "pp2")
 
@@ -204,7 +204,7 @@ def _ragged(case: Case) -> None:
 
 
 def test_micro_batches_of_several_shapes_are_refused(world: World) -> None:
-    with pytest.raises(WorldFailed, match="a pipeline needs equal shapes"):
+    with pytest.raises(WorldFailed, match="a pipeline needs micro-batches of equal shapes"):
         world.run(_ragged, 2, decoder_case())
 
 
@@ -267,7 +267,7 @@ def test_in_bf16_only_a_table_that_stages_share_differs(world: World) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_tied_tensors_that_are_cut_differently_are_refused(world: World, schedule: str) -> None:
-    with pytest.raises(WorldFailed, match=r"head\.weight and embed\.weight are tied, but a transform laid them out differently"):
+    with pytest.raises(WorldFailed, match=r"head\.weight and embed\.weight are tied, but a transform sharded them differently"):
         world.run(_halved, 2, decoder_case(), schedule)
 
 

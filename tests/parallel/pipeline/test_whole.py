@@ -11,7 +11,7 @@ from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import HashConfig, MoEConfig
 from forge_models.generation import GenerationError, Sampling, generate
 from forge_models.shape import Rope
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.tensor.transform import TensorParallel
@@ -72,7 +72,7 @@ def test_stages_generate_what_one_process_does(world: World, model: str, layout:
 def trained(layout: str) -> torch.Tensor:
     """Logits after an update that moves the tied table: its copy on the last stage is older until it is asked for."""
     model = realized(decoder_case(True), layout, "1f1b")
-    optimizer = AdamW(lr=0.5).build(model)
+    optimizer = AdamWConfig(lr=0.5).build(model)
     for name, tensor, _ in model.trainable():
         tensor.grad = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)), dtype=tensor.dtype)
     optimizer.step()

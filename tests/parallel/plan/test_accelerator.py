@@ -75,15 +75,15 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 def test_what_was_proven_on_cuda_is_not_used_on_rocm(rocm: torch.device) -> None:
-    fault = "AMD Instinct MI300X is not a GPU of NVIDIA, on which alone float8 products are proven"
+    fault = "AMD Instinct MI300X is not an NVIDIA GPU, and float8 products are proven only on these"
     assert accelerator.float8_fault(rocm) == fault
-    assert accelerator.float8_groups_fault(rocm).startswith("AMD Instinct MI300X is not a GPU of NVIDIA")
+    assert accelerator.float8_groups_fault(rocm).startswith("AMD Instinct MI300X is not an NVIDIA GPU")
     assert accelerator.flex_fault(rocm).endswith("and this is AMD Instinct MI300X")
     assert not accelerator.shares_memory(rocm)
     assert (accelerator.capability(rocm), accelerator.architecture(rocm)) == (None, "gfx942")
     with pytest.raises(PlanError, match=rf"emulate = false, but {fault}; use 'auto' or true"):
         conversion.emulates(False, rocm)
-    with pytest.warns(UserWarning, match=rf"{fault}: they are emulated, which is slower than bf16; leave out transforms\.float8"):
+    with pytest.warns(UserWarning, match=rf"{fault}: they are emulated, which is slower than bf16; remove transforms\.float8"):
         assert conversion.emulates("auto", rocm)
     assert conversion.emulates(True, rocm), "what was asked for is not warned of"
 
@@ -120,5 +120,5 @@ def test_xpu_has_names_and_nothing_that_is_proven(monkeypatch: pytest.MonkeyPatc
     module = SimpleNamespace(get_device_name=lambda _: "Test 2", mem_get_info=lambda _: (3, 5))
     monkeypatch.setattr(torch, "get_device_module", lambda device: {"xpu": module}[device.type])
     assert (accelerator.memory(xpu), accelerator.free_memory(xpu), accelerator.architecture(xpu)) == (5, 3, "")
-    assert "Test 2 is not a GPU of NVIDIA" in accelerator.float8_fault(xpu) and accelerator.flex_fault(xpu)
+    assert "Test 2 is not an NVIDIA GPU" in accelerator.float8_fault(xpu) and accelerator.flex_fault(xpu)
     assert not accelerator.draws(xpu) and not accelerator.shares_memory(xpu) and not accelerator.warns_of_waits(xpu)

@@ -11,7 +11,7 @@ from forge_models.objectives import CrossEntropy
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.dryrun.fake_world import ACCELERATORS
 from forge_parallel.model.plan import Plan
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
@@ -25,7 +25,7 @@ SEEDS = MODEL.layers * 2 * 8
 
 def workload(model: DecoderConfig, compute: str = "bf16", length: int = LENGTH) -> Workload:
     objective = CrossEntropy().build()
-    return Workload(model.build, objective, AdamW().build, rows=1, length=length, compute=compute)
+    return Workload(model.build, objective, AdamWConfig().build, rows=1, length=length, compute=compute)
 
 
 def kept(

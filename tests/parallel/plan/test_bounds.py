@@ -10,7 +10,7 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.objectives import CrossEntropy
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_run
 from forge_parallel.model.plan import Plan
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.context.transform import ContextParallel, Kind
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
@@ -19,7 +19,13 @@ from forge_parallel.transforms.tensor.transform import TensorParallel
 LAYERS, ROWS, LENGTH, DIM, HEADS, KV_HEADS, WIDTH, MICRO_BATCHES = 2, 2, 32, 32, 8, 4, 4, 2
 DECODER = DecoderConfig(dim=DIM, layers=LAYERS, heads=HEADS, kv_heads=KV_HEADS, ffn_dim=64, vocab_size=64, max_length=LENGTH)
 WORKLOAD = Workload(
-    DECODER.build, CrossEntropy().build(), AdamW().build, rows=ROWS, length=LENGTH, micro_batches=MICRO_BATCHES, documents=True
+    DECODER.build,
+    CrossEntropy().build(),
+    AdamWConfig().build,
+    rows=ROWS,
+    length=LENGTH,
+    micro_batches=MICRO_BATCHES,
+    documents=True,
 )
 BF16, FP32, INT32 = 2, 4, 4
 BLOCK = 2 * DIM * DIM + 2 * DIM * KV_HEADS * WIDTH + 3 * DIM * 64 + 2 * DIM

@@ -23,7 +23,7 @@ from forge_parallel.dryrun.memory import Ledger
 from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import GPipe, Interleaved, OneForwardOneBackward, ZeroBubbleV
 from forge_parallel.placement.topology import Topology
@@ -40,7 +40,7 @@ from harness.pool import World
 from parallel.tiny import DIM, LAYERS, VOCAB, TiedTiny, Tiny, cross_entropy
 
 CPU = torch.device("cpu")
-TINY = Workload(Tiny, cross_entropy, AdamW().build, rows=2, length=16, compute="fp32")
+TINY = Workload(Tiny, cross_entropy, AdamWConfig().build, rows=2, length=16, compute="fp32")
 DECODER = DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCAB, max_length=32)
 EXPERTS = replace(
     DECODER,
@@ -274,7 +274,7 @@ def test_activations_are_those_that_a_real_forward_keeps(transforms: list[Any]) 
 def test_the_peak_is_that_of_the_allocator(transforms: list[Any]) -> None:
     """Torch's profiler sees every call of the allocator, so also what kernels take for themselves."""
     shape = DecoderConfig(dim=64, layers=3, heads=4, ffn_dim=160, vocab_size=512, max_length=64)
-    workload = Workload(shape.build, CrossEntropy().build(), AdamW().build, rows=4, length=64, compute="fp32")
+    workload = Workload(shape.build, CrossEntropy().build(), AdamWConfig().build, rows=4, length=64, compute="fp32")
     model = realize(Blueprint.of(workload.build), Plan.of(transforms, Layout()), Topology.of(Layout(), CPU), 0)
     optimizer, step, batch = workload.optimizer(model), Step(model, workload.objective), workload.batch()
     with profile(profile_memory=True) as profiled:
@@ -343,7 +343,7 @@ def _inside() -> str:
     try:
         dry_run(TINY, Plan.of([FullyShard()], Layout.parse("dp2")))
     except LayoutError as refusal:
-        return "alone" if "a dry run needs a separate process" in str(refusal) else str(refusal)
+        return "alone" if "start the dry run in a process of its own" in str(refusal) else str(refusal)
     return "not refused"
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from forge_ckpt.resilience.limits import Learned
+from forge_parallel.launch.watch import Learned
 from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.watch import Watch, is_broken_connection
@@ -129,7 +129,7 @@ def test_fault_35_a_rank_that_hangs_is_named_with_its_section_and_all_stacks(tmp
         assert "line" in story and "in wait_for_all" in story and "in train" in story
         assert "default_pg #39 gloo:all_reduce [[3]]" in story, "what torch's flight recorder knows"
     if how in ("stopped", "keeps the interpreter"):
-        assert re.match(rf"silent; last heard: rank {size - 1} \(", stories[-1])
+        assert re.match(rf"silent; last status: rank {size - 1} \(", stories[-1])
     else:
         assert re.match(rf"rank {size - 1} \(", stories[-1]) and ("in hang" in stories[-1] or how == "skips a collective")
     if how == "keeps the interpreter":

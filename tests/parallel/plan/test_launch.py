@@ -97,7 +97,7 @@ def test_first_host(nodes: str, host: str) -> None:
     [
         ({"MASTER_ADDR": ""}, "MASTER_ADDR"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE"),
-        ({"RANK": "8"}, "rank 8 in a world of 8"),
+        ({"RANK": "8"}, "rank is 8, but the world size is 8"),
         ({"RANK": "two"}, "RANK = 'two'"),
         ({"MASTER_PORT": "99999"}, "99999"),
     ],

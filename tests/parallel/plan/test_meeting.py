@@ -66,7 +66,7 @@ def test_trials_f1_what_differs_is_named_once_and_ends_all_ranks(store: dist.Sto
     assert all(isinstance(error, RanksDiffer) and error.exit_code == 2 for error in errors)
     said = str(errors[0])
     assert said.startswith("ranks differ: rank 1 (process ")
-    assert "optimizer.lr is 0.05, and 0.001 on rank 0" in said and "plugin is not there, and a on rank 0" in said
+    assert "optimizer.lr is 0.05, and 0.001 on rank 0" in said and "plugin is not set, and a on rank 0" in said
     assert 'trackers.0.api_key is "(hidden)", and "(hidden)" on rank 0' in said and "#" not in said
     assert "max_steps" not in said and "rank 2" not in said and meeting.socket.gethostname() in said
 
@@ -95,7 +95,7 @@ def test_trials_f1_worlds_of_other_sizes(store: dist.Store, sizes: tuple[int, in
     ranks = [Rank(store, rank, size) for rank, size in enumerate(sizes)]
     for rank in ranks:
         assert isinstance(rank.end(), RanksDiffer)
-        assert f"was started for a world of {sizes[1]}, rank 0 (process " in str(rank.found)
+        assert f"was started for a world of {sizes[1]} processes, but rank 0 (process " in str(rank.found)
         assert str(rank.found).endswith(f"for one of {sizes[0]}")
     assert time.monotonic() - began < 10
 
@@ -145,7 +145,7 @@ def test_trials_f2_a_signal_ends_the_wait_of_all_who_are_there(store: dist.Store
     time.sleep(0.3)
     asked = True
     assert [rank.end().exit_code for rank in ranks] == [75, 75]
-    assert all(f"rank {stopped} of 3" in str(rank.found) and "was asked to stop" in str(rank.found) for rank in ranks)
+    assert all(f"rank {stopped} of 3" in str(rank.found) and "received a stop request" in str(rank.found) for rank in ranks)
     assert time.monotonic() - began < 8
 
 

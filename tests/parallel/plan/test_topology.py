@@ -161,4 +161,4 @@ def test_h2_a_rank_whose_peers_never_come_says_so_and_ends(world: World) -> None
 @pytest.mark.slow
 def test_fault_28_h2_a_rank_that_was_asked_to_stop_does_not_wait_long_for_its_peers(world: World) -> None:
     ((message, seconds, _),) = world.run(_waited_for_the_others, 1, True, group=False)
-    assert "was asked to stop and waited" in message and "did not come" in message and seconds < 10
+    assert "received a stop request and waited" in message and "did not come" in message and seconds < 10

@@ -21,7 +21,7 @@ def test_every_collective_operator_of_torch_is_known() -> None:
 
 
 def test_an_unknown_exchange_is_refused() -> None:
-    with Traffic(Layout()), pytest.raises(ForgeError, match="is not counted"):
+    with Traffic(Layout()), pytest.raises(ForgeError, match="there is no rule to count"):
         torch.ops.symm_mem.stream_write_value32_(torch.zeros(2, dtype=torch.int32), 0, 1)
 
 

@@ -81,7 +81,7 @@ def test_h1_who_keeps_the_others_waiting_is_named_while_they_wait_and_when_they_
 
 def test_h3_a_rank_that_ends_without_a_word_is_named(world: World) -> None:
     (message, code, _), _ = world.run(_late, 2, "silent", group=False, fresh=True)
-    assert message.startswith("rank 1 (process ") and "ended without a word: killed, out of memory or stopped" in message
+    assert message.startswith("rank 1 (process ") and "ended without a message: killed, out of memory or stopped" in message
     assert code == 5
 
 
@@ -184,7 +184,7 @@ def test_silence_comes_first_and_a_rank_that_waits_does_not_name_itself() -> Non
     watch.passed = 7
     seen = {rank: RankStatus(rank, "", 1, 7, "", "", 0, True) for rank in (1, 2)}
     watch._heard = {rank: (1, time.monotonic()) for rank in (1, 2)}
-    assert list(watch._late(seen)) == ["rank 3 (never heard of)"]
+    assert list(watch._late(seen)) == ["rank 3 (no status received)"]
     seen[3] = seen[2]._replace(rank=3, passed=6)
     watch._heard[3] = (1, time.monotonic())
     assert [sight.rank for sight in watch._late(seen) if isinstance(sight, RankStatus)] == [3]

@@ -24,7 +24,7 @@ from forge_parallel.optim.elementwise import (
     regions,
     rounded,
 )
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.sections import Precision
@@ -34,7 +34,7 @@ from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
 from parallel.tiny import VOCAB, Tiny, cross_entropy
 
-CASE = Case(Tiny, cross_entropy, AdamW().build, VOCAB)
+CASE = Case(Tiny, cross_entropy, AdamWConfig().build, VOCAB)
 N = 1 << 16
 
 
@@ -106,7 +106,7 @@ class Weights:
 def test_small_steps_add_up_on_average_where_plain_bf16_stands_still() -> None:
     """The mean over many elements follows the exact optimizer; each step is 1/390 of a unit in the last place."""
     low, exact = Weights(1.0, torch.bfloat16), Weights(1.0, torch.float64)
-    component = AdamW(lr=1e-5, weight_decay=0.1)
+    component = AdamWConfig(lr=1e-5, weight_decay=0.1)
     optimizers = [component.build(model) for model in (low, exact)]  # type: ignore[arg-type]
     plain = torch.ones(N, dtype=torch.bfloat16)
     for number in range(20):
@@ -125,7 +125,7 @@ def test_small_steps_add_up_on_average_where_plain_bf16_stands_still() -> None:
 def test_the_weight_and_each_moment_have_noise_of_their_names() -> None:
     """With one stream for all three their errors would go together. From moments of 0, the new ones have a closed form."""
     model = Weights(1.0, torch.bfloat16)
-    optimizer = AdamW(lr=0.1, betas=(0.9, 0.95)).build(model)  # type: ignore[arg-type]
+    optimizer = AdamWConfig(lr=0.1, betas=(0.9, 0.95)).build(model)  # type: ignore[arg-type]
     model.weight.grad = torch.full_like(model.weight, 0.3)
     slope = model.weight.grad.float()
     optimizer.step()
@@ -140,7 +140,7 @@ def test_the_weight_and_each_moment_have_noise_of_their_names() -> None:
 
 def test_a_skipped_step_changes_no_bit() -> None:
     model = Weights(1.0, torch.bfloat16)
-    optimizer = AdamW(lr=0.1).build(model)  # type: ignore[arg-type]
+    optimizer = AdamWConfig(lr=0.1).build(model)  # type: ignore[arg-type]
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     before = {(key, name): tensor.clone() for key, tensors in optimizer.state().items() for name, tensor in tensors.items()}
@@ -156,7 +156,7 @@ def _updated(layout: str) -> dict[str, torch.Tensor]:
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
     model = realize(Blueprint.of(Tiny), Plan.of([FullyShard()], at), topology, 0, "bf16", "bf16")
-    optimizer = AdamW(lr=1e-3).build(model)
+    optimizer = AdamWConfig(lr=1e-3).build(model)
     for _ in range(2):
         for _, parameter, _ in model.trainable():
             parameter.grad = parameter.detach() * 0.25 + 0.125
@@ -244,7 +244,7 @@ def test_it_learns() -> None:
     for state in ("fp32", "bf16"):
         layout = Layout()
         model = realize(Blueprint.of(Tiny), Plan.of([], layout), Topology(layout, torch.device("cpu")), 0, "bf16", state)
-        step, optimizer = Step(model, cross_entropy), AdamW(lr=3e-3).build(model)
+        step, optimizer = Step(model, cross_entropy), AdamWConfig(lr=3e-3).build(model)
         losses = []
         for _ in range(60):
             result = step(share(synthetic(CASE, 0), 0, 1, 8))

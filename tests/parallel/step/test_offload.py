@@ -24,7 +24,7 @@ from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, _allocate, realize
 from forge_parallel.optim.adamw import AdamW as FusedAdamW
 from forge_parallel.optim.elementwise import adamw_bf16
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step import reduce
@@ -36,7 +36,7 @@ from harness.pool import World
 from parallel.tiny import LAYERS, VOCAB, Tiny, cross_entropy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-CASE = Case(Tiny, cross_entropy, AdamW(lr=1e-2).build, VOCAB)
+CASE = Case(Tiny, cross_entropy, AdamWConfig(lr=1e-2).build, VOCAB)
 LOW = Case(**{**vars(CASE), "compute": "bf16", "state": "bf16", "steps": 1})
 
 

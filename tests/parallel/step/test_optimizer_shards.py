@@ -17,7 +17,7 @@ from forge_core.trust import trust_file, trust_name
 from forge_parallel.checks import optimizer_takes_parts
 from forge_parallel.conformance import optimizers as kit
 from forge_parallel.optim import optimizers
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 
 PLUGINS = '''
 from dataclasses import dataclass
@@ -115,7 +115,7 @@ def test_e6_an_optimizer_that_does_not_say_how_it_treats_parts_is_refused_in_a_l
         assert "elementwise" in fault.hint
     for layout in ("1", "hsdp4x1"):
         assert list(optimizer_takes_parts(job, Layout.parse(layout))) == []
-    assert list(optimizer_takes_parts(SimpleNamespace(optimizer=AdamW()), Layout.parse("dp2tp2"))) == []
+    assert list(optimizer_takes_parts(SimpleNamespace(optimizer=AdamWConfig()), Layout.parse("dp2tp2"))) == []
 
 
 def test_e6_the_library_refuses_it_too_and_builds_it_on_one_rank(plugins: Any) -> None:
@@ -126,7 +126,7 @@ def test_e6_the_library_refuses_it_too_and_builds_it_on_one_rank(plugins: Any) -
     with pytest.raises(PlanError, match=r"Muon does not say how it treats parts of parameters, .* dp2"):
         optimizers.build_optimizer(plugins("Muon")(), model("dp2"))
     assert callable(optimizers.build_optimizer(plugins("Muon")(), model("1")).step)
-    assert callable(optimizers.build_optimizer(AdamW(), model("dp2")).step)
+    assert callable(optimizers.build_optimizer(AdamWConfig(), model("dp2")).step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ def test_e6_a_false_claim_is_found(plugins: Any, name: str, claim: str, monkeypa
 def test_e6_true_claims_pass(plugins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins("Plain"), "shards", "elementwise", raising=False)
     kit.check_parts(plugins("Plain")())
-    kit.check_parts(AdamW(lr=0.1))
+    kit.check_parts(AdamWConfig(lr=0.1))
 
 
 def test_e6_every_optimizer_of_ours_says_how_it_treats_parts() -> None:

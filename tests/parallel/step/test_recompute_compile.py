@@ -17,7 +17,7 @@ from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import DTYPES
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.torch_private import TorchDispatchMode
@@ -40,7 +40,7 @@ def decoder(layers: int = 2) -> DecoderConfig:
 
 def case(layers: int = 2, **changes: Any) -> Case:
     settings: dict[str, Any] = {"rows": ROWS, "micro_batch": ROWS, "length": LENGTH, "steps": 1, "grad_clip": 1e9} | changes
-    return Case(decoder(layers).build, CrossEntropy().build(), AdamW().build, VOCAB, **settings)
+    return Case(decoder(layers).build, CrossEntropy().build(), AdamWConfig().build, VOCAB, **settings)
 
 
 def made(transforms: list[Any], layers: int = 2, compute: str = "fp64", layout: str = "1") -> Step:
@@ -170,7 +170,7 @@ def test_compilation_changes_nothing(compiler: None) -> None:
 def test_compilation_changes_nothing_in_wide_blocks(compiler: None) -> None:
     """In fp32, at the width of the 125M preset, where sums are long enough to round: the whole gradient, also against fp64."""
     wide = DecoderConfig(dim=768, layers=1, heads=12, ffn_dim=2048, vocab_size=VOCAB, max_length=256)
-    setting = Case(wide.build, CrossEntropy().build(), AdamW().build, VOCAB, rows=8, micro_batch=8, length=256, steps=1)
+    setting = Case(wide.build, CrossEntropy().build(), AdamWConfig().build, VOCAB, rows=8, micro_batch=8, length=256, steps=1)
 
     def gradient(compute: str, *transforms: Any) -> torch.Tensor:
         state = "fp64" if compute == "fp64" else "fp32"
@@ -191,7 +191,7 @@ def _recompiles(layout: str, recompute: bool) -> int:
         warnings.simplefilter("ignore")
         step = made(transforms, layers=3, compute="bf16", layout=layout)
         topology = step.model.topology
-        optimizer = AdamW().build(step.model)
+        optimizer = AdamWConfig().build(step.model)
 
         def train(number: int) -> None:
             micro = share(synthetic(case(), number), topology.data_rank, topology.data_size, 1)

@@ -11,7 +11,7 @@ from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import clip_grad_norm
@@ -41,8 +41,8 @@ def _trained(layout: str, rank: int, name: str, decoder: DecoderConfig = DECODER
         "bf16",
         "fp32",
     )
-    optimizer, step = AdamW(lr=1e-2).build(model), Step(model, CrossEntropy().build())
-    case = Case(DECODER.build, step.objective, AdamW().build, 61)
+    optimizer, step = AdamWConfig(lr=1e-2).build(model), Step(model, CrossEntropy().build())
+    case = Case(DECODER.build, step.objective, AdamWConfig().build, 61)
     for index in range(2):
         result = step(share(synthetic(case, index), topology.data_rank, topology.data_size, 1))
         clip_grad_norm(model, result.norm, 0.5)

@@ -14,7 +14,7 @@ from forge_core.layout import Layout
 from forge_parallel.model.parallel_model import ParallelModel, full
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step
@@ -24,7 +24,7 @@ from harness.closeness import below
 from harness.pool import World
 from parallel.tiny import VOCAB, TiedTiny, Tiny, cross_entropy
 
-CASE = Case(Tiny, cross_entropy, AdamW().build, VOCAB)
+CASE = Case(Tiny, cross_entropy, AdamWConfig().build, VOCAB)
 
 
 def made(layout: str = "1", compute: str = "fp32", build: type[Tiny] = Tiny) -> tuple[ParallelModel, Step]:
@@ -47,7 +47,7 @@ def _poisoned(layout: str) -> tuple[dict[str, float], bool, bool]:
         terms = objective(head, hidden, labels)
         return terms._replace(sum=terms.sum * torch.inf) if model.topology.rank == 1 else terms
 
-    optimizer = AdamW(lr=0.1).build(model)
+    optimizer = AdamWConfig(lr=0.1).build(model)
     good = step(batches(model))
     optimizer.step(good.skip)
     optimizer.zero_grad()
@@ -86,7 +86,7 @@ class _Identity(torch.autograd.Function):
 def _breaking(layout: str) -> tuple[float, float, float, int, bool]:
     """On rank 1 one gradient is broken and the loss is not: (loss, norm, skip, tensors with such gradients, nothing changed)."""
     model, step = made(layout)
-    optimizer = AdamW(lr=1e-2).build(model)
+    optimizer = AdamWConfig(lr=1e-2).build(model)
     optimizer.step(step(batches(model)).skip)
     optimizer.zero_grad()
     state = [t for named in optimizer.state().values() for t in named.values()]
@@ -163,7 +163,7 @@ def test_no_host_synchronisation_before_numbers_are_asked_for(monkeypatch: pytes
     for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
         original = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda *a, _n=name, _o=original: (calls.append(_n), _o(*a))[1])
-    optimizer = AdamW().build(model)
+    optimizer = AdamWConfig().build(model)
     calls.clear()
     result = step(batches(model))
     clip_grad_norm(model, result.norm, 1.0)
@@ -205,7 +205,7 @@ def test_bf16_compute_is_the_same_on_one_process_and_under_fsdp(world: World, bu
 def test_small_updates_accumulate_in_fp32_masters() -> None:
     """bf16 weights near 1 cannot take a step of 1e-5; fp32 masters can."""
     model, step = made("1", "bf16")
-    optimizer = AdamW(lr=1e-5, weight_decay=0.0).build(model)
+    optimizer = AdamWConfig(lr=1e-5, weight_decay=0.0).build(model)
     start = full(model.part.get_parameter("blocks.0.norm.weight"))
     for index in range(3):
         optimizer.step(step(batches(model, index)).skip)

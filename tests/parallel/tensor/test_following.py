@@ -176,21 +176,21 @@ FUSED = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
 MLP = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 REFUSED: list[tuple[Any, dict[str, str], str]] = [
-    (WholeNorm, ATTENTION, r"blocks\.0\.q_norm \(.*test_following\.py:\d+\) fails with the part of the features"),
-    (WholeLayerNorm, ATTENTION, r"blocks\.0\.q_norm \(.*test_following\.py:\d+\) fails with the part"),
+    (WholeNorm, ATTENTION, r"blocks\.0\.q_norm \(.*test_following\.py:\d+\) fails with a tp rank's part"),
+    (WholeLayerNorm, ATTENTION, r"blocks\.0\.q_norm \(.*test_following\.py:\d+\) fails with a tp rank's part"),
     (Fused, FUSED, r"blocks\.0 \(.*test_following\.py:\d+\) applies split across features"),
-    (Split, FUSED, r"blocks\.0 \(.*:\d+\) fails with the part .* sum exactly to 12"),
+    (Split, FUSED, r"blocks\.0 \(.*:\d+\) fails with a tp rank's part .* sum exactly to 12"),
     (Sliced, FUSED, r"blocks\.0 \(.*test_following\.py:\d+\) applies slice across"),
     (Viewed, FUSED, r"blocks\.0 \(.*test_following\.py:\d+\) applies view across"),
     (Dropping, FUSED, r"blocks\.0, blocks\.1 draws random numbers"),
-    (Both, MLP, r"blocks\.0\.scale works on split and on whole features"),
-    (Gated, MLP, r"blocks\.0\.gate\.\w+ works on split|whole output of"),
-    (Gated, {**MLP, "embed": "embedding_rowwise"}, r"the whole output of blocks.0.down meets split features"),
-    (Read, MLP, r"the plan cuts blocks\.0\.up\.weight, but it is read outside"),
-    (Unsummed, {"blocks.*.up": "colwise"}, r"the module \(.*:\d+\) fails with the part .* or meets whole ones"),
+    (Both, MLP, r"blocks\.0\.scale is used with split and with whole features"),
+    (Gated, MLP, r"blocks\.0\.gate\.\w+ is used with split|the output of"),
+    (Gated, {**MLP, "embed": "embedding_rowwise"}, r"the output of blocks.0.down is whole, but is combined with split features"),
+    (Read, MLP, r"the plan splits blocks\.0\.up\.weight, but it is read outside"),
+    (Unsummed, {"blocks.*.up": "colwise"}, r"the module \(.*:\d+\) fails with a tp rank's part .* if it needs all features"),
     (Unsummed, {"head": "colwise"}, "the module's output is split over tp ranks"),
     (Scaled, {**MLP, "blocks.*.down": "colwise"}, r"blocks\.0\.down needs whole features"),
-    (Scaled, {"blocks.*.down": "rowwise"}, r"blocks\.0\.down is rowwise, but takes whole features"),
+    (Scaled, {"blocks.*.down": "rowwise"}, r"blocks\.0\.down is rowwise, but its input has whole features"),
     (Scaled, {**MLP, "embed": "replicated_with_grad_allreduce"}, r"sums the gradient of embed\.weight"),
 ]
 
@@ -213,7 +213,7 @@ class Outside(Model):
 
 def test_e4_a_parameter_on_split_features_and_on_the_output_is_refused() -> None:
     module = Outside(Scaled).to("meta")
-    with pytest.raises(PlanError, match=r"blocks\.0\.scale works on split and on whole features"):
+    with pytest.raises(PlanError, match=r"blocks\.0\.scale is used with split and with whole features"):
         follow(module, rules_of(module, MLP), example_for(module), 2)
 
 
@@ -273,9 +273,9 @@ def test_what_transformers_sums_is_what_is_found() -> None:
 
 def test_a_module_that_cannot_be_run_without_memory_needs_an_example() -> None:
     module = Model(Attention).to("meta")
-    with pytest.raises(PlanError, match="give example="):
+    with pytest.raises(PlanError, match="as example="):
         follow(module, rules_of(module, ATTENTION), {"ids": torch.zeros(2, 4)}, 2)
-    with pytest.raises(PlanError, match="has no embedding and no linear layer to guess its input by"):
+    with pytest.raises(PlanError, match="no input can be guessed, because Conv1d has no embedding"):
         example_for(nn.Conv1d(1, 1, 1))
 
 

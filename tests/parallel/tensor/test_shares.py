@@ -286,14 +286,14 @@ def _plan(block: Any) -> dict[str, str]:
 
 
 REFUSED: list[tuple[Any, Callable[..., Any], str]] = [
-    (Named, Named.apart, r"write -1 there, or take the number from the tensor's shape"),
-    (NamedHeads, NamedHeads.apart, "applies view across.*write -1 there"),
-    (NamedTogether, NamedTogether.together, "write -1"),
+    (Named, Named.apart, r"replace it by -1 or take it from the tensor's shape"),
+    (NamedHeads, NamedHeads.apart, "applies view across.*replace it by -1"),
+    (NamedTogether, NamedTogether.together, "replace it by -1"),
     (NamedMerged, NamedMerged.attend, "applies view across"),
     (OneHead, OneHead.attend, "applies bmm across"),
     (InnerOutermost, InnerOutermost.apart, "applies view across"),
     (Slopes, Slopes.attend, r"computes something else \(arange\)"),
-    (SlopesOfAll, SlopesOfAll.attend, "fails with the part of the features"),
+    (SlopesOfAll, SlopesOfAll.attend, "fails with a tp rank's part of the features"),
     (ScaledBySize, ScaledBySize.attend, r"computes something else \(div\)"),
     (ScaledByCount, ScaledByCount.attend, r"computes something else \(lift_fresh\)"),
     (Branching, Branching.together, "computes something else"),
@@ -306,8 +306,8 @@ REFUSED: list[tuple[Any, Callable[..., Any], str]] = [
     (Shuffled, Shuffled.act, "channel_shuffle|applies view across"),
     (Transposed, Transposed.act, "applies mul across"),
     (Halved, Halved.act, "applies glu across"),
-    (Vector, Vector.act, "fails with the part of the features"),
-    (Filtered, Filtered.act, "Forge does not know"),
+    (Vector, Vector.act, "fails with a tp rank's part of the features"),
+    (Filtered, Filtered.act, "Forge has no rule"),
 ]
 
 

@@ -17,7 +17,7 @@ from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import gathered
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
@@ -54,7 +54,13 @@ def _decoder(variant: str) -> DecoderConfig:
 
 def _case(variant: str, **changes: Any) -> Case:
     case = Case(
-        _decoder(variant).build, CrossEntropy(z_loss=1e-2).build(), AdamW(lr=1e-2).build, VOCAB, rows=8, micro_batch=2, steps=2
+        _decoder(variant).build,
+        CrossEntropy(z_loss=1e-2).build(),
+        AdamWConfig(lr=1e-2).build,
+        VOCAB,
+        rows=8,
+        micro_batch=2,
+        steps=2,
     )
     return replace(case, **changes)
 
@@ -84,7 +90,7 @@ def test_experts_are_left_to_ranks_of_their_own_and_refused_where_those_see_the_
     found = rules(specs, 2, True)
     assert found.apart == stacked
     assert found.cut.keys() == specs.tensors.keys() - stacked
-    with pytest.raises(PlanError, match="stacks experts"):
+    with pytest.raises(PlanError, match="contains stacked experts"):
         rules(specs, 2, False)
 
 
@@ -110,7 +116,7 @@ def test_layouts_with_more_axes(world: World, layout: str, variant: str) -> None
 def test_a_length_that_does_not_divide_is_right_without_sequence_parallelism_and_refused_with_it(world: World) -> None:
     case = _case("gqa", length=15)
     _equal(world, case, "tp2", False)
-    with pytest.raises(Exception, match="15 tokens cannot be cut into 2 equal parts"):
+    with pytest.raises(Exception, match="15 tokens cannot be split into 2 equal parts"):
         world.run(_measure, 2, case, "tp2", True)
 
 
@@ -164,7 +170,7 @@ def test_a_model_whose_specs_do_not_say_how_to_cut_is_refused() -> None:
     ("changes", "tp", "message"),
     [
         ({"heads": 3, "kv_heads": 3, "head_dim": 4}, 2, "3 heads cannot be divided among parallel.tp = 2"),
-        ({"heads": 12, "kv_heads": 3, "head_dim": 4}, 2, "3 key-value heads with parallel.tp = 2"),
+        ({"heads": 12, "kv_heads": 3, "head_dim": 4}, 2, "3 key-value heads do not fit parallel.tp = 2"),
     ],
 )
 def test_what_cannot_be_cut_is_named(changes: dict[str, Any], tp: int, message: str) -> None:
@@ -173,7 +179,7 @@ def test_what_cannot_be_cut_is_named(changes: dict[str, Any], tp: int, message: 
 
 
 def test_specs_without_any_dimension_to_cut_are_refused() -> None:
-    with pytest.raises(PlanError, match="no parameter has a dimension to cut"):
+    with pytest.raises(PlanError, match="no parameter has a dimension to split"):
         rules(Specs({}, {}, ("blocks.0",), {}), 2, True)
 
 

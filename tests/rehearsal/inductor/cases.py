@@ -21,7 +21,7 @@ from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW, AdamW8bit
+from forge_parallel.optim.optimizers import AdamW8bitConfig, AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.torch_private import fake_store
@@ -173,8 +173,8 @@ CASES: dict[str, Callable[[], Record]] = {
     "float8": lambda: _step(DecoderConfig(**SIZES), Float8()),
     "tensor parallel": _tensor_parallel,
     "loss head": _loss_head,
-    "AdamW bf16": lambda: _update(AdamW(), "bf16", EVERYWHERE),
-    "AdamW 8 bit": lambda: _update(AdamW8bit(), "fp32"),
+    "AdamW bf16": lambda: _update(AdamWConfig(), "bf16", EVERYWHERE),
+    "AdamW 8 bit": lambda: _update(AdamW8bitConfig(), "fp32"),
     "flex": _flex,
     "ring": _ring,
 }

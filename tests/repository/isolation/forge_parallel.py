@@ -12,7 +12,7 @@ from forge_core.protocols.model import LossTerms
 from forge_core.specs import Init, Specs, TensorSpec
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 
@@ -44,7 +44,7 @@ def objective(head, logits, labels) -> LossTerms:
 layout = Layout()
 topology = Topology.of(layout, torch.device("cpu"))
 model = realize(Blueprint.of(Bigram), Plan.of([], layout), topology, 7)
-optimizer = AdamW(lr=0.1, weight_decay=0.0).build(model)
+optimizer = AdamWConfig(lr=0.1, weight_decay=0.0).build(model)
 step = Step(model, objective)
 tokens = torch.arange(10)[None] % VOCAB
 batch = Batch(tokens=tokens, labels=(tokens + 1) % VOCAB)

@@ -42,5 +42,9 @@ with tempfile.TemporaryDirectory() as directory:
     assert "uPlot" in (run / "report.html").read_text()
     forge("report", str(run), "--out", "again.html")
     assert (Path(directory) / "again.html").stat().st_size > 50_000
+    assert "pip install forge-lab" in forge("sweep", "recipe.toml", code=2)
+    assert "pip install forge-interp" in forge("probe", "debug", "--list", code=2)
+    forge("run", "recipe.toml", f"--job.dir={Path(directory) / 'other'}")
+    assert "pip install forge-lab" in forge("report", str(run), "other", code=2)
     names = {entry["step"] for entry in json.loads(forge("ckpt", "list", str(run / "checkpoints"), "--json"))}
     assert 6 in names, names

@@ -33,7 +33,7 @@ def recipe(tmp_path: Path) -> Path:
 def finished(recipe: Path, overrides: list[str]) -> dict[str, Any]:
     run, recorder = prepared(recipe, overrides)
     assert fit(run) == "finished"
-    run.close()
+    run.saves.close()
     return {"losses": recorder.losses, "weights": digest(run)}
 
 
@@ -62,7 +62,7 @@ def _cut(recipe: Path, folder: Path, *overrides: str) -> tuple[list[float], str]
             recipe, [f"--job.dir={folder}", "--schedule.name=constant", f"--train.max_steps={steps}", *overrides]
         )
         fit(run)
-        run.close()
+        run.saves.close()
         losses += recorder.losses
     return losses, digest(run)
 
@@ -95,7 +95,7 @@ def test_fault_2_a_full_disk_costs_one_checkpoint_and_no_step(
     broken(monkeypatch, [6])
     run, recorder = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", *how])
     assert fit(run) == "finished"
-    run.close()
+    run.saves.close()
     assert recorder.losses == expected["losses"] and digest(run) == expected["weights"]
     names = sorted(
         name for name in LocalStore(tmp_path / "run" / "checkpoints").list() if name.startswith(("step", ".", "saving"))
@@ -112,7 +112,7 @@ def test_the_last_step_must_be_saved(recipe: Path, tmp_path: Path, monkeypatch: 
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", *how])
     with pytest.raises(CheckpointError, match=r"step 8 was not saved.*no space left"):
         fit(run)
-    run.close()
+    run.saves.close()
 
 
 @pytest.mark.parametrize(("busy", "kept"), [("skip", [1, 8]), ("queue", [1, 2, 8])])
@@ -122,7 +122,7 @@ def test_what_is_left_out_is_said_and_the_last_step_is_there(
     run, _ = prepared(
         recipe, [f"--job.dir={tmp_path}", *THREAD, f"--checkpoint.busy={busy}", "--checkpoint.every=1", "--checkpoint.keep=0"]
     )
-    write, finish, opened, ends = module.write, run.finish_saves, [], threading.Event()
+    write, finish, opened, ends = module.write, run.saves.finish, [], threading.Event()
 
     def slow(*given: Any) -> str:
         ends.wait()
@@ -134,9 +134,9 @@ def test_what_is_left_out_is_said_and_the_last_step_is_there(
         finish()
 
     monkeypatch.setattr(module, "write", slow)
-    run.finish_saves = end
+    run.saves.finish = end  # type: ignore[method-assign]
     fit(run)
-    run.close()
+    run.saves.close()
     assert opened == kept[:-1]
     names = [name for name in LocalStore(tmp_path / "checkpoints").list() if name.startswith("step")]
     assert names == [f"step-{step:08d}" for step in kept]
@@ -150,9 +150,9 @@ def test_fault_14_a_newer_job_ends_one_that_saves_in_the_background(recipe: Path
     newer, _ = prepared(recipe, here)
     with pytest.raises(Superseded):
         fit(older)
-    older.close()
+    older.saves.close()
     assert fit(newer) == "finished"
-    newer.close()
+    newer.saves.close()
 
 
 def test_too_little_memory_is_refused_and_nothing_is_changed(
@@ -176,10 +176,10 @@ def test_a_saver_logs_through_its_run(recipe: Path, tmp_path: Path, caplog: pyte
 def test_a_checkpoint_is_good_by_the_losses_up_to_its_step_however_late_it_ends(recipe: Path, tmp_path: Path) -> None:
     """Step 3 is saved while the loss is in its band and step 6 while it is not; both end after it has left."""
     run, _ = prepared(recipe, [f"--job.dir={tmp_path}", *THREAD, "--checkpoint.busy=queue"])
-    saves = run.finish_saves.__closure__[1].cell_contents  # type: ignore[attr-defined]
+    saves = run.saves
     for step, left in ((3, None), (6, 5)):
         run.state.step, run.health.band.left = step, left
         run.save()
-    saves.settle(run, wait=True)
+    saves.settle(wait=True)
     assert run.health.saves == [3]
-    run.close()
+    run.saves.close()

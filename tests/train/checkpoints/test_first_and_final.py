@@ -92,7 +92,7 @@ def test_the_rules_of_a_recipe_are_those_of_its_run(recipe: Path, tmp_path: Path
 
 def test_seconds_of_training_add_up_over_starts(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step of the clock here is an hour; the day between the starts does not count."""
-    from forge_train.run import run as runs
+    from forge_train.run import training as runs
 
     now = [1000.0]
     monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
@@ -100,7 +100,7 @@ def test_seconds_of_training_add_up_over_starts(recipe: Path, tmp_path: Path, mo
     store, recorded = LocalStore(tmp_path / "run/checkpoints"), {}
     for steps in (4, 8):
         run, _ = prepared(recipe, [*given, f"--train.max_steps={steps}"])
-        run.started, update = now[0], run.update
+        run.clock.started, update = now[0], run.update
 
         def hour(result: Any, update: Any = update) -> None:
             now[0] += 3600.0

@@ -23,7 +23,17 @@ from forge_train.run.loop import fit
 from forge_train.run.resume import compare_recipes
 from train.runs import TINY, prepared
 
-OURS = {"forge-core", "forge-parallel", "forge-models", "forge-data", "forge-ckpt", "forge-vlm", "forge-train"}
+OURS = {
+    "forge-core",
+    "forge-parallel",
+    "forge-models",
+    "forge-data",
+    "forge-ckpt",
+    "forge-vlm",
+    "forge-interp",
+    "forge-train",
+    "forge-lab",
+}
 OUTSIDE = {"forge.converters"} | {name for name, group in GROUPS.items() if group.build is None}
 """Groups that no recipe chooses from."""
 

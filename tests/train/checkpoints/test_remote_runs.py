@@ -91,10 +91,10 @@ def test_a_run_goes_on_from_a_url_and_fresh_is_refused_there(tmp_path: Path, cap
     given = [f"--job.dir={tmp_path / 'run'}", "--checkpoint.store.name=remote", f"--checkpoint.store.url={folder}"]
     run, _ = prepared(recipe(tmp_path), [*given, "--train.stop_at=4"])
     fit(run)
-    run.close()
+    run.saves.close()
     again, _ = prepared(recipe(tmp_path), given)
     assert again.state.step == 4 and not (tmp_path / "run/checkpoints").exists()
-    again.close()
+    again.saves.close()
     place = locate(f"{folder}/run")
     assert (place.name, place.store.root) == ("step-00000004", f"{folder}/run/checkpoints")
     with pytest.raises(ForgeError, match=rf"--fresh moves .* {folder}/run/checkpoints has checkpoints .*job\.name"):

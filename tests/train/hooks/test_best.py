@@ -25,6 +25,7 @@ from forge_train.hooks.save import SaveHook
 from forge_train.process.stop import Stop
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
+from forge_train.run.training import Clock, Requests
 from harness.pool import World
 from train.runs import TINY, prepared
 
@@ -49,7 +50,7 @@ def recipe(tmp_path: Path) -> Path:
 def verdicts(values: list[float], mode: str = "min", least: float = 0.0) -> list[bool | None]:
     improvement = Improvement("m", mode, least)  # type: ignore[arg-type]
     return [
-        improvement.look(SimpleNamespace(measured={"m": (step, value)}, state=SimpleNamespace(step=step)))  # type: ignore[arg-type]
+        improvement.look(SimpleNamespace(results={"m": (step, value)}, state=SimpleNamespace(step=step)))  # type: ignore[arg-type]
         for step, value in enumerate(values, 1)
     ]
 
@@ -63,11 +64,11 @@ def test_better_is_less_or_more_by_enough() -> None:
 
 def test_a_result_counts_once_and_only_at_its_step() -> None:
     improvement = Improvement("m")
-    run: Any = SimpleNamespace(measured={}, state=SimpleNamespace(step=3))
+    run: Any = SimpleNamespace(results={}, state=SimpleNamespace(step=3))
     assert improvement.look(run) is None
-    run.measured["m"] = (2, 1.0)
+    run.results["m"] = (2, 1.0)
     assert improvement.look(run) is None
-    run.measured["m"] = (3, 1.0)
+    run.results["m"] = (3, 1.0)
     assert improvement.look(run) is True and improvement.look(run) is None
 
 
@@ -87,13 +88,13 @@ class Script(Hook):
 
     def after_step(self, run: Any, result: Any) -> None:
         if run.state.step in self.values:
-            run.measured[METRIC] = (run.state.step, self.values[run.state.step])
+            run.results[METRIC] = (run.state.step, self.values[run.state.step])
 
 
 def scripted(recipe: Path, overrides: list[str], values: dict[int, float]) -> tuple[str, int]:
     """Why a run with the recipe's hooks and such results ended, and after which step."""
     run, _ = prepared(recipe, overrides)
-    run.hooks = [Script(values), *run.hooks[1:]]
+    run.hooks[:] = [Script(values), *run.hooks[1:]]
     return fit(run), run.state.step
 
 
@@ -142,7 +143,7 @@ def test_patience_survives_a_resume(recipe: Path, tmp_path: Path) -> None:
 
 def _ended(recipe: Path, overrides: list[str]) -> tuple[str, int, dict[str, Any]]:
     run, _ = prepared(recipe, overrides)
-    return fit(run), run.state.step, dict(run.marks)
+    return fit(run), run.state.step, dict(run.requests.marks)
 
 
 def test_all_ranks_decide_alike(world: World, recipe: Path, tmp_path: Path) -> None:
@@ -210,24 +211,23 @@ def test_a_step_that_becomes_due_after_it_was_saved_is_saved_again() -> None:
         watch=Watch(),
         state=SimpleNamespace(step=0),
         job=SimpleNamespace(checkpoint=SimpleNamespace(every=2, first=False)),
-        due=False,
-        measured={},
-        marks={},
-        paused=0.0,
+        results={},
+        requests=Requests(),
+        clock=Clock(),
         judge=lambda: None,
         topology=SimpleNamespace(device=torch.device("cpu")),
         stop=Stop(10),
         save=lambda: saves.append(run.state.step),
-        finish_saves=lambda: None,
+        saves=SimpleNamespace(finish=lambda: None),
     )
     hook, best = SaveHook(), BestHook(METRIC)
     hook.start(run)
     run.state.step = 2
     hook.after_step(run, None)  # type: ignore[arg-type]
-    run.measured[METRIC] = (2, 1.0)  # as an evaluation at the end of the run gives it
+    run.results[METRIC] = (2, 1.0)  # as an evaluation at the end of the run gives it
     for one in (best, hook):
         one.finish(run)
-    assert saves == [2, 2] and not run.due and run.marks == {"best": 2}
+    assert saves == [2, 2] and not run.requests.save and run.requests.marks == {"best": 2}
 
 
 @pytest.mark.parametrize(
@@ -251,11 +251,11 @@ def test_hooks_that_could_never_act_are_refused(tmp_path: Path, hooks: str, says
 
 
 def test_early_stopping_without_any_finite_result_ends_too() -> None:
-    run: Any = SimpleNamespace(measured={}, state=SimpleNamespace(step=0), stop=SimpleNamespace(end=lambda why: ends.append(why)))
+    run: Any = SimpleNamespace(results={}, state=SimpleNamespace(step=0), stop=SimpleNamespace(end=lambda why: ends.append(why)))
     ends: list[str] = []
     hook = EarlyStopHook(METRIC, patience=2)
     for step in (1, 2):
-        run.state.step, run.measured[METRIC] = step, (step, math.nan)
+        run.state.step, run.results[METRIC] = step, (step, math.nan)
         hook.after_step(run, None)  # type: ignore[arg-type]
     assert ends == [f"{METRIC} was not better than no finite result in 2 evaluations"]
     again = EarlyStopHook(METRIC, patience=2)

@@ -71,10 +71,10 @@ def trained(recipe: Path, overrides: list[str]) -> tuple[list[dict[str, torch.Te
     """The trajectory, the average at the end, and what was measured."""
     run, _ = prepared(recipe, overrides)
     path = Trajectory()
-    run.hooks = [path, *run.hooks]
+    run.hooks[:] = [path, *run.hooks]
     fit(run)
     kept = next(hook.tensors(run.model)["ema"] for hook in run.hooks if isinstance(hook, EmaHook))
-    return path.weights, {name: full(tensor).clone() for name, tensor in kept.items()}, dict(run.measured)
+    return path.weights, {name: full(tensor).clone() for name, tensor in kept.items()}, dict(run.results)
 
 
 def closed_form(path: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:

@@ -21,13 +21,14 @@ from forge_train.components.evaluation import Evaluate
 from forge_train.components.hooks import Log, Progress, Save
 from forge_train.hooks.evaluation import EvaluateHook
 from forge_train.hooks.metrics import Utilization
-from forge_train.hooks.periodic import pause, paused
+from forge_train.hooks.periodic import pause
 from forge_train.hooks.samples import SampleHook
 from forge_train.hooks.save import SaveHook
 from forge_train.hooks.weights import ReplicasHook
 from forge_train.process.stop import STOPPED, Stop
 from forge_train.recipe.checks import evaluate_has_sets
 from forge_train.run.health import Health
+from forge_train.run.training import Clock, Requests
 
 TOKENS = 512
 
@@ -82,14 +83,14 @@ class ScriptedRun:
         )
         self.step = self
         self.stop = Stop(self.total)
-        self.measured: dict[str, tuple[int, float]] = {}
-        self.marks: dict[str, int] = {}
-        self.due = False
-        self.phases = StepTimer()
+        self.results: dict[str, tuple[int, float]] = {}
+        self.requests, self.clock, self.times = Requests(), Clock(), StepTimer()
+        self.saves = self
         self.batches = ()
         self.model = SimpleNamespace(parameters_held=list)
         self.optimizer = SimpleNamespace(state=dict)
         self.health = Health()
+        self.data = None
 
     def log(self, values: dict[str, float]) -> None:
         self.logged.append((self.state.step, dict(values)))
@@ -100,10 +101,10 @@ class ScriptedRun:
     def save(self) -> None:
         self.saved.append(self.state.step)
 
-    def may_save(self) -> bool:
+    def may_begin(self) -> bool:
         return True
 
-    def finish_saves(self) -> None:
+    def finish(self) -> None:
         pass
 
     def evaluate(self, batches: Iterable[tuple[float, int]]) -> Any:
@@ -171,11 +172,11 @@ def test_throughput_leaves_out_evaluation_and_saving(order: str) -> None:
 
 
 def test_pause_counts_through_an_exception() -> None:
-    run = SimpleNamespace()
+    run = SimpleNamespace(clock=Clock())
     with pytest.raises(KeyError), pause(run):
         sleep(0.01)
         raise KeyError
-    assert paused(run) >= 0.01
+    assert run.clock.paused >= 0.01
 
 
 @pytest.mark.parametrize("last", [5, 7], ids=["before the end", "at the last step"])

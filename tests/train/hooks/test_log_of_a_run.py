@@ -22,13 +22,13 @@ class Timed(Hook):
         self.seen: list[bool] = []
 
     def before_step(self, run: Any) -> None:
-        self.seen.append(run.phases.timed)
+        self.seen.append(run.times.timed)
 
 
 def logged(recipe: Path, directory: Path, overrides: list[str], every: int = 4) -> tuple[list[dict[str, Any]], list[bool], Any]:
     run, _ = prepared(recipe, [f"--job.dir={directory}", "--checkpoint.every=0", *overrides])
     timed = Timed()
-    run.hooks = [LogHook(every=every), timed]
+    run.hooks[:] = [LogHook(every=every), timed]
     fit(run)
     return read_metrics(directory / METRICS), timed.seen, run
 

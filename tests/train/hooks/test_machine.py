@@ -84,7 +84,7 @@ class Breaks(Hook):
 def ended(recipe: Path, folder: Path, what: str, rank: int, **keys: Any) -> tuple[str, str, int, list[str]]:
     """Kind and text of the error of this rank, its step, and its warnings."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--train.micro_batch=1"])
-    run.hooks = [Breaks(globals()[what], rank), MachineHook(every=2, **keys)]
+    run.hooks[:] = [Breaks(globals()[what], rank), MachineHook(every=2, **keys)]
     try:
         fit(run)
     except (MachineFault, PeerFailure) as error:
@@ -129,7 +129,7 @@ def test_fault_51_a_wrong_sum_is_found(rank: int) -> None:
 def _clean(recipe: Path, folder: Path, probed: bool) -> tuple[list[str], str]:
     """Warnings and weights."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--train.micro_batch=1", "--train.max_steps=30"])
-    run.hooks = [MachineHook(every=1)] if probed else []
+    run.hooks[:] = [MachineHook(every=1)] if probed else []
     fit(run)
     assert [hook.writes for hook in run.hooks] == [run.topology.rank == 0] * probed, "one file for each host"
     return run.health.summary(), digest(run)
@@ -154,7 +154,7 @@ def test_what_is_slow_full_or_short_is_said_once_and_when_it_is_over(recipe: Pat
     said = iter([("", False), ("no space", True), ("no space", True), ("", False), ("", False)])
     waits = iter([1.0, 1.0, 0.0, 0.0, 0.0])
     hook = MachineHook(every=1, slow=0.9)
-    run.hooks = [hook, Replaces(hook, lambda: time.sleep(next(waits)) or "")]
+    run.hooks[:] = [hook, Replaces(hook, lambda: time.sleep(next(waits)) or "")]
     with (
         patch.object(machine, "available_memory", lambda: next(free)),
         patch.object(machine, "disk_probe", lambda path, number: next(said)),
@@ -215,7 +215,7 @@ def _by_clock(recipe: Path, folder: Path, minutes: float) -> list[int]:
         def before_step(self, run: Any) -> None:
             now[0] += 29.6 * (run.topology.rank == 0)
 
-    run.hooks = [Clock(), hook]
+    run.hooks[:] = [Clock(), hook]
     with patch.object(machine, "time", SimpleNamespace(monotonic=lambda: now[0])):
         fit(run)
     return steps

@@ -15,7 +15,7 @@ from forge_models.objectives import CrossEntropy
 from forge_parallel.launch.watch import Watch
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import OneForwardOneBackward
 from forge_parallel.placement.topology import Topology
@@ -29,6 +29,7 @@ from forge_train.directory import ROUTING
 from forge_train.report.html import heat
 from forge_train.report.page import page
 from forge_train.report.record import RunRecord
+from forge_train.run.training import Clock
 
 SIZES = {"dim": 16, "layers": 2, "heads": 2, "ffn_dim": 24, "vocab_size": 53, "max_length": 64}
 
@@ -46,7 +47,7 @@ def made(tmp_path, router):
         topology=topology,
         directory=tmp_path,
         state=SimpleNamespace(step=10),
-        paused=0.0,
+        clock=Clock(),
         log=logged.append,
         judge=lambda: None,
     )
@@ -87,7 +88,7 @@ def _looked_at(layout: str, directory: Path) -> list[dict[str, float]]:
     model = realize(
         Blueprint.of(config.build), Plan.of([FullyShard(), TensorParallel(), ExpertParallel()], at, pipeline), topology, 0
     )
-    case, step = Case(config.build, CrossEntropy().build(), AdamW().build, 53), Step(model, CrossEntropy().build())
+    case, step = Case(config.build, CrossEntropy().build(), AdamWConfig().build, 53), Step(model, CrossEntropy().build())
     logged: list[dict[str, float]] = []
     job, state = SimpleNamespace(model=config), SimpleNamespace(step=10)
     run = SimpleNamespace(
@@ -97,7 +98,7 @@ def _looked_at(layout: str, directory: Path) -> list[dict[str, float]]:
         topology=topology,
         directory=directory,
         state=state,
-        paused=0.0,
+        clock=Clock(),
         log=logged.append,
         judge=lambda: None,
     )

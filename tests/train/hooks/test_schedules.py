@@ -183,7 +183,7 @@ def test_a_schedule_multiplies_with_the_rate_of_a_data_phase(name: str) -> None:
     run = SimpleNamespace(
         watch=SimpleNamespace(enter=lambda *_: None),
         job=SimpleNamespace(train=SimpleNamespace(grad_clip=None)),
-        factor=factor,
+        training=SimpleNamespace(factor=factor),
         health=SimpleNamespace(lr_scale=1.0),
         data=SimpleNamespace(lr_scale=lambda step: 0.25 if step >= 60 else 1.0),
         optimizer=SimpleNamespace(set_factor=given.append, step=lambda skip: None, zero_grad=lambda: None),

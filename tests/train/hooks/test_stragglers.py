@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forge_core.protocols.run import Hook
-from forge_parallel.launch.own_time import OwnTime
+from forge_parallel.launch.watch import Watch
 from forge_train.hooks.stragglers import StragglersHook
 from forge_train.run.loop import fit
 from forge_train.trackers import METRICS, read_metrics
@@ -22,17 +22,13 @@ SMALL = TINY.replace("layers = 2", "layers = 1")
 
 
 class Sleeps(Hook):
-    """Rank 1 is slow in every step until one: inside of a forward, before it, or in what a hook does after it."""
+    """Rank 1 is slow in every step until one: before the forward, or in what a hook does after the step."""
 
     def __init__(self, where: str, until: int, seconds: float = 0.2) -> None:
         self.where, self.until, self.seconds = where, until, seconds
 
     def start(self, run: Any) -> None:
         self.run = run
-        if self.where == "forward":
-            next(block for name, block in run.model.parts[0].named_modules() if name.endswith("mlp")).register_forward_pre_hook(
-                lambda module, given: self._sleep()
-            )
 
     def before_step(self, run: Any) -> None:
         time.sleep(0.02)  # of every rank, so that there is a time to compare with
@@ -52,7 +48,7 @@ class Sleeps(Hook):
 def _named(recipe: Path, folder: Path, settings: list[str], where: str, until: int) -> tuple[list[str], str]:
     """What the report of rank 0 warns of, and the weights."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--checkpoint.every=0", "--train.micro_batch=4", *settings])
-    run.hooks = [Sleeps(where, until), StragglersHook(every=3)]
+    run.hooks[:] = [Sleeps(where, until), StragglersHook(every=3)]
     fit(run)
     return run.health.summary(), digest(run)
 
@@ -64,7 +60,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("where", "layout"), fast(("forward", "dp2"), of=[("forward", "dp2"), ("data", "dp2"), ("data", "tp2")]))
+@pytest.mark.parametrize(("where", "layout"), fast(("data", "dp2"), of=[("data", "dp2"), ("data", "tp2")]))
 def test_fault_36_a_rank_that_sleeps_is_named_with_its_host_and_no_other_is(
     world: World, recipe: Path, tmp_path: Path, where: str, layout: str
 ) -> None:
@@ -84,9 +80,9 @@ def test_fault_36_a_rank_that_sleeps_is_named_with_its_host_and_no_other_is(
 def test_fault_36_a_rank_that_is_fast_again_is_said_and_clean_ranks_are_never_named(
     world: World, recipe: Path, tmp_path: Path
 ) -> None:
-    (warned, slow), _ = world.run(_named, 2, recipe, tmp_path / "a", ["--train.max_steps=39"], "forward", 15, timeout=90)
+    (warned, slow), _ = world.run(_named, 2, recipe, tmp_path / "a", ["--train.max_steps=39"], "data", 15, timeout=90)
     assert len(warned) == 2 and warned[1].endswith("is as fast as the others again")
-    (warned, clean), _ = world.run(_named, 2, recipe, tmp_path / "b", ["--train.max_steps=39"], "forward", 0, timeout=90)
+    (warned, clean), _ = world.run(_named, 2, recipe, tmp_path / "b", ["--train.max_steps=39"], "data", 0, timeout=90)
     assert warned == [] and slow == clean, "bits of the run are those without it"
 
 
@@ -96,28 +92,25 @@ def test_what_a_hook_takes_names_no_rank(world: World, recipe: Path, tmp_path: P
         assert warned == []
 
 
-def test_own_time_leaves_out_what_does_not_count_and_ends() -> None:
-    counted = True
-    own = OwnTime(lambda: counted)
-    own.start()
-    until = time.monotonic() + 0.2
-    while time.monotonic() < until:
-        time.sleep(0.01)
-    mine, waited = own.take()
-    assert waited == 0 and 0.1 < mine < 0.4
-    counted = False
+def test_the_watch_tells_the_seconds_of_each_section() -> None:
+    watch, began = Watch(), time.monotonic()
+    watch.enter("reads", "data")
     time.sleep(0.05)
-    own.take()
+    watch.enter("computes", "step of 8 places")
+    time.sleep(0.1)
+    first = watch.seconds()
+    assert first["data"] >= 0.05 and first["step of 8 places"] >= 0.1, "the section that has not ended counts up to now"
+    assert first["data"] + first["step of 8 places"] <= time.monotonic() - began
     time.sleep(0.05)
-    assert own.take() == (0, 0)
-    own.stop()
-    assert not own._thread.is_alive()
+    watch.enter("updates", "update")
+    second = watch.seconds()
+    assert second["data"] == first["data"] and second["step of 8 places"] >= first["step of 8 places"] + 0.05
 
 
 def test_alone_it_looks_at_nothing(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=4"])
     hook = StragglersHook(every=2)
-    run.hooks = [hook]
+    run.hooks[:] = [hook]
     with caplog.at_level(logging.WARNING):
         fit(run)
-    assert hook.own is None and caplog.records == []
+    assert hook.world is None and hook.steps == [] and caplog.records == []

@@ -212,7 +212,7 @@ def test_fault_43_a_run_survives_its_trackers_and_resumes_in_them(run, caplog) -
         """Steps in `metrics.jsonl` after training to the end, or until it falls over after a step."""
         assembled, _ = prepared(directory / "tiny.toml", [f"--job.dir={place}"])
         if fall_after:
-            assembled.hooks = [*assembled.hooks, Falling(fall_after)]
+            assembled.hooks[:] = [*assembled.hooks, Falling(fall_after)]
         try:
             fit(assembled)
         except Fall:

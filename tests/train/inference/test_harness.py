@@ -244,7 +244,7 @@ def test_a_run_that_is_asked_to_stop_leaves_the_questions_and_the_next_start_ask
     hook.leaves = asked_meanwhile  # type: ignore[method-assign]
     fit(run)
     assert run.state.step == 2 and hook.left and dict(hook.state()) == {"left": True}
-    assert not any(name.startswith("tasks/") for name in run.measured)
+    assert not any(name.startswith("tasks/") for name in run.results)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ class Littering(Hook):
 def _littered(recipe: Path, tmp_path: Path, *settings: str) -> Littering:
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=6", *settings])
     hook = Littering(weakref.ref(Cycle()))
-    run.hooks = [hook]
+    run.hooks[:] = [hook]
     fit(run)
     return hook
 
@@ -66,7 +66,7 @@ def test_without_a_plan_python_collects_as_it_likes(recipe: Path, tmp_path: Path
 
     for settings in (["--train.collect_every=none"], ["--job.name=planned"]):
         run, _ = prepared(recipe, [f"--job.dir={tmp_path / str(len(seen))}", "--train.max_steps=3", *settings])
-        run.hooks = [Asking()]
+        run.hooks[:] = [Asking()]
         fit(run)
     assert seen == [True] * 3 + [False] * 3
 

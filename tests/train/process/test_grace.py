@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from forge_ckpt.checkpoint.read import newest
-from forge_ckpt.resilience.grace import END
 from forge_ckpt.store.local import LocalStore
 from forge_core.protocols.run import Hook
+from forge_train.process.grace import END
 from forge_train.process.stop import STOPPED
 from forge_train.run import saves
 from forge_train.run.loop import fit
@@ -40,11 +40,11 @@ class Asked(Hook):
 def stopped(recipe: Path, folder: Path, settings: list[str], at: int, ago: float = 0.0) -> tuple[str, int, list[str], bool]:
     """Why the run ended, the steps that are saved, what the report warns of, and whether the last step was left out."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--checkpoint.every=3", *settings])
-    run.hooks = [Asked(at, ago), *run.hooks]
+    run.hooks[:] = [Asked(at, ago), *run.hooks]
     reason = fit(run)
-    run.close()
-    found = newest(LocalStore(folder / "checkpoints"), run.finish_saves.__closure__[1].cell_contents.checkpoints.world)  # type: ignore[attr-defined]
-    return reason, found.step if found else -1, run.health.summary(), run.left_out
+    run.saves.close()
+    found = newest(LocalStore(folder / "checkpoints"), run.saves.checkpoints.world)  # type: ignore[attr-defined]
+    return reason, found.step if found else -1, run.health.summary(), run.saves.left_out
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_fault_30_a_grace_that_is_long_enough_saves(recipe: Path, tmp_path: Path
 def test_fault_30_the_end_that_a_scheduler_gives_counts(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(END, str(int(time.time()) + 3600))
     assert stopped(recipe, tmp_path / "early", [], at=5)[1] == 5
-    monkeypatch.setattr("forge_ckpt.resilience.grace.Grace.left", lambda self: self.end - time.time() - 3599.9)
+    monkeypatch.setattr("forge_train.process.grace.Grace.left", lambda self: self.end - time.time() - 3599.9)
     assert stopped(recipe, tmp_path / "late", [], at=5)[1] == 3
 
 
@@ -94,9 +94,9 @@ def test_a_step_that_was_due_by_its_number_is_left_out_too_and_one_that_is_saved
 def _one_late(recipe: Path, folder: Path) -> Any:
     """Rank 1 had its signal long before rank 0."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--checkpoint.every=3", "--checkpoint.grace=30"])
-    run.finish_saves.__closure__[1].cell_contents.grace._took.append(5.0)  # type: ignore[attr-defined]
-    run.hooks = [Asked(5, ago=28.0 if run.topology.rank == 1 else 0.0), *run.hooks]
-    return fit(run), run.state.step, run.left_out, sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+    run.saves.grace._took.append(5.0)  # type: ignore[attr-defined]
+    run.hooks[:] = [Asked(5, ago=28.0 if run.topology.rank == 1 else 0.0), *run.hooks]
+    return fit(run), run.state.step, run.saves.left_out, sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
 def test_fault_30_all_ranks_leave_the_save_out_where_one_has_no_time(world: World, recipe: Path, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def watched(recipe: Path, folder: Path, lag: int, *settings: str, bad: tuple[int
     run, recorder = prepared(recipe, [f"--job.dir={folder}", EVALUATED, *settings])
     events: list[tuple[str, int]] = []
     run.lag = lag
-    run.step = Poisoned(run, run.step.step, bad, events)  # type: ignore[attr-defined]
+    run.training.step = Poisoned(run, run.step.step, bad, events)  # type: ignore[attr-defined]
     judge, save = run.health.after, run.health.saved
 
     def judged(step: int, result: Any) -> None:
@@ -90,7 +90,7 @@ def watched(recipe: Path, folder: Path, lag: int, *settings: str, bad: tuple[int
 
     run.health.after, run.health.saved = judged, saved  # type: ignore[method-assign]
     hook = Ends(events, at, rank)
-    run.hooks = [*(one for one in run.hooks if one is not recorder), hook]
+    run.hooks[:] = [*(one for one in run.hooks if one is not recorder), hook]
     return run, events, hook
 
 
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_a_hook_asks_for_waits_for_the_verdict(recipe: Path, t
                 run.save()
 
     run, _, _ = watched(recipe, tmp_path, 1, "--train.max_steps=3", "--train.max_skipped=1", bad=(2,))
-    run.hooks = [Saves()]
+    run.hooks[:] = [Saves()]
     with pytest.raises(TrainingError, match="last: step 2"):
         fit(run)
     assert not list(tmp_path.glob("checkpoints/step-*"))

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -88,7 +89,7 @@ def trained(recipe: Path, folder: Path, hooks: list[Hook]) -> tuple[Any, Recorde
     np.random.seed(1)
     run, recorder = prepared(recipe, [f"--job.dir={folder}", *ROUNDING])
     generators = Generators()
-    run.hooks = [*hooks, *run.hooks, generators]
+    run.hooks[:] = [*hooks, *run.hooks, generators]
     fit(run)
     return run, recorder, generators
 
@@ -111,8 +112,8 @@ def test_trials_c1_training_after_a_failing_observer_is_bitwise_that_without_it(
     assert torch.is_grad_enabled() and all(module.training for part in run.model.parts for module in part.modules())
     several = method not in ("start", "finish")
     assert hook.calls == (MOST if several else 1)
-    assert run.hook_calls.failures == {"Rude": hook.calls}
-    assert run.hook_calls.exit_code == (0 if method == "start" else HOOK_FAILED)
+    assert run.calls.failures == {"Rude": hook.calls}
+    assert run.calls.exit_code == (0 if method == "start" else HOOK_FAILED)
     said = [message for message in run.health.summary() if "hook 'Rude' failed in" in message]
     assert len(said) == hook.calls and f"failed in {method} at step" in said[0] and "ValueError: not today" in said[0]
     assert ("switched off" in said[-1]) == several and "switched off" not in said[0]
@@ -137,9 +138,12 @@ class Ends(Hook):
 def ended(recipe: Path, folder: Path, hook: Hook) -> int | None:
     """The step of the newest checkpoint after the error of a hook that ended the run."""
     run, _ = prepared(recipe, [f"--job.dir={folder}"])
-    run.hooks = [hook, *run.hooks]
-    with pytest.raises(type(hook.error)):  # type: ignore[attr-defined]
-        loop.train(lambda _: run)
+    run.hooks[:] = [hook, *run.hooks]
+    with (
+        mock.patch.object(loop, "start", lambda *_, **__: run),
+        pytest.raises(type(hook.error)),  # type: ignore[attr-defined]
+    ):
+        loop.train(run.decided.recipe, run.ranks)
     again, _ = prepared(recipe, [f"--job.dir={folder}"])
     assert again.state.step == 0 or again.resumed
     return again.state.step
@@ -175,7 +179,7 @@ def test_an_observer_that_cannot_say_its_state_costs_no_checkpoint(
             raise KeyError("nothing")
 
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}"])
-    run.hooks = [Silent(observes=True), *run.hooks]
+    run.hooks[:] = [Silent(observes=True), *run.hooks]
     fit(run)
     assert "hook 'Silent' has no state in this checkpoint: KeyError" in caplog.text
     with pytest.raises(KeyError):
@@ -259,7 +263,7 @@ def test_a_rank_that_others_wait_for_ends_the_run_and_is_named(tmp_path: Path) -
     said = done.stdout + done.stderr
     assert done.returncode not in (0, HOOK_FAILED), said
     assert "hook 'Fails' failed in after_step at step 5: ValueError: before what is exchanged" in said
-    assert "other ranks wait for this one inside of the hook" in said
+    assert "other ranks wait for this rank inside the hook" in said
     assert seconds < 120
     again, _ = prepared(tmp_path / "tiny.toml", [f"--job.dir={tmp_path / 'runs' / 'tiny'}", "--hooks=[{name='save'}]"])
     assert again.state.step == 3, "the newest checkpoint of the recipe"

@@ -47,7 +47,7 @@ def _goes_on(recipe: Path, folder: Path, settings: list[str], most: int) -> tupl
     said: list[str] = []
     for _ in range(5):
         run, _ = prepared(recipe, [f"--job.dir={folder}", *settings])
-        run.step = Full(run, most)  # type: ignore[assignment]
+        run.training.step = Full(run, most)  # type: ignore[assignment]
         try:
             fit(run)
             return said, digest(run), run.health.summary()
@@ -91,7 +91,7 @@ def _one_rank(recipe: Path, folder: Path) -> tuple[int, bool]:
     """The micro-batch of a start after rank 1 alone has left a note, and whether there is one."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--train.micro_batch=4"])
     if run.topology.rank == 1:
-        run.step = Full(run, 2)  # type: ignore[assignment]
+        run.training.step = Full(run, 2)  # type: ignore[assignment]
         run.state.step = 4
         with pytest.raises(OutOfMemory):
             fit_one(run)
@@ -115,7 +115,7 @@ def test_fault_40_what_one_rank_notes_all_take(world: World, recipe: Path, tmp_p
 
 def test_fault_40_micro_batches_of_one_row_end_with_what_to_change(recipe: Path, tmp_path: Path) -> None:
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.micro_batch=1"])
-    run.step = Full(run, 0)  # type: ignore[assignment]
+    run.training.step = Full(run, 0)  # type: ignore[assignment]
     with pytest.raises(TrainingError, match="the smallest there are") as ended:
         fit(run)
     assert "Set transforms.recompute, shard over more ranks" in str(ended.value)
@@ -201,7 +201,7 @@ def test_smaller_micro_batches_that_change_the_loss_are_not_taken(
     recipe: Path, tmp_path: Path, settings: tuple[str, ...], why: str
 ) -> None:
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.micro_batch=8", *settings])
-    run.step = Full(run, most=2)  # type: ignore[assignment]
+    run.training.step = Full(run, most=2)  # type: ignore[assignment]
     with pytest.raises(TrainingError, match=why):
         fit(run)
     assert not (run.directory / MICRO_BATCH).exists()
@@ -218,7 +218,7 @@ def test_smaller_micro_batches_are_not_taken_where_accumulation_is_not_proven(
     assert not proofs.is_proven(pair)
     settings = ["--train.micro_batch=8", '--transforms.recompute={policy = "full"}']
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", *settings])
-    run.step = Full(run, most=4)  # type: ignore[assignment]
+    run.training.step = Full(run, most=4)  # type: ignore[assignment]
     with pytest.raises(TrainingError, match="smaller ones are not taken") as ended:
         fit(run)
     said = str(ended.value)

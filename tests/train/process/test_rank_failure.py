@@ -134,7 +134,9 @@ def test_h3_a_rank_that_is_killed_ends_the_others_with_a_code_and_one_line(tmp_p
     (first, said), (second, _) = pair(tmp_path, "dies")
     assert (first, second) == (5, -9)
     assert time.time() - float((tmp_path / "when").read_text()) < 20
-    assert re.match(r"rank 0: ERROR: rank 1 \(process \d+ on .*\) ended without a word: killed, out of memory or stopped\.", said)
+    assert re.match(
+        r"rank 0: ERROR: rank 1 \(process \d+ on .*\) ended without a message: killed, out of memory or stopped\.", said
+    )
     assert said.count("\n") == 1
 
 

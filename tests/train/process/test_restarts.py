@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_ckpt.resilience.progress import REASON
+from forge_train.process.progress import NO_PROGRESS_FILE
 from forge_train.trackers import METRICS, read_metrics
 from train import runs
 from train.runs import TINY
@@ -107,7 +107,7 @@ def test_fault_26_restarts_that_get_nowhere_end_with_93(tmp_path: Path) -> None:
     assert code == 93, said
     assert re.findall(r"restart (\d) of 9", said) == ["1", "2", "3", "4"]
     assert "a fault that comes again" in said
-    reason = (tmp_path / "runs" / "tiny" / REASON).read_text()
+    reason = (tmp_path / "runs" / "tiny" / NO_PROGRESS_FILE).read_text()
     assert "started again 3 times from step 0" in reason
     record = json.loads((tmp_path / "runs" / "tiny" / "restarts.json").read_text())
     assert record == {"step": 0, "restarts": 3}

@@ -2,32 +2,32 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from forge_core.errors import ConfigError
 from forge_core.protocols.run import Hook
-from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch, read_launcher
 from forge_parallel.launch.watch import Watch
-from forge_train.commands.run import start
-from forge_train.directory import run_directory
+from forge_train.commands.run import run_recipe
 from forge_train.process.logs import logging_of
-from forge_train.process.stop import TrainingError
-from forge_train.recipe.load import load
-from forge_train.run.loop import Back, RolledBackTooOften, fit, train
+from forge_train.process.ranks import JobRanks
+from forge_train.process.stop import RolledBackTooOften, TrainingError
+from forge_train.recipe.load import Resolved, load
+from forge_train.run.loop import fit, train
 from forge_train.run.run import Run
-from forge_train.run.start import assemble
+from forge_train.run.start import Back, start
 from forge_train.trackers import METRICS, read_metrics
 from harness.pool import World
 from harness.siblings import fast
-from train.runs import CPU, TINY, digest
+from train.runs import TINY, digest
 
 POLICY = ["--train.rollback_after=2"]
 
@@ -79,30 +79,47 @@ class Noted:
                 yield batches, after
 
 
-def build(folder: Path, settings: list[str], back: Back | None = None, factor: float = 1.0, **data: list[int]) -> Run:
-    """A run whose steps are bad on `bad` data, or that never sees data `without`."""
+def read(folder: Path, settings: list[str]) -> tuple[Resolved, JobRanks]:
+    """The recipe, and this process among its ranks."""
     recipe = folder / f"tiny-{os.environ.get('RANK', '0')}.toml"
     recipe.write_text(TINY)
-    registry = Registry()
     where = read_launcher(os.environ) if torch.distributed.is_initialized() else Launch()
-    resolved = load(recipe, [f"--job.dir={folder}/run", *settings], where.size, registry)
-    run = assemble(resolved, run_directory(resolved.job), where, CPU, registry, None, back=back)
+    return load(recipe, [f"--job.dir={folder}/run", *settings], where.size), JobRanks(where)
+
+
+def spoiled(run: Run, factor: float = 1.0, **data: list[int]) -> Run:
+    """The run, whose steps are bad on `bad` data, or that never sees data `without`."""
     run.drawn = []  # type: ignore[attr-defined]
-    run.data = Noted(run.data, run.drawn, frozenset(data.get("without", ())))  # type: ignore[attr-defined,assignment]
-    run.step = Poisoned(run, factor, frozenset(data.get("bad", ())))  # type: ignore[assignment]
+    run.training.data = Noted(run.data, run.drawn, frozenset(data.get("without", ())))  # type: ignore[attr-defined,assignment]
+    run.training.step = Poisoned(run, factor, frozenset(data.get("bad", ())))  # type: ignore[assignment]
     return run
+
+
+def build(folder: Path, settings: list[str], factor: float = 1.0, **data: list[int]) -> Run:
+    """A run that is spoiled."""
+    return spoiled(start(*read(folder, settings)), factor, **data)
+
+
+def trained(folder: Path, settings: list[str], spoil: Callable[[Run, Back | None], Run]) -> tuple[Run, str]:
+    """Trains with rollbacks; `spoil` changes the run of each start."""
+
+    def started(recipe: Resolved, ranks: JobRanks, *, fresh: bool, back: Back | None) -> Run:
+        return spoil(start(recipe, ranks, fresh=fresh, back=back), back)
+
+    with mock.patch("forge_train.run.loop.start", started):
+        return train(*read(folder, settings))
 
 
 def _went_back(folder: str, settings: list[str], factor: float, bad: list[int]) -> tuple[str, list[list[int]], int]:
     """(weights and states, data of each life of the run, rollbacks)."""
     lives: list[list[int]] = []
 
-    def again(back: Back | None) -> Run:
-        run = build(Path(folder), settings, back, factor, bad=bad)
+    def spoil(run: Run, back: Back | None) -> Run:
+        spoiled(run, factor, bad=bad)
         lives.append(run.drawn)  # type: ignore[attr-defined]
         return run
 
-    run, reason = train(again)
+    run, reason = trained(Path(folder), settings, spoil)
     assert reason == "finished"
     return digest(run), lives, run.health.rollbacks
 
@@ -142,13 +159,13 @@ def test_fault_37_a_run_that_went_back_is_the_run_that_never_saw_the_data(
 def test_fault_37_a_run_that_ends_after_it_went_back_does_not_see_the_data_either(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
 
-    def again(back: Back | None) -> Run:
-        run = build(tmp_path, POLICY, back, torch.inf, bad=[5, 6])
-        run.hooks = [*run.hooks, Crashes(after=4)] if back else run.hooks
-        return run
+    def spoil(run: Run, back: Back | None) -> Run:
+        if back:
+            run.hooks.append(Crashes(after=4))
+        return spoiled(run, torch.inf, bad=[5, 6])
 
     with suppress(Crash):
-        train(again)
+        trained(tmp_path, POLICY, spoil)
     run = build(tmp_path, POLICY)
     assert (run.state.step, run.state.cursor["sample"], run.health.rollbacks) == (3, 48, 1)
     fit(run)
@@ -166,8 +183,8 @@ def test_fault_37_the_rate_is_lowered_for_the_rest_of_the_run(tmp_path: Path) ->
     slower = [*POLICY, "--train.rollback_lr=0.5"]
     weights, _, _ = _went_back(str(tmp_path), slower, torch.inf, [5, 6])
     run = build(tmp_path / "b", POLICY, without=[4, 5, 6])
-    whole = run.factor
-    run.factor = lambda step: whole(step) * (0.5 if step >= 3 else 1)
+    whole = run.training.factor
+    run.training.factor = lambda step: whole(step) * (0.5 if step >= 3 else 1)
     fit(run)
     assert weights == digest(run)
     again = build(tmp_path, slower)
@@ -225,7 +242,7 @@ class Poisoning(Hook):
                 bad = run.state.cursor["sample"] // 8 + 1 in (5, 6)
                 return (replace(inner, objective=worse) if bad else inner)(batches, stop, trace)
 
-        run.step = Step()
+        run.training.step = Step()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +263,7 @@ def test_fault_37_the_command_goes_back_with_its_panel_its_log_and_its_numbers(
     hooks = '[[hooks]]\nname = "./mine.py:Poison"\n\n[[hooks]]\nname = "log"\nevery = 1\n\n[[hooks]]\nname = "progress"\n\n'
     (tmp_path / "tiny.toml").write_text(TINY.replace('[[hooks]]\nname = "save"', hooks + '[[hooks]]\nname = "save"'))
     with logging_of(0, 1) as log:
-        assert start("tiny.toml", POLICY, True, Launch(), log) == 0
+        assert run_recipe("tiny.toml", POLICY, True, Launch(), log) == 0
     said = capsys.readouterr()
     assert "resuming after step 3" in said.out and "finished after step 8" in said.out
     assert not list((tmp_path / "runs" / "tiny").glob("previous-*")), "--fresh was for the start, not for going back"

@@ -37,7 +37,7 @@ def test_random_numbers_of_a_step_do_not_depend_on_where_the_run_was_cut(recipe:
         settings = [f"--job.dir={tmp_path / directory}", "--schedule.name=constant", f"--train.max_steps={steps}"]
         run, _ = prepared(recipe, settings)
         dice = Dice()
-        run.hooks = [*run.hooks, dice]
+        run.hooks[:] = [*run.hooks, dice]
         torch.manual_seed(steps)  # a process starts with whatever it starts with
         fit(run)
         return dice.drawn
@@ -69,6 +69,16 @@ def test_a_hook_finds_its_state_by_key_and_order() -> None:
     assert restore_hooks(hooks, saved) == ["Gone"]
     assert [hook.count for hook in hooks if isinstance(hook, Counter)] == [5, 7, 9]
     assert [key for key, _ in states_of(hooks)] == ["mine:counter", "Dice", "Counter", "mine:counter"]
+
+
+def test_a_hook_finds_the_state_that_an_earlier_version_saved_under_another_key() -> None:
+    hooks = [Counter(), Counter()]
+    for hook in hooks:
+        hook.state_key, hook.former_keys = "there:counter", ("here:counter", "OldCounter")
+    saved = [["OldCounter", {"count": 1}], ["here:counter", {"count": 2}], ["there:counter", {"count": 3}]]
+    assert restore_hooks(hooks, saved) == ["OldCounter"]
+    assert [hook.count for hook in hooks] == [3, 2], "the key of today comes first, then former ones in their order"
+    assert [key for key, _ in states_of(hooks)] == ["there:counter", "there:counter"]
 
 
 COUNTER = """
@@ -131,7 +141,7 @@ def test_every_hook_gets_its_state_back_and_what_is_dropped_is_said(
 def test_a_checkpoint_keeps_the_state_of_hooks(recipe: Path, tmp_path: Path) -> None:
     settings = [f"--job.dir={tmp_path / 'run'}", "--schedule.name=constant"]
     run, _ = prepared(recipe, [*settings, "--train.max_steps=4"])
-    run.hooks = [Counter(), *run.hooks]
+    run.hooks[:] = [Counter(), *run.hooks]
     fit(run)
     found, _ = prepared(recipe, settings)
     from forge_ckpt.checkpoint.read import newest

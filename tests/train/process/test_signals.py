@@ -52,7 +52,7 @@ class Sends(Hook):
 def test_h4_every_signal_saves_and_stops(recipe: Path, tmp_path: Path, name: str) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     run, _ = prepared(recipe, [f"--job.dir={tmp_path}", "--checkpoint.every=0"])
-    run.hooks = [*run.hooks, Sends(name)]
+    run.hooks[:] = [*run.hooks, Sends(name)]
     with run.stop.signals.listening():
         assert fit(run) == STOPPED
     assert run.stop.signals.asked == name
@@ -159,7 +159,7 @@ def _left(recipe: Path, folder: Path, layout: list[str]) -> tuple[int, bool, str
 
     held_out.batches = noted
     hook = Evaluate(every=2).build()
-    run.hooks = [*run.hooks, hook]
+    run.hooks[:] = [*run.hooks, hook]
     reason = fit(run)
     return len(read), dict(hook.state()) == {"left": True}, reason, run.state.step
 

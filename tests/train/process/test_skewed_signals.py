@@ -76,7 +76,7 @@ def _skewed(recipe: Path, folder: Path, seed: int, times: int) -> list[tuple[Any
         steps = [run.state.step + (0 if rank == earlier or only is not None else skew) for rank in range(2)]
         asked = min(step for rank, step in enumerate(steps) if only in (None, rank))
         mine = [Sends(steps[rank], moments[rank], kinds[rank])] if only in (None, rank) else []
-        run.hooks, run.stop.signals, run.stop.agreed = [*mine, *hooks], Signals(), False
+        run.hooks[:], run.stop.signals, run.stop.agreed = [*mine, *hooks], Signals(), False
         seen.append((_ended(run), asked))
     return seen
 
@@ -103,7 +103,7 @@ def test_fault_27_and_so_they_do_two_hundred_times(world: World, recipe: Path, t
 def _in_a_collective(recipe: Path, folder: Path) -> Any:
     """Rank 0 waits in the step for rank 1, which is late, when the signal comes."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--checkpoint.every=0"])
-    run.hooks = [Sends(2, "before_step", delay=0.15) if run.topology.rank == 0 else Sleeps(), *run.hooks]
+    run.hooks[:] = [Sends(2, "before_step", delay=0.15) if run.topology.rank == 0 else Sleeps(), *run.hooks]
     return _ended(run)
 
 
@@ -125,7 +125,7 @@ def test_fault_28_a_signal_in_every_part_of_a_step(
             os.kill(os.getpid(), signal.SIGUSR2)
 
     if place == "first step":
-        run.hooks = [Sends(0, "before_step"), *run.hooks]
+        run.hooks[:] = [Sends(0, "before_step"), *run.hooks]
         sent.append(0)
     elif place == "backward":
         next(iter(run.model.parts[0].parameters())).register_hook(lambda gradient: send())

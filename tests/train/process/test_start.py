@@ -12,24 +12,24 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-import torch
 
 from forge_ckpt.checkpoint.fence import Fence
-from forge_ckpt.resilience.progress import FILE as PROGRESS
 from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch
 from forge_train import directory
-from forge_train.commands.run import start
+from forge_train.commands.run import run_recipe
 from forge_train.directory import OWNED, RECIPE, move_aside, previous
 from forge_train.process.logs import logging_of
+from forge_train.process.progress import RESTARTS_FILE as PROGRESS
+from forge_train.process.ranks import JobRanks
 from forge_train.recipe.load import load
 from forge_train.run import saves
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
-from forge_train.run.start import assemble
+from forge_train.run.start import start
 from forge_train.trackers import read_metrics
 from train.runs import TINY, digest, prepared, train
 
@@ -90,7 +90,7 @@ def forge(*arguments: str) -> tuple[int, str]:
     fresh = "--fresh" in rest
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), logging_of(0, 1) as log:
-        code = start(recipe, [item for item in rest if item != "--fresh"], fresh, Launch(), log)
+        code = run_recipe(recipe, [item for item in rest if item != "--fresh"], fresh, Launch(), log)
     return code, said.getvalue()
 
 
@@ -226,7 +226,7 @@ def test_w1_fresh_moves_the_old_run_aside_until_the_new_one_has_saved(here: Path
     seen: list[dict[str, str]] = []
     resumed, _ = prepared(here / "tiny.toml", ["--job.dir=runs/tiny", HOOKS])
     fresh = begun(here, HOOKS)
-    fresh.hooks = [*fresh.hooks[1:], Looking(lambda: seen.append(content(run / "previous-1")), fresh.hooks[0])]
+    fresh.hooks[:] = [*fresh.hooks[1:], Looking(lambda: seen.append(content(run / "previous-1")), fresh.hooks[0])]
     assert fit(fresh) == "finished"
     with pytest.raises(ForgeError, match="another job, process"):
         resumed.stop.check()
@@ -265,7 +265,7 @@ def test_w1_a_save_that_fails_keeps_the_run_before(here: Path, monkeypatch: pyte
         fresh.save()
         assert "the disk is full" in fresh.health.remarks[-1]
         with pytest.raises(CheckpointError):
-            fresh.finish_saves()
+            fresh.saves.finish()
     assert previous(here / "runs" / "tiny")
     fresh.save()
     assert not previous(here / "runs" / "tiny")
@@ -292,7 +292,7 @@ def begun(here: Path, *overrides: str) -> Run:
     """A run that has taken its directory over with --fresh, and not trained yet."""
     registry = Registry()
     resolved = load(here / "tiny.toml", list(overrides), 1, registry)
-    return assemble(resolved, here / "runs" / "tiny", Launch(), torch.device("cpu"), registry, None, fresh=True)
+    return start(resolved, JobRanks(), fresh=True)
 
 
 def test_w1_a_fresh_start_that_dies_leaves_the_old_run_and_says_how_to_go_on_with_it(here: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from forge_core.config.tree import leaves
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import read_launcher
-from forge_train.commands.run import start
+from forge_train.commands.run import run_recipe
 from forge_train.process.logs import logging_of
 from forge_train.process.ranks import OWN_KEYS, content_of
 from forge_train.recipe.load import load
@@ -67,7 +67,7 @@ def _started(
     os.chdir(folder / "elsewhere" if where.rank == lacking else folder)
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), logging_of(where.rank, where.size) as log:
-        code = start(str(folder / "tiny.toml"), arguments, "--fresh" in arguments, where, log)
+        code = run_recipe(str(folder / "tiny.toml"), arguments, "--fresh" in arguments, where, log)
     if dist.is_initialized():
         dist.destroy_process_group()
     return code, said.getvalue()
@@ -176,7 +176,7 @@ def test_trials_f2_ranks_of_two_steps_at_one_address_never_train_together(world:
     codes = [code for code, _ in outcomes]
     assert sorted((codes[:2], codes[2:])) == [[0, 0], [2, 2]], outcomes
     refused = outcomes[2:] if codes[0] == 0 else outcomes[:2]
-    assert all("SLURM job 7, step 0" in said or "listens there" in said for _, said in refused), refused
+    assert all("SLURM job 7, step 0" in said or "listens at this address" in said for _, said in refused), refused
     assert any("step 0" in said and "step 1" in said for _, said in refused), refused
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from forge_parallel.launch.environment import Launch
-from forge_train.commands.run import start
+from forge_train.commands.run import run_recipe
 from forge_train.process.logs import logging_of
 from forge_train.trackers import METRICS, read_metrics
 from train.runs import TINY, train
@@ -65,5 +65,5 @@ def test_a_step_behind_the_end_is_the_end(recipe: Path, tmp_path: Path) -> None:
 
 def test_a_pause_is_no_failure(recipe: Path, tmp_path: Path) -> None:
     with logging_of(0, 1) as log:
-        assert start(str(recipe), [f"--job.dir={tmp_path / 'a'}", "--train.stop_at=2"], False, Launch(), log) == 0
+        assert run_recipe(str(recipe), [f"--job.dir={tmp_path / 'a'}", "--train.stop_at=2"], False, Launch(), log) == 0
     assert "paused (train.stop_at = 2)" in (tmp_path / "a" / "report.html").read_text()

@@ -91,7 +91,7 @@ def test_windows_are_at_the_steps_that_were_asked_for(recipe: Path, tmp_path: Pa
 
 def test_a_run_that_ends_in_the_warm_up_leaves_nothing(recipe: Path, tmp_path: Path) -> None:
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=3"])
-    run.hooks = [ProfileHook(at=[5], steps=1, warmup=3)]
+    run.hooks[:] = [ProfileHook(at=[5], steps=1, warmup=3)]
     assert fit(run) == "finished"
     assert windows(tmp_path / "run") == {}
     assert not torch.autograd._profiler_enabled()
@@ -104,7 +104,7 @@ def test_the_profiler_warms_up_for_the_steps_before(
     begun: list[tuple[int, int]] = []
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", *SMALL])
     monkeypatch.setattr(ProfileHook, "_start", lambda _, device, warmup: begun.append((run.state.step + 1, warmup)))
-    run.hooks = [ProfileHook(at=[at], steps=1, warmup=3)]
+    run.hooks[:] = [ProfileHook(at=[at], steps=1, warmup=3)]
     fit(run)
     assert begun == [expected], "the step in which it starts, and how many of them are not recorded"
 
@@ -159,12 +159,12 @@ def profiled_on_a_signal(recipe: str, directory: str, sender: int, ranks: Any) -
     run, _ = prepared(Path(recipe), [f"--job.dir={directory}", "--checkpoint.every=0"])
     hook = ProfileHook(steps=2, signal="SIGUSR2", ranks=ranks)
     sends = Sends(3, lambda: os.kill(os.getpid(), signal.SIGUSR2)) if run.topology.rank == sender else Hook()
-    run.hooks = [sends, hook]
+    run.hooks[:] = [sends, hook]
     before = signal.getsignal(signal.SIGUSR2)
     with run.stop.signals.listening():
         reason = fit(run)
     assert signal.getsignal(signal.SIGUSR2) is before
-    return reason, run.stop.signals.asked, run.trace_wanted_at
+    return reason, run.stop.signals.asked, run.requests.trace_step
 
 
 @pytest.mark.parametrize(("ranks", "written"), [("all", [0, 1]), ([1], [1]), ("nodes", [0])])

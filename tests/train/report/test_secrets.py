@@ -16,7 +16,7 @@ from forge_core.registry import Registry
 from forge_data.commands.recipe import recipe_of
 from forge_data.storage.files import File, _cached_path
 from forge_parallel.launch.environment import Launch
-from forge_train.commands.run import start
+from forge_train.commands.run import run_recipe
 from forge_train.formats.forge import job_of
 from forge_train.process.logs import logging_of
 from forge_train.report.page import report, write_report
@@ -128,7 +128,7 @@ def test_trials_f5_no_file_of_a_run_no_file_name_and_no_word_has_a_secret(
             contextlib.redirect_stderr(out),
             logging_of(0, 1) as log,
         ):
-            said.append((start("r.toml", arguments, False, Launch(), log), out.getvalue()))
+            said.append((run_recipe("r.toml", arguments, False, Launch(), log), out.getvalue()))
     assert [code for code, _ in said] == [0, 2, 2], said
     for _, text in said:
         assert "HUSH" not in text and "SH6" not in text, text

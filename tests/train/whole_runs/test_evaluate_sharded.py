@@ -11,7 +11,7 @@ from forge_parallel.launch.watch import Watch
 from forge_parallel.model.parallel_model import full
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import FullyShard
@@ -21,7 +21,7 @@ from forge_train.process.stop import Stop
 from harness.pool import World
 from parallel.tiny import VOCAB, Tiny, cross_entropy
 
-CASE = Case(Tiny, cross_entropy, AdamW().build, VOCAB)
+CASE = Case(Tiny, cross_entropy, AdamWConfig().build, VOCAB)
 
 
 def trained(layout: str, compute: str, evaluate: bool) -> tuple[bool, dict[str, torch.Tensor]]:
@@ -29,7 +29,7 @@ def trained(layout: str, compute: str, evaluate: bool) -> tuple[bool, dict[str, 
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
     model = realize(Blueprint.of(Tiny), Plan.of([FullyShard()], at), topology, 0, compute)
-    step, optimizer = Step(model, cross_entropy), AdamW(lr=0.01).build(model)
+    step, optimizer = Step(model, cross_entropy), AdamWConfig(lr=0.01).build(model)
 
     def batches(number: int) -> list[Any]:
         return share(synthetic(CASE, number), topology.data_rank, topology.data_size, 1)
@@ -82,7 +82,7 @@ def between(layout: str, evaluate: bool) -> dict[str, torch.Tensor]:
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
     model = realize(Blueprint.of(Tiny), Plan.of([FullyShard()], at), topology, 0, "fp32")
-    step, optimizer = Step(model, cross_entropy), AdamW(lr=0.1).build(model)
+    step, optimizer = Step(model, cross_entropy), AdamWConfig(lr=0.1).build(model)
     for number in range(3):
         result = step(share(synthetic(CASE, number), topology.data_rank, topology.data_size, 1))
         if evaluate:

@@ -51,7 +51,7 @@ def test_a_run_logs_each_depth_resumes_exactly_and_is_exported_without(recipe: P
     overrides = ["--train.max_steps=4", "--checkpoint.every=2", "--hooks=[{name='log',every=1},{name='save'}]"]
     whole, _ = prepared(recipe, [*overrides, f"--job.dir={tmp_path / 'whole'}"])
     weights = []
-    whole.hooks = [*whole.hooks, Watching(weights)]
+    whole.hooks[:] = [*whole.hooks, Watching(weights)]
     fit(whole)
     assert weights == [0.4, 0.4, 0.1, 0.1]
     rows = [row for row in metrics(tmp_path / "whole") if "loss" in row]

@@ -14,13 +14,13 @@ from forge_data.components import Tokens
 from forge_data.loading.evaluation import evaluation
 from forge_data.loading.stream import open_stream
 from forge_data.section import Data
+from forge_lab.scaling.runs import gather
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_parallel.step.reduce import begin_statistics
 from forge_parallel.transforms.context.cores import cut_rows
 from forge_parallel.transforms.context.row_order import SequenceOrder
 from forge_train.hooks.metrics import keys_met
-from forge_train.lab.scaling.runs import gather
 from forge_train.run.loop import fit
 from models.conftest import fill
 from train.runs import TINY, prepared, train

@@ -67,9 +67,9 @@ def _until(recipe: Path, overrides: list[str], steps: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "messages"),
     [
-        (["--parallel.pp=4"], ["parallel.pipeline.split", "2 blocks cannot be spread over 4 stages"]),
+        (["--parallel.pp=4"], ["parallel.pipeline.split", "2 blocks cannot be split over 4 stages"]),
         (["--parallel.pp=2", "--parallel.pipeline.split=2,1"], ["has 3 blocks, but the model has 2"]),
-        (["--parallel.pp=2", "--parallel.pipeline.split=two"], ["cannot read the split 'two'"]),
+        (["--parallel.pp=2", "--parallel.pipeline.split=two"], ["the split 'two' is not valid"]),
         (
             ["--parallel.pp=2", "--train.micro_batch=8"],
             ["parallel.pipeline.schedule", "1f1b needs at least as many micro-batches"],

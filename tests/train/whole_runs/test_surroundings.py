@@ -13,7 +13,7 @@ import pytest
 from forge_ckpt.store.local import LocalStore
 from forge_core.terminal import size
 from forge_parallel.launch.environment import Launch
-from forge_train.commands.run import start
+from forge_train.commands.run import run_recipe
 from forge_train.doctor.node import checkpoints
 from forge_train.doctor.step import Settings
 from forge_train.process.logs import logging_of
@@ -57,7 +57,7 @@ def forge(*overrides: str) -> tuple[int, str]:
     """`forge-train run tiny.toml` in this process: exit code, and what it said."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), logging_of(0, 1) as log:
-        code = start("tiny.toml", overrides, False, Launch(), log)
+        code = run_recipe("tiny.toml", overrides, False, Launch(), log)
     return code, said.getvalue()
 
 

@@ -6,7 +6,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from forge_models.conformance import trial
-from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
+from forge_vlm.components.adapters import (
+    AttentionPoolConfig,
+    AveragePoolConfig,
+    LinearConfig,
+    MLPConfig,
+    PerceiverConfig,
+    PixelShuffleConfig,
+)
 from forge_vlm.context import AdapterContext
 
 CLOSE = {"atol": 1e-12, "rtol": 1e-12}
@@ -23,9 +30,9 @@ def built(component, given: AdapterContext):
 
 
 def test_linear_is_one_matrix() -> None:
-    module, named, x = built(Linear(), context(5))
+    module, named, x = built(LinearConfig(), context(5))
     torch.testing.assert_close(module(x), x @ named["layers.0.weight"].T + named["layers.0.bias"], **CLOSE)
-    assert "layers.0.bias" not in built(Linear(bias=False), context(5))[1]
+    assert "layers.0.bias" not in built(LinearConfig(bias=False), context(5))[1]
 
 
 def test_mlp_is_the_projector_of_llava() -> None:
@@ -37,7 +44,7 @@ def test_mlp_is_the_projector_of_llava() -> None:
         text_config=transformers.LlamaConfig(hidden_size=12, num_hidden_layers=1, num_attention_heads=2),
     )
     theirs = LlavaMultiModalProjector(config).double()
-    module, named, x = built(MLP(), context(5))
+    module, named, x = built(MLPConfig(), context(5))
     theirs.load_state_dict(
         {f"linear_{at + 1}.{slot}": named[f"layers.{at}.{slot}"] for at in (0, 1) for slot in ("weight", "bias")}
     )
@@ -45,7 +52,7 @@ def test_mlp_is_the_projector_of_llava() -> None:
 
 
 def test_two_hidden_layers_of_another_width() -> None:
-    module, named, x = built(MLP(hidden=2, hidden_dim=10, bias=False), context(5))
+    module, named, x = built(MLPConfig(hidden=2, hidden_dim=10, bias=False), context(5))
     assert [tuple(p.shape) for p in named.values()] == [(10, 8), (10, 10), (12, 10)]
     first, second, third = named.values()
     torch.testing.assert_close(module(x), F.gelu(F.gelu(x @ first.T) @ second.T) @ third.T, **CLOSE)
@@ -54,7 +61,7 @@ def test_two_hidden_layers_of_another_width() -> None:
 @pytest.mark.parametrize(("grid", "window"), [(4, 2), (5, 2), (3, 3), (4, 3), (2, 5)])
 def test_average_pool_by_hand(grid: int, window: int) -> None:
     """Windows at the edges are means of what is there."""
-    component = AveragePool(window=window)
+    component = AveragePoolConfig(window=window)
     module, named, x = built(component, context(grid * grid))
     image = x.view(3, grid, grid, 8)
     means = [
@@ -78,7 +85,7 @@ def test_pixel_shuffle_is_the_connector_of_idefics3(grid: int, factor: int) -> N
         scale_factor=factor,
     )
     theirs = Idefics3Connector(config).double()
-    component = PixelShuffle(factor=factor)
+    component = PixelShuffleConfig(factor=factor)
     module, named, x = built(component, context(grid * grid))
     theirs.load_state_dict({"modality_projection.proj.weight": named["projection.layers.0.weight"]})
     torch.testing.assert_close(module(x), theirs(x), **CLOSE)
@@ -87,7 +94,7 @@ def test_pixel_shuffle_is_the_connector_of_idefics3(grid: int, factor: int) -> N
 
 def test_attention_pool_is_multi_head_attention_of_each_window() -> None:
     """Against torch's module, one window at a time."""
-    component = AttentionPool(window=2, heads=2, hidden=0, bias=False)
+    component = AttentionPoolConfig(window=2, heads=2, hidden=0, bias=False)
     module, named, x = built(component, context(16))
     theirs = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
     entries = [[named[f"{name}_proj.{slot}"] for name in "qkv"] for slot in ("weight", "bias")]
@@ -109,14 +116,14 @@ def test_attention_pool_is_multi_head_attention_of_each_window() -> None:
 
 
 def test_perceiver_does_not_see_the_order_of_features() -> None:
-    module, _, x = built(Perceiver(latents=3, layers=2, heads=2), context(10))
+    module, _, x = built(PerceiverConfig(latents=3, layers=2, heads=2), context(10))
     order = torch.randperm(10, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(module(x[:, order]), module(x), **CLOSE)
     assert (module(x)[:, 0] - module(x)[:, 1]).abs().max() > 1e-3, "latents differ"
 
 
 def test_perceiver_layer_by_torchs_modules() -> None:
-    module, named, x = built(Perceiver(latents=3, layers=1, heads=2, ffn_dim=20), context(10))
+    module, named, x = built(PerceiverConfig(latents=3, layers=1, heads=2, ffn_dim=20), context(10))
 
     def norm(name: str, y: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(y, (12,), named[f"{name}.weight"], named[f"{name}.bias"], 1e-6)
@@ -135,7 +142,7 @@ def test_perceiver_layer_by_torchs_modules() -> None:
 
 
 def test_perceiver_makes_as_many_tokens_of_any_number() -> None:
-    component = Perceiver(latents=5, layers=1, heads=2)
+    component = PerceiverConfig(latents=5, layers=1, heads=2)
     module, _, _ = built(component, context(10))
     for n in (1, 7, 30):
         assert module(trial.drawn(2, n, 8)).shape == (2, 5, 12)
@@ -143,15 +150,15 @@ def test_perceiver_makes_as_many_tokens_of_any_number() -> None:
 
 
 def test_counts() -> None:
-    for component in (Linear(), MLP()):
+    for component in (LinearConfig(), MLPConfig()):
         assert component.tokens(7) == 7
-    assert AveragePool(window=3).tokens(49) == 9
-    assert AttentionPool(window=3).tokens(81) == 9
-    assert PixelShuffle(factor=4).tokens(1024) == 64
-    assert Perceiver().tokens(729) == 64
+    assert AveragePoolConfig(window=3).tokens(49) == 9
+    assert AttentionPoolConfig(window=3).tokens(81) == 9
+    assert PixelShuffleConfig(factor=4).tokens(1024) == 64
+    assert PerceiverConfig().tokens(729) == 64
 
 
-@pytest.mark.parametrize("component", [AveragePool(), AttentionPool(), PixelShuffle()])
+@pytest.mark.parametrize("component", [AveragePoolConfig(), AttentionPoolConfig(), PixelShuffleConfig()])
 def test_a_class_token_among_patches_is_refused(component) -> None:
     with pytest.raises(
         ValueError, match=r"needs a square grid of features, and 17 is not a square.*encoder\.class_feature = false"
@@ -161,7 +168,7 @@ def test_a_class_token_among_patches_is_refused(component) -> None:
         component.build(context(17))
 
 
-@pytest.mark.parametrize("component", [AttentionPool(window=3), PixelShuffle(factor=3)])
+@pytest.mark.parametrize("component", [AttentionPoolConfig(window=3), PixelShuffleConfig(factor=3)])
 def test_windows_that_leave_something_over_are_refused(component) -> None:
     with pytest.raises(ValueError, match="3 must divide the 4 x 4 grid of 16 features"):
         component.tokens(16)
@@ -171,16 +178,16 @@ def test_windows_that_leave_something_over_are_refused(component) -> None:
 
 def test_heads_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="heads 3 of attention_pool must divide the 8 numbers of a feature"):
-        AttentionPool(heads=3).build(context(16))
+        AttentionPoolConfig(heads=3).build(context(16))
     with pytest.raises(ValueError, match="heads 5 of perceiver must divide the decoder's dim 12"):
-        Perceiver(heads=5).build(context(16))
+        PerceiverConfig(heads=5).build(context(16))
 
 
 def test_initial_weights() -> None:
     given = AdapterContext(width=8, tokens=16, dim=12, init_std=0.03)
-    for component in (Linear(), MLP(hidden=2), AveragePool(), PixelShuffle(), AttentionPool()):
+    for component in (LinearConfig(), MLPConfig(hidden=2), AveragePoolConfig(), PixelShuffleConfig(), AttentionPoolConfig()):
         specs = trial.specs_of(trial.on_meta(lambda component=component: component.build(given)))
         assert {spec.init.std for spec in specs.values() if spec.group == "matrix"} == {0.03}
-    specs = trial.specs_of(trial.on_meta(lambda: Perceiver(layers=2, heads=2).build(given)))
+    specs = trial.specs_of(trial.on_meta(lambda: PerceiverConfig(layers=2, heads=2).build(given)))
     assert specs["layers.1.q_proj.weight"].init.std == 0.03
     assert specs["layers.1.down_proj.weight"].init.std == specs["layers.0.o_proj.weight"].init.std == 0.015

@@ -16,14 +16,17 @@ from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
 from forge_models.hf.streamed_forward import fixed_rows, logits_of
 from forge_models.shape import Rope
-from forge_vlm.components.adapters import MLP, Perceiver
+from forge_vlm.components.adapters import MLPConfig, PerceiverConfig
 from forge_vlm.components.encoders import Features, SigLIP2
 from forge_vlm.components.fusions import CrossAttention, JointDecoder
 from forge_vlm.components.model import VLM
 from forge_vlm.fusion.fusion import seen_images
+from forge_vlm.hf import load_vision
 from forge_vlm.hf.mllama import cross_layers
 from vlm.encoders.test_published import CASES as TOWERS
 from vlm.encoders.test_published import stored
+from vlm.hf.earlier_folders import vision_of
+from vlm.hf.modeling_forge import load
 from vlm.tiny import MODELS
 
 transformers = pytest.importorskip("transformers")
@@ -34,8 +37,8 @@ HELD: dict[str, VLM] = {
     "every_1": replace(CROSS, fusion=CrossAttention(every=1)),
     "every_3": replace(CROSS, layers=8, fusion=CrossAttention(every=3), norm=RMSNormConfig(eps=1e-6)),
     "llama3": replace(CROSS, rope=Rope(theta=500000.0, scaling="llama3", factor=8.0, original_max_length=16)),
-    "perceiver": replace(CROSS, adapter=Perceiver(latents=3, layers=2, heads=2), image_token=7),
-    "features": replace(CROSS, encoder=Features(count=5, dim=12), adapter=MLP(hidden=2)),
+    "perceiver": replace(CROSS, adapter=PerceiverConfig(latents=3, layers=2, heads=2), image_token=7),
+    "features": replace(CROSS, encoder=Features(count=5, dim=12), adapter=MLPConfig(hidden=2)),
 }
 
 
@@ -67,6 +70,25 @@ def test_transformers_has_our_logits(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(read[each], wanted[each]) for each in wanted)
     assert torch.equal(logits_of(again, tokens, extras=extras), ours)
     assert torch.equal(again.box("embed.weight", (3, 1), (4, 5)), wanted["embed.weight"][3:7, 1:6])
+
+
+@pytest.mark.parametrize("name", ["every_2", "perceiver", "features"])
+def test_encoder_and_adapter_open_in_folders_of_now_and_of_earlier_versions(name: str, tmp_path: Path) -> None:
+    """As code that shares nothing with Forge computes them, which earlier versions wrote into `vision/`."""
+    weights = written(HELD[name], tmp_path / "out")
+    assert not list((tmp_path / "out").rglob("*.py")), "a folder brings no code"
+    assert "from forge_vlm.hf import load_vision" in (tmp_path / "out" / "README.md").read_text()
+    images = fixed_rows(weights.model)[1]["images"]
+    with torch.no_grad():
+        found = load_vision(tmp_path / "out", torch.float64)(images.double())
+        config = tmp_path / "out" / "vision" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"model": vision_of(HELD[name])}))
+        (config.parent / "modeling_forge.py").write_text("raise AssertionError('code of a folder is never run')")
+        exact = load(config.parent, torch.float64)(images.double())
+        earlier = load_vision(tmp_path / "out", torch.float64)(images.double())
+    assert found.shape == (len(images), *exact.shape[1:])
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-10)
+    assert torch.equal(earlier, found)
 
 
 def test_what_text_sees_is_what_the_processor_of_transformers_says() -> None:

@@ -78,6 +78,8 @@ class _Commands(TyperGroup):
         claims = {entry.name for entry in self.registry.of(GROUP)} | set(self.registry.names(GROUP))
         if args and args[0] in claims:
             self.add_command(command(self.registry.find(GROUP, args[0]), self.registry), args[0])
+        elif args and not args[0].startswith("-") and not ctx.resilient_parsing:
+            self.registry.find(GROUP, args[0])  # raises: says what is near, or which package has the command
         return super().resolve_command(ctx, args)
 
 

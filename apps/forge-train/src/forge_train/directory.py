@@ -14,12 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from forge_ckpt.checkpoint.fence import Fence
-from forge_ckpt.resilience.progress import FILE, REASON
 from forge_ckpt.store.objects import is_url
 from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import ForgeError
 from forge_core.protocols.checkpoint import Store
 from forge_core.redaction import redacted_text
+from forge_train.process.progress import NO_PROGRESS_FILE, RESTARTS_FILE
 from forge_train.recipe.schema import Job
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ INSIDE = "inside"
 
 OWNED = (
     *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SIMILARITY, SAMPLES, ANSWERS, "tensorboard"),
-    *(INSIDE, "profiles", "wandb", "wandb-id", FILE, REASON, MICRO_BATCH),
+    *(INSIDE, "profiles", "wandb", "wandb-id", RESTARTS_FILE, NO_PROGRESS_FILE, MICRO_BATCH),
 )
 """What `--fresh` moves aside. Prepared data stays: it depends on its inputs only and is checked against them."""
 

@@ -15,12 +15,12 @@ from forge_data.order.phases import intervals_of
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
 from forge_parallel.dryrun.fake_world import Accelerator
 from forge_parallel.dryrun.parameters import ParameterPlacement, parameters_of
+from forge_parallel.dryrun.sharding import Recommendation, recommend
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan, default_transforms
 from forge_parallel.model.realize import Blueprint
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import Settings
-from forge_parallel.settle import Settled, settled
 from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
 
@@ -66,7 +66,7 @@ class DryRun:
         experts: whether the model has some.
         keeps: whether a hook keeps something for each parameter.
         accelerator: the GPU that was asked about; None for a CPU.
-        settled: what the recipe left to be chosen.
+        sharding: recommended values of `[transforms.shard]` for that GPU; None where there is nothing to recommend.
     """
 
     layout: Layout
@@ -79,7 +79,7 @@ class DryRun:
     ranks: tuple[Estimate, ...]
     experts: bool = False
     accelerator: Accelerator | None = None
-    settled: Settled | None = None
+    sharding: Recommendation | None = None
     keeps: bool = False
 
     def as_json(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class DryRun:
             "axes": [asdict(group) | {"first": list(group.first)} for group in self.groups],
             "ranks": ranks,
             "device": {"name": "cpu"} if self.accelerator is None else asdict(self.accelerator),
-            "shard": None if self.settled is None else self.settled.as_json(),
+            "shard": None if self.sharding is None else self.sharding.as_json(),
             "method": self.method,
         }
 
@@ -135,14 +135,13 @@ def dry_run(
     Raises:
         ForgeError: what a run would refuse when it is assembled.
     """
-    sharding = settled(job, layout, lambda: Blueprint.of(job.model.build), accelerator.memory if accelerator else None)
-    job = sharding.job
     plan, workload = plan_of(job, layout, registry), _workload(job, layout)
     estimates = dry_runs(workload, plan, ranks or first_ranks(layout), accelerator=accelerator)
     groups = groups_of(layout, per_node)
     step = workload.micro_batches, workload.rows, workload.length
     experts = getattr(job.model, "moe", None) is not None
     keeps = bool(_keeping(job))
+    sharding = recommend(job, layout, lambda: Blueprint.of(job.model.build), accelerator.memory) if accelerator else None
     return DryRun(layout, per_node, plan.names(), *step, groups, tuple(estimates), experts, accelerator, sharding, keeps)
 
 
@@ -228,12 +227,9 @@ def groups_of(layout: Layout, per_node: int) -> tuple[Group, ...]:
 def plan_of(job: Job, layout: Layout, registry: Registry) -> Plan:
     """The recipe's transforms, those that its axes pull in, and its pipeline where the layout has one.
 
-    What the recipe leaves to be chosen is chosen for a device of which nothing is known; for another, give the job of `settled`.
-
     Raises:
         PlanError: they do not fit together; see `Plan.of`.
     """
-    job = settled(job, layout, lambda: Blueprint.of(job.model.build)).job
     defaults = default_transforms(layout, job.transforms)
     transforms = [
         *(component.build() for component in job.transforms.values()),

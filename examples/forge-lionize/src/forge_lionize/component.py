@@ -1,18 +1,15 @@
 """What a recipe says about Lion. Importing this needs no torch, so `forge-train check` stays quick."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Lt
 
 from forge_core.component import FREE, Component
 
-if TYPE_CHECKING:
-    from forge_core.protocols.model import Optimizer, TrainableModel
-
 
 @dataclass(frozen=True, kw_only=True)
-class Lion(Component):
+class LionConfig(Component):
     """Sign of an interpolated momentum, with decoupled weight decay (Chen et al., 2023)."""
 
     key_class: ClassVar = FREE
@@ -25,7 +22,4 @@ class Lion(Component):
     """Decoupled decay of matrices and of an untied output head; embeddings, norms and biases are never decayed."""
     shards: ClassVar[str] = "elementwise"
 
-    def build(self, model: "TrainableModel") -> "Optimizer":
-        from forge_lionize import lion
-
-        return lion.Lion(model, self.lr, self.betas, self.weight_decay)
+    implementation: ClassVar[str] = "forge_lionize.lion:Lion"

@@ -100,17 +100,13 @@ class Local(Component):
     """A directory with the same path on every rank: on a local disk, or on a shared file system."""
 
     key_class: ClassVar = FREE
+    implementation: ClassVar[str] = "forge_ckpt.store.local:LocalStore"
 
     shared: bool = False
     """Permissions of files follow the umask, so that a group can read them; by default only the owner can."""
 
     allow_foreign_owner: bool = False
     """Accepts a directory of another user, who could change the checkpoints."""
-
-    def build(self, path: str | Path) -> "Store":
-        from forge_ckpt.store.local import LocalStore
-
-        return LocalStore(path, shared=self.shared, allow_foreign_owner=self.allow_foreign_owner)
 
 
 @dataclass(frozen=True, kw_only=True)

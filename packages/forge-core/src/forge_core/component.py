@@ -1,13 +1,16 @@
-"""A component is a frozen dataclass whose fields are its TOML keys and whose `build` makes the real thing.
-
-Because the description holds no tensors and `build` imports what it needs inside, listing, `--help`, validation and
-editor schemas never import torch. A field that holds another component is annotated with `Slot`:
+"""A component is a frozen dataclass whose fields are its TOML keys. It names the class that it configures:
 
     @dataclass(frozen=True, kw_only=True)
-    class Decoder(Component):
-        layers: Annotated[int, Gt(0)] = 12
-        '''Number of blocks.'''
-        attention: Annotated[Component, Slot("forge.attentions", default="gqa")] = Slot.unset()
+    class LionConfig(Component):
+        lr: Annotated[float, Gt(0)] = 1e-4
+        '''Learning rate.'''
+        implementation: ClassVar[str] = "forge_lionize.lion:Lion"
+
+`build(model)` imports `Lion` and returns `Lion(model, lr=1e-4)`. A component without an implementation defines `build`, or is
+what its group takes. Because the description holds no tensors and `build` imports on use, listing, `--help`, validation and
+editor schemas never import torch. A field that holds another component is annotated with `Slot`:
+
+    attention: Annotated[Component, Slot("forge.attentions", default="gqa")] = Slot.unset()
 
 Every key has a class, which says what a resume does when the checkpoint was trained with another value. A section or component
 gives its keys one by `key_class: ClassVar = FREE`; a field that differs names its own: `Annotated[int, Gt(0), LAYOUT]`.
@@ -18,13 +21,17 @@ import dataclasses
 import inspect
 import textwrap
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from importlib import import_module
+from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
+
+from forge_core.errors import BrokenPlugin
 
 
 class KeyClass(StrEnum):
@@ -48,16 +55,44 @@ class Component:
     """Base of everything that is chosen by name in a recipe.
 
     Subclasses are frozen dataclasses with keyword-only fields, each with a default or required, a type that pydantic
-    understands (ranges by `annotated_types`), and a docstring below it. They define `build`, whose parameters are
-    fixed by the group (`forge_core.registry`). A `ValueError` raised in `__post_init__` becomes a fault of the recipe.
+    understands (ranges by `annotated_types`), and a docstring below it. They set `implementation`, define `build`, or are what
+    their group takes. A `ValueError` raised in `__post_init__` becomes a fault of the recipe.
 
     Keys without a class are `IDENTITY`: a resume refuses other values, unless the user allows them.
+
+    Keys and values of earlier versions are refused with a hint: `renamed: ClassVar = {"old key": "new key"}` and
+    `removed: ClassVar = {("key", "value"): "what to do instead"}`.
     """
 
-    if TYPE_CHECKING:
+    implementation: ClassVar[str | None] = None
+    """`module:name` of the class or function that `build` calls. It is imported by the first `build`."""
 
-        def build(self, *args: Any, **kwargs: Any) -> Any:
-            """Makes the real thing; the registry compares the signature with the group's when it loads the class."""
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns `implementation(*args, **fields)`, or the component itself if it names no implementation.
+
+        The arguments are those of the component's group (`forge_core.registry`); an implementation that has no parameter for
+        them is called without them. The fields are those of `passed`, by name; a field that holds a component passes the
+        component. A subclass that computes something from its fields overrides `build`.
+
+        Raises:
+            BrokenPlugin: the implementation does not exist, or does not take these arguments and fields.
+        """
+        if self.implementation is None:
+            return self
+        implementation = implementation_of(type(self))
+        count, fault = _fit(type(self), implementation, len(args), frozenset(kwargs))
+        if fault:
+            raise BrokenPlugin(f"{_origin(type(self))} cannot be built: {fault}")
+        return implementation(*args[:count], **kwargs, **{name: getattr(self, name) for name in self.passed()})
+
+    @classmethod
+    def passed(cls) -> tuple[str, ...]:
+        """Names of the attributes that `build` passes on: the fields of the class that sets `implementation`.
+
+        A base class whose fields are for someone else, or that has a property for the implementation, overrides it.
+        """
+        named = next(base for base in cls.__mro__ if "implementation" in vars(base))
+        return tuple(item.name for item in dataclasses.fields(named) if item.init)
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Self]":
@@ -67,6 +102,74 @@ class Component:
         go into `folder`, which is empty.
         """
         return (cls(),)
+
+
+def implementation_of(cls: type[Component]) -> Callable[..., Any]:
+    """The class or function that a component names; imports its module.
+
+    Raises:
+        BrokenPlugin: it does not exist.
+    """
+    module, _, names = str(cls.implementation).partition(":")
+    try:
+        found: Any = import_module(module)
+    except ModuleNotFoundError as cause:
+        if not f"{module}.".startswith(f"{cause.name}."):  # a library that the implementation needs
+            raise
+        fault = f"there is no module {module!r}"
+    else:
+        try:
+            for name in names.split("."):
+                found = getattr(found, name)
+        except AttributeError:
+            fault = f"{module} has no {names!r}"
+        else:
+            return found
+    raise BrokenPlugin(f"{_origin(cls)} names the implementation {cls.implementation!r}, but {fault}; correct `implementation`")
+
+
+def misfit(cls: type[Component], implementation: Callable[..., Any], given: Iterable[str]) -> str:
+    """Why an implementation cannot be called with the arguments of a group and the fields of a component; empty if it can.
+
+    Args:
+        given: names of the group's arguments, which are passed by position.
+    """
+    return _fit(cls, implementation, len(tuple(given)), frozenset())[1]
+
+
+@cache
+def _fit(cls: type[Component], implementation: Callable[..., Any], count: int, named: frozenset[str]) -> tuple[int, str]:
+    """How many of `count` arguments an implementation takes, all or none, and why it cannot be called with either."""
+    try:
+        signature = inspect.signature(implementation)
+    except (NameError, ValueError):  # annotations that exist for type checkers only; a builtin
+        return count, ""
+    keywords = dict.fromkeys((*named, *cls.passed()))
+    faults = []
+    for number in (count, 0):
+        try:
+            signature.bind(*[None] * number, **keywords)
+        except TypeError as cause:
+            faults.append(str(cause))
+        else:
+            return number, ""
+    takes = f"{count} argument{'' if count == 1 else 's'} by position and {', '.join(keywords) or 'no field'} by name"
+    change = "rename the field or the parameter, give the parameter a default, or define `build`"
+    return count, f"{cls.implementation}{signature} does not take {takes} ({faults[0]}); {change}"
+
+
+def _origin(cls: type) -> str:
+    """A component in a message: its class, and the distribution that registers it."""
+    target = f"{cls.__module__}:{cls.__qualname__}"
+    for distribution in distributions():
+        if target in (distribution.read_text("entry_points.txt") or "").split():
+            return f"{target} of {distribution.name} {distribution.version}"
+    return target
+
+
+def class_name(component: Any) -> str:
+    """Name of a component in messages: that of its class without `Config`."""
+    return type(component).__name__.removesuffix("Config")
 
 
 @dataclass(frozen=True)

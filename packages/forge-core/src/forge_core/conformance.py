@@ -4,19 +4,20 @@
         conforms("forge-lionize")
 
 The checks of a group are functions `check_<what>(component) -> None` that raise if a component does not conform. They are in
-modules that entry points of the group `forge.conformance` name; the name of the entry point is the group that it checks.
-Neither these modules nor this one import torch before a check runs.
+modules that the group `forge.conformance` registers; the name of such an entry is the group that it checks. Neither these modules
+nor this one import torch before a check runs.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import isclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import ModuleType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from forge_core.component import Component
+from forge_core.component import Component, fields_of, implementation_of, misfit
 from forge_core.errors import BrokenPlugin, ForgeError, UnknownComponent
 from forge_core.plugins import flaws
 from forge_core.registry import GROUPS, HOMES, Entry, Registry, canonical
@@ -32,7 +33,7 @@ class Problem(NamedTuple):
 
     Attributes:
         check: name of the check that failed; `description` for a fault in the component's keys or docstrings, `examples` or
-            `checks` if these are missing.
+            `checks` if these are missing, `implementation` if it does not match the component's fields.
     """
 
     entry: Entry
@@ -101,6 +102,8 @@ def examine(entry: Entry, registry: Registry) -> ConformanceResult:
     cls = registry.load_entry(entry)
     if not (isclass(cls) and issubclass(cls, Component)):
         return ConformanceResult(entry, (), ())
+    if faults := implementation_faults(cls, GROUPS[entry.group].build or ()):
+        return ConformanceResult(entry, (), tuple(Problem(entry, "implementation", fault) for fault in faults))
     if not checks:
         return ConformanceResult(entry, (), tuple(_absent(entry, registry)))
     with TemporaryDirectory(prefix="forge-conformance-") as folder:
@@ -115,6 +118,66 @@ def examine(entry: Entry, registry: Registry) -> ConformanceResult:
         results = [(name, _failure(check, examples)) for name, check in checks]
     failed = tuple(Problem(entry, name, message) for name, message in results if message is not None)
     return ConformanceResult(entry, tuple(name for name, message in results if message is None), failed)
+
+
+def implementation_faults(cls: type[Component], given: tuple[str, ...]) -> list[str]:
+    """Why the implementation of a component does not fit; empty if it does, or if the component defines `build`.
+
+    Its signature must take the group's arguments and every field, and a parameter's type must allow the values of its field.
+    Types that exist for type checkers only are not compared.
+
+    Args:
+        given: names of the arguments of the component's group.
+    """
+    if cls.implementation is None or cls.build is not Component.build:
+        return []
+    try:
+        implementation = implementation_of(cls)
+    except (BrokenPlugin, ImportError) as error:
+        return [_described(error)]
+    if why := misfit(cls, implementation, given):
+        return [why]
+    try:
+        parameters = inspect.signature(implementation).parameters
+    except (NameError, ValueError):
+        return []
+    names = vars(inspect.getmodule(implementation) or inspect)
+    fields = {info.name: info.type for info in fields_of(cls)}
+    return [
+        f"field {name!r} is {fields[name]}, and {cls.implementation} takes {parameters[name].annotation}"
+        for name in cls.passed()
+        if name in parameters and name in fields and not _allows(_resolved(parameters[name].annotation, names), fields[name])
+    ]
+
+
+def _resolved(annotation: Any, names: dict[str, Any]) -> Any:
+    """The type that an annotation means; Any where it is missing or exists for type checkers only."""
+    if annotation is inspect.Parameter.empty:
+        return Any
+    try:
+        return eval(annotation, names) if isinstance(annotation, str) else annotation  # noqa: S307 - code of the same module
+    except NameError:
+        return Any
+
+
+def _allows(taken: Any, given: Any) -> bool:
+    """Whether every value of the type `given` is one of the type `taken`; True where that cannot be known."""
+    taken, given = (get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in (taken, given))
+    if get_origin(given) in (Union, UnionType):
+        return all(_allows(taken, kind) for kind in get_args(given))
+    if get_origin(taken) in (Union, UnionType):
+        return any(_allows(kind, given) for kind in get_args(taken))
+    if get_origin(given) is Literal:
+        if get_origin(taken) is Literal:
+            return set(get_args(given)) <= set(get_args(taken))
+        return all(_allows(taken, type(value)) for value in get_args(given))
+    wide, narrow = (get_origin(kind) or (type(None) if kind is None else kind) for kind in (taken, given))
+    if not isclass(wide) or not isclass(narrow) or wide in (Any, object) or issubclass(narrow, Component):
+        return wide is not Literal
+    if not issubclass(narrow, wide) and not (narrow is int and wide is float):
+        return False
+    parts, others = get_args(taken), get_args(given)
+    return len(parts) != len(others) or all(map(_allows, parts, others))
 
 
 def problems(registry: Registry, distribution: str | None = None, group: str | None = None) -> list[Problem]:

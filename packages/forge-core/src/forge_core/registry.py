@@ -1,8 +1,10 @@
 """The registry: which groups of components exist, and how a name in a recipe becomes a component.
 
-A group is one entry-point group. `Group.build` lists the positional parameters that Forge passes to a component's `build`; the
-registry compares them with the real signature when it loads a component, so a plugin written for another signature is refused
-before anything runs. Nothing is imported until it is asked for.
+A distribution of Forge lists its parts in one table, `PARTS` of its module `parts`; another distribution lists its own as
+entry points, whose group is the group of the part. `Group.build` lists the positional arguments that Forge passes to a
+component's `build`; the registry compares them with the real signature when it loads a component, so a plugin written for
+another signature is refused before anything runs. The implementation that a component names instead is imported and compared
+when it is built. Nothing is imported until it is needed.
 """
 
 import inspect
@@ -16,6 +18,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.metadata import EntryPoint, distributions
 from importlib.util import module_from_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -48,18 +51,18 @@ _TABLE = (
     Group("forge.fusions", "[model] fusion", ("context",), "block factory", "How images enter a decoder"),
     Group("forge.encoders", "[model] encoder", (), "torch.nn.Module", "Images to features"),
     Group("forge.adapters", "[model] adapter", ("context",), "torch.nn.Module", "Encoder features to model width"),
-    Group("forge.transforms", "[transforms.NAME]", (), "forge_core.protocols.Transform", "One strategy applied to the model"),
+    Group("forge.transforms", "[transforms.NAME]", (), "forge_core.protocols.model.Transform", "A strategy applied to a model"),
     Group("forge.pipeline_schedules", "[parallel.pipeline]", (), "schedule factory", "Order of pipeline work"),
-    Group("forge.optimizers", "[optimizer]", ("model",), "forge_core.protocols.Optimizer", "Updates parameters"),
+    Group("forge.optimizers", "[optimizer]", ("model",), "forge_core.protocols.model.Optimizer", "Updates parameters"),
     Group("forge.schedules", "[schedule]", ("steps",), "function of the step", "Factor on the learning rate"),
-    Group("forge.objectives", "[objective]", (), "forge_core.protocols.Objective", "What is minimized"),
-    Group("forge.sources", "[[data.sources]]", ("context",), "forge_core.protocols.Source", "Where documents come from"),
-    Group("forge.tokenizers", "[data.tokenizer]", ("context",), "forge_core.protocols.Tokenizer", "Text to token ids"),
-    Group("forge.hooks", "[[hooks]]", (), "forge_core.protocols.Hook", "Something that happens around a step"),
-    Group("forge.trackers", "[[trackers]]", ("run",), "forge_core.protocols.Tracker", "Where numbers are written"),
-    Group("forge.stores", "[checkpoint.store]", ("path",), "forge_core.protocols.Store", "Where checkpoint files live"),
-    Group("forge.converters", "--from / --to", (), "forge_core.protocols.Converter", "A format of weights"),
-    Group("forge.hf_models", "--family / config.json", (), "forge_core.protocols.HfModel", "A model in the Hugging Face format"),
+    Group("forge.objectives", "[objective]", (), "forge_core.protocols.model.Objective", "What is minimized"),
+    Group("forge.sources", "[[data.sources]]", ("context",), "forge_core.protocols.data.Source", "Where documents come from"),
+    Group("forge.tokenizers", "[data.tokenizer]", ("context",), "forge_core.protocols.data.Tokenizer", "Text to token ids"),
+    Group("forge.hooks", "[[hooks]]", (), "forge_core.protocols.run.Hook", "Something that happens around a step"),
+    Group("forge.trackers", "[[trackers]]", ("run",), "forge_core.protocols.run.Tracker", "Where numbers are written"),
+    Group("forge.stores", "[checkpoint.store]", ("path",), "forge_core.protocols.checkpoint.Store", "Where checkpoints are"),
+    Group("forge.converters", "--from / --to", (), "forge_core.protocols.weights.Converter", "A format of weights"),
+    Group("forge.hf_models", "--family / config.json", (), "forge_core.protocols.weights.HfModel", "A Hugging Face folder"),
     Group("forge.presets", "base", None, "path of a TOML file", "A recipe shipped with a distribution"),
     Group("forge.commands", "forge-train NAME", None, "typer application or function", "A subcommand"),
     Group("forge.proofs", "always", None, "path of a folder", "Receipts of `forge-train parity --record`"),
@@ -78,11 +81,13 @@ HOMES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
             *("forge.models", "forge.attentions", "forge.mlps", "forge.norms", "forge.routers", "forge.objectives"),
             "forge.converters",
         ),
+        "forge-interp": ("forge.hooks", "forge.commands"),
         "forge-parallel": ("forge.transforms", "forge.pipeline_schedules", "forge.optimizers"),
         "forge-vlm": (
             *("forge.models", "forge.fusions", "forge.encoders", "forge.adapters", "forge.hooks", "forge.sources"),
             *("forge.hf_models", "forge.presets"),
         ),
+        "forge-lab": ("forge.commands",),
         "forge-train": (
             *("forge.schedules", "forge.hooks", "forge.trackers", "forge.converters", "forge.presets", "forge.commands"),
         ),
@@ -90,9 +95,34 @@ HOMES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
 )
 """Groups in which each distribution of Forge offers something, so that an unknown name can say what to install."""
 
-
 FORGE = frozenset({"forge-core", *HOMES})
 """The distributions of Forge."""
+
+MOVED: MappingProxyType[tuple[str, str], tuple[str, str]] = MappingProxyType(
+    {
+        ("forge.hooks", "inside"): ("forge-train", "forge-interp"),
+        ("forge.commands", "compare"): ("forge-train", "forge-lab"),
+        ("forge.commands", "fit"): ("forge-train", "forge-lab"),
+        ("forge.commands", "lens"): ("forge-train", "forge-interp"),
+        ("forge.commands", "neuro"): ("forge-train", "forge-interp"),
+        ("forge.commands", "probe"): ("forge-train", "forge-interp"),
+        ("forge.commands", "sae"): ("forge-train", "forge-interp"),
+        ("forge.commands", "similarity"): ("forge-train", "forge-interp"),
+        ("forge.commands", "sweep"): ("forge-train", "forge-lab"),
+    }
+)
+"""(group, name) of parts that moved between distributions of Forge: the former and the present one. Recipes and checkpoints that
+name the former distribution mean the present one."""
+
+
+def home_of(group: str, name: str, distribution: str) -> str:
+    """The distribution that has a part today, given the one that a recipe or a checkpoint names."""
+    former, present = MOVED.get((group, name), ("", ""))
+    return present if former and canonical(distribution) == former else distribution
+
+
+TABLE = "forge.parts"
+"""Entry-point group by which a distribution of Forge names the table of its parts: `{group: {name: "module:object"}}`."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +150,7 @@ class Entry:
 
 
 def installed() -> Iterator[Entry]:
-    """Entries of every `forge.*` group of every installed distribution; a distribution found twice counts once."""
+    """What every installed distribution registers in a group of `GROUPS`; a distribution found twice counts once."""
     seen: set[str] = set()
     for distribution in distributions():
         try:
@@ -137,6 +167,26 @@ def installed() -> Iterator[Entry]:
         for point in points:
             if point.group in GROUPS:
                 yield Entry(point.group, point.name, name, version or "unknown", point.value)
+            elif point.group == TABLE and canonical(name) in FORGE:
+                yield from _parts(point, name, version or "unknown")
+
+
+def _parts(point: EntryPoint, distribution: str, version: str) -> Iterator[Entry]:
+    """Entries of a table of parts. Its module has nothing but the table, so no part is imported.
+
+    Raises:
+        BrokenPlugin: the table cannot be read.
+    """
+    try:
+        table = point.load()
+    except Exception as cause:
+        raise BrokenPlugin(
+            f"{distribution} {version} is damaged: its table of parts {point.value} cannot be read: "
+            f"{type(cause).__name__}: {cause}; install {distribution} again"
+        ) from cause
+    for group, parts in table.items():
+        for name, target in parts.items():
+            yield Entry(group, name, distribution, version, target)
 
 
 def canonical(distribution: str) -> str:
@@ -186,11 +236,8 @@ class Registry:
         if ".py:" in name:
             return _file_entry(group, name)
         distribution, _, bare = name.rpartition(":")
-        matches = [
-            e
-            for e in self.of(group)
-            if e.name == bare and (not distribution or canonical(e.distribution) == canonical(distribution))
-        ]
+        distribution = canonical(home_of(group, bare, distribution))
+        matches = [e for e in self.of(group) if e.name == bare and distribution in ("", canonical(e.distribution))]
         if (meant := _meant(matches, owner)) is not None:
             return meant
         if len(matches) > 1:
@@ -200,6 +247,9 @@ class Registry:
         if not matches:
             present = {canonical(e.distribution) for e in self.entries}
             absent = [home for home, groups in HOMES.items() if group in groups and home not in present]
+            _, home = MOVED.get((group, bare), ("", ""))
+            if home in absent:
+                raise UnknownComponent(f"{kind} {bare!r} is part of {home}, which is not installed: pip install {home}")
             hints = [did_you_mean(name, self.names(group)), *(f"to get those of {home}: pip install {home}" for home in absent)]
             raise UnknownComponent("; ".join([f"unknown {kind} {name!r}", *filter(None, hints)]))
         raise AssertionError("one match is what is meant")
@@ -322,10 +372,13 @@ def _conform(entry: Entry, loaded: Any) -> None:
     if "__dataclass_fields__" not in vars(loaded):
         raise refuse("is not a dataclass: decorate it with @dataclass(frozen=True, kw_only=True)")
     fields_of(loaded)  # raises where a field's type cannot be resolved; the caller says whose plugin it is
-    build = getattr(loaded, "build", None)
-    if not callable(build):
+    if loaded.build is Component.build:
+        if fault := _implementation_fault(loaded, group):
+            raise refuse(fault)
+        return
+    if not callable(loaded.build):
         raise refuse("has no build method")
-    parameters = list(inspect.signature(build).parameters.values())[1:]
+    parameters = list(inspect.signature(loaded.build).parameters.values())[1:]
     positional = [item for item in parameters if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]
     given = positional[: len(group.build)]
     needed = [
@@ -335,4 +388,23 @@ def _conform(entry: Entry, loaded: Any) -> None:
     ]
     if tuple(item.name for item in given) != group.build or needed:
         wanted = ", ".join(("self", *group.build))
-        raise refuse(f"has build{inspect.signature(build)}; its group calls build({wanted})")
+        raise refuse(f"has build{inspect.signature(loaded.build)}; its group calls build({wanted})")
+
+
+def _implementation_fault(cls: type[Component], group: Group) -> str:
+    """Why a component without a `build` of its own is refused; empty if it is not. The implementation is not imported."""
+    target: Any = cls.implementation
+    if target is not None:
+        is_path = isinstance(target, str) and re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", target)
+        return "" if is_path else f"names the implementation {target!r}; write it as 'module:name'"
+    needed = f"has no build method; define build({', '.join(('self', *(group.build or ())))}), or set `implementation`"
+    if group.build or not group.returns.startswith("forge_core.protocols."):
+        return needed
+    methods = [
+        name
+        for name, value in vars(resolve_name(group.returns)).items()
+        if callable(value) and (name == "__call__" or not name.startswith("_"))
+    ]
+    absent = [name for name in methods if not any(name in vars(base) for base in cls.__mro__)]
+    kind = group.returns.rpartition(".")[2]
+    return f"{needed}; it is no {kind} itself, because it has no {', '.join(absent)}" if absent else ""

@@ -282,6 +282,7 @@ class Tokens(SourceComponent):
     """Files of token ids: `.npy` with its header, or raw little-endian integers with a stated dtype."""
 
     key_class: ClassVar = DATA
+    implementation: ClassVar[str] = "forge_data.sources.arrays:open_tokens"
 
     path: str
     """A file, a directory (all `.npy` and `.bin` below it), a pattern such as `corpus/**/*.npy`, or a URL of these."""
@@ -305,17 +306,13 @@ class Tokens(SourceComponent):
         if self.eos is not None and self.bos is not None:
             raise ValueError("set `eos` or `bos`, not both: one token is enough to separate documents")
 
-    def build(self, context: "SourceContext") -> "Source":
-        from forge_data.sources.arrays import open_tokens
-
-        return open_tokens(self.path, dtype=self.dtype, eos=self.eos, bos=self.bos, vocab_size=self.vocab_size)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Megatron(SourceComponent):
     """Megatron's indexed datasets (`NAME.bin` with `NAME.idx`), read in place with their dtype and documents."""
 
     key_class: ClassVar = DATA
+    implementation: ClassVar[str] = "forge_data.sources.megatron:open_megatron"
 
     path: str
     """Prefix without suffix, one of the two files, a directory or pattern of `.idx` files, or a URL of these."""
@@ -329,17 +326,13 @@ class Megatron(SourceComponent):
 
         return (cls(path=example_corpus.megatron(folder)),)
 
-    def build(self, context: "SourceContext") -> "Source":
-        from forge_data.sources.megatron import open_megatron
-
-        return open_megatron(self.path, vocab_size=self.vocab_size)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Llmc(SourceComponent):
     """Token files of llm.c (`.bin` with a header of 256 integers), read in place."""
 
     key_class: ClassVar = DATA
+    implementation: ClassVar[str] = "forge_data.sources.llmc:open_llmc"
 
     path: str
     """A file, a directory (all `.bin` below it), a pattern, or a URL of these."""
@@ -355,17 +348,13 @@ class Llmc(SourceComponent):
 
         return (cls(path=example_corpus.llmc(folder), bos=example_corpus.EOS),)
 
-    def build(self, context: "SourceContext") -> "Source":
-        from forge_data.sources.llmc import open_llmc
-
-        return open_llmc(self.path, bos=self.bos, vocab_size=self.vocab_size)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Datatrove(SourceComponent):
     """Token files of datatrove (`.ds` with `.ds.index`), read in place with their documents."""
 
     key_class: ClassVar = DATA
+    implementation: ClassVar[str] = "forge_data.sources.datatrove:open_datatrove"
 
     path: str
     """A file, a directory (all `.ds` below it), a pattern, or a URL of these."""
@@ -383,11 +372,6 @@ class Datatrove(SourceComponent):
 
         return (cls(path=example_corpus.datatrove(folder)),)
 
-    def build(self, context: "SourceContext") -> "Source":
-        from forge_data.sources.datatrove import open_datatrove
-
-        return open_datatrove(self.path, dtype=self.dtype, ignore_loss_mask=self.ignore_loss_mask, vocab_size=self.vocab_size)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RandomTokens(SourceComponent):
@@ -395,6 +379,7 @@ class RandomTokens(SourceComponent):
 
     default_label: ClassVar = "random"
     key_class: ClassVar = DATA
+    implementation: ClassVar[str] = "forge_data.sources.random:RandomSource"
 
     vocab_size: Annotated[int, Gt(1)]
     """Ids are drawn from 0 to vocab_size - 1."""
@@ -410,20 +395,12 @@ class RandomTokens(SourceComponent):
         """A short stream of many documents, and one of a single document."""
         return (cls(vocab_size=257, tokens=4000, document=23), cls(vocab_size=257, tokens=4000))
 
-    def build(self, context: "SourceContext") -> "Source":
-        from forge_data.sources.random import RandomSource
-
-        return RandomSource(vocab_size=self.vocab_size, tokens=self.tokens, document=self.document, seed=self.seed)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes(Component):
     """UTF-8 bytes as tokens 0 to 255, and end of document as token 256. Needs no training."""
 
-    def build(self, context: "SourceContext") -> "Tokenizer":
-        from forge_data.tokenizers.bytes import ByteTokenizer
-
-        return ByteTokenizer()
+    implementation: ClassVar[str] = "forge_data.tokenizers.bytes:ByteTokenizer"
 
     def tokens_of(self, text: str) -> int:
         """Returns the number of tokens of a text without building the tokenizer."""
@@ -509,6 +486,7 @@ class SentencePiece(Component):
     """A model of the `sentencepiece` library."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_data.tokenizers.sentencepiece:load"
 
     path: Annotated[str, DATA]
     """The `.model` file."""
@@ -525,8 +503,3 @@ class SentencePiece(Component):
         from forge_data import example_corpus
 
         return (cls(path=example_corpus.pieces(folder)),)
-
-    def build(self, context: "SourceContext") -> "Tokenizer":
-        from forge_data.tokenizers.sentencepiece import load
-
-        return load(self.path, self.eos, self.add_special_tokens)

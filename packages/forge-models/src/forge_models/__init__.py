@@ -11,16 +11,12 @@ if TYPE_CHECKING:
     from forge_models.initial_weights import initialize as initialize
     from forge_models.inner_values import listening as listening
     from forge_models.inner_values import tap as tap
-    from forge_models.interp.capture import capture as capture
-    from forge_models.interp.edit import edit as edit
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "Decoder": "decoder",
         "Sampling": "generation",
-        "capture": "interp.capture",
-        "edit": "interp.edit",
         "generate": "generation",
         "initialize": "initial_weights",
         "listening": "inner_values",

@@ -1,4 +1,4 @@
-"""The decoder as a module: embedding, blocks, norm, head. It holds no parallel code."""
+"""The decoder module: embedding, blocks, norm, head. It contains no parallel code."""
 
 from collections.abc import Callable, Mapping
 from math import sqrt
@@ -23,28 +23,28 @@ from forge_models.shape import DecoderShape
 
 TABLE = "embed.weight"
 HEAD = "head.weight"
-"""A tied head's name; it uses the table."""
+"""Name of a tied head, whose tensor is that of the embedding."""
 MTP_TABLE = "mtp.embed.weight"
-"""The table under the name that the MTP modules use."""
+"""Name of the embedding in the MTP modules."""
 
 
 class Decoder(nn.Module):
-    """Decoder of a shape.
+    """A decoder of a given shape.
 
-    A block's attention is called with (x, rotation, attention_mask, cache). Three attributes of it are read when they are there:
-    `core` (an `AttentionCore`, the seam where strategies enter; `attention_mask` is what it prepares, None without one),
-    `window` (handed to the core; None when absent) and `rotary` (its positions; the model's over the whole head when
-    absent).
+    A block's attention is called with (x, rotation, attention_mask, cache). The decoder reads three optional attributes of it:
+    `core` (an `AttentionCore`, the seam where strategies enter; it prepares `attention_mask`, which is None without a core),
+    `window` (passed to the core; None by default) and `rotary` (its rotary embedding; by default that of the model over the whole
+    head).
 
-    Blocks come from a factory, (shape, layer) -> module, that is called as `Block` is; `reads` of a block names what else of a
-    forward it is given (`token_mask`, `tokens`, and what `enter` of a subclass adds).
+    A factory (shape, layer) -> module builds blocks, which are called like `Block`; `reads` of a block names the further inputs
+    that it receives (`token_mask`, `tokens`, and those that a subclass adds in `enter`).
 
-    `embed`, `norm`, `head` and `mtp` may be None and `blocks` may hold fewer entries (under their own names): a pipeline
-    part is this module with the rest removed. The first part takes tokens, later ones hidden states.
+    `embed`, `norm`, `head` and `mtp` may be None and `blocks` may have fewer entries (under their own names): a pipeline part is
+    this module without the rest. The first part takes tokens, later ones hidden states.
     """
 
     inputs: ClassVar[frozenset[str]] = frozenset()
-    """Names of the extras of a batch that its forward takes."""
+    """Names of a batch's extras that the forward takes."""
 
     def __init__(self, shape: DecoderShape, block: Callable[[DecoderShape, int], nn.Module] = Block) -> None:
         super().__init__()
@@ -76,26 +76,26 @@ class Decoder(nn.Module):
         token_mask: Tensor | None = None,
         **extras: Tensor,
     ) -> Tensor | LossTerms:
-        """Logits (B, T, vocab), with an objective its `LossTerms`, without a head hidden states (B, T, dim).
+        """Returns logits (B, T, vocab), with an objective its `LossTerms`, without a head hidden states (B, T, dim).
 
         Args:
-            x: (B, T) int64 tokens, or hidden states (B, T, dim) when an earlier part embedded them.
-            positions: (B, T) position of each token in its document; None = 0 .. T - 1, or the cache's next ones.
-            documents: (B, T) document of each token; attention stays inside. None = each row is one document. `PADDING`
-                marks a position without a token, which no expert sees.
-            document_starts: (n,) int32 where they begin, as in `Batch`: spares attention on a GPU a wait.
-            labels: (B, T) int64, already shifted; needed by an objective.
+            x: (B, T) int64 tokens, or hidden states (B, T, dim) of the previous part.
+            positions: (B, T) position of each token in its document; None: 0 .. T - 1, or the positions after those in the cache.
+            documents: (B, T) document of each token, to which attention is limited; None: each row is one document. `PADDING`
+                marks a position without a token, which no expert processes.
+            document_starts: (n,) int32 starts of documents, as in `Batch`; spares attention on a GPU a synchronization.
+            labels: (B, T) int64, already shifted; required by an objective.
             objective: the loss to minimize.
-            cache: keys and values of earlier tokens, which this call extends.
-            at: (B,) index of the one token per row whose logits are wanted, which are then (B, 1, vocab).
-            tokens: (B, T) int64, for a later part whose routers look at ids; a part that embeds has them in `x`.
-            mtp_targets: tokens and labels of the MTP modules, with labels and an objective; their losses are added.
-            token_mask: (B, T) bool, False for a position without a token, which no expert sees; None = as `documents` say, or
-                all have one. Attention does not look at it: padding belongs behind the tokens of its row.
-            extras: further inputs of the batch, those that `inputs` names; a text decoder has none.
+            cache: keys and values of earlier tokens; extended by this call.
+            at: (B,) index of one token per row; if given, only its logits are returned, (B, 1, vocab).
+            tokens: (B, T) int64, for a later part whose routers use token ids; a part with the embedding has them in `x`.
+            mtp_targets: tokens and labels of the MTP modules, whose losses are added; with labels and an objective only.
+            token_mask: (B, T) bool, False for a position without a token, which no expert processes; None: derived from
+                `documents`, or all True. Attention ignores it, so padding must come after the tokens of its row.
+            extras: further inputs of the batch, named in `inputs`; a text decoder has none.
 
         Raises:
-            ValueError: for inputs that do not go together or are longer than `max_length`.
+            ValueError: inputs do not go together, or are longer than `max_length`.
         """
         self._check(x, documents, labels, objective, cache, mtp_targets, extras)
         depths = {} if mtp_targets is None or self.mtp is None else dict(self.mtp.depths.items())
@@ -133,15 +133,15 @@ class Decoder(nn.Module):
         mtp_blocks: list[Any],
         extras: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[Rotary, Rotation], dict[int | None, Any]]:
-        """The stream behind the last block, rotations, and what cores share (also for `mtp_blocks`)."""
-        # Hidden states of an earlier part may be cut along the sequence; positions never are.
+        """Returns the residual stream after the last block, rotations, and attention masks (also for `mtp_blocks`)."""
+        # Hidden states of an earlier part may be split along the sequence; positions never are.
         length = x.shape[1] if self.embed is not None or positions is None else positions.shape[-1]
         if cache is not None:
             positions = cache.advance(positions, length)
             if self.cache_limit is not None and cache.extent > self.cache_limit:
                 raise ValueError(
-                    f"dynamic rope scaling cannot use a cache past original_max_length {self.cache_limit}: "
-                    "cached keys have another scaling; use fewer tokens, or yarn or linear scaling"
+                    f"dynamic rope scaling does not support a cache of more than original_max_length = {self.cache_limit} "
+                    "tokens, because cached keys have another scaling; use fewer tokens, or yarn or linear scaling"
                 )
         elif positions is None:
             positions = torch.arange(length, device=x.device)
@@ -163,31 +163,31 @@ class Decoder(nn.Module):
         extras: Mapping[str, Tensor],
         cache: KVCache | None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The stream that goes into the first block of this part, and by name what blocks may read: a seam for subclasses.
+        """Returns the input of this part's first block, and further inputs of blocks by name; a hook for subclasses.
 
-        `x` (B, T, dim) is what was embedded, or what an earlier part made; `tokens` (B, T) ids, where they are known; the rest
-        is as in `forward`.
+        `x` (B, T, dim) is the embedded input, or the output of the previous part; `tokens` (B, T) are ids, if known; the other
+        arguments are as in `forward`.
         """
         del tokens, documents, extras, cache
         return x, {}
 
     def hidden_states(self, tokens: Tensor, cache: KVCache, positions: Tensor | None = None) -> Tensor:
-        """The stream (B, T, dim) behind the last block of a whole decoder: what `norm` and `head` turn to logits, and `draft`
-        goes on from."""
+        """Returns the residual stream (B, T, dim) after the last block of a whole decoder: the input of `norm` and `head`, and of
+        `draft`."""
         self._check(tokens, None, None, None, cache, None, {})
         return self._stream(tokens, positions, None, None, None, cache, None, [], {})[0]
 
     def draft(
         self, depth: str, x: Tensor, tokens: Tensor, cache: KVCache, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One module of `mtp`, with a cache: its stream, and the hidden states for the head.
+        """Runs one MTP module with a cache; returns its residual stream, and the hidden states for the head.
 
         Args:
-            depth: its name, "1" for the token behind the next one.
-            x: (B, T, dim) stream of the module before, for "1" that of the last block.
-            tokens: (B, T) the token as many places on as the module's number.
-            cache: of its layer alone, under its name.
-            positions: (B, T); None = the cache's next ones.
+            depth: name of the module; "1" predicts the token after the next one.
+            x: (B, T, dim) residual stream of the previous module, for "1" that of the last block.
+            tokens: (B, T) tokens shifted left by the depth of the MTP module.
+            cache: cache of this module's layer only, under its name.
+            positions: (B, T); None: the positions after those in the cache.
         """
         assert self.embed is not None
         assert self.mtp is not None
@@ -195,9 +195,9 @@ class Decoder(nn.Module):
         positions = cache.advance(positions, tokens.shape[1])
         rotation = self._rotary(module.block)(positions)
         attention_mask = self._attention_masks([module.block], None, None, tokens.shape[1], x, cache).get(_window(module.block))
-        given = (self._embedded(self.embed, tokens), rotation, attention_mask, cache.layers[depth], None, tokens)
+        inputs = (self._embedded(self.embed, tokens), rotation, attention_mask, cache.layers[depth], None, tokens)
         with scope(f"mtp.depths.{depth}.", self):
-            x, hidden, _ = module(x, *given)
+            x, hidden, _ = module(x, *inputs)
         return x, hidden
 
     def _add_mtp(
@@ -210,7 +210,7 @@ class Decoder(nn.Module):
         token_mask: Tensor | None,
         objective: Objective | None,
     ) -> LossTerms:
-        """`terms` with the gradient of what the modules of `mtp` make of the stream `x` behind the last block."""
+        """Returns `terms` with the gradients of the MTP losses, which are computed from the residual stream `x`."""
         mtp, head = self.mtp, self.head
         assert mtp is not None
         assert head is not None
@@ -219,11 +219,11 @@ class Decoder(nn.Module):
         for k, (name, depth) in enumerate(mtp.depths.items()):
             token, label = mtp_targets.tokens[..., k], mtp_targets.labels[..., k]
             here = token != IGNORE if token_mask is None else token_mask & (token != IGNORE)
-            token = token.clamp(min=0)  # places without a token have no label, and nothing that has one sees them
-            given = (self._embedded(mtp.embed, token), rotations[self._rotary(depth.block)], masks.get(_window(depth.block)))
+            token = token.clamp(min=0)  # positions without a token have no label, and positions with a label do not see them
+            inputs = (self._embedded(mtp.embed, token), rotations[self._rotary(depth.block)], masks.get(_window(depth.block)))
             routing = {"token_mask": here, "tokens": token} if depth.block.sparse else {}
             with scope(f"mtp.depths.{name}.", self):
-                x, hidden, router_stats = depth(x, *given, **routing)
+                x, hidden, router_stats = depth(x, *inputs, **routing)
             if router_stats is not None:
                 depth.block.mlp.observe(router_stats)
             mtp_terms.append(head(hidden, label, objective))
@@ -252,16 +252,16 @@ class Decoder(nn.Module):
         block: Any
         for name, block in self.blocks.items():
             rotation = rotations[self._rotary(block)]
-            given = {key: shared.get(key) for key in getattr(block, "reads", ())}
+            further = {key: shared.get(key) for key in getattr(block, "reads", ())}
             with scope(f"blocks.{name}.", self):
-                mine = None if cache is None else cache.layers[name]
-                x = block(x, rotation, masks.get(_window(block)), mine, **given)
+                layer_cache = None if cache is None else cache.layers[name]
+                x = block(x, rotation, masks.get(_window(block)), layer_cache, **further)
                 if not getattr(block, "sparse", False):
                     continue
                 x, router_stats = x
             if router_stats is not None:
                 observed += [(block.mlp, router_stats)] if isinstance(router_stats, Tensor) else block.observed(router_stats)
-        x = observe_all(x, observed)  # out here, where recomputation does not come by again
+        x = observe_all(x, observed)  # outside blocks, where recomputation does not repeat it
         with scope("", self):
             return tap("residual", x) if self.head is not None else x
 
@@ -274,7 +274,7 @@ class Decoder(nn.Module):
         x: Tensor,
         cache: KVCache | None,
     ) -> dict[int | None, Any]:
-        """Per window, what the attention cores share for this batch: built once, used by every layer."""
+        """Returns, by window, what attention cores share for this batch; prepared once and used by every layer."""
         masks: dict[int | None, Any] = {}
         for block in blocks:
             window = _window(block)
@@ -294,14 +294,14 @@ class Decoder(nn.Module):
         return masks
 
     def _rotary(self, block: nn.Module) -> Rotary:
-        found = getattr(_attention(block), "rotary", None)
-        return Rotary(self.shape.head_dim, self.shape.rope) if found is None else found
+        rotary = getattr(_attention(block), "rotary", None)
+        return Rotary(self.shape.head_dim, self.shape.rope) if rotary is None else rotary
 
     @property
     def cache_limit(self) -> int | None:
-        """Tokens that a cache can hold rightly; None = as many as it has room for.
+        """Maximum number of tokens that a cache may hold; None: its capacity.
 
-        Under dynamic rope scaling a longer sequence turns its earlier tokens differently: keys cached before are wrong.
+        Under dynamic rope scaling, a longer sequence rotates its earlier tokens differently, so cached keys would be wrong.
         """
         ropes = [self._rotary(block).rope for block in self.blocks.values()]
         return min((rope.original_max_length or 0 for rope in ropes if rope.scaling == "dynamic"), default=None)
@@ -317,29 +317,29 @@ class Decoder(nn.Module):
         extras: dict[str, Tensor],
     ) -> None:
         if self.shape.moe is not None and self.shape.moe.losses.pooled and (self.embed is None or self.head is None):
-            raise ValueError(
-                "model.moe.losses.pooled needs all layers, and a pipeline stage holds only some of them; set it to 0"
-            )
+            raise ValueError("model.moe.losses.pooled needs all layers, but a pipeline stage has only some of them; set it to 0")
         if unknown := extras.keys() - self.inputs:
             known = f"; its inputs are {', '.join(sorted(self.inputs))}" if self.inputs else ""
             raise ValueError(f"this model does not take {', '.join(sorted(unknown))}{known}")
         if x.shape[1] > self.shape.max_length:
-            raise ValueError(f"a row has {x.shape[1]} tokens, more than max_length {self.shape.max_length}")
+            raise ValueError(
+                f"a row has {x.shape[1]} tokens, more than max_length {self.shape.max_length}; shorten it, or raise max_length"
+            )
         if objective is not None and labels is None:
-            raise ValueError("an objective needs labels")
+            raise ValueError("an objective needs labels; pass both, or neither")
         if labels is not None and objective is None:
             raise ValueError("labels need an objective; pass one, or leave labels out to get logits")
         if mtp_targets is not None and (objective is None or self.mtp is None):
-            raise ValueError("mtp_targets need an objective and a model with [model.mtp]")
+            raise ValueError("mtp_targets need an objective and a model with [model.mtp]; leave them out, or give both")
         if cache is not None and documents is not None:
-            raise ValueError("a cache holds one document per row; leave documents out")
+            raise ValueError("a cache holds one document per row; call without documents")
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache for `batch` rows of up to `capacity` tokens, on the device of the parameters."""
+        """Returns an empty cache for `batch` rows of up to `capacity` tokens, on the device of the parameters."""
         return KVCache(self.blocks, batch, capacity, next(self.parameters()).device)
 
     def specs(self) -> Specs:
-        """All that strategies know about this model."""
+        """Returns the specs from which strategies work."""
         shape = self.shape
         stream: tuple[Dim, ...] = ("batch", "sequence", "embed")
         tensors: dict[str, TensorSpec] = {}
@@ -382,12 +382,12 @@ class Decoder(nn.Module):
         return module is not None
 
     def _head_std(self) -> float:
-        """At most 1 / (2 sqrt(dim)): normed hidden states have length sqrt(dim), so logits start with variance <= 1/4
-        and the loss at most 1/8 above ln vocab_size, for every width."""
+        """Returns at most 1 / (2 sqrt(dim)): normed hidden states have length sqrt(dim), so initial logits have variance <= 1/4
+        and the loss exceeds ln vocab_size by at most 1/8, for every width."""
         return min(self.shape.init_std, 0.5 / sqrt(self.shape.dim))
 
     def _embed_std(self) -> float:
-        """A tied table also scores a token against itself, with a logit of up to dim * std: kept below 2."""
+        """Returns at most 2 / dim for a tied embedding, because it also scores a token against itself, with up to dim * std."""
         return min(self.shape.init_std, 2 / self.shape.dim) if self.shape.tied_embeddings else self.shape.init_std
 
 

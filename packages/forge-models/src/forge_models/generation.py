@@ -1,7 +1,8 @@
 """Generation with a cache: prompts of any lengths in one batch, greedy or sampled, token by token; and the text of new tokens.
 
-decode(prompt + new) is not decode(prompt) + decode(new): decoders remove a space at the beginning of a text, and the bytes of
-one character may be several tokens. So `NewText` decodes new tokens after those of the prompt, and removes the prompt's text.
+decode(prompt + new) differs from decode(prompt) + decode(new), because decoders remove a space at the beginning of a text, and
+the bytes of one character may be several tokens. So `NewText` decodes new tokens after those of the prompt and removes the
+prompt's text.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,23 +20,23 @@ from forge_models.decoder import Decoder
 
 
 class GenerationError(ForgeError):
-    """Prompts or settings from which nothing can be generated."""
+    """Prompts or settings are invalid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the next token is chosen; by default the most likely one.
 
-    The cuts apply in the order of the fields, each to what the one before it left, and what is left is drawn by its
-    share.
+    The filters apply in the order of the fields, each to the result of the previous one; the next token is drawn from the rest,
+    by probability.
 
     Attributes:
-        repetition_penalty: tokens of the prompt and of the row so far get less likely (above 1) or more (below).
-        temperature: logits are divided by it; 0 takes the most likely token.
-        top_k: draw among the k most likely tokens only.
-        top_p: then among the fewest of these that hold this probability together.
-        min_p: then among those at least this fraction as likely as the most likely one.
-        seed: of the draws. Row r of a batch of n gets the same draws for any other rows.
+        repetition_penalty: makes tokens of the prompt and of the row so far less likely (above 1) or more likely (below 1).
+        temperature: divisor of the logits; 0 takes the most likely token.
+        top_k: keep the k most likely tokens.
+        top_p: keep the fewest tokens that together have this probability.
+        min_p: keep tokens that are at least this fraction as likely as the most likely one.
+        seed: seed of the draws. The draws of row r in a batch of n do not depend on the other rows.
 
     Raises:
         GenerationError: a setting is out of range.
@@ -49,7 +50,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        # Written so that not-a-number is refused too.
+        # Negated comparisons also refuse NaN.
         if not self.repetition_penalty > 0:
             raise GenerationError(f"repetition_penalty {self.repetition_penalty} must be above 0")
         if not self.temperature >= 0:
@@ -62,20 +63,20 @@ class Sampling:
             raise GenerationError(f"min_p {self.min_p} must be in [0, 1]")
 
     def penalized(self, logits: Tensor, seen: Tensor) -> Tensor:
-        """Logits (B, vocab) in fp32; of the tokens that `seen` (B, vocab) marks, positive ones are divided by the
+        """Returns logits (B, vocab) in fp32. For tokens that `seen` (B, vocab) marks, positive logits are divided by the
         repetition penalty and negative ones multiplied (Keskar et al., 2019)."""
         wide = logits.float()
         return torch.where(seen, torch.where(wide < 0, wide * self.repetition_penalty, wide / self.repetition_penalty), wide)
 
     def distribution(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """What is drawn from, for a temperature above 0: probabilities in descending order and their tokens, (B, vocab)
-        or (B, top_k) each, fp64 on the CPU."""
+        """Returns, for a temperature above 0, probabilities in descending order and their tokens, (B, vocab) or (B, top_k) each,
+        fp64 on the CPU."""
         scaled = logits.detach().cpu().double() / self.temperature
         size = scaled.shape[-1] if self.top_k is None else min(self.top_k, scaled.shape[-1])
         best, tokens = scaled.topk(size, dim=-1)
         probabilities = best.softmax(dim=-1)
         if self.top_p is not None:
-            # A token stays when those before it hold less than top_p: the first always does.
+            # A token stays if those before it have less than top_p together, so the first one always stays.
             before = probabilities.cumsum(dim=-1) - probabilities
             probabilities = probabilities.where(before < self.top_p, 0.0)
         if self.min_p is not None:
@@ -86,14 +87,14 @@ class Sampling:
 
 
 GREEDY = Sampling()
-"""The most likely token."""
+"""Takes the most likely token."""
 
 
 class Sampler:
-    """Chooses tokens, one of each row a call.
+    """Chooses one token per row and call.
 
-    A call draws one number per row on the CPU and inverts the cumulative distribution in fp64: the same tokens on every
-    device that computes the same logits.
+    Each call draws one number per row on the CPU and inverts the cumulative distribution in fp64, so devices with equal logits
+    choose equal tokens.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -101,7 +102,7 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(sampling.seed)
 
     def __call__(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """(B, vocab) -> (B,) int64 on the CPU. `seen` (B, vocab) marks the tokens that a repetition penalty is for."""
+        """(B, vocab) -> (B,) int64 on the CPU. `seen` (B, vocab) marks the tokens to which a repetition penalty applies."""
         if seen is not None:
             logits = self.sampling.penalized(logits, seen)
         if self.sampling.temperature == 0:
@@ -109,7 +110,7 @@ class Sampler:
         probabilities, tokens = self.sampling.distribution(logits)
         draws = torch.rand(logits.shape[0], 1, generator=self._generator, dtype=torch.float64)
         cumulative = probabilities.cumsum(dim=-1)
-        # Scaled by the sum as it came out, so that rounding never points past the last token that can be drawn.
+        # Scaled by the computed sum, so that rounding never selects a token with probability 0.
         place = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
         last = (probabilities > 0).sum(dim=-1, keepdim=True) - 1
         return tokens.gather(1, place.minimum(last)).squeeze(1)
@@ -132,25 +133,25 @@ def generate(
     agree: Callable[[Tensor], Tensor] | None = None,
     inputs: Mapping[str, Tensor] | None = None,
 ) -> list[list[int]]:
-    """Continues each prompt; returns the new tokens of each row, with its end-of-sequence token if it came to one.
+    """Continues each prompt; returns the new tokens of each row, with its end-of-sequence token if it reached one.
 
     Args:
-        model: a whole decoder; its training mode is as before afterwards.
+        model: a whole decoder; its training mode is restored afterwards.
         prompts: token ids of each row, none empty; lengths may differ.
         sampling: how each token is chosen.
-        max_tokens: new tokens of a row at most.
+        max_tokens: maximum number of new tokens per row.
         eos: id or ids at which a row stops.
-        stop: text or texts at which a row stops, in the text that new tokens add to the prompt (`NewText`); the
-            token that completes one is the row's last. See `before_stop`.
-        decode: tokens -> their text; needed by `stop`.
-        prefill: prompt tokens taken at once at most; None = all. It bounds memory and changes no result.
+        stop: text or texts at which a row stops, in the text that new tokens add to the prompt (`NewText`); the token that
+            completes one is the row's last. See `before_stop`.
+        decode: tokens -> their text; required by `stop`.
+        prefill: maximum number of prompt tokens per forward; None: all. It limits memory and does not change results.
         on_token: called with (row, token) for each new token.
-        agree: tokens (B,) that this process chose -> those that all processes take, where several hold the model together.
-            Each rounds in its own way, and one that stopped earlier would leave the others waiting.
-        inputs: extras of the prompts, such as images, that the model takes besides tokens; then prompts are taken at once.
+        agree: maps the tokens (B,) that this process chose to those that all processes use, if several hold the model together;
+            otherwise rounding could make them differ, and one that stops earlier would leave the others waiting.
+        inputs: extras of the prompts besides tokens, such as images; then each prompt is processed in one forward.
 
     Raises:
-        GenerationError: for an empty prompt, ids outside of the vocabulary, or more tokens than `max_length`.
+        GenerationError: a prompt is empty, an id is not in the vocabulary, or there are more tokens than `max_length`.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     options: dict[str, Any] = {"eos": eos, "stop": stop, "decode": decode, "prefill": prefill, "agree": agree, "inputs": inputs}
@@ -176,9 +177,9 @@ def stream(
     agree: Callable[[Tensor], Tensor] | None = None,
     inputs: Mapping[str, Tensor] | None = None,
 ) -> Iterator[list[int | None]]:
-    """Like `generate`, one step at a time: yields each row's new token, None once the row has stopped.
+    """Like `generate`, one step at a time: yields each row's new token, None after the row has stopped.
 
-    Faults are raised at the call, before the first step is asked for.
+    Errors are raised by the call itself, before the first step.
     """
     check_request(model, prompts, max_tokens, prefill)
     if inputs and prefill is not None:
@@ -205,7 +206,7 @@ def _steps(
     longest = max(len(prompt) for prompt in prompts)
     cache = model.new_cache(len(prompts), longest + max_tokens)
     _tell(cache, known := [len(prompt) for prompt in prompts])
-    # A shorter row is filled up with token 0; the cache's rule "slot = position" keeps these out of every result.
+    # Shorter rows are padded with token 0; slots are positions, so the padding does not affect any result.
     tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
     logits = _prefill(model, tokens, lengths, cache, prefill or longest, inputs)
     running = [True] * len(prompts)
@@ -218,9 +219,9 @@ def _steps(
     for step in range(max_tokens):
         chosen = sampler(logits, seen)
         chosen = chosen if agree is None else agree(chosen)
-        found = chosen.tolist()
-        yield [token if runs else None for token, runs in zip(found, running, strict=True)]
-        for row, token in zip(rows, found, strict=True):
+        tokens_of_rows = chosen.tolist()
+        yield [token if runs else None for token, runs in zip(tokens_of_rows, running, strict=True)]
+        for row, token in zip(rows, tokens_of_rows, strict=True):
             row.append(token)
         if seen is not None:
             seen.scatter_(1, chosen.to(device).unsqueeze(1), True)
@@ -232,13 +233,13 @@ def _steps(
 
 
 def _tell(cache: KVCache | Mapping[int, KVCache], lengths: list[int]) -> None:
-    """Tells the cache, or those of the stages of a pipeline, which tokens of each row are no padding."""
+    """Sets the number of tokens without padding in the cache, or in those of pipeline stages."""
     for part in cache.values() if isinstance(cache, Mapping) else (cache,):
         part.lengths = lengths
 
 
 def _prefill(model: Decoder, tokens: Tensor, lengths: Tensor, cache: KVCache, chunk: int, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Runs the prompts through the cache; returns the logits (B, vocab) at the last token of each row."""
+    """Runs the prompts with the cache; returns the logits (B, vocab) at the last token of each row."""
     last: Tensor | None = None
     for start in range(0, tokens.shape[1], chunk):
         part = tokens[:, start : start + chunk]
@@ -258,8 +259,8 @@ def _forward(
     at: Tensor | None = None,
     inputs: Mapping[str, Tensor] = _NO_INPUTS,
 ) -> Tensor:
-    # Mode and gradients are set around each forward only, so an abandoned iterator leaves nothing behind.
-    # Compiled blocks run eagerly: each token has another length, and each length would be another graph.
+    # Mode and gradients are set around each forward only, so an abandoned iterator has no lasting effect.
+    # Compiled blocks run eagerly, because every length would be compiled into a graph of its own.
     with torch.no_grad(), evaluating(model), torch.compiler.set_stance("force_eager"):
         logits = model(tokens, positions=positions, cache=cache, at=at, **inputs)
     assert isinstance(logits, Tensor)
@@ -268,7 +269,7 @@ def _forward(
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Spans forwards in evaluation mode; afterwards every module is in the mode that it had."""
+    """Context with all modules in evaluation mode; restores their modes afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -284,13 +285,13 @@ def ends_of(
     stop: str | Sequence[str],
     decode: Callable[[list[int]], str] | None,
 ) -> Callable[[int, list[int]], bool]:
-    """Whether the new tokens of a prompt, given by its index, have come to their end with the last one."""
+    """Returns a function (index of a prompt, its new tokens) -> whether the last token ends the row."""
     tokens = frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
     texts = texts_of(stop)
     if not all(texts):
-        raise GenerationError("a stop text is empty; every row would stop at once")
+        raise GenerationError("a stop text is empty, so every row would stop at once; remove it")
     if texts and decode is None:
-        raise GenerationError("stop texts need decode, the function from tokens to text")
+        raise GenerationError("stop texts need decode, a function from tokens to text; pass it")
     added = [NewText(decode, prompt) for prompt in prompts] if texts and decode is not None else []
 
     def ends(index: int, new: list[int]) -> bool:
@@ -298,7 +299,7 @@ def ends_of(
             return True
         if not added:
             return False
-        # All new tokens: a stop text may span tokens, and one character may need several of them.
+        # Decodes all new tokens, because a stop text may span tokens and a character may need several tokens.
         text = added[index](new)
         return any(end in text for end in texts)
 
@@ -306,7 +307,7 @@ def ends_of(
 
 
 def check_request(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, prefill: int | None) -> None:
-    """Refuses what `stream` cannot continue; see there."""
+    """Refuses requests that `stream` does not support."""
     shape = model.shape
     if not prompts:
         raise GenerationError("prompts must not be empty")
@@ -319,11 +320,13 @@ def check_request(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: 
             raise GenerationError(f"prompt {row} is empty; start it with the tokenizer's beginning-of-text token")
         wrong = next((token for token in prompt if not 0 <= token < shape.vocab_size), None)
         if wrong is not None:
-            raise GenerationError(f"prompt {row} holds token {wrong}; the vocabulary has {shape.vocab_size}")
+            raise GenerationError(
+                f"prompt {row} has token {wrong}, but the vocabulary has {shape.vocab_size} tokens; use the model's tokenizer"
+            )
     longest = max(len(prompt) for prompt in prompts)
     limits = {"max_length": shape.max_length, "the original_max_length of dynamic rope scaling": model.cache_limit}
     for name, limit in limits.items():
-        # The last token is never read again, yet counts: a row that is filled up to max_length can be trained on.
+        # The last token is never an input, but counts, so that a full row can be trained on.
         if limit is not None and longest + max_tokens > limit:
             raise GenerationError(
                 f"a prompt of {longest} tokens and {max_tokens} new ones do not fit {name} {limit}; "
@@ -334,19 +337,19 @@ def check_request(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: 
 Decode = Callable[[list[int]], str]
 
 BROKEN = "\ufffd"
-"""What decoders write for bytes that are no character."""
+"""What decoders write for bytes that form no character."""
 
 _CONTEXT = 32
-"""Tokens of the prompt that are decoded with the new ones, at least: decoders look back no further than to the last word."""
+"""Minimum number of prompt tokens that are decoded with the new ones; decoders look back at most to the last word."""
 
 
 class NewText:
-    """decode(prompt + new) without the beginning that it shares with decode(prompt): what new tokens add to a text."""
+    """The text that new tokens add: decode(prompt + new) without the beginning that it shares with decode(prompt)."""
 
     def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
         self._decode = decode
         size = _CONTEXT
-        while True:  # control tokens have no text, so that the beginning of a text may lie behind many of them
+        while True:  # control tokens have no text, so the last text of the prompt may be before many of them
             self._context = [int(token) for token in prompt[-size:]]
             self._before = decode(self._context)
             if self._before or size >= len(prompt):
@@ -354,19 +357,19 @@ class NewText:
             size *= 2
 
     def __call__(self, new: Sequence[int]) -> str:
-        """The text that `new` adds."""
+        """Returns the text that `new` adds."""
         whole = self._decode([*self._context, *(int(token) for token in new)])
         return whole[_shared(self._before, whole) :]
 
 
 class Pieces:
-    """The text of new tokens in pieces which, joined, are that text: none of them is taken back later.
+    """Splits the text of new tokens into pieces that are final: joined, they are the whole text.
 
-    A character whose bytes are not complete is held back, and so is what a byte without a character would change: some decoders
-    make a whole sequence of bytes unreadable by one that does not fit.
+    Holds back a character whose bytes are incomplete, and text that a byte without a character would change, because some
+    decoders make a whole sequence of bytes unreadable if one byte does not fit.
 
     Args:
-        broken: an id whose bytes are no character by themselves, where the tokenizer has one; see `broken_id`.
+        broken: an id whose bytes form no character by themselves, if the tokenizer has one; see `broken_id`.
     """
 
     def __init__(self, text: NewText, stops: Sequence[str] = (), broken: int | None = None) -> None:
@@ -375,7 +378,7 @@ class Pieces:
         self.stopped = False
 
     def add(self, new: Sequence[int]) -> str:
-        """What can be shown now of all new tokens, which was not yet; `stopped` says whether it ended at a stop text."""
+        """Returns the next piece of the text of all new tokens; `stopped` says whether it ended at a stop text."""
         whole = self._text(new)
         end = before_stop(whole, self._stops)
         if len(end) < len(whole):
@@ -387,7 +390,7 @@ class Pieces:
         return self._show(decided[: self._open_stop(decided)])
 
     def rest(self, new: Sequence[int]) -> str:
-        """What is left to show when no token follows."""
+        """Returns the rest of the text when no token follows."""
         return self._show(before_stop(self._text(new), self._stops))
 
     def _show(self, text: str) -> str:
@@ -396,7 +399,7 @@ class Pieces:
         return piece
 
     def _open_stop(self, text: str) -> int:
-        """Where the beginning of a stop text begins that the end of `text` may be."""
+        """Returns the index in `text` at which a possible beginning of a stop text starts."""
         sizes = (
             size for stop in self._stops for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])
         )
@@ -404,23 +407,23 @@ class Pieces:
 
 
 def broken_id(decode: Decode, vocab_size: int) -> int | None:
-    """An id that is a byte of a longer character, or None: of tokenizers of words or characters."""
+    """Returns an id that is a byte of a longer character; None for tokenizers of words or characters."""
     return next((index for index in range(vocab_size) if decode([index]) == BROKEN), None)
 
 
 def before_stop(text: str, stop: str | Sequence[str]) -> str:
-    """`text` up to where the first of the stop texts begins."""
+    """Returns `text` up to the first stop text."""
     places = [text.find(end) for end in texts_of(stop)]
     return text[: min((place for place in places if place >= 0), default=len(text))]
 
 
 def texts_of(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """One stop text or several, as a tuple."""
+    """Returns one stop text or several as a tuple."""
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def _shared(one: str, other: str) -> int:
-    """Length of the beginning that two texts share."""
+    """Returns the length of the common beginning of two texts."""
     if other.startswith(one):
         return len(one)
     return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""`tap`, through which blocks pass inner values, and who listens to it. `forge_models.interp.taps` has the names."""
+"""`tap`, through which blocks pass inner values, and who listens to it. `forge_interp.tap_names` has the names."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -36,10 +36,6 @@ class CrossEntropy(Component):
         """With and without further terms."""
         return (cls(), cls(z_loss=0.1), cls(z_loss=0.1, label_smoothing=0.2))
 
-    def build(self) -> "CrossEntropy":
-        """The objective itself."""
-        return self
-
     def __call__(self, head: "Head", hidden: "Tensor", labels: "Tensor") -> LossTerms:
         """Sum over valid tokens of nll + z_loss z, with z the squared log partition function.
 

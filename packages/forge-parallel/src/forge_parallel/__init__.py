@@ -1,4 +1,4 @@
-"""Sharding, optimizers and the training step for any PyTorch module that describes itself."""
+"""Sharding, optimizers and the training step for any PyTorch module with specs."""
 
 from typing import TYPE_CHECKING
 

@@ -1,12 +1,12 @@
-"""Rules across sections that concern layouts: pure functions of (job, layout), run before torch is imported.
+"""Checks across sections that concern layouts: functions of (job, layout) that run before torch is imported.
 
-A job is read by attribute, so that any tree with these sections can be checked.
+A job is any object with the sections of a recipe as attributes.
 """
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 
-from forge_core.component import fields_of
+from forge_core.component import class_name, fields_of
 from forge_core.errors import Fault, did_you_mean
 from forge_core.features import Use, undeclared
 from forge_core.layout import Layout, divisors
@@ -18,7 +18,7 @@ UNPROVEN = "no test proves that it equals one process"
 
 
 def batch_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
-    """The global batch is cut into whole micro-batches on every data rank."""
+    """Checks that the global batch can be split into whole micro-batches on every data rank."""
     train = job.train
     rows, left = divmod(train.global_batch, layout.data)
     if left:
@@ -38,7 +38,7 @@ def batch_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
 
 
 def rows_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
-    """Ranks that split rows hold two pieces of each, or one when heads are exchanged; all pieces are equal."""
+    """Checks that context-parallel ranks can split rows into equal pieces: two per rank, or one for `ulysses`."""
     if layout.cp == 1:
         return
     length = job.data.sequence_length
@@ -47,13 +47,13 @@ def rows_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     if below != length:
         yield Fault(
             "data.sequence_length",
-            f"{length} tokens cannot be cut into {pieces} equal pieces for parallel.cp = {layout.cp}",
+            f"{length} tokens cannot be split into {pieces} equal pieces for parallel.cp = {layout.cp}",
             hint=" or ".join(str(legal) for legal in (below, below + pieces) if legal) + " can",
         )
 
 
 def float8_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
-    """Float8 kernels sum over the tokens of a micro-batch in steps of 16; emulated ones over any number."""
+    """Checks that micro-batches have a multiple of 16 tokens, as float8 kernels need; emulated ones accept any number."""
     float8 = job.transforms.get("float8")
     if float8 is None:
         return
@@ -65,13 +65,13 @@ def float8_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     if tokens % 16:
         yield Fault(
             "train.micro_batch",
-            f"a micro-batch has {tokens} tokens on a rank, and transforms.float8 needs a multiple of 16",
+            f"a micro-batch has {tokens} tokens on a rank, but transforms.float8 needs a multiple of 16",
             hint="choose another micro_batch or data.sequence_length, or transforms.float8.emulate = true",
         )
 
 
 def sequence_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
-    """With sequence parallelism every tp rank has an equal part of what its cp rank holds of a row."""
+    """Checks that with sequence parallelism tp ranks can split a cp rank's part of a row into equal parts."""
     tensor = job.transforms.get("tensor")
     if layout.tp == 1 or (tensor is not None and not tensor.sequence_parallel):
         return
@@ -80,13 +80,13 @@ def sequence_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
         pieces = layout.cp * layout.tp
         yield Fault(
             "data.sequence_length",
-            f"{length // layout.cp} tokens of a row cannot be cut into {layout.tp} equal parts for parallel.tp",
+            f"{length // layout.cp} tokens of a row cannot be split into {layout.tp} equal parts for parallel.tp",
             hint=f"a multiple of {pieces} can; or set transforms.tensor.sequence_parallel = false",
         )
 
 
 def nodes_fit(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
-    """Nodes of a hierarchical dispatcher share the ranks of ep evenly, and there are several."""
+    """Checks that the nodes of a hierarchical dispatcher split the ranks of ep evenly, and that there are several."""
     expert = job.transforms.get("expert")
     node = getattr(expert, "ranks_per_node", None)
     if layout.ep == 1 or node is None or (node < layout.ep and layout.ep % node == 0):
@@ -100,7 +100,7 @@ def nodes_fit(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
 
 
 def compiled_recompute_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
-    """Blocks that are compiled in pieces are recomputed as a whole or not at all, those of tensor parallelism not as a whole."""
+    """Checks that recomputation supports compiled blocks: only `full` if compiled in pieces, only `selective` with tp."""
     policy = getattr(job.transforms.get("recompute"), "policy", None)
     if "compile" not in job.transforms:
         return
@@ -115,19 +115,19 @@ def compiled_recompute_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]
     if layout.tp > 1 and policy == "full":
         yield Fault(
             "transforms.recompute.policy",
-            "'full' with transforms.compile is not supported where parallel.tp > 1: torch stops in the first forward, because it "
+            "'full' with transforms.compile is not supported if parallel.tp > 1: torch fails in the first forward, because it "
             "would save a device mesh among the inputs of the recomputed block",
             hint="remove transforms.compile" if apart else "set it to 'selective', or remove transforms.compile",
         )
 
 
 def pipeline_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
-    """Blocks can be split over the stages, and the schedule can run a step's micro-batches."""
+    """Checks that blocks can be split over the stages, and that the schedule supports the number of micro-batches."""
     if layout.pp == 1:
         return
     pipeline = job.parallel.pipeline.build()
     micro_batches, left = divmod(job.train.global_batch, layout.data * job.train.micro_batch)
-    # How many blocks a model has is known here only if it says so; else the cut refuses, before memory is allocated.
+    # The number of blocks is known here only if the model has `layers`; otherwise the split is checked before allocation.
     blocks = getattr(job.model, "layers", None)
     for why in pipeline.refusals(layout.pp, blocks=blocks if isinstance(blocks, int) else None):
         yield Fault("parallel.pipeline.split", why, hint="change parallel.pp, the split, or the schedule's stages per rank")
@@ -154,7 +154,7 @@ def _context_kind(job: ParallelJob) -> str:
 
 
 def options_are_declared(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
-    """On several ranks every option says whether it reaches a collective; ours do, a plugin's may not."""
+    """Checks that on several ranks every option declares whether it reaches a collective; options of plugins may not."""
     for key, component in strategies(job, layout).items() if layout.world > 1 else ():
         for name, values in undeclared(type(component)) if is_dataclass(component) else ():
             which = f" for {' and '.join(map(repr, values))}" if values else ""
@@ -166,7 +166,7 @@ def options_are_declared(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
 
 
 def optimizer_takes_parts(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
-    """An optimizer that says nothing about parts of tensors is for one process, or replicas of it."""
+    """Checks that the optimizer supports sharded tensors; one without `shards` is for one process, or replicas of it."""
     from forge_parallel.optim import optimizers
 
     if why := optimizers.sharding_fault(job.optimizer, layout):
@@ -174,15 +174,15 @@ def optimizer_takes_parts(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
 
 
 def optimizer_keeps_the_state(job: ParallelJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (signature of a check)
-    """An optimizer may say which formats its parameters have (`states`); one that says nothing takes any."""
+    """Checks that the optimizer supports the state's format (`states`); one without `states` supports any."""
     states, state = getattr(job.optimizer, "states", None), job.precision.state
     if states is not None and state not in states:
-        said = f"{type(job.optimizer).__name__} updates parameters of {' and '.join(sorted(states))}"
+        said = f"{class_name(job.optimizer)} updates parameters of {' and '.join(sorted(states))}"
         yield Fault("precision.state", f"is {state!r}, but {said}", hint="set precision.state = 'fp32', or use adamw")
 
 
 def compositions_are_proven(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
-    """A feature, or a pair of them, that no parity test covers is refused."""
+    """Refuses features, and pairs of features, that no parity test covers."""
     used = features(job, layout)
     missing, stale = unproven(used), ""
     if any(not is_ours(use.name) for uses in missing for use in uses):
@@ -196,25 +196,25 @@ def compositions_are_proven(job: ParallelJob, layout: Layout) -> Iterator[Fault]
 
 
 def _without_receipts(job: ParallelJob, used: list[Use]) -> tuple[list[tuple[Use, ...]], str]:
-    """What receipts do not prove either, and which of them do not count because code changed."""
+    """Returns what receipts do not prove either, and which receipts do not count because code has changed."""
     from forge_parallel.verify import proofs
 
-    found, now = proofs.offered(job.parallel.proofs, Registry()), proofs.digests(used)
-    counted = [frozenset(receipt.features) for receipt in found if receipt.holds(now)]
-    changed = sorted({name for receipt in found for name in receipt.changed(now)} & now.keys())
+    receipts, now = proofs.offered(job.parallel.proofs, Registry()), proofs.digests(used)
+    counted = [frozenset(receipt.features) for receipt in receipts if receipt.holds(now)]
+    changed = sorted({name for receipt in receipts for name in receipt.changed(now)} & now.keys())
     return unproven(used, counted), f" (receipts of other code of {', '.join(changed)} do not count)" if changed else ""
 
 
-def widths_can_be_scaled(job: ParallelJob, layout: Layout | None) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
-    """Width scaling is known for optimizers that move an element by about the rate, and names keys of the model."""
+def widths_can_be_scaled(job: ParallelJob, layout: Layout | None) -> Iterator[Fault]:  # noqa: ARG001 (signature of a check)
+    """Checks that width scaling supports the optimizer, and that its keys are keys of the model."""
     parameters = getattr(job, "parameters", None)
     if parameters is None or not parameters.width_base:
         return
-    name = type(job.optimizer).__name__
+    name = class_name(job.optimizer)
     if getattr(job.optimizer, "width_rule", None) != "adam":
         yield Fault(
             "parameters.width_base",
-            f"optimizer {name} has no rule of width scaling; it is known for Adam and sign descent",
+            f"optimizer {name} has no rule for width scaling, which is known for Adam and sign descent only",
             hint="choose another optimizer; or, if it moves each element by the rate, set `width_rule: ClassVar = 'adam'` in it",
         )
     known = [info.name for info in fields_of(type(job.model))]

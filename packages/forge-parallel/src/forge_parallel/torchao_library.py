@@ -1,4 +1,4 @@
-"""torchao, imported when it is needed and without its chatter."""
+"""Imports torchao on demand, without its log messages."""
 
 import importlib
 import logging
@@ -11,24 +11,24 @@ from forge_core.errors import ForgeError
 
 
 def check_installed(key: str, extra: str) -> None:
-    """Looks for torchao without importing it.
+    """Checks that torchao is installed, without importing it.
 
     Args:
-        key: what needs it in a recipe.
-        extra: of this distribution, which brings it.
+        key: the key of the recipe that needs torchao.
+        extra: the extra of this distribution that installs it.
 
     Raises:
-        ForgeError: it is not installed; says what to install.
+        ForgeError: torchao is not installed; the message says how to install it.
     """
     if find_spec("torchao") is None:
         raise ForgeError(f'{key} needs torchao, which is not installed: pip install "forge-parallel[{extra}]"')
 
 
 def require(module: str, key: str, extra: str) -> ModuleType:
-    """A module of torchao, imported without what it tells about kernels that are not used here.
+    """Imports and returns a module of torchao, without its log messages about kernels that are not used here.
 
     Raises:
-        ForgeError: as above.
+        ForgeError: see `check_installed`.
     """
     check_installed(key, extra)
     with _quiet("torchao", "torch.utils._pytree"):
@@ -37,7 +37,7 @@ def require(module: str, key: str, extra: str) -> ModuleType:
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Inside, these loggers tell errors only."""
+    """Context in which these loggers log errors only."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

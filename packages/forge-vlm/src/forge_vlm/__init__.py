@@ -1,9 +1,9 @@
 """Vision-language models: encoders, adapters and fusions around the decoder of forge-models.
 
     from forge_models import initialize
-    from forge_vlm import MLP, VLM, MixtureOfTransformers, ViT
+    from forge_vlm import VLM, MixtureOfTransformers, MLPConfig, ViT
 
-    vision = {"encoder": ViT(size=32, patch=8), "adapter": MLP()}
+    vision = {"encoder": ViT(size=32, patch=8), "adapter": MLPConfig()}
     model = VLM(dim=64, layers=2, heads=4, vocab_size=256, max_length=64, **vision, fusion=MixtureOfTransformers())
     module = model.build()
     initialize(module, seed=0)
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_vlm.components.adapters import MLP as MLP
-    from forge_vlm.components.adapters import AttentionPool as AttentionPool
-    from forge_vlm.components.adapters import AveragePool as AveragePool
-    from forge_vlm.components.adapters import Linear as Linear
-    from forge_vlm.components.adapters import Perceiver as Perceiver
-    from forge_vlm.components.adapters import PixelShuffle as PixelShuffle
+    from forge_vlm.components.adapters import AttentionPoolConfig as AttentionPoolConfig
+    from forge_vlm.components.adapters import AveragePoolConfig as AveragePoolConfig
+    from forge_vlm.components.adapters import LinearConfig as LinearConfig
+    from forge_vlm.components.adapters import MLPConfig as MLPConfig
+    from forge_vlm.components.adapters import PerceiverConfig as PerceiverConfig
+    from forge_vlm.components.adapters import PixelShuffleConfig as PixelShuffleConfig
     from forge_vlm.components.encoders import CLIP as CLIP
     from forge_vlm.components.encoders import DINOv2 as DINOv2
     from forge_vlm.components.encoders import Features as Features
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from forge_vlm.data.prepare import prepare as prepare
 
 _NAMES = {
-    "components.adapters": "AttentionPool AveragePool Linear MLP Perceiver PixelShuffle",
+    "components.adapters": "AttentionPoolConfig AveragePoolConfig LinearConfig MLPConfig PerceiverConfig PixelShuffleConfig",
     "components.encoders": "CLIP DINOv2 Features SigLIP SigLIP2 ViT",
     "components.fusions": "CrossAttention JointDecoder MixtureOfTransformers MoMa",
     "components.model": "VLM",

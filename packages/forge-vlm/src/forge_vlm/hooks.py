@@ -84,9 +84,9 @@ class ModalitiesHook(Hook):
         values = token_shares(run, known) | gate_values(run)
         for name, held_out in run.evaluations.items() if self.batches else ():
             values |= self._evaluated(run, known, name, held_out)
-        run.measured.update({name: (run.state.step, value) for name, value in values.items()})
+        run.results.update({name: (run.state.step, value) for name, value in values.items()})
         run.log(values)
-        run.paused += perf_counter() - started
+        run.clock.paused += perf_counter() - started
 
     def _evaluated(self, run: Run, known: Modalities, name: str, held_out: EvaluationSet) -> dict[str, float]:
         """Collective: the metrics of one held-out set."""

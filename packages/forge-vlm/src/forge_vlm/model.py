@@ -150,7 +150,7 @@ class VisionLanguageModel(Decoder):
         return (adapter(features), here) if self.context.each else (adapter(features, here), None)
 
     def example_inputs(self) -> dict[str, Tensor]:
-        """Arguments of a small forward through all inner values; see `forge_models.interp.taps.taps`."""
+        """Arguments of a small forward through all inner values; see `forge_interp.tap_names.taps`."""
         tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
         if self.context.image_token is None:
             return {"x": tokens}

@@ -103,7 +103,7 @@ def _receipt(job: "Job", layout: "Layout", mode: Any, rows: int, micro_batch: in
     from forge_parallel.verify import proofs
     from forge_parallel.verify.proofs import TOLERANCE, features
 
-    measured = as_measured(job, layout, rows, micro_batch)
+    measured = as_measured(job, rows, micro_batch)
     uses = features(replace(measured, precision=replace(job.precision, compute=mode, state=mode)), layout)
     receipt = proofs.Receipt(
         features=tuple(sorted(use.name for use in uses)),
@@ -169,7 +169,7 @@ def rank(
         narrow=None if narrow is None else narrow.build,
         stages=short_stages(job.train.stages),
     )
-    return asdict(measure(case, plan_of(as_measured(job, at, rows, micro_batch), at, registry), torch.device("cpu")))
+    return asdict(measure(case, plan_of(as_measured(job, rows, micro_batch), at, registry), torch.device("cpu")))
 
 
 def refuse_layouts(
@@ -207,13 +207,9 @@ def short_stages(stages: "Sequence[Any]") -> tuple[Any, ...]:
     )
 
 
-def as_measured(job: "Job", layout: "Layout", rows: int, micro_batch: int) -> "Job":
-    """The job with the batches of the measurement, and with what it leaves to be chosen chosen for them."""
-    from forge_parallel.model.realize import Blueprint
-    from forge_parallel.settle import settled
-
-    batched = replace(job, train=replace(job.train, global_batch=rows, micro_batch=micro_batch))
-    return settled(batched, layout, lambda: Blueprint.of(job.model.build)).job
+def as_measured(job: "Job", rows: int, micro_batch: int) -> "Job":
+    """The job with the batches of the measurement."""
+    return replace(job, train=replace(job.train, global_batch=rows, micro_batch=micro_batch))
 
 
 def _measurement(raw: dict[str, Any]) -> "Measurement":

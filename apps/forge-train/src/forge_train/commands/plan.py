@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from forge_core.terminal import Console
     from forge_parallel.dryrun.estimate import Estimate
     from forge_parallel.dryrun.parameters import ParameterPlacement
+    from forge_parallel.dryrun.sharding import Recommendation
     from forge_parallel.dryrun.traffic import Flow
     from forge_train.plan import DryRun
     from forge_train.recipe.load import Resolved
@@ -125,9 +126,8 @@ def draw(plan: "DryRun", recipe: str, out: Terminal) -> None:
         f"A step: {rows:,} sequences of {plan.length:,} tokens; {_many(plan.micro_batches, 'micro-batch', 'es')} of {plan.rows} "
         f"on each of {_many(layout.data, 'data rank')}. Transforms: {', '.join(plan.transforms) or 'none'}."
     )
-    for line in plan.settled.lines() if plan.settled is not None else ():
-        out.print(Text(line))
-    for part in (_map(layout, plan.per_node), [_axes(plan)] if plan.groups else [], *_ranks(plan)):
+    parts = _map(layout, plan.per_node), [_axes(plan)] if plan.groups else [], *_ranks(plan)
+    for part in (*parts, *([_recommended(plan.sharding, plan.accelerator.name)] if plan.sharding and plan.accelerator else [])):
         out.print()
         for item in part:
             out.print(item)
@@ -234,6 +234,31 @@ def _ranks(plan: "DryRun") -> Iterator[list[Table | Text]]:
     for estimate in many:
         if flows := [flow for flow in estimate.flows if flow.axis != "self"]:
             yield [Text(f"What rank {estimate.rank} exchanges in a step", style="bold"), _traffic(flows, estimate)]
+
+
+def _recommended(sharding: "Recommendation", device: str) -> list[Text]:
+    """The recommended values of `[transforms.shard]` as lines of a recipe, and the estimates behind them."""
+    from forge_parallel.dryrun.sharding import USABLE, keys_of
+
+    best, usable = sharding.best, f"{size(sharding.usable)}, {100 * USABLE:.0f} % of the memory of {device}"
+    why = f"the least traffic of what fits into {usable}"
+    if not sharding.fits:
+        why = f"the least memory, since nothing fits into {usable}"
+    lines = [Text(f"Recommended sharding, about {size(best.memory)}: {why}", style="bold")]
+    lines += [Text(f"  {line}") for line in ("[transforms.shard]", *keys_of(best))]
+    for option in (*sharding.proven, *sharding.unproven):
+        if option == best:
+            continue
+        keys = ", ".join(keys_of(option))
+        proof = ", and no test proves it with the rest of this recipe" if option in sharding.unproven else ""
+        lines.append(Text(f"{keys}: about {size(option.memory)}, {_compared(option.traffic, best.traffic)}{proof}", style="dim"))
+    return lines
+
+
+def _compared(traffic: int, best: int) -> str:
+    if traffic == best:
+        return "the same traffic"
+    return f"{size(abs(traffic - best))} {'more' if traffic > best else 'less'} traffic in a step"
 
 
 def _memory(ranks: "Sequence[Estimate]", layout: Layout) -> Table:

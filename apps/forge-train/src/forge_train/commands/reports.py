@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge_core.errors import ForgeError
+from forge_core.errors import ForgeError, UnknownComponent
+from forge_core.registry import Registry
 from forge_core.terminal import Console
 
 if TYPE_CHECKING:
@@ -23,11 +24,21 @@ def report(
 ) -> None:
     """Write one offline page about a run, or about several on top of each other; also while they go on.
 
-    Curves to zoom into, what differs between the recipes, throughput, memory, data, experts, samples, faults and restarts,
+    Several are compared by `forge-train compare`, a command of the package forge-lab.
+
+    Curves to zoom into, throughput, memory, data, experts, samples, faults and restarts,
     machine and versions. The page is a single file that needs no network.
     """
+    from forge_train.report.page import directories_of
     from forge_train.report.page import report as write
 
+    if (several := len(directories_of(runs))) > 1:
+        try:
+            compare = Registry().load("forge.commands", "compare")
+        except UnknownComponent as cause:
+            raise ForgeError(f"a page about {several} runs compares them: {cause}") from cause
+        compare(runs, out, as_json)
+        return
     path = write(runs, out)
     console = Console(as_json=as_json)
     if as_json:

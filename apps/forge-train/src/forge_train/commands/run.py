@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,13 +10,9 @@ import typer
 from forge_train.commands.options import RecipePath
 
 if TYPE_CHECKING:
-    import torch
-
-    from forge_core.registry import Registry
     from forge_parallel.launch.environment import Launch
-    from forge_parallel.launch.watch import Watch
     from forge_train.process.logs import RunLog
-    from forge_train.process.ranks import Agreement
+    from forge_train.process.ranks import JobRanks
     from forge_train.process.stop import Signals
     from forge_train.recipe.load import Resolved
     from forge_train.run.run import Run
@@ -29,7 +24,9 @@ def run(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept until the new one has saved.")
     ] = False,
-    processes: Annotated[int, typer.Option(min=1, help="Ranks that are started on this machine, without another launcher.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, help="JobRanks that are started on this machine, without another launcher.")
+    ] = 1,
     restarts: Annotated[
         int, typer.Option(min=0, help="How often failed ranks are started again, from the newest checkpoint.")
     ] = 0,
@@ -54,7 +51,7 @@ def run(
     signals = Signals()
     where = read_launcher(os.environ)
     with signals.listening(), logging_of(where.rank, where.size) as log:
-        code = start(recipe, context.args, fresh, where, log, signals)
+        code = run_recipe(recipe, context.args, fresh, where, log, signals)
     sys.stdout.flush()
     sys.stderr.flush()
     if where.size > 1:
@@ -63,10 +60,10 @@ def run(
     raise typer.Exit(code)
 
 
-def start(
+def run_recipe(
     recipe: str, overrides: Sequence[str], fresh: bool, where: "Launch", log: "RunLog", signals: "Signals | None" = None
 ) -> int:
-    """Resolves a recipe and trains it; the exit code of this rank. What ranks refuse before they train, rank 0 says."""
+    """Reads a recipe, trains it, and returns the exit code of this rank. Rank 0 prints what ranks refuse before they train."""
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_train.process.stop import Signals
@@ -87,12 +84,12 @@ def start(
     from forge_parallel.launch.watch import Watch
     from forge_parallel.sections import Parallel
     from forge_train.directory import run_directory
-    from forge_train.process.ranks import Agreement, Refused, conclude, content_of, tell_launcher
+    from forge_train.process.ranks import Agreement, JobRanks, Refused, conclude, content_of, tell_launcher
 
-    ranks, watch = Agreement(), Watch()
+    ranks = JobRanks(where, signals=signals, log=log)
     try:
         parallel = resolved.job.parallel if resolved else Parallel()
-        device = process_group.init_process_groups(
+        ranks.device = process_group.init_process_groups(
             where,
             parallel.timeout,
             parallel.patience,
@@ -100,77 +97,48 @@ def start(
             content=lambda: content_of(resolved, registry) if resolved else {},
             run=run_directory(resolved.job).name if resolved else "",
         )
-        watch = Watch.open(where, parallel.patience, parallel.timeout)
+        ranks.watch = Watch.open(where, parallel.patience, parallel.timeout)
         if where.size > 1:
-            ranks = Agreement.of_group(parallel.timeout)
+            ranks.agreement = Agreement.of_group(parallel.timeout)
         with ranks.together("the recipe"):
             if unread is not None:
                 raise unread
         assert resolved is not None, "a recipe that is not refused is resolved"
-        return _train(resolved, fresh, where, device, registry, ranks, log, signals, watch)
+        return _train(resolved, ranks, fresh)
     except (Refused, RanksDiffer) as refusal:
         if where.rank == 0:
             log.say(refusal)
-        watch.stop()  # all ranks end now, which is not a failure of this one
-        ranks.said()
+        ranks.watch.stop()  # all ranks end now, which is not a failure of this one
+        ranks.agreement.said()
         tell_launcher(str(refusal), refusal.exit_code, follows=where.rank > 0)
         return refusal.exit_code
     except BaseException as error:  # noqa: BLE001 (the last stop before the process ends: the cause must be on paper)
-        return conclude(error, watch, log.say)
+        return conclude(error, ranks.watch, log.say)
 
 
-def _train(
-    resolved: "Resolved",
-    fresh: bool,
-    where: "Launch",
-    device: "torch.device",
-    registry: "Registry",
-    ranks: "Agreement",
-    log: "RunLog",
-    signals: "Signals",
-    watch: "Watch",
-) -> int:
-    """Exit code of the run on this rank."""
+def _train(recipe: "Resolved", ranks: "JobRanks", fresh: bool) -> int:
+    """Trains, and returns the exit code of this rank."""
     from rich.console import Console
 
-    from forge_ckpt.resilience.limits import Learned
     from forge_parallel.launch import process_group
-    from forge_train.directory import run_directory
     from forge_train.process.ranks import tell_launcher
     from forge_train.process.stop import REQUEUE, STOPPED
-    from forge_train.run.loop import Back, train
-    from forge_train.run.run import DATA
-    from forge_train.run.start import assemble
+    from forge_train.run.loop import train
 
-    console, directory = Console() if where.rank == 0 else None, run_directory(resolved.job)
-
-    def begin() -> None:
-        if not log.is_open:
-            watch.log_to(log.open(directory))
-
-    def build(back: Back | None) -> "Run":
-        watch.enter("going back" if back else "the start")
-        watch.timeout = resolved.job.parallel.timeout  # a step's may be in force
-        process_group.limit(watch.timeout, device)
-        given = {"fresh": fresh and back is None, "back": back, "ranks": ranks.again(back.rollbacks if back else 0)}
-        with signals.at_once() if back is None else nullcontext():
-            run = assemble(resolved, directory, where, device, registry, console, begin=begin, **given)
-        run.stop.signals, run.watch = signals, watch
-        watch.limits = Learned(resolved.job.parallel.least_timeout, waiting=(DATA,))
-        return run
-
-    run, reason = train(build)
-    run.close()
-    watch.stop()
-    if console is not None:
-        _conclude(run, resolved, reason)
+    if ranks.launch.rank == 0:
+        ranks.console = Console()
+    run, reason = train(recipe, ranks, fresh=fresh)
+    run.saves.close()
+    ranks.watch.stop()
+    if ranks.console is not None:
+        _conclude(run, recipe, reason)
     process_group.destroy_process_groups()
     if reason != STOPPED:
-        if code := run.hook_calls.exit_code:
-            failed = ", ".join(sorted({*run.hook_calls.off, *run.hook_calls.failed_last}))
+        if code := run.calls.exit_code:
+            failed = ", ".join(sorted({*run.calls.off, *run.calls.failed_last}))
             tell_launcher(f"{reason} after step {run.state.step}; these hooks failed: {failed}", code)
         return code
-    saved = "without the time to save it" if run.left_out else "and saved"
+    saved = "without the time to save it" if run.saves.left_out else "and saved"
     tell_launcher(f"{reason} after step {run.state.step}, {saved}; start it again", REQUEUE)
     return REQUEUE
 

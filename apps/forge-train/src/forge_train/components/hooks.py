@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Lt, MinLen
+from annotated_types import Ge, Gt, Lt
 
 from forge_core.component import FREE, IDENTITY, Component
 
@@ -170,35 +170,6 @@ class Routing(Component):
         from forge_train.hooks.routing import RoutingHook
 
         return RoutingHook(every=self.every)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inside(Component):
-    """Looks inside the model on the same held-out rows each time, and logs what it finds by layer: likeness to the first weights
-    and to the last time (CKA), effective rank, entropy and largest score of attention, loss of the logit lens, agreement of
-    routers with the last time."""
-
-    key_class: ClassVar = FREE
-
-    every: Annotated[int, Gt(0)] = 100
-    """Optimizer steps between two looks; the initial weights and the last step always have one."""
-    statistics: Annotated[list[Literal["cka", "effective_rank", "attention", "lens", "routing"]], MinLen(1)] = field(
-        default_factory=lambda: ["cka", "effective_rank", "attention", "lens", "routing"]
-    )
-    """What is measured. A layout that cannot measure one refuses it."""
-    held_out: str | None = None
-    """The held-out set that rows are from; the first one when absent."""
-    rows: Annotated[int, Gt(0)] = 4
-    """Rows of the set, its first ones; all data ranks run them."""
-    tokens: Annotated[int, Ge(8)] = 256
-    """Tokens of these rows, evenly spaced, whose values are compared: the run's directory keeps tokens^2 numbers a layer."""
-
-    def build(self) -> "Hook":
-        from forge_train.inside.inside import InsideHook
-
-        return InsideHook(
-            every=self.every, statistics=self.statistics, held_out=self.held_out, rows=self.rows, tokens=self.tokens
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ import torch
 from forge_core.config.tree import plain
 from forge_core.protocols.run import Hook, Run
 from forge_core.registry import Registry
-from forge_parallel.launch.environment import read_launcher
+from forge_train.process.ranks import JobRanks
 from forge_train.recipe.load import Resolved, load
 from forge_train.run.loop import fit
-from forge_train.run.start import assemble
+from forge_train.run.start import start
 
 RECIPE = """
 [job]
@@ -209,8 +209,8 @@ def _trained(hook: Hook | None) -> Trained:
     with torch.random.fork_rng(devices=()), TemporaryDirectory(prefix="forge-run-") as folder:
         registry = Registry()
         resolved = _resolved(Path(folder), registry)
-        run = assemble(resolved, Path(folder) / "run", read_launcher({}), torch.device("cpu"), registry, None)
-        run.hooks = () if hook is None else (_Passes(hook, found.beyond),)
+        run = start(resolved, JobRanks())
+        run.hooks[:] = [] if hook is None else [_Passes(hook, found.beyond)]
         for one in run.hooks:
             one.check(run)
         fit(run)

@@ -19,14 +19,13 @@ from forge_core.protocols.run import Hook, StepResult
 from forge_core.registry import Registry
 from forge_core.terminal import size
 from forge_parallel.accelerator import name, take_peaks, use, warns_of_waits
-from forge_parallel.launch.environment import Launch
-from forge_train.directory import run_directory
 from forge_train.doctor.measure import device, wait
 from forge_train.doctor.peaks import peak
 from forge_train.doctor.step import Check, Settings, Skip
+from forge_train.process.ranks import JobRanks
 from forge_train.recipe.load import Resolved, load
 from forge_train.run.loop import fit
-from forge_train.run.start import assemble
+from forge_train.run.start import start
 
 _STEPS, _CPU_STEPS = 20, 6
 _WARM = 3
@@ -128,8 +127,8 @@ def _trained(settings: Settings, here: torch.device, steps: int, limit: float = 
         resolved = load(settings.recipe, [*settings.overrides, *changes], 1, registry)
         if here.index is not None:
             use(here.index)
-        run = assemble(resolved, run_directory(resolved.job), Launch(), here, registry, None)
-        run.hooks = [*run.hooks, watching]
+        run = start(resolved, JobRanks(device=here))
+        run.hooks.append(watching)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             watching.told = told

@@ -50,7 +50,7 @@ class Improvement:
 
     def look(self, run: Run) -> bool | None:
         """Whether the result of this step is the best; None without a result that was not looked at yet."""
-        step, value = run.measured.get(self.metric, (-1, math.nan))
+        step, value = run.results.get(self.metric, (-1, math.nan))
         if step != run.state.step or step == self.seen:
             return None
         self.seen = step
@@ -138,7 +138,7 @@ class EvaluateHook(Periodic):
             values |= dict(zip(result_names(name, self.weights), results, strict=True))
         if not values:
             return
-        run.measured.update({metric: (run.state.step, value) for metric, value in values.items()})
+        run.results.update({metric: (run.state.step, value) for metric, value in values.items()})
         run.log({**values, "tokens": run.state.tokens})
         if run.console is not None:
             run.console.print("  ".join([f"step {run.state.step}", *_described(values)]), highlight=False)
@@ -241,7 +241,7 @@ class TasksHook(Periodic):
             return
         at = "" if self.weights == "model" else f"@{self.weights}"
         values = {f"tasks/{name}{at}/{metric}": value for name, one in results.items() for metric, value in one.items()}
-        run.measured.update({name: (run.state.step, value) for name, value in values.items()})
+        run.results.update({name: (run.state.step, value) for name, value in values.items()})
         run.log({**values, "tokens": run.state.tokens})
         if run.console is not None:
             said = "  ".join(f"{name.removeprefix('tasks/')} {value:.4f}" for name, value in values.items())
@@ -262,7 +262,7 @@ class BestHook(Hook):
     def start(self, run: Run) -> None:
         """Says again which one was best, and looks at an evaluation that an earlier start had left."""
         if self.improvement.best is not None:
-            run.marks[BEST_MARK] = self.improvement.step
+            run.requests.marks[BEST_MARK] = self.improvement.step
         self._look(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -283,8 +283,8 @@ class BestHook(Hook):
 
     def _look(self, run: Run) -> None:
         if run.state.step and self.improvement.look(run):
-            run.marks[BEST_MARK] = run.state.step
-            run.due = True
+            run.requests.marks[BEST_MARK] = run.state.step
+            run.requests.save = True
 
 
 class EarlyStopHook(Hook):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from forge_ckpt.resilience.restarts import FAULTY
 from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.durable_files import write_file
 from forge_core.errors import ForgeError
@@ -20,6 +19,7 @@ from forge_core.protocols.run import Run
 from forge_core.terminal import size as told
 from forge_parallel.launch.watch import PeerFailure
 from forge_train.hooks.periodic import Periodic
+from forge_train.process.stop import FAULTY
 
 PROBE_FILE = ".probe"
 """How a file that tries the disk begins, in the run's directory; it is there for some milliseconds."""

@@ -81,9 +81,9 @@ class LogHook(Hook):
             numbers.pop(wish, None)  # of the loop and of a hook, not metrics
         if "tokens" in numbers:
             numbers["step_tokens"] = numbers.pop("tokens")
-        if (health := getattr(run, "health", None)) is not None and health.total:
-            numbers["skipped_steps"] = health.total
-        if (rate := getattr(run, "lr", None)) is not None:
+        if run.health.total:
+            numbers["skipped_steps"] = run.health.total
+        if (rate := run.lr) is not None:
             numbers["lr"] = rate
         if seconds > 0 and steps > 0:
             numbers["tokens_per_second"] = tokens / seconds
@@ -92,8 +92,8 @@ class LogHook(Hook):
                 numbers |= self.speed.now(tokens / seconds, run)
         if (stage := getattr(run.optimizer, "stage_number", None)) is not None:
             numbers["stage"] = stage + 1
-        numbers |= {f"time/{name}": value for name, value in run.phases.take().items()}
-        numbers |= mixture(getattr(run, "data", None), step) | take_peaks(run.topology.device)
+        numbers |= {f"time/{name}": value for name, value in run.times.take().items()}
+        numbers |= mixture(run.data, step) | take_peaks(run.topology.device)
         numbers |= self._memory(run, numbers.get("device_memory"))
         run.log({**numbers, "tokens": run.state.tokens, "peak_memory": peak_memory()})
 
@@ -104,7 +104,7 @@ class LogHook(Hook):
 
     def _look_ahead(self, run: Run) -> None:
         """Parts of the next step are timed where it has a line, on the rank that writes it."""
-        run.phases.timed = run.topology.rank == 0 and self._due(run, run.state.step + 1)
+        run.times.timed = run.topology.rank == 0 and self._due(run, run.state.step + 1)
 
     def _memory(self, run: Run, peak: float | None) -> dict[str, float]:
         held = held_memory(run)

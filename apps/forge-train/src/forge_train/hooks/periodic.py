@@ -85,17 +85,12 @@ class Periodic(Hook):
 
 @contextmanager
 def pause(run: Run) -> Iterator[None]:
-    """Adds the time of the block to `run.paused`, in seconds. Evaluation and saving run inside one."""
+    """Adds the time of the block to `run.clock.paused`. Evaluation and saving run inside such a block."""
     started = perf_counter()
     try:
         yield
     finally:
-        run.paused = paused(run) + perf_counter() - started
-
-
-def paused(run: Run) -> float:
-    """Seconds that the run has spent inside `pause` blocks."""
-    return getattr(run, "paused", 0.0)
+        run.clock.paused += perf_counter() - started
 
 
 class Stopwatch:
@@ -106,7 +101,7 @@ class Stopwatch:
         self._mark = self._now()
 
     def _now(self) -> tuple[float, int, int]:
-        return perf_counter() - paused(self._run), self._run.state.step, self._run.state.tokens
+        return perf_counter() - self._run.clock.paused, self._run.state.step, self._run.state.tokens
 
     def lap(self) -> tuple[float, int, int]:
         """(seconds, steps, tokens) since the last lap; read it only when the device has caught up."""

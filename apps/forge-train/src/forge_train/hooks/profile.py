@@ -89,7 +89,7 @@ class ProfileHook(Hook):
             self._open(run, first, coming)
         elif self.first is not None:
             self._advance(run, coming)
-        run.wants_trace, self._asked = self._asked, False
+        run.requests.trace, self._asked = self._asked, False
 
     def finish(self, run: Run) -> None:
         """Ends an open window with the steps that it has, and gives the signal back."""
@@ -111,8 +111,8 @@ class ProfileHook(Hook):
 
     def _due(self, run: Run, coming: int) -> int | None:
         """The first step of a window that has to begin to warm up now; the same on all ranks."""
-        if run.trace_wanted_at > self._seen:
-            self._seen = run.trace_wanted_at
+        if run.requests.trace_step > self._seen:
+            self._seen = run.requests.trace_step
             return coming + self.warmup
         soon = [step for step in self.at if step >= coming]
         if self.every:

@@ -136,7 +136,7 @@ class _Live:
         from rich.text import Text
 
         shown = {"loss": f"{now.loss:.4f}", "tokens/s": count(now.rate)}
-        if (rate := getattr(run, "lr", None)) is not None:
+        if (rate := run.lr) is not None:
             shown["lr"] = f"{rate:.3g}"
         if (share := self.speed.now(now.rate, run).get("mfu")) is not None:
             shown["MFU"] = f"{share:.1%}"

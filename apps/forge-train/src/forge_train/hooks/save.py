@@ -19,7 +19,7 @@ class SaveHook(Periodic):
         self.every = run.job.checkpoint.every
         self.acted = run.state.step
         if run.job.checkpoint.first and not run.resumed:
-            run.due = True
+            run.requests.save = True
         self._save_due(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -33,16 +33,16 @@ class SaveHook(Periodic):
         self._save_due(run)
         if not self.left_out:
             with pause(run):
-                run.finish_saves()
+                run.saves.finish()
 
     def act(self, run: Run) -> None:
         """Writes a checkpoint of this step, or begins to; not in too little time."""
-        run.due = False
-        self.left_out = run.stop.reason(run.state) == STOPPED and not run.may_save()
+        run.requests.save = False
+        self.left_out = run.stop.reason(run.state) == STOPPED and not run.saves.may_begin()
         if not self.left_out:
             run.save()
 
     def _save_due(self, run: Run) -> None:
-        if run.due:
+        if run.requests.save:
             self.acted = -1
             self.once(run)

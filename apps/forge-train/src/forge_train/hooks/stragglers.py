@@ -1,43 +1,134 @@
-"""Names ranks that keep the others waiting."""
+"""Which rank is slower than those that do the same work, judged by times that every rank has measured of itself.
+
+In one window a rank is slow when it takes `ratio` times as long as the median of the others, by more than their scatter (their
+median absolute deviation) and by enough to matter for a step. It is a straggler once it was slow in `most` of the last `WINDOWS`
+windows, and until it was slow in none of them: one slow window is noise.
+"""
 
 import json
 import logging
 import socket
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from forge_ckpt.resilience.stragglers import Slow, Stragglers, Time
 from forge_ckpt.world import ProcessGroupWorld
 from forge_core.errors import LayoutError
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_parallel.accelerator import timed_event
-from forge_parallel.launch.own_time import SECONDS, OwnTime
+
+WINDOWS = 5
+MOST = 3
+RATIO = 1.5
+SCATTERS = 5.0
+"""Standard deviations of the others, by their median absolute deviation, that a slow rank lies above their median."""
+
+SHARE = 0.1
+"""What a slow rank costs at least: this part of the time of a step."""
+
+_SIGMA = 1.4826
+"""A normal distribution's standard deviation over its median absolute deviation."""
+
+
+class Time(NamedTuple):
+    """What a rank has measured of a window.
+
+    Attributes:
+        own: seconds of a step in which it did not wait for other ranks, a median over the steps.
+        step: seconds of a whole step, waiting included.
+        alike: of ranks that do the same work, such as those of a pipeline stage; only they are compared.
+    """
+
+    own: float
+    step: float
+    alike: Hashable = 0
+
+
+class Slow(NamedTuple):
+    """A rank that has just become a straggler, or is none any more.
+
+    Attributes:
+        own, others: seconds of a step, of this rank and of the median of the others, in the newest window.
+        over: whether it is none any more.
+    """
+
+    rank: int
+    own: float
+    others: float
+    over: bool = False
+
+
+@dataclass
+class Stragglers:
+    """Judges window after window; the same times give the same answer on every rank.
+
+    Args:
+        ratio: how many times as long as the others a slow rank takes.
+        most: slow windows among the last `WINDOWS` that make a straggler.
+        resolution: seconds; a smaller difference is not measured.
+    """
+
+    ratio: float = RATIO
+    most: int = MOST
+    resolution: float = 0.0
+    named: set[int] = field(default_factory=set)
+    _slow: defaultdict[int, deque[bool]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=WINDOWS)))
+
+    def take(self, times: Sequence[Time]) -> list[Slow]:
+        """The times of one window, by rank; what has changed."""
+        changed = []
+        for rank, mine in enumerate(times):
+            others = [time.own for other, time in enumerate(times) if other != rank and time.alike == mine.alike]
+            usual = median(others) if others else mine.own
+            seen = self._slow[rank]
+            seen.append(self._is_slow(mine, others, usual))
+            if rank not in self.named and sum(seen) >= self.most:
+                self.named.add(rank)
+                changed.append(Slow(rank, mine.own, usual))
+            elif rank in self.named and not any(seen):
+                self.named.discard(rank)
+                changed.append(Slow(rank, mine.own, usual, over=True))
+        return changed
+
+    def _is_slow(self, mine: Time, others: Sequence[float], usual: float) -> bool:
+        scatter = _SIGMA * median(abs(other - usual) for other in others) if others else 0.0
+        more = mine.own - usual
+        return more > max((self.ratio - 1) * usual, SCATTERS * scatter, SHARE * mine.step, self.resolution)
+
 
 _log = logging.getLogger(__name__)
 
 _COUNTED = ("step of", "update", "data")
-"""Sections of the watch that are a step; the first step of a start, which compiles, and what hooks do are others."""
+"""How the names of the watch's sections begin that belong to a step. The first step of a start, which compiles, and sections of
+hooks are others."""
+
+_RESOLUTION = 0.02
+"""Seconds; a smaller difference between hosts is noise of their operating systems."""
 
 _PRODUCTS, _ROWS = 8, 2048
 """Of the piece of work that an accelerator is timed with: some milliseconds."""
 
 
 class StragglersHook(Hook):
-    """Compares what ranks take for the same work, every N steps, and says which one is slower.
+    """Compares the step times of ranks that do the same work, every N steps, and names a rank that is slower than the others.
 
-    Times are those that a rank works by itself in a step, from reading its data to the update: not what it waits for others, nor
-    what hooks take. The times of all ranks go through the host, in one exchange every N steps. An accelerator does not show where
-    it waits, so a fixed piece of work is timed on it, which the host does not wait for.
+    In forward and backward ranks wait for each other, so those times are equal on all ranks. What a rank takes until its first
+    exchange with others is its own: reading data and preparing the step. On an accelerator the host queues the whole step without
+    waiting, so its time counts too; and since the host does not see how fast the device is, a fixed piece of work is timed on the
+    device, without a wait of the host. The times of all ranks are exchanged through the host, once every N steps.
     """
 
     observes = True
 
     def __init__(self, every: int = 20, ratio: float = 1.5) -> None:
         self.every, self.ratio = every, ratio
-        self.own: OwnTime | None = None
+        self.world: ProcessGroupWorld | None = None
+        self.seen: Mapping[str, float] = {}
+        self.ready = 0.0
         self.steps: list[tuple[float, float]] = []
         self.hosts: list[str] = []
         self.device: _Device | None = None
@@ -52,48 +143,49 @@ class StragglersHook(Hook):
             )
 
     def start(self, run: Run) -> None:
-        """Begins to look at this rank, where there are others."""
+        """Prepares the comparison, where there are other ranks."""
         topology = run.topology
         if topology.size == 1:
             return
         self.world = ProcessGroupWorld()
         self.hosts = [name.decode() for name in self.world.all_gather(socket.gethostname().encode())]
-        self.by_host, self.by_device = (Stragglers(self.ratio, resolution=seconds) for seconds in (4 * SECONDS, 0.0))
-        self.own = OwnTime(lambda: run.watch.section.startswith(_COUNTED))
-        self.own.start()
+        self.by_host, self.by_device = (Stragglers(self.ratio, resolution=seconds) for seconds in (_RESOLUTION, 0.0))
         if topology.device.type != "cpu":
             self.device = _Device(topology.device)
+        self.seen = run.watch.seconds()
+
+    def before_step(self, run: Run) -> None:
+        """Notes what this rank took until it is ready for the first exchange of the step."""
+        if self.world is not None:
+            self.ready = _of_step(self._since(run))
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Notes the step's time, and compares when due."""
-        if self.own is None:
+        if self.world is None:
             return
-        own, waited = self.own.take()
-        self.steps.append((own, own + waited))
+        seconds = self._since(run)
+        queued = 0.0 if self.device is None else sum(value for name, value in seconds.items() if name.startswith("step of"))
+        self.steps.append((self.ready + queued, self.ready + _of_step(seconds)))
         if run.state.step % self.every == 0:
-            self._compare(run)
+            self._compare(run, self.world)
 
-    def finish(self, run: Run) -> None:
-        """Ends the thread."""
-        self.leave(run)
+    def _since(self, run: Run) -> dict[str, float]:
+        """Seconds of each section of the watch since the last call."""
+        before, self.seen = self.seen, run.watch.seconds()
+        return {name: value - before.get(name, 0.0) for name, value in self.seen.items()}
 
-    def leave(self, run: Run) -> None:
-        """Ends the thread."""
-        if self.own is not None:
-            self.own.stop()
-
-    def _compare(self, run: Run) -> None:
+    def _compare(self, run: Run, world: ProcessGroupWorld) -> None:
         """Collective: what all ranks have measured."""
         mine = [median(column) for column in zip(*self.steps, strict=True)]
         self.steps.clear()
-        asked = self.device.seconds() if self.device else None
-        told = [json.loads(each) for each in self.world.all_gather(json.dumps([*mine, asked]).encode())]
+        products = self.device.seconds() if self.device else None
+        told = [json.loads(each) for each in world.all_gather(json.dumps([*mine, products]).encode())]
         stages = [run.topology.layout.coordinates(rank)["pp"] for rank in range(run.topology.size)]
         work = [Time(own, step, stage) for (own, step, _), stage in zip(told, stages, strict=True)]
         found = [(slow, "of a step by itself") for slow in self.by_host.take(work)]
-        products = [seconds for _, _, seconds in told if seconds is not None]
-        if len(products) == len(told):
-            found += [(slow, "for the same products") for slow in self.by_device.take([Time(each, each) for each in products])]
+        measured = [seconds for _, _, seconds in told if seconds is not None]
+        if len(measured) == len(told):
+            found += [(slow, "for the same products") for slow in self.by_device.take([Time(each, each) for each in measured])]
         for slow, what in found:
             self._say(run, slow, what)
         if self.device:
@@ -132,6 +224,11 @@ class _Device:
     def seconds(self) -> float | None:
         """What the work that was queued last took; its step has long had its verdict. None before there was any."""
         return None if self.between is None else self.between[0].elapsed_time(self.between[1]) / 1000
+
+
+def _of_step(seconds: Mapping[str, float]) -> float:
+    """Seconds of the sections that belong to a step."""
+    return sum(value for name, value in seconds.items() if name.startswith(_COUNTED))
 
 
 def _numbers(own: Sequence[float], named: set[int]) -> dict[str, float]:

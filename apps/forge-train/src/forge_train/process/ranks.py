@@ -13,13 +13,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.config.tree import leaves
 from forge_core.errors import ForgeError
 from forge_core.protocols.checkpoint import World
@@ -29,10 +32,13 @@ from forge_core.terminal import Console
 from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import Launch
 from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
-from forge_train.process.stop import Interrupted
+from forge_train.process.logs import RunLog
+from forge_train.process.stop import Interrupted, Signals
 from forge_train.torch_private import default_store
 
 if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+
     from forge_train.recipe.load import Resolved
 
 _forge_log = logging.getLogger("forge")
@@ -163,6 +169,48 @@ class Agreement:
                 "see the output of the other ranks"
             ) from cause
         return Refused(text if first == 0 else f"rank {first}: {text}", code)
+
+
+@dataclass
+class JobRanks:
+    """This process among the ranks of a job. By default it is alone, on a CPU.
+
+    Attributes:
+        launch: rank and size, as the launcher says.
+        device: device of this rank.
+        agreement: what one rank refuses, all refuse.
+        signals: requests to stop.
+        watch: records what this rank does, so that a rank that hangs can be named.
+        log: log file of this rank; None where messages go to the terminal only.
+        console: the terminal of rank 0; None on other ranks.
+    """
+
+    launch: Launch = field(default_factory=Launch)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    agreement: Agreement = field(default_factory=Agreement)
+    signals: Signals = field(default_factory=Signals)
+    watch: Watch = field(default_factory=Watch)
+    log: RunLog | None = None
+    console: "Terminal | None" = None
+
+    @property
+    def world(self) -> World:
+        """The ranks as checkpoints see them."""
+        return ProcessGroupWorld() if self.launch.size > 1 else SingleProcessWorld()
+
+    def again(self, life: int) -> "JobRanks":
+        """Returns the same ranks for another start of the same processes."""
+        return replace(self, agreement=self.agreement.again(life))
+
+    def together(self, name: str, collective: bool = False) -> AbstractContextManager[None]:
+        """Collective: runs a block on every rank; if one rank refuses, all do. See `Agreement.together`."""
+        return self.agreement.together(name, collective)
+
+    def say(self, message: str) -> None:
+        """Writes a message of the start to the log of every rank, and to the terminal of rank 0."""
+        _log.info(message)
+        if self.console is not None:
+            self.console.print(redacted_text(message), highlight=False, soft_wrap=True)
 
 
 def content_of(resolved: "Resolved", registry: Registry) -> dict[str, str]:

@@ -25,6 +25,15 @@ REQUEUE = 75
 HOOK_FAILED = 9
 """Exit code of a run that trained to its end while a hook that observes was switched off, or failed at the end."""
 
+FOLLOWS = 5
+"""Exit code of a rank that ended because of another one."""
+
+FAULTY = 6
+"""Exit code of a rank whose machine has failed a probe."""
+
+FULL = 8
+"""Exit code of a rank that ran out of memory, and has noted what may fit."""
+
 _NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _TWICE = (signal.SIGTERM, signal.SIGINT)
 _SAME_SECONDS = 2.0
@@ -86,9 +95,8 @@ class Signals:
         """Inside, signals are noted; in the main thread."""
         return heard(self._note)
 
-    @property
-    def since(self) -> float:
-        """Seconds since the first signal; 0 while there was none."""
+    def waited(self) -> float:
+        """Returns the seconds since the first signal; 0 while there was none."""
         return time.monotonic() - self._when if self.asked else 0.0
 
     @contextmanager

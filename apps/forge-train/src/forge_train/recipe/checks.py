@@ -6,11 +6,12 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
+from forge_core.component import class_name
 from forge_core.errors import Fault, MissingFile, RecipeWarning, did_you_mean
 from forge_core.layout import Layout
 from forge_core.machine import has_accelerator, hides_accelerators
 from forge_train.components.evaluation import Best, EarlyStop, Evaluate, Sample, Tasks
-from forge_train.components.hooks import Ema, Inside, Log, Profile, Progress, Replicas, Routing, Save
+from forge_train.components.hooks import Ema, Log, Profile, Progress, Replicas, Routing, Save
 from forge_train.hooks.evaluation import result_names
 from forge_train.recipe.schema import Job
 
@@ -40,7 +41,7 @@ def schedule_suits_the_optimizer(job: Job, layout: Layout | None) -> list[Fault]
                 Fault(
                     "schedule.name",
                     f"a rate that falls (from a factor of {last:.3g} to {now:.3g} at step {step}) is not for optimizer "
-                    f"{type(job.optimizer).__name__}, whose averages take the place of a decay",
+                    f"{class_name(job.optimizer)}, whose averages take the place of a decay",
                     hint="set schedule.name = 'constant', with a warm-up",
                 )
             ]
@@ -98,32 +99,6 @@ def evaluate_has_sets(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: 
         for index, hook in enumerate(job.hooks)
         if isinstance(hook, Evaluate) and not job.data.evaluation
     ]
-
-
-def inside_can_be_measured(job: Job, layout: Layout | None) -> Iterator[Fault]:
-    """A hook that looks inside, without rows to look at, or at what this layout spreads over ranks."""
-    for index, hook in enumerate(job.hooks):
-        if not isinstance(hook, Inside):
-            continue
-        sets = job.data.evaluation
-        if not sets:
-            hint = 'add a held-out set, such as [data.evaluation.held_out] name = "stdlib" split = "held_out"'
-            yield Fault(f"hooks.{index}.name", "'inside' needs a held-out set", hint=hint)
-        elif hook.held_out is not None and hook.held_out not in sets:
-            yield Fault(
-                f"hooks.{index}.held_out",
-                f"{hook.held_out!r} is not a held-out set",
-                hint=did_you_mean(hook.held_out, list(sets)),
-            )
-        cut = {} if layout is None else {"attention": ("cp", layout.cp), "lens": ("pp", layout.pp)}
-        why = {"attention": "has each row's keys on several ranks", "lens": "has the head on its last stage only"}
-        for name, (axis, size) in cut.items():
-            if name in hook.statistics and size > 1:
-                yield Fault(
-                    f"hooks.{index}.statistics",
-                    f"{name!r} cannot be measured: parallel.{axis} = {size} {why[name]}",
-                    hint=f"leave out {name!r}, or set parallel.{axis} = 1",
-                )
 
 
 def something_is_saved(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
@@ -252,7 +227,7 @@ def hooks_fit_together(job: Job, layout: Layout | None) -> Iterator[Fault]:  # n
         if isinstance(hook, Ema) and getattr(job.optimizer, "decays_by_itself", False):
             yield Fault(
                 f"hooks.{index}.name",
-                f"'ema' averages weights, and optimizer {type(job.optimizer).__name__} evaluates and saves averages already",
+                f"'ema' averages weights, and optimizer {class_name(job.optimizer)} evaluates and saves averages already",
                 hint="remove the hook",
             )
         if isinstance(hook, Evaluate | Sample | Tasks) and hook.weights == "ema" and Ema not in kinds:

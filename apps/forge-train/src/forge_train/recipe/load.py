@@ -32,6 +32,7 @@ class Resolved:
         outcome: the walk behind it, for explanations.
         files: every file that was read, the recipe last.
         warnings: what stops nothing; also checks that could not run, of distributions that the recipe does not use.
+        registry: where its components were found.
     """
 
     job: Job
@@ -41,6 +42,7 @@ class Resolved:
     outcome: Resolution
     files: tuple[Path, ...]
     warnings: tuple[str, ...]
+    registry: Registry = field(compare=False, repr=False)
 
     def as_json(self) -> dict[str, Any]:
         """The resolved tree as plain values; `"none"` means unset."""
@@ -79,6 +81,8 @@ def load(
         ConfigError: everything that is wrong, at once.
     """
     registry = registry or Registry()
+    if isinstance(recipe, Table):
+        recipe = without_auto(recipe)
     layered = load_layers(recipe, overrides, Job, registry)
     tree, unread = fill_from_hf(layered.tree, registry)
     outcome = walk(Job, tree, registry)
@@ -102,7 +106,27 @@ def load(
     if faults:
         raise ConfigError(_once(faults))
     used = tuple(dict.fromkeys(outcome.used))
-    return Resolved(outcome.value, outcome.tree, layout, used, outcome, layered.files, tuple(warnings))
+    return Resolved(outcome.value, outcome.tree, layout, used, outcome, layered.files, tuple(warnings), registry)
+
+
+def without_auto(stored: Table, reduce: str | None = None) -> Table:
+    """A stored recipe in which `[transforms.shard]` states its values; earlier versions could leave them to the run ("auto").
+
+    Args:
+        stored: the tree of a run or a checkpoint.
+        reduce: the value that the run chose, as its checkpoint records it; None leaves the default.
+    """
+    transforms = stored.items.get("transforms")
+    shard = transforms.items.get("shard") if isinstance(transforms, Table) else None
+    if not isinstance(transforms, Table) or not isinstance(shard, Table):
+        return stored
+    automatic = {key for key, node in shard.items.items() if isinstance(node, Leaf) and node.value == "auto"}
+    stated = {key: node for key, node in shard.items.items() if key not in automatic}
+    if reduce is not None and "reduce" in automatic:
+        stated["reduce"] = Leaf(reduce, shard.items["reduce"].origin)
+    shard = replace(shard, items=stated)
+    transforms = replace(transforms, items={**transforms.items, "shard": shard})
+    return replace(stored, items={**stored.items, "transforms": transforms})
 
 
 def _layout(outcome: Resolution, world: int | None) -> tuple[Layout | None, list[Fault]]:

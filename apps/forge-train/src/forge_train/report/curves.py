@@ -99,7 +99,7 @@ _ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass
-class Clock:
+class StepProgress:
     """Of every step with a line: when it was written, tokens seen, and seconds of training that led there.
 
     Attributes:
@@ -158,7 +158,7 @@ class History:
     """
 
     series: dict[str, Series] = field(default_factory=dict)
-    clock: Clock = field(default_factory=Clock)
+    clock: StepProgress = field(default_factory=StepProgress)
     restarts: list[Restart] = field(default_factory=list)
     unread: int = 0
     first: str = ""

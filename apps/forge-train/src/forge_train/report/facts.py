@@ -29,7 +29,7 @@ def write_run_report(run: "Run", resolved: "Resolved", reason: str, warnings: li
             "machine": machine() | _processes(run),
             "versions": versions() | commit(Path()),
             "model": {
-                "parameters": run.parameters,
+                "parameters": run.training.parameters,
                 "layout": str(run.topology.layout),
                 "transforms": list(run.model.plan.names()),
             },
@@ -76,7 +76,17 @@ def _checkpoints(directory: Path) -> list[dict[str, Any]]:
 
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "pydantic")
-_OURS = ("forge-train", "forge-core", "forge-parallel", "forge-models", "forge-data", "forge-ckpt", "forge-vlm")
+_OURS = (
+    "forge-train",
+    "forge-core",
+    "forge-parallel",
+    "forge-models",
+    "forge-data",
+    "forge-ckpt",
+    "forge-vlm",
+    "forge-interp",
+    "forge-lab",
+)
 
 
 def machine() -> dict[str, str]:

@@ -22,10 +22,11 @@ Curves and final numbers come from `metrics.jsonl` in the same directory, faults
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from forge_core.durable_files import replace_file
@@ -33,14 +34,17 @@ from forge_core.errors import DataError
 from forge_core.redaction import redacted, redacted_text
 from forge_core.terminal import size
 from forge_train.directory import previous
-from forge_train.lab.comparison import differences, environment
 from forge_train.report.charts import MOST_OTHER, OTHER, Chart, charts, drawn
 from forge_train.report.curves import limit
 from forge_train.report.html import document, embedded, heat, rows, section, static, swatch, table
 from forge_train.report.record import MOST_FAULTS, SUMMARY, RunRecord, is_run, read_record
-from forge_train.report.results import mixture, overview, results
+from forge_train.report.results import environment, mixture, overview, results
 
 REPORT = "report.html"
+
+Sections = Callable[[Sequence[RunRecord]], Mapping[str, str]]
+"""Further sections of a page about some runs: HTML by title; an empty one is left out."""
+NO_SECTIONS: Mapping[str, str] = MappingProxyType({})
 
 
 def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
@@ -55,19 +59,29 @@ def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
     return _write_page(directory / REPORT, [read_record(directory)])
 
 
-def report(places: Sequence[Path], out: Path | None = None) -> Path:
+def report(places: Sequence[Path], out: Path | None = None, sections: Sections | None = None) -> Path:
     """The page of one or several runs, from what they left in their directories, finished or not; returns its path.
 
     Args:
         places: directories of runs, or folders of them. A run that is given twice counts once.
         out: where the page is written: by default `report.html` of the only place, or of the working directory.
+        sections: gives further sections, which stand behind the results.
 
     Raises:
         DataError: a place holds no run, what it left cannot be read, or the page cannot be written.
     """
-    runs = {directory.resolve(): directory for place in places for directory in runs_in(place)}
+    runs = _with_labels([read_record(directory) for directory in directories_of(places)])
     target = out or (places[0] if len(places) == 1 else Path()) / REPORT
-    return _write_page(target, _with_labels([read_record(directory) for directory in runs.values()]))
+    return _write_page(target, runs, sections(runs) if sections else NO_SECTIONS)
+
+
+def directories_of(places: Sequence[Path]) -> list[Path]:
+    """The runs in some places, each once.
+
+    Raises:
+        DataError: a place holds no run.
+    """
+    return list({directory.resolve(): directory for place in places for directory in runs_in(place)}.values())
 
 
 def runs_in(place: Path) -> list[Path]:
@@ -99,9 +113,9 @@ def _with_labels(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return list(runs)
 
 
-def _write_page(target: Path, runs: Sequence[RunRecord]) -> Path:
+def _write_page(target: Path, runs: Sequence[RunRecord], sections: Mapping[str, str] = NO_SECTIONS) -> Path:
     try:
-        replace_file(target, page(runs).encode("utf-8", "replace"))
+        replace_file(target, page(runs, sections).encode("utf-8", "replace"))
     except OSError as cause:
         raise DataError(f"the report cannot be written to {target}: {cause.strerror}; choose another place with --out") from cause
     return target
@@ -122,8 +136,8 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 _LIBRARY = ("uplot/uPlot.min.css", "uplot/uPlot.iife.min.js", "uplot/LICENSE")
 
 
-def page(runs: Sequence[RunRecord]) -> str:
-    """The whole page; a part that no run has anything for is left out."""
+def page(runs: Sequence[RunRecord], sections: Mapping[str, str] = NO_SECTIONS) -> str:
+    """The whole page, with further `sections` behind the results; a part that no run has anything for is left out."""
     shown, more = _shown(charts(runs))
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
     parts = [
@@ -132,7 +146,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         _notes(runs),
         overview(runs),
         section("Results", results(runs)),
-        section("What differs", differences(runs)),
+        *(section(heading, inner) for heading, inner in sections.items()),
         _board(runs, shown, more),
         section("Faults and restarts", _faults(runs)),
         section("Generated text", _of_each(runs, lambda run: "".join(map(_sample, run.summary.get("samples", ()))))),

@@ -1,17 +1,20 @@
-"""The numbers of runs as tables: how far, how good, how fast, and from which sources."""
+"""The numbers of runs as tables: how far, how good, how fast, from which sources, and in which environment."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from forge_core.terminal import count, duration, size
 from forge_train.hooks.evaluation import bits_per_byte
 from forge_train.report.curves import Series, finite
-from forge_train.report.html import facts, rows
+from forge_train.report.html import facts, fields, rows
 from forge_train.report.record import RunRecord
 
+ABSENT = "-"
+"""Stands in a table for a value that a run does not have."""
 _EVALUATED = ("evaluation/", "/loss")
+_PARTS = (("Model", "model"), ("Machine", "machine"), ("Versions", "versions"))
 
 
 def overview(runs: Sequence[RunRecord]) -> str:
@@ -137,3 +140,30 @@ def _perplexity(loss: float) -> str:
         return f"{math.exp(loss):,.2f}"
     except OverflowError:
         return "inf"
+
+
+def environment(runs: Sequence[RunRecord]) -> str:
+    """Model, machine and versions of every run; of several, a column for each."""
+    if len(runs) == 1:
+        summary = runs[0].summary
+        return _grid(fields(caption, summary[key]) for caption, key in _PARTS if summary.get(key))
+    return _grid(
+        rows([caption, *(run.label for run in runs)], [[name, *cells] for name, cells in values_by_name(found, _plain)])
+        for caption, key in _PARTS
+        if any(found := [run.summary.get(key, {}) for run in runs])
+    )
+
+
+def values_by_name(tables: Sequence[Mapping[str, Any]], text: Callable[[Any], str]) -> list[tuple[str, list[str]]]:
+    """Every name of any table, and its value in each as `text` writes it; `ABSENT` where a table does not have the name."""
+    names = dict.fromkeys(name for table in tables for name in table)
+    return [(name, [text(table[name]) if name in table else ABSENT for table in tables]) for name in names]
+
+
+def _grid(parts: Any) -> str:
+    inner = "".join(parts)
+    return f'<div class="tables">{inner}</div>' if inner else ""
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -7,9 +7,9 @@ when its class is renamed; checkpoints of earlier versions have the name of the 
 import json
 import logging
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,13 +32,13 @@ from forge_data.order.cursor import merged
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.optim.groups import Beginning
 from forge_parallel.placement.boxes import local_box
-from forge_parallel.settle import reduced_by
+from forge_parallel.transforms.shard import reduce_of
 from forge_parallel.verify.state import not_finite
 from forge_train.process.stop import TrainingError
 from forge_train.recipe.load import Resolved
 from forge_train.run.health import Health
 from forge_train.run.resume import anchors
-from forge_train.run.run import Run
+from forge_train.run.training import Clock, Decided, OptimizerSpec, Requests, Training
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +49,11 @@ ONE_COUNT = "optimizer/step/all"
 
 
 def pieces(model: ParallelModel, optimizer: Optimizer, trained: Named | None = None) -> Iterator[Piece]:
-    """Every tensor of a run: `model/NAME` and `optimizer/STATE/NAME`. `trained`, of `ParallelModel.averaged`, are weights that
-    are not the ones to evaluate: `optimizer/trained/NAME`."""
+    """Yields every tensor of a run: `model/NAME` and `optimizer/STATE/NAME`.
+
+    Args:
+        trained: weights that training changes where others are evaluated (`ParallelModel.averaged`): `optimizer/trained/NAME`.
+    """
     yield from model.pieces()
     for state, tensors in {**optimizer.state(), "trained": trained or {}}.items():
         for name, tensor in tensors.items():
@@ -58,223 +61,266 @@ def pieces(model: ParallelModel, optimizer: Optimizer, trained: Named | None = N
 
 
 def _learned(model: ParallelModel, optimizer: Optimizer) -> Iterator[Piece]:
-    """What training moves, by the names of `pieces`; a model's buffers may be infinite for a reason."""
+    """Yields what training changes, by the names of `pieces`. Buffers are left out: some are infinite on purpose."""
     buffers = {f"model/{name}" for name, tensor in model.tensors() if not isinstance(tensor, torch.nn.Parameter)}
     return (piece for piece in pieces(model, optimizer) if piece.name not in buffers)
 
 
 def _is_of_run(name: str) -> bool:
-    """Whether a tensor of a checkpoint is one of `pieces`; those of hooks are in other sections."""
+    """Whether a tensor of a checkpoint is one of `pieces`; tensors of hooks are in other sections."""
     return name.partition("/")[0] in ("model", "optimizer")
 
 
 def _is_good(manifest: Manifest, health: Health, just: bool) -> bool:
-    """Whether the loss was in its band when a checkpoint was saved, and is not known to have left it by then. What is saved is
-    finite, since that is noted."""
-    kept = manifest.meta.get("health")
-    return kept is not None and kept["band"]["left"] is None and health.is_before(manifest.step, just)
+    """Whether the loss was in its band when a checkpoint was saved, and had not left it by that step, as far as is known now.
+    Values need no look: only finite states are saved."""
+    state = manifest.meta.get("health")
+    return state is not None and state["band"]["left"] is None and health.is_before(manifest.step, just)
 
 
 def _of(piece: str) -> str:
-    """The parameter whose state a piece of the optimizer is."""
+    """Returns the parameter that a piece of optimizer state belongs to; empty for other pieces."""
     return piece.split("/", 2)[2] if piece.startswith("optimizer/") else ""
 
 
 @dataclass
+class RunContent:
+    """What the checkpoints of a run contain."""
+
+    decided: Decided
+    training: Training
+    hooks: list[Hook]
+    health: Health
+    requests: Requests
+    clock: Clock
+
+    def request(self, keep: RetentionPolicy, world: World) -> SaveRequest:
+        """Collective: returns the metadata of a checkpoint of the current step, and which older checkpoints to keep."""
+        decided, training = self.decided, self.training
+        tokenizer = training.data.tokenizer
+        meta = {
+            "tokens": training.state.tokens,
+            SECONDS: self.clock.seconds,
+            "cursor": _merged_cursor(training.state.cursor, world),
+            "anchors": anchors(decided.job),
+            "layout": str(decided.topology.layout),
+            "reduce": reduce_of(decided.plan),
+            # The model is built from its section again, so a key of it that may not be a secret keeps its value.
+            "config": {name: redacted(part, name, certain=name == "model") for name, part in decided.recipe.as_json().items()},
+            "plugins": list(decided.plugins),
+            "frozen": sorted(decided.optimizer.frozen(training.optimizer)),
+            "health": self.health.state(),
+            "hooks": states_of(self.hooks),
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
+            **decided.origin,
+        }
+        return SaveRequest(training.state.step, meta, keep, self.health.spare(), dict(self.requests.marks))
+
+    @contextmanager
+    def pieces(self) -> Iterator[Sequence[Piece]]:
+        """Inside, every tensor of a checkpoint: of model, optimizer and hooks."""
+        model = self.training.model
+        with model.averaged() as trained:
+            of_hooks = (piece for _, _, piece in kept_by(self.hooks, model))
+            yield (*pieces(model, self.training.optimizer, trained), *of_hooks)
+
+
+def _merged_cursor(cursor: Cursor, world: World) -> dict[str, Any]:
+    """Collective: returns one data position for all ranks. They differ only where each rank reads its own foreign loader."""
+    if "foreign" not in cursor:
+        return dict(cursor)
+    parts = world.all_gather(json.dumps(cursor).encode())
+    return dict(merged([json.loads(part) for part in parts]))
+
+
+@dataclass
 class Checkpoints:
-    """What of one run is kept, and how it comes back.
+    """The checkpoints of one run: which one to resume from, which one to go back to, and how state is restored.
 
     Attributes:
-        frozen: parameters of the model that are never trained.
-        origin: what the checkpoints keep of the weights that the run started from (`forge_train.run.weights`).
-        tokenizer: fingerprint of the tokenizer that the ids are of, where there is one.
+        store: where they are.
+        world: the ranks that save and load together.
+        keep: how many are kept, and which.
+        present: names of the checkpoints that `newest` saw.
+        fence: this job's mark in the store, once it owns the store.
+        checked: the step whose values were last looked at.
     """
 
     store: Store
     world: World
-    config: Mapping[str, Any]
-    plugins: Sequence[Mapping[str, str]]
     keep: RetentionPolicy
     present: Sequence[str] = ()
     fence: Fence | None = None
     checked: int = -1
-    frozen: frozenset[str] = frozenset()
-    origin: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: str | None = None
 
     def newest(self, policy: read.ResumePolicy) -> read.VerifiedCheckpoint | None:
-        """Collective: what a start resumes from; changes nothing until this job owns the store."""
+        """Collective: returns the checkpoint to resume from, verified; changes nothing while this job does not own the store."""
         self.present = self._committed()
         return read.newest(self.store, self.world, policy, aside=self.fence is not None)
 
-    def own(self) -> Fence:
-        """Collective: takes the store from every older job. Called once this one can go on from what `newest` found."""
+    def own(self, store: Store) -> Fence:
+        """Collective: takes the store from every older job.
+
+        Args:
+            store: the store of the run; a new one where `--fresh` has moved the directory of the old one.
+        """
+        self.store = store
         self.fence = Fence.take(self.store, self.world)
         return self.fence
 
-    def tidy(self, found: read.VerifiedCheckpoint | None) -> None:
-        """Collective: renames what `newest` found damaged. For the owner."""
-        read.set_aside(self.store, self.world, found.skipped if found else ())
+    def tidy(self, checkpoint: read.VerifiedCheckpoint | None) -> None:
+        """Collective: renames the damaged checkpoints that `newest` skipped; only the owner of the store may."""
+        read.set_aside(self.store, self.world, checkpoint.skipped if checkpoint else ())
 
     def later(self, policy: read.ResumePolicy) -> read.VerifiedCheckpoint | None:
-        """Collective: what `newest` finds now, if an older job has saved since it was called."""
+        """Collective: returns what `newest` finds now, if an older job has saved since `newest` was called; else None."""
         return self.newest(policy) if set(self._committed()) - set(self.present) else None
 
     def _committed(self) -> list[str]:
         return from_rank_0(self.world, lambda: [entry.name for entry in committed(self.store.list())])
 
-    def order(self, run: Run) -> SaveRequest:
-        """Collective: what a checkpoint of the current step says about the run, and which older ones stay."""
-        meta = {
-            "tokens": run.state.tokens,
-            SECONDS: run.seconds,
-            "cursor": self._cursor_of_all(run.state.cursor),
-            "anchors": anchors(run.job),
-            "layout": str(run.topology.layout),
-            "reduce": reduced_by(run.model.plan),
-            # The model is built from its part again, so a key that may mean something else than a secret keeps its value there.
-            "config": {name: redacted(part, name, certain=name == "model") for name, part in self.config.items()},
-            "plugins": list(self.plugins),
-            "frozen": sorted(self.frozen_by(run.optimizer)),
-            "health": run.health.state(),
-            "hooks": states_of(run.hooks),
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "tokenizer": self.tokenizer,
-            **self.origin,
-        }
-        return SaveRequest(run.state.step, meta, self.keep, run.health.spare(), dict(run.marks))
-
-    @contextmanager
-    def state_of(self, run: Run) -> Iterator[Sequence[Piece]]:
-        """Inside, all that a checkpoint keeps: model, optimizer, and what hooks hold."""
-        with run.model.averaged() as trained:
-            kept = (piece for _, _, piece in kept_by(run.hooks, run.model))
-            yield (*pieces(run.model, run.optimizer, trained), *kept)
-
-    def check(self, run: Run) -> None:
-        """Collective: looks at every value of the state, once for each step.
+    def check(self, content: RunContent) -> None:
+        """Collective: checks that every value of the state is finite, once per step.
 
         Raises:
             TrainingError: a parameter or the optimizer's state is not finite.
         """
-        if self.checked == run.state.step:
+        training = content.training
+        step = training.state.step
+        if self.checked == step:
             return
-        if found := not_finite(_learned(run.model, run.optimizer), run.topology):
+        if fault := not_finite(_learned(training.model, training.optimizer), content.decided.topology):
             raise TrainingError(
-                f"after step {run.state.step} {found.name} has non-finite values (first seen on rank {found.rank}); "
-                f"this state is not saved. Lower the learning rate or check the data. {self.advice(run.health)}"
+                f"after step {step} {fault.name} has non-finite values (first seen on rank {fault.rank}); "
+                f"this state is not saved. Lower the learning rate or check the data. {self.advice(content.health)}"
             )
-        self.checked = run.state.step
+        self.checked = step
 
     def good(self, health: Health, just: bool = False) -> read.VerifiedCheckpoint | None:
-        """Collective: the newest verified checkpoint of before the loss left its band, as `Health.is_before`; nothing changes."""
+        """Collective: returns the newest verified checkpoint from before the loss left its band (`Health.is_before`)."""
         return read.newest_that(self.store, self.world, lambda manifest: _is_good(manifest, health, just))
 
     def good_step(self, health: Health) -> int | None:
-        """Collective: where a run may go back to: a step whose weights are above suspicion, else the one just before."""
-        found = self.good(health) or self.good(health, just=True)
-        return None if found is None else found.step
+        """Collective: returns the step that a run goes back to: the newest from before the loss left its band, else the step
+        just before; None if there is no such checkpoint."""
+        checkpoint = self.good(health) or self.good(health, just=True)
+        return None if checkpoint is None else checkpoint.step
 
     def advice(self, health: Health) -> str:
-        """Collective: how to go on after a failure, with a good checkpoint."""
-        on_offer = self._committed()
-        found = self.good(health)
-        if found is None:
+        """Collective: returns how the user can go on after a failure, in one sentence."""
+        names = self._committed()
+        checkpoint = self.good(health)
+        if checkpoint is None:
             return "No usable checkpoint is left; start over with --fresh"
-        if found.name == on_offer[0]:
-            return (
-                f"Start the run again to resume from step {found.step}, its newest checkpoint; its loss was in the expected band"
-            )
+        step = checkpoint.step
+        if checkpoint.name == names[0]:
+            return f"Start the run again to resume from step {step}, its newest checkpoint; its loss was in the expected band"
         return (
-            f"Resume from step {found.step} with --checkpoint.resume={found.step}: this is the newest verified checkpoint "
+            f"Resume from step {step} with --checkpoint.resume={step}: this is the newest verified checkpoint "
             "with the loss in the expected band"
         )
 
-    def _cursor_of_all(self, cursor: Cursor) -> dict[str, Any]:
-        """Collective: one position of those of all ranks, which differ only where each reads a foreign loader of its own."""
-        if "foreign" not in cursor:
-            return dict(cursor)
-        parts = self.world.all_gather(json.dumps(cursor).encode())
-        return dict(merged([json.loads(part) for part in parts]))
-
     def restore(
-        self, found: read.VerifiedCheckpoint, model: ParallelModel, optimizer: Optimizer, again: Callable[[Any], Optimizer]
+        self, checkpoint: read.VerifiedCheckpoint, model: ParallelModel, optimizer: Optimizer, spec: OptimizerSpec
     ) -> Mapping[str, Any]:
-        """Collective: fills model and optimizer from a verified checkpoint and returns its facts.
+        """Collective: fills model and optimizer from a verified checkpoint and returns its metadata.
 
-        What was frozen and is trained from now on gets the state that an optimizer has at first, from `again`, which builds one;
-        the state of what is frozen now is left out.
+        Parameters that were frozen and are trained from now on get the state of a new optimizer. State of parameters that are
+        frozen from now on is left out.
 
         Raises:
-            CheckpointError: it does not fit the model.
+            CheckpointError: the checkpoint does not fit the model.
         """
         if callable(tell := getattr(optimizer, "at_step", None)):
-            tell(found.step)
-        begins, ends = self._other_frozen(found.meta, optimizer)
+            tell(checkpoint.step)
+        begins, ends = _changed_frozen(checkpoint.meta, spec.frozen(optimizer))
         with model.averaged() as trained:
             mine = [piece for piece in pieces(model, optimizer, trained) if _of(piece.name) not in begins]
             count = torch.zeros((), dtype=torch.int64)
-            if older := ONE_COUNT in found.manifest.index:
+            if older := ONE_COUNT in checkpoint.manifest.index:
                 mine = [piece for piece in mine if not piece.name.startswith("optimizer/step/")]
                 mine.append(Piece(ONE_COUNT, (), (), count, owned=False))
-            meta = read.load(self.store, found, mine, self.world, select=lambda name: _is_of_run(name) and _of(name) not in ends)
+            select = lambda name: _is_of_run(name) and _of(name) not in ends  # noqa: E731 (a condition on names)
+            meta = read.load(self.store, checkpoint, mine, self.world, select=select)
             if older:
                 for step in optimizer.state()["step"].values():
                     step.copy_(count)
             for name, tensor in model.parameters_held():
-                if name in begins and name in trained:  # it has been evaluated as it was
+                if name in begins and name in trained:  # it was frozen, so the evaluated weights are the trained ones
                     local_box(trained[name]).local.copy_(local_box(tensor).local)
-        _begin(model, optimizer, again, begins)
-        if bad := not_finite(_learned(model, optimizer), model.topology):
-            raise CheckpointError(f"{found.name} cannot be resumed: {bad.name} has non-finite values. {self.advice(Health())}")
+        _begin(model, optimizer, spec, begins)
+        if fault := not_finite(_learned(model, optimizer), model.topology):
+            raise CheckpointError(
+                f"{checkpoint.name} cannot be resumed: {fault.name} has non-finite values. {self.advice(Health())}"
+            )
         return meta
 
-    def other_frozen(self, meta: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
-        """Which parameters were frozen in a checkpoint and are not now, and the other way round; a line each."""
-        begins, ends = self._other_frozen(meta, optimizer)
-        if begins:
-            yield f"trained from now on, without optimizer state at first: {', '.join(sorted(begins))}"
-        if ends:
-            yield f"frozen from now on, their optimizer state is dropped: {', '.join(sorted(ends))}"
-
-    def frozen_by(self, optimizer: Optimizer) -> frozenset[str]:
-        """Parameters of the model that are not trained: never, or in the stage that the optimizer is in."""
-        stage = getattr(optimizer, "stage_settings", None)
-        return self.frozen if stage is None else stage.frozen
-
-    def _other_frozen(self, meta: Mapping[str, Any], optimizer: Optimizer) -> tuple[frozenset[str], frozenset[str]]:
-        """Parameters that begin to be trained, and that no longer are."""
-        before, now = frozenset(meta.get("frozen", ())), self.frozen_by(optimizer)
-        return before - now, now - before
-
-    def restore_kept(self, found: read.VerifiedCheckpoint, run: Run) -> None:
-        """Collective: fills the tensors that hooks keep, as far as the checkpoint has their section.
+    def restore_hooks(self, checkpoint: read.VerifiedCheckpoint, hooks: Sequence[Hook], model: ParallelModel) -> None:
+        """Collective: fills the tensors of hooks, as far as the checkpoint has their section.
 
         Raises:
             CheckpointError: a section has other tensors.
         """
-        stored = {info.name.partition("/")[0] for info in found.manifest.tensors}
-        kept = [(section, piece) for section, _, piece in kept_by(run.hooks, run.model) if section in stored]
+        stored = {info.name.partition("/")[0] for info in checkpoint.manifest.tensors}
+        kept = [(section, piece) for section, _, piece in kept_by(hooks, model) if section in stored]
         sections = {section for section, _ in kept}
-        if self.world.size > 1:  # a stage of a pipeline may have nothing that learns
+        if self.world.size > 1:  # a pipeline stage may have no trained parameter
             sections = {
                 section for part in self.world.all_gather(json.dumps(sorted(sections)).encode()) for section in json.loads(part)
             }
         if sections:
-            mine = lambda name: name.partition("/")[0] in sections  # noqa: E731 (a condition on names)
-            read.load(self.store, found, [piece for _, piece in kept], self.world, select=mine)
+            select = lambda name: name.partition("/")[0] in sections  # noqa: E731 (a condition on names)
+            read.load(self.store, checkpoint, [piece for _, piece in kept], self.world, select=select)
 
 
-def _begin(model: ParallelModel, optimizer: Optimizer, again: Callable[[Any], Optimizer], names: frozenset[str]) -> None:
-    """Gives some parameters the state of an optimizer that has just been built."""
+class Restoration:
+    """The weights of a checkpoint, for `forge_parallel.model.realize.realize`: builds the optimizer and restores both.
+
+    Attributes:
+        optimizer: the restored optimizer.
+        facts: metadata of the checkpoint.
+    """
+
+    optimizer: Optimizer
+    facts: Mapping[str, Any]
+
+    def __init__(self, checkpoints: Checkpoints, checkpoint: read.VerifiedCheckpoint, spec: OptimizerSpec) -> None:
+        self._checkpoints, self._checkpoint, self._spec = checkpoints, checkpoint, spec
+
+    def __call__(self, model: ParallelModel) -> None:
+        """Collective: fills a model whose memory is allocated."""
+        self.optimizer = self._spec.build(model)
+        self.facts = self._checkpoints.restore(self._checkpoint, model, self.optimizer, self._spec)
+
+
+def changed_training(meta: Mapping[str, Any], frozen: frozenset[str]) -> Iterator[str]:
+    """Yields a line for the parameters that were frozen in a checkpoint and are not now, and one for the opposite."""
+    begins, ends = _changed_frozen(meta, frozen)
+    if begins:
+        yield f"trained from now on, without optimizer state at first: {', '.join(sorted(begins))}"
+    if ends:
+        yield f"frozen from now on, their optimizer state is dropped: {', '.join(sorted(ends))}"
+
+
+def _changed_frozen(meta: Mapping[str, Any], frozen: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the parameters that are trained from now on, and those that no longer are."""
+    before = frozenset(meta.get("frozen", ()))
+    return before - frozen, frozen - before
+
+
+def _begin(model: ParallelModel, optimizer: Optimizer, spec: OptimizerSpec, names: frozenset[str]) -> None:
+    """Gives some parameters the state of a new optimizer."""
     if names.isdisjoint(name for name, _ in model.parameters_held()):
         return
-    for state, tensors in again(Beginning(model, names)).state().items():
+    # In a run of stages, the new optimizer has the settings of the stage that trains these parameters.
+    new = spec.build(Beginning(model, names), getattr(optimizer, "stage_settings", None))
+    for state, tensors in new.state().items():
         for name, tensor in tensors.items():
             local_box(optimizer.state()[state][name]).local.copy_(local_box(tensor).local)
 
 
-State = tuple[str, Any]
+HookState = tuple[str, Any]
 
 
 def build_hooks(resolved: Resolved, registry: Registry) -> list[Hook]:
@@ -287,7 +333,7 @@ def build_hooks(resolved: Resolved, registry: Registry) -> list[Hook]:
     return hooks
 
 
-def states_of(hooks: Sequence[Hook]) -> list[State]:
+def states_of(hooks: Sequence[Hook]) -> list[HookState]:
     """What a checkpoint keeps of the hooks: JSON. One that only observes and cannot say its state has none, and a warning."""
     return [(hook.state_key or type(hook).__name__, _state_of(hook)) for hook in hooks]
 
@@ -312,14 +358,14 @@ def kept_by(hooks: Sequence[Hook], model: ParallelModel) -> Iterator[tuple[str, 
 
 
 def restore_hooks(hooks: Sequence[Hook], saved: Sequence[Sequence[Any]]) -> list[str]:
-    """Gives each hook the first state under its key that is left; a hook without one starts anew.
+    """Gives each hook the first state under its key, or a former one, that is left; a hook without one starts anew.
 
     Returns:
         The keys of the states that no hook took and that hold something.
     """
-    left: list[State] = [(key, state) for key, state in saved]
+    left: list[HookState] = [(key, state) for key, state in saved]
     for hook in hooks:
-        names = (hook.state_key, type(hook).__name__)
+        names = (hook.state_key, *hook.former_keys, type(hook).__name__)
         found = next((item for name in names for item in left if item[0] == name), None)
         if found:
             left.remove(found)

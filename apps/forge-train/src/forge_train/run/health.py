@@ -1,16 +1,17 @@
 """The health of a run: skipped steps, the expected band of the loss, and when the run goes back to a checkpoint.
 
-The band ends at `median + max(6 * 1.4826 * MAD, median / 5, 0.1)` of the last 200 losses inside it (MAD: median absolute
-deviation; the factor 1.4826 makes it the standard deviation of normal noise). The loss has *left* the band when 3 of 5 steps are
-above it, so a single spike does not count, and it is *back* when 3 of 5 are inside. A loss that is not finite is outside. Losses
-outside do not move the band until one episode has 200 of them: then they are the new level, such as that of other data.
+The upper limit of the band is `median + max(6 * 1.4826 * MAD, median / 5, 0.1)` of the last 200 losses inside the band. MAD is
+the median absolute deviation; times 1.4826 it estimates the standard deviation of normal noise. The loss has *left* the band
+when 3 of 5 steps are above the limit, so a single spike does not count, and it is *back* when 3 of 5 are inside. A loss that is
+not finite is outside. Losses outside do not change the band until one episode has 200 of them. Then they become the new level,
+for example after the data changed.
 """
 
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
@@ -29,7 +30,14 @@ Change = Literal["left", "back", "settled"]
 
 @dataclass
 class LossBand:
-    """Losses of steps in order; `left` is the step of the first loss outside of the present episode, None while there is none."""
+    """The expected band of the loss.
+
+    Attributes:
+        left: step of the first loss outside, in the current episode; None while the loss is in the band.
+        inside: the newest losses inside the band.
+        outside: losses of the current episode.
+        newest: number of each of the last steps, and whether its loss was outside.
+    """
 
     left: int | None = None
     inside: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -48,7 +56,7 @@ class LossBand:
 
     @property
     def limit(self) -> float:
-        """The upper end; infinite before the first loss."""
+        """Upper limit of the band; infinite before the first loss."""
         if not self.inside:
             return math.inf
         level = self.level
@@ -57,11 +65,11 @@ class LossBand:
 
     @property
     def first_outside(self) -> int | None:
-        """The step of the first loss outside, of the present episode or of what may become one."""
+        """Step of the first loss outside, of the current episode or of one that may begin; None if there is none."""
         return self.left if self.left is not None else min((step for step, above in self.newest if above), default=None)
 
     def take(self, step: int, loss: float) -> Change | None:
-        """Takes the loss of a step; what changed by it."""
+        """Takes the loss of a step. Returns the change that it caused, or None."""
         above = not math.isfinite(loss) or loss > self.limit
         self.newest.append((step, above))
         out = [at for at, outside in self.newest if outside]
@@ -89,7 +97,7 @@ class LossBand:
         self.newest.clear()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a run that resumes knows what its loss was: JSON."""
+        """Returns what a checkpoint stores, so that a resumed run continues the band: JSON."""
         return {
             "left": self.left,
             "inside": [_short(loss) for loss in self.inside],
@@ -110,31 +118,36 @@ def _short(loss: float) -> float:
 
 
 SPAN = 100
-"""Steps over which skipped ones are counted."""
+"""Number of steps in which skipped steps are counted."""
 
 _SAVES = 8
 _QUIET_SECONDS = 30.0
-"""Between two lines about skipped steps, after the first three."""
+"""Seconds between two warnings about skipped steps, after the first three."""
 
 
 class RollBack(Exception):
     """The run has to go back; raised on all ranks after the same step."""
 
 
+class TooManySkipped(TrainingError):
+    """Too many steps were skipped; raised on all ranks after the same step."""
+
+
 @dataclass
 class Health:
-    """Judges every step by numbers that are the same on all ranks, so all of them end after the same step.
+    """Judges every step by numbers that are equal on all ranks, so all ranks end after the same step.
 
     Attributes:
-        most: this many skipped steps among the last `SPAN` end the run.
-        patience: this many bad steps in a row make the run go back, skipped or with a loss above the band; None for never.
-        rollbacks: how often it has gone back.
-        lr_scale: factor on the learning rate since.
+        most: number of skipped steps among the last `SPAN` that ends the run.
+        patience: number of bad steps in a row after which the run goes back; a step is bad if it was skipped or its loss is above
+            the band. None: the run never goes back.
+        rollbacks: number of rollbacks so far.
+        lr_scale: factor on the learning rate since the last rollback.
         warns: whether this rank logs warnings; one rank does.
-        advice: what to do after a failure; collective, as all ranks fail together.
-        skipped: numbers of the skipped steps, among the last `SPAN`.
-        total: skipped steps of the whole run, those before a resume included.
-        saves: steps of checkpoints that were saved, or resumed from, while the loss was inside its band; the newest of them.
+        skipped: numbers of the skipped steps among the last `SPAN`.
+        total: number of skipped steps of the whole run, including earlier starts.
+        saves: steps of the newest checkpoints that were saved, or resumed from, while the loss was in its band.
+        remarks: warnings so far, for the report.
     """
 
     most: int = 10
@@ -142,7 +155,6 @@ class Health:
     rollbacks: int = 0
     lr_scale: float = 1.0
     warns: bool = True
-    advice: Callable[[], str] = field(default=lambda: "start the run again to resume from its newest checkpoint")
     skipped: list[int] = field(default_factory=list)
     total: int = 0
     saves: list[int] = field(default_factory=list)
@@ -155,12 +167,15 @@ class Health:
 
     @property
     def good(self) -> int | None:
-        """Step of the newest checkpoint whose weights gave no loss outside of the band."""
+        """Step of the newest checkpoint whose weights caused no loss outside the band; None if there is none."""
         return max(filter(self.is_before, self.saves), default=None)
 
     def is_before(self, step: int, just: bool = False) -> bool:
-        """Whether a checkpoint of `step` is older than the weights that gave the first loss outside, those of the step before;
-        with `just`, or has those weights, since the data may have been to blame."""
+        """Whether a checkpoint of `step` is older than the weights that caused the first loss outside the band.
+
+        Those are the weights of the step before that loss. With `just`, these weights count as well, because the data may have
+        been the cause.
+        """
         first = self.band.first_outside
         return first is None or step < first - 1 + just
 
@@ -168,8 +183,8 @@ class Health:
         """Judges step number `step`, which is complete.
 
         Raises:
-            TrainingError: too many of the last steps were skipped.
-            RollBack: too many in a row were bad.
+            TooManySkipped: too many of the last steps were skipped.
+            RollBack: too many steps in a row were bad.
         """
         numbers = result.numbers()
         self._watch(step, math.inf if numbers["skipped"] else numbers["loss"])
@@ -181,29 +196,29 @@ class Health:
         self.total += 1
         self.skipped = [*(at for at in self.skipped if at > step - SPAN), step]
         if len(self.skipped) >= self.most:
-            raise TrainingError(
+            raise TooManySkipped(
                 f"{len(self.skipped)} of the last {min(step, SPAN)} steps had a non-finite loss or gradient norm (last: "
                 f"step {step}, {_named(numbers)}); these steps did not change the weights. Lower the learning rate or check the "
-                "data. " + self.advice()
+                "data."
             )
         self._say_skipped(step, numbers)
 
     def saved(self, step: int, inside: bool) -> None:
-        """A checkpoint of this step is durable; `inside`: the loss was in its band at that step. It may have left since."""
+        """Records that the checkpoint of a step is durable. `inside`: whether the loss was in its band at that step."""
         if inside and (self.band.left is None or self.is_before(step)):
             self.saves = [*self.saves[-_SAVES:], step]
 
     def spare(self) -> tuple[int, ...]:
-        """Steps that retention keeps in any case: the good one, while losses are outside of the band."""
+        """Returns the steps that retention must keep: the good one, while losses are outside the band."""
         return () if self.band.first_outside is None or self.good is None else (self.good,)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: JSON. `left` of the band is None in a checkpoint that is good to go back to."""
+        """Returns what a checkpoint stores: JSON. In a checkpoint that a run may go back to, `left` of the band is None."""
         gone_back = {"rollbacks": self.rollbacks, "lr_scale": self.lr_scale}
         return {"skipped": self.total, "saves": self.saves, "band": self.band.state(), **gone_back}
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
-        """Takes up what a checkpoint of `step` kept, and warns when it was taken after the loss had left its band."""
+        """Continues the state of a checkpoint of `step`; warns if the loss had left its band when it was saved."""
         self.total, self.saves = state["skipped"], list(state["saves"])
         self.rollbacks, self.lr_scale = state.get("rollbacks", 0), state.get("lr_scale", 1.0)
         self.band.load(state["band"])

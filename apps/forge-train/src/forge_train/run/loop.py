@@ -1,23 +1,29 @@
 """The training loop, read from top to bottom, and `train`, which runs it again after a rollback.
 
-What happens around a step is a hook; what happens in one is `Step`. A rollback assembles the run anew within the same processes,
-as a start does, so it restores what a resume restores, in any layout. Its first action is to save that state again with the later
-data position, so that later starts go on from there, without the data that the run has read since.
+What happens around a step is a hook; what happens within a step is `Step`. A rollback starts the run again within the same
+processes, so it restores what a resume restores, in any layout. The new start first saves that state with the later data
+position, so that later starts continue from there, without the data that the run has read since.
 """
 
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
-from forge_core.protocols.data import Cursor
 from forge_parallel.accelerator import deterministic
+from forge_parallel.launch.process_group import limit
+from forge_parallel.launch.watch import LearnedLimits
+from forge_train.process.ranks import JobRanks
 from forge_train.process.stop import RolledBackTooOften, TrainingError
 from forge_train.run.health import RollBack
 from forge_train.run.micro_batch import note_out_of_memory
 from forge_train.run.observers import rescue
-from forge_train.run.run import Run
+from forge_train.run.run import DATA, Run
+from forge_train.run.start import Back, start
+
+if TYPE_CHECKING:
+    from forge_train.recipe.load import Resolved
 
 _log = logging.getLogger(__name__)
 
@@ -30,27 +36,27 @@ def fit(run: Run) -> str:
         OutOfMemory: a step did not fit; the next start takes smaller micro-batches.
         Superseded: another job has started in the run's directory.
     """
-    run.hook_calls(run, "start")
+    run.calls(run, "start")
     with deterministic(run.job.train.deterministic), periodic_gc(run.job.train.collect_every) as collect:
-        for batches, cursor in run.phases.drawn("data", run.data.from_cursor(run.state.cursor)):
+        for batches, cursor in run.times.drawn("data", run.data.from_cursor(run.state.cursor)):
             if run.stop.reason(run.state):
                 break
             run.begin_step(batches)
-            run.hook_calls(run, "before_step")
+            run.calls(run, "before_step")
             with note_out_of_memory(run):
-                result = run.step(batches, stop=run.stop.wanted(), trace=run.wants_trace)
-            run.hook_calls(run, "before_update", result)
-            with run.phases("optimizer"):
+                result = run.step(batches, stop=run.stop.wanted(), trace=run.requests.trace)
+            run.calls(run, "before_update", result)
+            with run.times("optimizer"):
                 run.update(result)
             run.state.advance(cursor, run.tokens_per_step)
             run.conclude(result)
-            run.hook_calls(run, "after_step", result)
+            run.calls(run, "after_step", result)
             run.settle()
             collect(run.state.step)
     run.judge()
     run.stop.check()
-    run.check()
-    run.hook_calls(run, "finish")
+    run.saves.check()
+    run.calls(run, "finish")
     return run.stop.reason(run.state) or "data exhausted"
 
 
@@ -81,69 +87,56 @@ def periodic_gc(every: int | None) -> Iterator[Callable[[int], None]]:
             gc.enable()
 
 
-@dataclass(frozen=True)
-class Back:
-    """Where a run goes back to.
+def train(recipe: "Resolved", ranks: JobRanks, *, fresh: bool = False) -> tuple[Run, str]:
+    """Collective: starts a run and trains it, and starts it again after each rollback.
 
-    Attributes:
-        step: of the checkpoint.
-        cursor: the data position of this rank from there on.
-        rollbacks, lr_scale: of `Health`.
-    """
-
-    step: int
-    cursor: Cursor
-    rollbacks: int
-    lr_scale: float
-
-    def take(self, run: Run) -> None:
-        """Gives a run that was restored from the checkpoint the position that it goes on from; its hook `save` saves that."""
-        run.state.cursor = self.cursor
-        run.health.rollbacks, run.health.lr_scale = self.rollbacks, self.lr_scale
-        run.due = True
-
-
-def train(build: Callable[[Back | None], Run]) -> tuple[Run, str]:
-    """Collective: trains what `build` assembles, anew each time that it goes back; the last run, and why it ended.
+    Returns:
+        The last start of the run, and why it ended.
 
     Raises:
         TrainingError: there is nothing to go back to, or as `fit`.
-        RolledBackTooOften: it went back `train.max_rollbacks` times before.
+        RolledBackTooOften: the run went back `train.max_rollbacks` times before.
     """
-    back = None
+    parallel, watch, back = recipe.job.parallel, ranks.watch, None
     while True:
-        run = build(back)
+        watch.enter("going back" if back else "the start")
+        watch.timeout = parallel.timeout  # the timeout of a step may be in force
+        limit(watch.timeout, ranks.device)
+        with ranks.signals.at_once() if back is None else nullcontext():
+            run = start(recipe, ranks, fresh=fresh and back is None, back=back)
+        watch.limits = LearnedLimits(parallel.least_timeout, waiting=(DATA,))
         try:
             return run, fit(run)
         except RollBack as wish:
             back = way_back(run, str(wish))
-            run.hook_calls(run, "leave")
-            run.close()
+            run.calls(run, "leave")
+            run.saves.close()
         except Exception as error:
             rescue(run, error)
             raise
         finally:
             for tracker in run.trackers:
-                tracker.close()  # also after a failure: what was written last says most about it
+                tracker.close()  # also after a failure: the last values say most about it
         del run
-        gc.collect()  # model, optimizer and loader make room for the next ones
+        gc.collect()  # model, optimizer and loader make room for those of the next start
 
 
 def way_back(run: Run, why: str) -> Back:
-    """Collective: where a run goes back to; says so.
+    """Collective: returns where a run goes back to, and logs it.
 
     Raises:
         TrainingError: there is nothing to go back to.
-        RolledBackTooOften: it went back often enough.
+        RolledBackTooOften: the run went back `train.max_rollbacks` times before.
     """
     most, health = run.job.train.max_rollbacks, run.health
     if health.rollbacks >= most:
         raise RolledBackTooOften(
-            f"{why}, after {most} rollbacks (train.max_rollbacks): lower the learning rate or check the data. {health.advice()}"
+            f"{why}, after {most} rollbacks (train.max_rollbacks): lower the learning rate or check the data. "
+            + run.saves.advice()
         )
-    step = run.good_step()
+    step = run.saves.good_step()
     if step is None:
-        raise TrainingError(f"{why}, without a checkpoint to go back to: {health.advice()}")
+        raise TrainingError(f"{why}, without a checkpoint to go back to: {run.saves.advice()}")
     back = Back(step, run.state.cursor, health.rollbacks + 1, health.lr_scale * run.job.train.rollback_lr)
     slower = f"; learning rate from now on times {back.lr_scale:.4g}" if back.lr_scale != 1 else ""
     if health.warns:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_ckpt.resilience.restarts import FULL
 from forge_ckpt.world import from_rank_0
 from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
@@ -23,7 +22,7 @@ from forge_core.protocols.checkpoint import World
 from forge_parallel.accelerator import is_out_of_memory
 from forge_parallel.checks import compositions_are_proven
 from forge_train.directory import MICRO_BATCH
-from forge_train.process.stop import TrainingError
+from forge_train.process.stop import FULL, TrainingError
 from forge_train.recipe.schema import Job
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def _full(run: "Run", cause: Exception) -> ForgeError:
     fits = smaller(size)
     if why := _refusal(replace(run.job, train=replace(run.job.train, micro_batch=fits)), run.topology.layout):
         return TrainingError(f"{what} ({first}), and smaller ones are not taken: {why}. Set train.micro_batch yourself")
-    note = {"recipe": run.recipe_micro_batch or size, "micro_batch": fits, "why": what}
+    note = {"recipe": run.decided.recipe.job.train.micro_batch, "micro_batch": fits, "why": what}
     replace_file(run.directory / MICRO_BATCH, json.dumps(note).encode())
     return OutOfMemory(f"{what} ({first}). Started again, the run goes on with micro-batches of {fits} and the same loss")
 

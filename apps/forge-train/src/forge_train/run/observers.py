@@ -1,10 +1,12 @@
-"""Calls of the hooks. A hook that only observes never ends a run: its exception is logged and counted, and training goes on as if
-the hook had not been called. After three failures on all ranks it is switched off, and the run ends with exit code 9.
+"""Calls of hooks. A hook that only observes cannot end a run.
 
-With several ranks a failure is harmless only when no rank waits for this one inside of the call. A call that succeeds costs an
-increment of `Watch.calls`, which the thread of the watch publishes. A rank whose call fails says so in the store and
-waits until every other rank has failed in the same call, or has come past it. Where another rank is stuck in a collective of that
-call, the failure ends the run on this rank, and all others name it as the cause.
+Its exception is logged and counted, and training continues as if the hook had not been called. After three failures on all
+ranks the hook is switched off, and the run ends with exit code 9.
+
+With several ranks, a failure is harmless only if no other rank waits for this one inside the call. Each successful call
+increments `Watch.calls`, which the thread of the watch publishes. A rank whose call fails reports that in the store and waits
+until every other rank has failed in the same call or has completed it. If another rank waits in a collective of that call, the
+failure ends the run on this rank, and all other ranks name it as the cause.
 """
 
 import logging
@@ -26,7 +28,7 @@ from forge_train.run.health import RollBack
 _log = logging.getLogger(__name__)
 
 MOST = 3
-"""Failures of one hook, on all ranks, after which it is switched off."""
+"""Number of failures of one hook, on all ranks, after which it is switched off."""
 _REFUSED = (1, 2)
 _TOGETHER_SECONDS = 5.0
 
@@ -35,9 +37,9 @@ class Calls:
     """The calls of one run's hooks; the `run` of its methods is a `forge_train.run.run.Run`, which has this object.
 
     Attributes:
-        failures: of each hook on this rank, by its name.
-        off: names of hooks that are switched off.
-        failed_last: names of hooks whose `finish` failed.
+        failures: number of failures of each hook on this rank, by name.
+        off: names of the hooks that are switched off.
+        failed_last: names of the hooks whose `finish` failed.
     """
 
     def __init__(self) -> None:
@@ -50,28 +52,28 @@ class Calls:
 
     @property
     def exit_code(self) -> int:
-        """`HOOK_FAILED` where a hook did not do to the end what it is for, else 0."""
+        """`HOOK_FAILED` if a hook was switched off or its `finish` failed, else 0."""
         return HOOK_FAILED if self.off or self.failed_last else 0
 
     def __call__(self, run: Any, method: str, *arguments: Any) -> None:
         """Collective: calls a method of every hook, in the order of the recipe.
 
         Raises:
-            Exception: of a hook that acts on training; or one that means that the run cannot go on.
+            Exception: the exception of a hook that acts on training, or one that means that the run cannot continue.
         """
         if self._training is None:
             self._training = [module for part in run.model.parts for module in part.modules() if module.training]
         before = None
         for place, hook in enumerate(run.hooks):
             call = getattr(hook, method)
-            if getattr(call, "__func__", None) is getattr(Hook, method):  # it does nothing there
+            if getattr(call, "__func__", None) is getattr(Hook, method):  # the hook does not override it
                 continue
             if not hook.observes:
                 self._act(run, hook, method, *arguments)
                 continue
             if self._together[place] >= MOST:
                 continue
-            before = before or self._generators(run)  # observers leave them as they are: one look serves this round
+            before = before or self._generators(run)  # observers do not change them, so one copy serves all calls
             try:
                 call(run, *arguments)
             except Exception as error:
@@ -90,7 +92,7 @@ class Calls:
             raise
 
     def _failed(self, run: Any, place: int, method: str, error: Exception) -> None:
-        """Collective among the ranks that fail in this call."""
+        """Collective among the ranks that fail in this call: counts a failure, and ends the run if other ranks wait inside."""
         hook, watch = run.hooks[place], run.watch
         name = name_of(hook)
         cause = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
@@ -98,8 +100,8 @@ class Calls:
         said = f"hook {name!r} failed in {method} at step {run.state.step}: {cause}"
         alike = run.topology.size == 1 or watch.failed_in(watch.calls)
         if alike is None:
-            error.add_note(f"{said}; other ranks wait for this one inside of the hook, so the run cannot go on")
-            _log.error("%s; other ranks wait for this one inside of the hook, so the run ends", said)
+            error.add_note(f"{said}; other ranks wait for this rank inside the hook, so the run cannot continue")
+            _log.error("%s; other ranks wait for this rank inside the hook, so the run ends", said)
             raise error
         self.failures[name] += 1
         self._together[place] += alike
@@ -108,21 +110,22 @@ class Calls:
         off = self._together[place] >= MOST
         if off:
             self.off.add(name)
-        end = f"after {MOST} failures it is switched off" if off else "training is as without it"
+        end = f"the hook is switched off after {MOST} failures" if off else "training is not affected"
         where = "" if alike else f" on rank {run.topology.rank} alone"
-        run.health.warn(f"{said}{where}; the run goes on, {end}")
-        if not run.health.warns:  # what other ranks do not say
-            _log.error("%s%s; the run goes on, %s", said, where, end)
+        run.health.warn(f"{said}{where}; the run continues, {end}")
+        if not run.health.warns:  # rank 0 does not report the failures of other ranks
+            _log.error("%s%s; the run continues, %s", said, where, end)
 
     def _restore(self, run: Any, method: str, before: dict[str, Any]) -> None:
-        """What a hook may have left half done: generators, modes of modules and of autograd, gathered weights, gradients."""
+        """Restores what a failed hook may have changed: random generators, modes of modules and autograd, gathered weights,
+        gradients."""
         torch.set_grad_enabled(True)
         training = {id(module) for module in self._training or ()}
         for part in run.model.parts:
             for module in part.modules():
                 module.training = id(module) in training
         run.model.leave_inference()
-        if method != "before_update":  # there the gradients are the step's
+        if method != "before_update":  # there the gradients are those of the step
             run.optimizer.zero_grad()
         random.setstate(before["python"])
         torch.set_rng_state(before["torch"])
@@ -132,7 +135,7 @@ class Calls:
             getattr(torch, run.topology.device.type).set_rng_state(before["device"], run.topology.device)
 
     def _generators(self, run: Any) -> dict[str, Any]:
-        """States of all generators. Training draws from those of torch only, so the others are looked at once a step."""
+        """Returns the states of all random generators. Training uses those of torch only, so others are read once per step."""
         if self._of_host[0] != run.state.step:
             numpy = {"numpy": sys.modules["numpy"].random.get_state()} if "numpy" in sys.modules else {}
             self._of_host = run.state.step, {"python": random.getstate(), **numpy}
@@ -143,28 +146,31 @@ class Calls:
 
 
 def rescue(run: Any, error: Exception) -> None:
-    """Collective among the ranks that fail together: before an error ends a run that saves, the state of its newest complete step
-    is saved, where it is good and not saved yet; else nothing happens. What goes wrong here is logged: the error counts."""
+    """Collective among the ranks that fail together: saves the newest complete step before an error ends the run.
+
+    Does nothing if the run has no hook `save`, the step is saved already, or the state may be bad. A failure of this save is
+    logged only, because the first error is the one to report.
+    """
     keeps = [hook for hook in run.hooks if isinstance(hook, SaveHook)]
-    if _ends_run(error) or not keeps or not run.complete or any(hook.acted == run.state.step for hook in keeps):
+    if _ends_run(error) or not keeps or not run.state.complete or any(hook.acted == run.state.step for hook in keeps):
         return
     try:
         if run.topology.size == 1 or run.watch.all_fail(run.state.step, _TOGETHER_SECONDS):
             run.model.leave_inference()
             run.save()
-            run.finish_saves()
+            run.saves.finish()
             _log.warning("step %d was saved before the error below ends the run", run.state.step)
     except Exception as second:  # noqa: BLE001 (the first error is the one to report)
         _log.warning("step %d could not be saved before the error below ends the run: %s", run.state.step, second)
 
 
 def name_of(hook: Hook) -> str:
-    """As a recipe calls it."""
+    """Returns the name of a hook in recipes."""
     return (hook.state_key or type(hook).__name__).rpartition(":")[2]
 
 
 def _ends_run(error: Exception) -> bool:
-    """Whether an error is not of the hook that it passes through: the state is bad, the run is another job's, a rank is gone."""
+    """Whether an error is not the fault of the hook that raised it: bad state, another job in the directory, a lost rank."""
     if isinstance(error, ForgeError):
         return error.exit_code not in _REFUSED
     return isinstance(error, (RollBack, torch.distributed.DistError)) or is_broken_connection(error)

@@ -17,7 +17,8 @@ from forge_core.config.tree import Table, build, join, origin_at
 from forge_core.config.validation import Resolution, walk
 from forge_core.errors import CheckpointError, ConfigError, DataError, Fault, did_you_mean
 from forge_core.protocols.data import Stream
-from forge_core.registry import Registry, canonical
+from forge_core.registry import Registry, canonical, home_of
+from forge_train.recipe.load import without_auto
 from forge_train.recipe.schema import Job
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def compare_recipes(meta: Mapping[str, Any], resolved: "Resolved", registry: Reg
         return RecipeDifferences(anchored, {}, ("the checkpoint has no recipe: nothing else was compared",))
     tree = build(dict(config), (), lambda _: "checkpoint", Path.cwd())
     assert isinstance(tree, Table)
+    tree = without_auto(tree, meta.get("reduce"))
     before, now = walk(Job, tree, registry), resolved.outcome
     gone = vanished(tree, before)
     found = {change.key: change for change in _other_distributions(meta, now, before, registry)}
@@ -133,7 +135,7 @@ def _other_distributions(meta: Mapping[str, Any], now: Resolution, before: Resol
         entry = registry.find(group, name)
         old_group, old_name = before.chosen.get(table, ("", ""))
         distribution, _, bare = ("", "", old_name) if ".py:" in old_name else old_name.rpartition(":")
-        was = distribution or recorded.get((group, bare), entry.distribution)
+        was = home_of(group, bare, distribution or recorded.get((group, bare), entry.distribution))
         if (old_group, bare) == (group, entry.name) and canonical(was) != canonical(entry.distribution):
             key = join(table, "name")
             found.append(Change(key, f"{was}:{bare}", entry.qualified, class_of(key, before, now, registry)))

@@ -6,9 +6,8 @@ that do not fit. Tensors that are not taken begin as drawn from `job.seed`, and 
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,40 +28,99 @@ from forge_train.recipe.load import FROM_HF, FROM_HF_IGNORE
 from forge_train.recipe.schema import Job, Start
 
 
-def initial_weights(job: Job, registry: Registry, report: Callable[[str], None]) -> Callable[[ParallelModel], None] | int:
-    """What `realize` takes as its source: the seed, or what loads weights where the recipe has some.
+class InitialWeights:
+    """The weights of a new run, for `forge_parallel.model.realize.realize`.
 
-    `report` is told what of them was ignored or left out.
+    They come from `[model] from_hf` or `[start]`, else they are drawn from `job.seed`. Parts of the model that come with weights
+    have their own.
 
-    Raises:
-        ForgeError: the recipe has two sources of weights.
+    Attributes:
+        notes: what was taken, drawn, ignored and left out; complete after the call.
     """
-    component: Any = job.model
-    path = getattr(component, FROM_HF, None)
-    parts = weighted_parts(component)
-    if parts and path is not None:
-        raise ForgeError(
-            f"model.{FROM_HF} and the weights of model.{next(iter(parts))} are two sources of weights, and Forge cannot tell "
-            "which tensor comes from which; remove one of them"
-        )
-    if job.start.weights is not None:
-        if path is not None:
-            raise ForgeError(f"model.{FROM_HF} and start.weights are two sources of weights; remove one of them")
-        started = warm_start(job.start, job.job.seed, registry, report, component, tuple(parts))
-        return partial(_fill_with_parts, parts=parts, others=started, report=report)
-    if parts:
-        return partial(_fill_with_parts, parts=parts, others=partial(initialize, seed=job.job.seed), report=report)
-    if path is None:
-        return job.job.seed
 
-    def restore(model: ParallelModel) -> None:
-        converter = registry.load("forge.converters", "hf")(ignore=getattr(component, FROM_HF_IGNORE, ())).build()
-        weights = converter.read(Path(path))
-        for note in weights.facts.notes:
-            report(f"{path}: {note}")
+    def __init__(self, job: Job, registry: Registry) -> None:
+        """
+        Raises:
+            ForgeError: the recipe has two sources for the same weights.
+        """
+        self.notes: list[str] = []
+        self._job, self._registry = job, registry
+        self._folder: str | None = getattr(job.model, FROM_HF, None)
+        self._parts = weighted_parts(job.model)
+        if self._parts and self._folder is not None:
+            raise ForgeError(
+                f"model.{FROM_HF} and the weights of model.{next(iter(self._parts))} are two sources of weights, and Forge "
+                "cannot tell which tensor comes from which; remove one of them"
+            )
+        if job.start.weights is not None and self._folder is not None:
+            raise ForgeError(f"model.{FROM_HF} and start.weights are two sources of weights; remove one of them")
+
+    def __call__(self, model: ParallelModel) -> None:
+        """Fills this rank's share of every tensor.
+
+        Raises:
+            ForgeError: weights do not fit the model.
+        """
+        if self._job.start.weights is not None:
+            self._take(self._job.start, model)
+        elif self._folder is not None:
+            self._read(self._folder, model)
+        else:
+            initialize(model, self._job.job.seed)
+        self._fill_parts(model)
+
+    def _read(self, folder: str, model: ParallelModel) -> None:
+        """Takes the weights of a Hugging Face folder."""
+        ignored = getattr(self._job.model, FROM_HF_IGNORE, ())
+        weights = self._registry.load("forge.converters", "hf")(ignore=ignored).build().read(Path(folder))
+        self.notes += [f"{folder}: {note}" for note in weights.facts.notes]
         fill_from(weights, model)
 
-    return restore
+    def _take(self, start: Start, model: ParallelModel) -> None:
+        """Takes what `[start]` selects. A model whose component has a method `starts_from(weights)` says by it what it takes of
+        the weights of another kind of model."""
+        component: Any = self._job.model
+        path = start.weights
+        assert path is not None, "the caller has looked"
+        weights = open_weights(path, self._registry, start.section)
+        if hasattr(component, "starts_from"):
+            weights = component.starts_from(weights)
+        self.notes += [f"{path}: {note}" for note in weights.facts.notes]
+        taken = tensors_to_take(start, weights.tensors)
+        if twice := [part for part in self._parts if any(name.startswith(f"{part}.") for name in taken)]:
+            raise ForgeError(
+                f"start.weights and the weights of model.{twice[0]} both have its tensors; leave them out with "
+                f"start.exclude = ['{twice[0]}.*'], or take a model.{twice[0]} without weights"
+            )
+        left = check_start(taken, weights, model)
+        drawn = [name for name in model.specs.tensors if name not in taken and name.partition(".")[0] not in self._parts]
+        check_drawn(drawn, left, start, weights, len(model.specs.tensors))
+        initialize(model, self._job.job.seed)
+        copy_tensors(taken, weights, model)
+        unused = sorted(set(weights.tensors) - set(taken.values()))
+        self.notes.append(f"{path}: {len(taken)} of {len(model.specs.tensors)} tensors are those of step {weights.facts.step}")
+        if drawn:
+            self.notes.append(f"drawn from job.seed: {_some(drawn)}")
+        if unused:
+            self.notes.append(f"not taken from {path}: {_some(unused)}")
+
+    @torch.no_grad()
+    def _fill_parts(self, model: ParallelModel) -> None:
+        """Gives parts that come with weights their own."""
+        weights_of = {name: part.weights() for name, part in self._parts.items()}
+        for name, weights in weights_of.items():
+            self.notes += [f"model.{name}: {note}" for note in weights.facts.notes]
+        for name, tensor in model.tensors():
+            part, _, inner = name.partition(".")
+            if part not in weights_of:
+                continue
+            weights, piece = weights_of[part], model.piece(name, tensor)
+            stored = weights.tensors.get(inner)
+            if stored is None or stored.shape != tuple(piece.shape):
+                why = "does not have it" if stored is None else f"has the shape {stored.shape}, and not {tuple(piece.shape)}"
+                raise ForgeError(f"model.{part}: {weights.facts.origin} does not fit: of {inner} it {why}")
+            if piece.local.numel():
+                piece.local.copy_(weights.box(inner, piece.offset, tuple(piece.local.shape)))
 
 
 def weighted_parts(model: Any) -> dict[str, Any]:
@@ -72,67 +130,7 @@ def weighted_parts(model: Any) -> dict[str, Any]:
     return {info.name: part for info in fields if hasattr(part := getattr(model, info.name), "weights")}
 
 
-@torch.no_grad()
-def _fill_with_parts(
-    model: ParallelModel, parts: dict[str, Any], others: Callable[[ParallelModel], None], report: Callable[[str], None]
-) -> None:
-    """Fills a model as `others` does, but tensors of these parts with their weights."""
-    others(model)
-    given = {name: part.weights() for name, part in parts.items()}
-    for name, weights in given.items():
-        for note in weights.facts.notes:
-            report(f"model.{name}: {note}")
-    for name, tensor in model.tensors():
-        part, _, inner = name.partition(".")
-        if part not in given:
-            continue
-        stored, piece = given[part].tensors.get(inner), model.piece(name, tensor)
-        if stored is None or stored.shape != tuple(piece.shape):
-            found = "does not have it" if stored is None else f"has the shape {stored.shape}, and not {tuple(piece.shape)}"
-            raise ForgeError(f"model.{part}: {given[part].facts.origin} does not fit: of {inner} it {found}")
-        if piece.local.numel():
-            piece.local.copy_(given[part].box(inner, piece.offset, tuple(piece.local.shape)))
-
-
 _SHOWN = 20
-
-
-def warm_start(
-    start: Start, seed: int, registry: Registry, report: Callable[[str], None], component: Any = None, parts: tuple[str, ...] = ()
-) -> Callable[[ParallelModel], None]:
-    """What `realize` takes as its source; `report` is told what was taken, what begins as drawn, and what was left.
-
-    `component` is the model's: one with a method `starts_from(weights)` says what it takes of the weights of another kind of
-    model. `parts` are modules whose weights come from elsewhere.
-    """
-    path = start.weights
-    assert path is not None, "the caller asks only where weights are given"
-
-    def restore(model: ParallelModel) -> None:
-        weights = open_weights(path, registry, start.section)
-        if hasattr(component, "starts_from"):
-            weights = component.starts_from(weights)
-        for note in weights.facts.notes:
-            report(f"{path}: {note}")
-        taken = tensors_to_take(start, weights.tensors)
-        if twice := [part for part in parts if any(name.startswith(f"{part}.") for name in taken)]:
-            raise ForgeError(
-                f"start.weights and the weights of model.{twice[0]} both have its tensors; leave them out with "
-                f"start.exclude = ['{twice[0]}.*'], or take a model.{twice[0]} without weights"
-            )
-        left = check_start(taken, weights, model)
-        drawn = [name for name in model.specs.tensors if name not in taken and name.partition(".")[0] not in parts]
-        check_drawn(drawn, left, start, weights, len(model.specs.tensors))
-        initialize(model, seed)
-        copy_tensors(taken, weights, model)
-        unused = sorted(set(weights.tensors) - set(taken.values()))
-        report(f"{path}: {len(taken)} of {len(model.specs.tensors)} tensors are those of step {weights.facts.step}")
-        if drawn:
-            report(f"drawn from job.seed: {_some(drawn)}")
-        if unused:
-            report(f"not taken from {path}: {_some(unused)}")
-
-    return restore
 
 
 def tensors_to_take(start: Start, stored: Iterable[str]) -> dict[str, str]:

@@ -197,7 +197,7 @@ class _Walker:
 
     def section(self, key: str, node: Table, cls: type, *, component: bool) -> tuple[Any, Table]:
         """Builds an instance of a section or component class from its table; also returns the table with all defaults."""
-        fields = shapes_in(cls)
+        fields, removed = shapes_in(cls), getattr(cls, "removed", {})
         values: dict[str, Any] = {}
         resolved: dict[str, Node] = {"name": node.items["name"]} if component else {}
         for name, item in node.items.items():
@@ -215,6 +215,8 @@ class _Walker:
                 value, made = self.absent(at, info, shape, node.origin)
             else:
                 value, made = self.value(at, self.over_default(at, info, shape, given), shape)
+                if value is INVALID and isinstance(given, Leaf) and (hint := removed.get((name, given.value))):
+                    self.faults[-1] = replace(self.faults[-1], hint=hint)
                 value = self.placed(at, given, value) if info.is_place else value
             values[name] = value
             if made is not None:

@@ -213,6 +213,11 @@ class SourceComponent(Component):
     """Treatment of documents longer than a row by packings that keep documents whole: refuse them, leave them out, or keep only
     their first row. By default they continue in further rows; documents with images, which are never cut, are refused."""
 
+    @classmethod
+    def passed(cls) -> tuple[str, ...]:
+        """All fields but those of the mixture."""
+        return tuple(name for name in super().passed() if name not in SourceComponent.__dataclass_fields__)
+
 
 @runtime_checkable
 class TextComponent(Protocol):

@@ -1,6 +1,6 @@
 """What the trainer, its hooks and its trackers agree on."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -50,8 +50,8 @@ class Step(Protocol):
         ...
 
 
-class Phases(Protocol):
-    """Parts of a step, such as `forward`: named in profiles, timed when asked for.
+class StepTimes(Protocol):
+    """Times of the parts of a step, such as `forward`; profiles name the parts.
 
     Attributes:
         timed: whether parts that begin from now on are timed.
@@ -60,8 +60,54 @@ class Phases(Protocol):
     timed: bool
 
     def take(self) -> dict[str, float]:
-        """Seconds of each part since the last call, and `other`, what lies between them. The device has passed their ends: read a
-        number of the step first."""
+        """Returns the seconds of each part since the last call, and `other`, the time between the parts.
+
+        The device has to be done with them: read a number of the step first.
+        """
+        ...
+
+
+class PauseClock(Protocol):
+    """The time of a run, in seconds.
+
+    Attributes:
+        paused: time of this start that was not training, such as evaluation; a hook adds the time that it takes.
+    """
+
+    paused: float
+
+
+class HookRequests(Protocol):
+    """What hooks request of the run.
+
+    Attributes:
+        save: whether hook `save` saves this step, due by its number or not.
+        trace: whether this rank requests a profile; the numbers of the next step carry the request to all ranks.
+    """
+
+    save: bool
+    trace: bool
+
+    @property
+    def marks(self) -> dict[str, int]:
+        """Steps whose checkpoints have a name, such as `best`: retention keeps them; a file of that name leads to each."""
+        ...
+
+    @property
+    def trace_step(self) -> int:
+        """The newest judged step in which some rank requested a profile; 0 if there is none. Equal on all ranks."""
+        ...
+
+
+class CheckpointWriter(Protocol):
+    """Writes the checkpoints of a run."""
+
+    def may_begin(self) -> bool:
+        """Collective: whether a run that was asked to stop has the time for a save; warns if it has not."""
+        ...
+
+    def finish(self) -> None:
+        """Collective: returns when the newest step for which a save was requested is durable."""
         ...
 
 
@@ -105,9 +151,18 @@ class Watch(Protocol):
         its `section`, a kind of work whose times are alike; without one, nothing is known of it."""
         ...
 
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds of this rank in each section so far, the current one included."""
+        ...
+
 
 class Health(Protocol):
     """Counts skipped steps, and warns when the loss leaves its band."""
+
+    @property
+    def total(self) -> int:
+        """Skipped steps of the whole run."""
+        ...
 
     def summary(self) -> Sequence[str]:
         """Warnings so far, one sentence each."""
@@ -119,35 +174,32 @@ class Health(Protocol):
 
 
 class Run(Protocol):
-    """The run that a hook or a tracker is given (`forge_train.run.run.Run`).
+    """What a hook or a tracker may use of a run (`forge_train.run.run.Run`).
 
     Attributes:
         job: the typed recipe.
         config: the resolved recipe as plain values; may hold secrets.
-        directory: of the run.
-        topology: this rank's place and the collectives.
+        directory: directory of the run.
+        topology: this rank's place in the layout, and its collectives.
         model: the trained model (`forge_parallel.model.parallel_model.ParallelModel`).
+        optimizer: updates the model.
         step: evaluates the model.
+        data: training data.
         evaluations: held-out sets by name.
-        console: the terminal of rank 0; None elsewhere.
+        state: how far the run has come.
+        console: the terminal of rank 0; None on other ranks.
+        resumed: whether this start restored a checkpoint.
+        results: the newest result of each evaluation, by the name under which it is logged, with its step; equal on all ranks.
+        requests: what hooks request of the run.
+        saves: writes checkpoints.
+        clock: time of the run.
+        times: times of the parts of a step.
         stop: whether and why the run ends.
-        watch: told what the rank is doing, so that a rank that hangs can be named.
+        watch: records what the rank does, so that a rank that hangs can be named.
         health: counts skipped steps, and watches the loss.
-        lr: learning rate of the newest step, where the optimizer has a single one.
-        paused: seconds that were not training, such as evaluation.
-        measured: newest result of each evaluation by the name under which it is logged, with its step; alike on all ranks.
-        marks: steps whose checkpoints have a name, such as `best`: retention spares them; a file of that name leads there.
-        resumed: whether the run goes on from a checkpoint.
-        due: whether hook `save` is to save this step, due by its number or not.
-        phases: parts of a step, by which its time is told.
+        lr: learning rate of the newest step; None if the optimizer has several.
         batches: this rank's micro-batches of the step, on the host.
-        wants_trace: whether this rank asks for a profile. The numbers of the next step carry the wish to all ranks.
-        trace_wanted_at: the newest step, of those with a verdict, in which some rank asked; 0 for none. Alike on all ranks.
     """
-
-    paused: float
-    due: bool
-    wants_trace: bool
 
     @property
     def job(self) -> Job: ...
@@ -174,9 +226,15 @@ class Run(Protocol):
     @property
     def resumed(self) -> bool: ...
     @property
-    def measured(self) -> dict[str, tuple[int, float]]: ...
+    def results(self) -> dict[str, tuple[int, float]]: ...
     @property
-    def marks(self) -> dict[str, int]: ...
+    def requests(self) -> HookRequests: ...
+    @property
+    def saves(self) -> CheckpointWriter: ...
+    @property
+    def clock(self) -> PauseClock: ...
+    @property
+    def times(self) -> StepTimes: ...
     @property
     def stop(self) -> Stop: ...
     @property
@@ -187,29 +245,18 @@ class Run(Protocol):
     def lr(self) -> float | None: ...
     @property
     def batches(self) -> Sequence[Batch]: ...
-    @property
-    def phases(self) -> Phases: ...
-    @property
-    def trace_wanted_at(self) -> int: ...
-    @property
-    def save(self) -> Callable[[], Any]:
+
+    def save(self) -> None:
         """Collective: saves a checkpoint of the current step, or begins to."""
         ...
 
-    @property
-    def may_save(self) -> Callable[[], bool]:
-        """Collective: whether a run that was asked to stop has the time for a save; says so where it has not."""
-        ...
-
-    @property
-    def finish_saves(self) -> Callable[[], Any]:
-        """Collective: returns when the newest step that was to be saved is durable."""
-        ...
-
     def judge(self) -> None:
-        """Collective: `stop` and `health` know of every complete step afterwards. On an accelerator they may be one step behind:
-        the loop reads the numbers of a step when the next one is queued. A hook that acts by them calls this first, on all ranks
-        at the same steps. A checkpoint includes it; `StepResult.numbers` needs no such call."""
+        """Collective: reads the numbers of every complete step, so that `stop` and `health` include them.
+
+        On an accelerator the loop reads the numbers of a step when the next step is queued, so `stop` and `health` may be one
+        step behind. A hook that acts by them calls `judge` first, on all ranks at the same steps. `save` and
+        `StepResult.numbers` need no such call.
+        """
         ...
 
     def log(self, values: Mapping[str, float]) -> None:
@@ -217,7 +264,7 @@ class Run(Protocol):
         ...
 
     def weights(self, section: str) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that a hook keeps in a section (`Hook.tensors`); then its own again, bit by bit."""
+        """Inside, the model has the weights that a hook keeps in `section` (`Hook.tensors`); afterwards its own, bit by bit."""
         ...
 
 
@@ -230,11 +277,13 @@ class Hook:
     Attributes:
         state_key: finds the hook's state in a checkpoint. A run sets the registered name of a hook of its recipe, such as
             `forge-train:evaluate`; a hook without one goes by the name of its class. Hooks with the same key keep their order.
+        former_keys: keys under which checkpoints of earlier versions have the hook's state.
         observes: the hook only looks, and training is the same without it. An exception in it is said and counted, and the run
             goes on; after three it is switched off. One of a hook that acts on training ends the run.
     """
 
     state_key: str = ""
+    former_keys: tuple[str, ...] = ()
     observes: bool = False
 
     def check(self, run: Run) -> None:

@@ -100,7 +100,8 @@ class Converter(Protocol):
 class HfModel(Protocol):
     """One model type (`model_type` of the folder) in the Hugging Face format, for models other than plain text decoders.
 
-    A component with `own_code` writes folders that contain their code; it is used only if it is selected by name.
+    Only classes of the component's package open folders of a component with `own_code`; such folders are written only if the
+    component is selected by name.
     """
 
     def misfits(self, weights: Weights) -> list[str]:

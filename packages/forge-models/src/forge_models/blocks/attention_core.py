@@ -1,7 +1,7 @@
-"""The attention core of one process: softmax(q k^T * scale + mask) v by the kernel that fits device, mask and soft cap.
+"""The attention core of one process: softmax(q k^T * scale + mask) v with the kernel that fits device, mask and soft cap.
 
-`LocalAttention` chooses the kernel. Below it are torch's fused kernels in the order for each GPU, flex attention, the kernels of
-variable length, and the masks: a query sees the keys before it that are inside its window and its document.
+`LocalAttention` chooses the kernel. Below it are torch's fused kernels in the best order for each GPU, flex attention, kernels of
+variable length, and the masks: a query sees earlier keys in its window and its document.
 """
 
 from collections.abc import Callable
@@ -21,28 +21,28 @@ from forge_models.shape import AttentionKernel
 
 
 class LocalAttention:
-    """`kind` chooses the kernel; "auto" means:
+    """Attention with a kernel chosen by `kind`.
 
-    on a CPU `scaled_dot_product_attention`, with a boolean mask for documents and windows (flex and varlen have no
-    backward there), and so on accelerators other than CUDA, of which no kernel is proven; on CUDA its causal kernel when there
-    is nothing to mask, in the order that is fastest on the device. Else varlen, where the starts of documents are known and the
-    kernel takes the dtype and width of heads, and flex for the rest:
-    neither holds a T x T mask. A soft cap has no fused kernel on a CPU: there the softmax is written out.
+    "auto" chooses on a CPU `scaled_dot_product_attention`, with a boolean mask for documents and windows (flex and varlen have no
+    backward there), and likewise on accelerators other than CUDA, for which no other kernel is proven. On CUDA it chooses torch's
+    causal kernels, in the fastest order for the device, if nothing else is masked; varlen, if the starts of documents are known
+    and the kernel supports dtype and width of heads; otherwise flex. None of these holds a T x T mask. With a soft cap, the
+    softmax is written out on a CPU, which has no fused kernel for it.
     """
 
     def __init__(self, kind: AttentionKernel = "auto", capped: bool = False, width: int | None = None) -> None:
-        """`capped` says that calls will have a soft cap. `width` is that of the heads of queries, keys and values, None where
-        they differ."""
+        """`capped` says that calls will have a soft cap. `width` is that of the heads of queries, keys and values; None if they
+        differ."""
         self.kind: AttentionKernel = kind
         self.capped = capped
         self.width = width
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:
-        """What the kernel needs for this batch: a boolean mask (B or 1, 1, T, T) with True = visible, a `BlockMask`,
-        `Boundaries`, or causal over the whole row, the fast path: None, or the `Order` of this GPU's kernels.
+        """Returns what the kernel needs for this batch: a boolean mask (B or 1, 1, T, T) with True = visible, a `BlockMask`,
+        `Boundaries`, or for causal attention over whole rows None or the `Order` of this GPU's kernels.
 
         Raises:
-            ValueError: for a kernel that this device does not have.
+            ValueError: the device does not support the kernel.
         """
         window = _hiding(window, length)
         plain = documents is None and window is None
@@ -59,7 +59,8 @@ class LocalAttention:
         return mask(documents, length, window, device)
 
     def prepare_packed(self, documents: Tensor | None, starts: Tensor | None, length: int, window: int | None, x: Tensor) -> Any:
-        """The same, where `starts` of documents (n,) int32 in the flattened rows may be known; `x` has dtype and device of q."""
+        """Like `prepare`, with the starts of documents (n,) int32 in the flattened rows, if known; `x` has q's dtype and
+        device."""
         window = _hiding(window, length)
         plain, known = documents is None and window is None, documents is None or starts is not None
         fits = not (plain or self.capped) and takes_lengths(self.width, x.dtype, x.device)
@@ -68,10 +69,10 @@ class LocalAttention:
         return self.prepare(documents, length, window, x.device)
 
     def prepare_placed(self, queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Any:
-        """What the kernel needs where queries and keys lie in any order: a boolean mask (B or 1, 1, T, S) or a `BlockMask`.
+        """Returns what the kernel needs for queries and keys in any order: a boolean mask (B or 1, 1, T, S) or a `BlockMask`.
 
         Raises:
-            ValueError: for a kernel that takes places in their natural order only, or that this device does not have.
+            ValueError: the kernel supports only whole rows, or the device does not support the kernel.
         """
         cuda = accelerator.has_flex(queries.places.device, self.kind == "auto")
         if self.kind == "varlen":
@@ -83,7 +84,7 @@ class LocalAttention:
         return placed_block_mask(queries, keys, window)
 
     def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Tensor:
-        """Boolean mask (B, 1, T, extent) of queries at `slots` (B, T) over the first `extent` slots of a cache."""
+        """Returns the boolean mask (B, 1, T, extent) of queries at `slots` (B, T) over the first `extent` slots of a cache."""
         distance = slots[:, :, None] - torch.arange(extent, device=slots.device)
         return visible(distance, window).unsqueeze(1)
 
@@ -98,7 +99,7 @@ class LocalAttention:
         if shared is not None and not isinstance(shared, Tensor):
             if q.dtype != torch.float64:
                 return flex(q, k, v, shared, scale, soft_cap)
-            shared = dense(shared, q, k)  # flex has no fp64 kernel; fp64 is for comparisons, not for speed
+            shared = dense(shared, q, k)  # flex has no fp64 kernel; fp64 serves comparisons, not speed
         if soft_cap is not None:
             return _written_out(q, k, v, shared, scale, soft_cap)
         return F.scaled_dot_product_attention(
@@ -107,12 +108,12 @@ class LocalAttention:
 
 
 def _hiding(window: int | None, length: int) -> int | None:
-    """None for a window that hides nothing of a row."""
+    """Returns None for a window that hides nothing of a row, otherwise the window."""
     return None if window is None or window >= length else window
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, soft_cap: float) -> Tensor:
-    """Softmax in fp32 (fp64 for fp64) over capped scores; heads that share keys are one dimension of the product."""
+    """Computes the softmax in fp32 (fp64 for fp64) over capped scores; heads that share keys are one dimension of the product."""
     if seen is None:
         seen = mask(None, q.shape[2], None, q.device)
     groups = q.unflatten(1, (k.shape[1], -1))
@@ -124,7 +125,7 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: fl
 
 
 class Boundaries(NamedTuple):
-    """What variable-length kernels share for a batch: starts (n,) int32 in the flattened rows, as in `Batch`."""
+    """Shared by variable-length kernels for a batch: starts (n,) int32 in the flattened rows, as in `Batch`."""
 
     starts: Tensor
     length: int
@@ -132,25 +133,25 @@ class Boundaries(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Torch's fused kernels, the best first; one that cannot take a call is passed over."""
+    """torch's fused kernels, the best first; a kernel that does not support a call is skipped."""
 
     kernels: tuple[SDPBackend, ...]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Causal attention over whole rows."""
+        """Computes causal attention over whole rows."""
         with attention.sdpa_kernel(list(self.kernels), set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def causal(device: Any) -> Order | None:
-    """The order for causal attention over whole rows on a device; None is torch's own order."""
+    """Returns the order of kernels for causal attention over whole rows on a device; None for torch's own order."""
     return _order() if accelerator.is_hopper(torch.device(device)) else None
 
 
 @cache
 def _order() -> Order:
-    """On Hopper torch would take FlashAttention-2, which was made for the generation before: cuDNN's kernels are about twice as
-    fast there, and so is FlashAttention-3, which this process uses from now on where it is installed."""
+    """Returns the order for Hopper GPUs, where torch would use FlashAttention-2, which was made for the previous generation.
+    cuDNN's kernels are about twice as fast there, and so is FlashAttention-3, which this call activates if it is installed."""
     rest = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
     if find_spec("flash_attn_interface") is not None and hasattr(attention, "activate_flash_attention_impl"):
         attention.activate_flash_attention_impl("FA3")
@@ -159,7 +160,7 @@ def _order() -> Order:
 
 
 def takes_lengths(width: int | None, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a kernel of variable length takes heads of this width (FlashAttention: Ampere and later, 16 bits)."""
+    """Whether a variable-length kernel supports heads of this width (FlashAttention: Ampere and later, 16 bits)."""
     fits = width is not None and width <= 256 and width % 8 == 0
     return fits and dtype in (torch.bfloat16, torch.float16) and accelerator.takes_lengths(device)
 
@@ -172,7 +173,7 @@ def _compiled(name: str) -> Callable[..., Any]:
 
 
 def block_mask(documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:
-    """A `BlockMask`. Compiled, because the plain function builds the whole T x T mask first."""
+    """Returns a `BlockMask`. Compiled, because the eager function builds the whole T x T mask first."""
 
     def sees(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = visible(q - k, window)
@@ -183,7 +184,7 @@ def block_mask(documents: Tensor | None, length: int, window: int | None, device
 
 
 def placed_block_mask(queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Any:
-    """The same where queries and keys lie in any order."""
+    """Returns a `BlockMask` for queries and keys in any order."""
     places, documents = queries
     key_places, key_documents = keys
 
@@ -197,7 +198,7 @@ def placed_block_mask(queries: PositionedTokens, keys: PositionedTokens, window:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float, soft_cap: float | None) -> Tensor:
-    """Attention with a `BlockMask`."""
+    """Computes attention with a `BlockMask`."""
     from torch.nn.attention.flex_attention import flex_attention
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
@@ -209,7 +210,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float, soft_cap: f
 
 
 def dense(blocks: Any, q: Tensor, k: Tensor) -> Tensor:
-    """(B, 1, T, S) bool: what a `BlockMask` lets through."""
+    """Returns the boolean mask (B, 1, T, S) of a `BlockMask`."""
     from torch.nn.attention.flex_attention import create_mask
 
     return create_mask(blocks.mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device=str(q.device))
@@ -218,20 +219,20 @@ def dense(blocks: Any, q: Tensor, k: Tensor) -> Tensor:
 def boundaries(
     documents: Tensor | None, length: int, window: int | None, device: Any, starts: Tensor | None = None
 ) -> Boundaries:
-    """Documents must be runs of equal numbers. Without documents each call is one whole row (known at the call). Without
-    `starts` of documents the host waits for the device to count them."""
+    """Returns the boundaries of documents, which must be runs of equal numbers. Without documents, each row is one. Without
+    `starts`, the host waits for the device to count them."""
     if documents is None:
         return Boundaries(torch.empty(0, dtype=torch.int32, device=device), length, window)
     if starts is None:
         begins = torch.ones_like(documents, dtype=torch.bool)
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        places = begins.flatten().nonzero().squeeze(1)  # its size is not known beforehand: waits for the device
+        places = begins.flatten().nonzero().squeeze(1)  # its size is unknown on the host, so this synchronizes
         starts = torch.cat((places, places.new_full((1,), documents.numel()))).to(torch.int32)
     return Boundaries(starts, length, window)
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, shared: Boundaries, scale: float) -> Tensor:
-    """Attention of each document by itself, within its window."""
+    """Computes attention within each document and window."""
     from torch.nn.attention.varlen import varlen_attn
 
     rows, _, length, _ = q.shape
@@ -249,19 +250,19 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, shared: Boundaries, scale: float) ->
 
 
 def visible(distance: Tensor, window: int | None) -> Tensor:
-    """True where a key that lies `distance` places before a query is seen."""
+    """Returns True where a query sees a key `distance` positions before it."""
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
 
 
 def mask(documents: Tensor | None, length: int, window: int | None, device: Any) -> Tensor:
-    """(B or 1, 1, T, T) bool of whole rows, True = visible."""
+    """Returns the mask (B or 1, 1, T, T) of whole rows, bool, True = visible."""
     row = PositionedTokens(torch.arange(length, device=device), documents)
     return placed_mask(row, row, window)
 
 
 def placed_mask(queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Tensor:
-    """(B or 1, 1, T, S) bool where T queries and S keys lie in any order."""
+    """Returns the mask (B or 1, 1, T, S), bool, of T queries and S keys in any order."""
     seen = visible(queries.places[:, None] - keys.places[None, :], window)
     if queries.documents is None or keys.documents is None:
         return seen[None, None]

@@ -1,17 +1,17 @@
 """The last module of a decoder: logits for inference, the loss for training.
 
 Projection to the vocabulary and cross-entropy are one operation, so that the logits of a whole batch never exist. Rows are
-taken in chunks. While a chunk's logits exist its gradients are computed too, so the backward only scales them: for row n with
-logits c, log partition function L = logsumexp(c) and label y,
+processed in chunks. The gradients of a chunk are computed together with its logits, so the backward only scales them: for row n
+with logits c, log partition function L = logsumexp(c) and label y,
 
     loss = L - c[y] + z_loss * L^2,    d loss / d c = softmax(c) * (1 + 2 * z_loss * L) - onehot(y).
 
-Label smoothing a (Szegedy et al., 2016) puts the share a of the target evenly on all V words: L - (1 - a) c[y] - a mean(c) in
-the place of L - c[y], and (1 - a) onehot(y) + a / V in that of onehot(y).
+Label smoothing a (Szegedy et al., 2016) spreads the share a of the target evenly over all V words: L - (1 - a) c[y] - a mean(c)
+replaces L - c[y], and (1 - a) onehot(y) + a / V replaces onehot(y).
 
-Where ranks share the vocabulary, each has some of the logits of every row. They exchange three numbers a row: their maximum m,
-s = sum(exp(c - m)), and the logit of the label where they have it; for smoothing the sum of their logits and how many these are,
-too. With M the largest m, L = M + log(sum(s * exp(m - M))), and the rest is as in one process.
+If ranks split the vocabulary, each has some of the logits of every row. They exchange three numbers per row: their maximum m,
+s = sum(exp(c - m)), and the logit of the label if they have it; for smoothing also the sum and the number of their logits. With M
+the largest m, L = M + log(sum(s * exp(m - M))), and the rest is as in one process.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ from forge_models.torch_private import graph_is_kept
 class Head(nn.Module):
     """Projection to the vocabulary. `core` is the seam where strategies enter.
 
-    Training goes through `forward` with an objective, which calls `loss`: so what is attached to the call of this
-    module, such as the gathering of a sharded weight, happens for both uses.
+    Training calls `forward` with an objective, which calls `loss`. So hooks of this module's call, such as gathering a sharded
+    weight, run in training as well as in inference.
     """
 
     def __init__(self, dim: int, vocab_size: int, std: float, soft_cap: float | None = None) -> None:
@@ -53,23 +53,25 @@ class Head(nn.Module):
         return logits if self.soft_cap is None else self.soft_cap * (logits / self.soft_cap).tanh()
 
     def loss(self, hidden: Tensor, labels: Tensor, z_loss: float = 0.0, smoothing: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-        """`hidden` (B, T, embed), `labels` (B, T): the loss head's (total, nll, z), the latter two (B, T).
+        """Returns (total, nll, z) of the loss head for `hidden` (B, T, embed) and `labels` (B, T); nll and z are (B, T).
 
         Raises:
-            ValueError: when there is not one label per position.
+            ValueError: there is not one label per position.
         """
         if labels.shape != hidden.shape[:-1]:
-            raise ValueError(f"labels {tuple(labels.shape)} do not fit hidden states {tuple(hidden.shape)}")
+            raise ValueError(
+                f"labels {tuple(labels.shape)} do not fit hidden states {tuple(hidden.shape)}; give one label per position"
+            )
         smoothed = {"smoothing": smoothing} if smoothing else {}
         total, nll, z = self.core(hidden.flatten(0, -2), self.weight, labels.flatten(), z_loss, self.soft_cap, **smoothed)
         return total, nll.view(labels.shape), z.view(labels.shape)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """The projection."""
+        """Returns the spec of the projection."""
         return {"weight": TensorSpec(("vocab", "embed"), Init("normal", self.std), "head")}
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Layout of the hidden states that enter and the logits that leave."""
+        """Returns the logical dimensions of input and output."""
         return {"": ModuleSpec((("batch", "sequence", "embed"),), (("batch", "sequence", "vocab"),))}
 
 
@@ -81,10 +83,10 @@ class ChunkedCrossEntropy:
     """A `forge_core.protocols.model.LossHead`.
 
     Attributes:
-        rows: of a chunk; chosen from the vocabulary when None.
-        first: number of the projection's first row that is here.
-        gather: Collective: (k, n) -> (ranks, k, n), what each rank gave; None where the projection is whole.
-        fused: whether what is done to logits is compiled.
+        rows: rows per chunk; None: chosen by the size of the vocabulary.
+        first: index of the first row of the projection on this rank.
+        gather: Collective: gathers (k, n) into (ranks, k, n); None if the projection is whole.
+        fused: whether the operations on logits are compiled.
     """
 
     rows: int | None = None
@@ -93,25 +95,25 @@ class ChunkedCrossEntropy:
     fused: bool = False
 
     def split(self, first: int, gather: Gather) -> "ChunkedCrossEntropy":
-        """The loss head of a rank that holds some rows of the projection, from `first` on."""
+        """Returns the loss head of a rank that holds rows of the projection from `first` on."""
         return replace(self, first=first, gather=gather)
 
     def compiled(self) -> "ChunkedCrossEntropy":
-        """The same, with three passes over the logits of a chunk instead of an operator for each thing that is done to them."""
+        """Returns a loss head with three compiled passes over the logits of a chunk instead of one per operator."""
         return replace(self, fused=True)
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None, smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(total with graph, nll (N,), z (N,)) in fp32 (fp64 for fp64 inputs); 0 without a label.
+        """Returns (total with graph, nll (N,), z (N,)) in fp32 (fp64 for fp64 inputs); 0 for rows without a label.
 
         Args:
             hidden: (N, embed).
             weight: (vocab, embed), or this rank's share of it.
-            labels: (N,) int64 over the whole vocabulary; `IGNORE` = no loss.
+            labels: (N,) int64 over the whole vocabulary; `IGNORE`: no loss.
             z_loss: weight of the squared log partition function.
-            soft_cap: logits become soft_cap * tanh(logits / soft_cap) when given.
-            smoothing: share of the target that all words have evenly. It is in the total; nll is that of the label.
+            soft_cap: if given, logits become soft_cap * tanh(logits / soft_cap).
+            smoothing: share of the target that is spread over all words. It affects the total, but not nll.
         """
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
             return _CrossEntropy.apply(hidden, weight, labels, z_loss, soft_cap, smoothing, self)
@@ -151,18 +153,18 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _scaled(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`total` * `scale` in `dtype`, worked out in that of `scale`; in place of `total` where this backward is its graph's last.
+    """Returns `total` * `scale` in `dtype`, computed in the dtype of `scale`; in place if this is the last backward of the graph.
 
-    Nothing else of the whole size is made: the gradient of the projection is the largest of a model.
+    Allocates nothing else of that size, because the gradient of the projection is the largest tensor of a model.
     """
     last = not graph_is_kept()
-    found = total if last and total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+    result = total if last and total.dtype == dtype else torch.empty_like(total, dtype=dtype)
     if total.dtype == scale.dtype == dtype:
-        return torch.mul(total, scale, out=found)
+        return torch.mul(total, scale, out=result)
     size = block_rows(len(total), total.shape[1], total.device.type)
-    for part, out in zip(total.split(size), found.split(size), strict=True):
+    for part, out in zip(total.split(size), result.split(size), strict=True):
         out.copy_(part.to(scale.dtype) * scale)
-    return found
+    return result
 
 
 def _chunked(
@@ -175,7 +177,7 @@ def _chunked(
     head: ChunkedCrossEntropy,
     needs: tuple[bool, bool],
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
-    """(total, nll, z), and the gradients of the total with respect to `hidden` and `weight` where `needs` says so."""
+    """Returns (total, nll, z), and the gradients of the total with respect to `hidden` and `weight`, if `needs` requests them."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     count, vocab = hidden.shape[0], weight.shape[0]
     nll = torch.empty(count, dtype=wide, device=hidden.device)
@@ -183,18 +185,18 @@ def _chunked(
     uniform = torch.empty_like(nll) if smoothing else None
     hidden_grad = torch.empty_like(hidden) if needs[0] else None
     weight_sum = _WeightGradient(weight, wide) if needs[1] else None
-    # Buffers are reused: fresh ones of this size cost a page fault per 4 KiB on a CPU.
+    # Buffers are reused: on a CPU, new ones of this size cost a page fault per 4 KiB.
     rows = max(1, min(head.rows or chunk_rows(vocab, hidden.shape[1], hidden.element_size()), count))
     buffer = torch.empty(rows, vocab, dtype=hidden.dtype, device=hidden.device)
     size = rows if head.fused else block_rows(rows, vocab, hidden.device.type)
-    # A block is worked out in place, unless that is too narrow, or its logits are needed again after an exchange.
+    # A block is computed in place, unless its dtype is too narrow, or its logits are needed again after an exchange.
     again = head.gather is not None and size < rows
     apart = not head.fused and (again or hidden.dtype != wide)
     scratch = torch.empty(size, vocab, dtype=wide, device=hidden.device) if apart else None
     for start in range(0, count, rows):
         x = hidden[start : start + rows]
         products = project(x, weight, buffer[: x.shape[0]])
-        step = size if head.gather is None else rows  # ranks exchange the numbers of a chunk at once
+        step = size if head.gather is None else rows  # ranks exchange the numbers of a whole chunk
         for at in range(0, len(x), step):
             part = products[at : at + step]
             here = slice(start + at, start + at + len(part))
@@ -221,8 +223,8 @@ def _chunked(
 def _losses(
     passes: Passes, labels: Tensor, head: ChunkedCrossEntropy, z_loss: float, smoothing: float, gradient: bool
 ) -> tuple[Tensor, ...]:
-    """nll and z of each row, and with smoothing the mean over all words of what would be their nll. With `gradient`, the logits
-    of `passes` become the derivative of the total by them."""
+    """Returns nll and z of each row, and with smoothing the mean nll over all words. With `gradient`, the logits of `passes` are
+    replaced by the derivative of the total."""
     numbers = passes.numbers()
     top, partition, chosen, *of_all = numbers.unbind(0)
     highest = top

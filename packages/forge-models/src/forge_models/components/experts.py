@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from torch import nn
-
 
 BiasSchedule = Literal["constant", "cosine", "warmup"]
 
@@ -29,6 +27,7 @@ class SoftmaxTopKConfig(Component):
     """The top_k largest of softmax(W x) (Shazeer et al., 2017; Switch, Fedus et al., 2021; Mixtral, Jiang et al., 2024)."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.blocks.moe.routers:SoftmaxTopK"
 
     normalize: bool = True
     """Divide the chosen probabilities by their sum; without it they are smaller the more experts there are."""
@@ -42,11 +41,6 @@ class SoftmaxTopKConfig(Component):
         """Its linear layers."""
         return _matrices(context)
 
-    def build(self, context: RouterContext) -> "nn.Module":
-        from forge_models.blocks.moe import routers
-
-        return routers.SoftmaxTopK(context, normalize=self.normalize)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidTopKConfig(Component):
@@ -57,6 +51,7 @@ class SigmoidTopKConfig(Component):
     """
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.blocks.moe.routers:SigmoidTopK"
 
     normalize: bool = True
     """Divide the chosen scores by their sum."""
@@ -113,26 +108,13 @@ class SigmoidTopKConfig(Component):
         if top_k > within:
             raise ValueError(f"topk_group {self.topk_group} leaves {within} of {experts} experts, fewer than top_k {top_k}")
 
-    def build(self, context: RouterContext) -> "nn.Module":
-        from forge_models.blocks.moe import routers
-
-        return routers.SigmoidTopK(
-            context,
-            normalize=self.normalize,
-            scaling=self.scaling,
-            n_group=self.n_group,
-            topk_group=self.groups_kept,
-            bias_rate=self.bias_rate,
-            bias_schedule=self.bias_schedule,
-            bias_steps=self.bias_steps,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class HashConfig(Component):
     """A fixed choice by token id, each of the top_k experts with weight 1 / top_k (Roller et al., 2021). Nothing is learned."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.blocks.moe.routers:Hash"
 
     seed: Annotated[int, Ge(0)] = 0
     """Another seed gives another choice. Layers choose independently of each other."""
@@ -142,11 +124,6 @@ class HashConfig(Component):
     def matrices(self, context: RouterContext) -> dict[str, Matrix]:
         """It has no linear layers."""
         return {}
-
-    def build(self, context: RouterContext) -> "nn.Module":
-        from forge_models.blocks.moe import routers
-
-        return routers.Hash(context, seed=self.seed)
 
 
 def _matrices(context: RouterContext) -> dict[str, Matrix]:

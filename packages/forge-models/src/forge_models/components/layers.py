@@ -17,14 +17,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from torch import nn
-
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForward(Component):
     """Base of the parts of this distribution."""
 
     gated: ClassVar[bool] = True
+
+    @classmethod
+    def passed(cls) -> tuple[str, ...]:
+        """`activation`, which follows from the class and from `exact`, and `bias`."""
+        return ("activation", "bias")
 
     def matrices(self, context: BlockContext) -> dict[str, Matrix]:
         """Its linear layers."""
@@ -38,6 +41,7 @@ class SwiGLU(FeedForward):
     """Feed-forward part down(silu(gate(x)) * up(x)), three matrices (Shazeer, 2020)."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.blocks.layers:GatedMLP"
 
     bias: bool = False
     """Every matrix has a bias."""
@@ -47,17 +51,13 @@ class SwiGLU(FeedForward):
     def activation(self) -> str:
         return "silu"
 
-    def build(self, context: BlockContext) -> "nn.Module":
-        from forge_models.blocks.layers import GatedMLP
-
-        return GatedMLP(context, activation=self.activation, bias=self.bias)
-
 
 @dataclass(frozen=True, kw_only=True)
 class GeGLU(FeedForward):
     """Feed-forward part down(gelu(gate(x)) * up(x)), three matrices (Shazeer, 2020)."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.blocks.layers:GatedMLP"
 
     exact: bool = False
     """The error function itself instead of its approximation by tanh."""
@@ -69,17 +69,13 @@ class GeGLU(FeedForward):
     def activation(self) -> str:
         return "gelu" if self.exact else "gelu_tanh"
 
-    def build(self, context: BlockContext) -> "nn.Module":
-        from forge_models.blocks.layers import GatedMLP
-
-        return GatedMLP(context, activation=self.activation, bias=self.bias)
-
 
 @dataclass(frozen=True, kw_only=True)
 class GELU(FeedForward):
     """Feed-forward part down(gelu(up(x))), two matrices (Hendrycks and Gimpel, 2016)."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.blocks.layers:MLP"
 
     exact: bool = False
     """The error function itself instead of its approximation by tanh."""
@@ -91,17 +87,13 @@ class GELU(FeedForward):
     def activation(self) -> str:
         return "gelu" if self.exact else "gelu_tanh"
 
-    def build(self, context: BlockContext) -> "nn.Module":
-        from forge_models.blocks.layers import MLP
-
-        return MLP(context, activation=self.activation, bias=self.bias)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReLU(FeedForward):
     """Feed-forward part down(relu(up(x))), two matrices (Vaswani et al., 2017)."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.blocks.layers:MLP"
 
     bias: bool = False
     """Both matrices have a bias."""
@@ -111,17 +103,13 @@ class ReLU(FeedForward):
     def activation(self) -> str:
         return "relu"
 
-    def build(self, context: BlockContext) -> "nn.Module":
-        from forge_models.blocks.layers import MLP
-
-        return MLP(context, activation=self.activation, bias=self.bias)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReLU2(FeedForward):
     """Feed-forward part down(relu(up(x))^2), two matrices (So et al., 2021)."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.blocks.layers:MLP"
 
     bias: bool = False
     """Both matrices have a bias."""
@@ -131,17 +119,13 @@ class ReLU2(FeedForward):
     def activation(self) -> str:
         return "relu2"
 
-    def build(self, context: BlockContext) -> "nn.Module":
-        from forge_models.blocks.layers import MLP
-
-        return MLP(context, activation=self.activation, bias=self.bias)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RMSNormConfig(Component):
     """x / sqrt(mean(x^2) + eps) * (offset + weight), with statistics in fp32 (Zhang and Sennrich, 2019)."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.blocks.layers:RMSNorm"
 
     eps: Annotated[float, Gt(0)] = 1e-5
     """Added to the mean square."""
@@ -153,17 +137,13 @@ class RMSNormConfig(Component):
         """Both offsets."""
         return (cls(), cls(offset=1))
 
-    def build(self, dim: int) -> "nn.Module":
-        from forge_models.blocks import layers
-
-        return layers.RMSNorm(dim, eps=self.eps, offset=self.offset)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNormConfig(Component):
     """(x - mean) / sqrt(variance + eps) * weight + bias, with statistics in fp32 (Ba et al., 2016)."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.blocks.layers:LayerNorm"
 
     eps: Annotated[float, Gt(0)] = 1e-5
     """Added to the variance."""
@@ -174,8 +154,3 @@ class LayerNormConfig(Component):
     def examples(cls, folder: "Path") -> "Iterable[LayerNormConfig]":
         """With and without a bias."""
         return (cls(), cls(bias=False))
-
-    def build(self, dim: int) -> "nn.Module":
-        from forge_models.blocks import layers
-
-        return layers.LayerNorm(dim, eps=self.eps, bias=self.bias)

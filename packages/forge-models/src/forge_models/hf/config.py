@@ -1,6 +1,6 @@
-"""A `config.json` with an account of every key: read, ignored under a declared value, or refused by name. No key is dropped.
+"""Reads `config.json` and accounts for every key: read, ignored with an allowed value, or refused by name. No key is dropped.
 
-A key may be ignored where it has no effect on what a model computes; the tables below list the values for which that holds.
+A key may be ignored if it does not affect what the model computes; the tables below list the values for which that is true.
 """
 
 import json
@@ -16,13 +16,13 @@ from forge_core.errors import ConfigError, Fault, ForgeError
 
 @dataclass(frozen=True)
 class Same:
-    """The value of another key: an older or foreign name for it, given in addition."""
+    """The value of another key, of which this key is an older or foreign name."""
 
     key: str
 
 
 class Anything:
-    """Every value."""
+    """Any value."""
 
 
 ANY_VALUE = (Anything(),)
@@ -30,7 +30,7 @@ ABSENT_OR_FALSE = (None, False)
 ABSENT_OR_ZERO = (None, 0)
 
 Allowed = tuple[Any, ...]
-"""Values of a key, `Same`, or `ANY_VALUE`."""
+"""Allowed values of a key, `Same`, or `ANY_VALUE`."""
 
 _BOOKKEEPING = (
     *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "model_type", "architectures"),
@@ -42,15 +42,15 @@ _BOOKKEEPING = (
     *("_flash_attn_2_enabled", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
     *("neftune_noise_alpha", "max_sequence_length", "model_max_length", "tokenizer_model_max_length"),
     *("tokenizer_padding_side", "use_reentrant_checkpointing", "gradient_checkpointing"),
-    # old versions kept settings of generation here
+    # older versions stored generation settings here
     *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
     *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
     *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id"),
     *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
     "begin_suppress_tokens",
 )
-"""Names, versions, token ids, settings of training, serving and generation. Code that `auto_map` names is never run: the
-reference has these families itself and does not run it either unless told to."""
+"""Names, versions, token ids, and settings of training, serving and generation. Code named by `auto_map` is never run;
+transformers implements these families itself and does not run such code either by default."""
 
 IGNORED_BY_ALL: Mapping[str, Allowed] = MappingProxyType(
     {
@@ -75,7 +75,7 @@ IGNORED_BY_ALL: Mapping[str, Allowed] = MappingProxyType(
         "pretraining_tp": (None, 1),
     }
 )
-"""What every family may ignore: bookkeeping, and things that are not implemented where their value says "not used"."""
+"""Keys that every family may ignore: bookkeeping, and features that are not implemented, with values that switch them off."""
 
 REFUSAL_HINTS: Mapping[str, str] = MappingProxyType(
     {
@@ -83,16 +83,16 @@ REFUSAL_HINTS: Mapping[str, str] = MappingProxyType(
         "(for DeepSeek-V3, inference/fp8_cast_bf16.py of its repository), then remove the key"
     }
 )
-"""What to do about a key that is refused."""
+"""Key -> what to do if it is refused."""
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Equality that tells true from 1."""
+    """Whether two values are equal, distinguishing true from 1."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def accepts(allowed: Allowed, value: Any, resolved: Callable[[str], Any]) -> bool:
-    """Whether `value` is among the allowed ones; `resolved` gives the value that another key has or defaults to."""
+    """Whether `value` is allowed; `resolved` returns the value or default of another key."""
     return any(
         isinstance(entry, Anything) or same_value(value, resolved(entry.key) if isinstance(entry, Same) else entry)
         for entry in allowed
@@ -101,30 +101,30 @@ def accepts(allowed: Allowed, value: Any, resolved: Callable[[str], Any]) -> boo
 
 CONFIG = "config.json"
 LARGEST, WHOLE = sys.float_info.max, 2**31
-"""Bounds of numbers and of whole numbers."""
+"""Upper bounds of numbers and of integers."""
 
 LEFT_OUT = "if it changes no logit, leave it out by convert --ignore {key} or model.from_hf_ignore"
-"""How the user of a decoder's folder leaves out a key."""
+"""How to ignore a key of a decoder's folder."""
 
 Made = TypeVar("Made")
 
 
 class Unsupported(ForgeError):
-    """A folder in the Hugging Face format that cannot be read as what it claims to be, or says what Forge does not do."""
+    """A folder in the Hugging Face format is inconsistent or damaged, or needs something that Forge does not implement."""
 
 
 class Keys:
-    """The keys of one `config.json`; `finish` refuses what was not asked for.
+    """The keys of one `config.json`; `finish` refuses keys that were not read.
 
-    A key that is absent has the default of its family, as in the reference implementation.
+    An absent key has the default of its family, as in the reference implementation.
 
     Args:
-        values: of the file.
-        defaults: of the family.
+        values: content of the file.
+        defaults: defaults of the family.
         where: name of the file, for messages.
-        ignores: keys without effect in this family, with the values that they may have; `IGNORED_BY_ALL` is added.
-        ignore: keys that the user leaves out: unknown ones, and those of things that are not implemented.
-        hint: how to leave one out.
+        ignores: keys without effect in this family, with their allowed values; `IGNORED_BY_ALL` is added.
+        ignore: keys that the user ignores: unknown ones, and those of features that are not implemented.
+        hint: how to ignore a key.
     """
 
     def __init__(
@@ -146,26 +146,26 @@ class Keys:
         self.faults: list[Fault] = []
 
     def given(self, key: str) -> bool:
-        """Whether the file has a key, which from then on counts as read."""
+        """Whether the file has a key, which is then marked as read."""
         self._asked.add(key)
         return key in self.values
 
     def known(self, key: str) -> bool:
-        """Whether the family has a key: those that may be absent have a default."""
+        """Whether the family has a default for a key, so that it may be absent."""
         return key in self._defaults
 
     def settle(self, key: str, value: Any) -> None:
-        """Notes what a key that may be given in several places amounts to: what a repetition of it is compared with."""
+        """Sets the effective value of a key that may be given in several places, with which repetitions are compared."""
         self._settled[key] = value
 
     def ignored(self, key: str) -> bool:
-        """Whether the user leaves out a key, or an entry `table.key`, that is not understood."""
+        """Whether the user ignores a key, or an entry `table.key`, that is not understood."""
         if key in self._wanted:
             self._ignored.add(key)
         return key in self._wanted
 
     def get(self, key: str) -> Any:
-        """The value of a key, the family's default when it is absent; a key without a default is required."""
+        """Returns the value of a key, or the family's default if it is absent; a key without a default is required."""
         self._asked.add(key)
         if key in self.values:
             return self.values[key]
@@ -175,7 +175,7 @@ class Keys:
         return self._defaults[key]
 
     def integer(self, key: str, optional: bool = False) -> int:
-        """A positive integer; 0 stands for a fault or, where `optional`, for null."""
+        """Returns a positive integer; 0 after a fault or, if `optional`, for null."""
         value = self.get(key)
         if value is None and optional:
             return 0
@@ -185,7 +185,7 @@ class Keys:
         return value
 
     def whole(self, key: str) -> int:
-        """An integer that may be 0."""
+        """Returns an integer that may be 0."""
         value = self.get(key)
         if type(value) is not int or not 0 <= value < WHOLE:
             self.fault(key, f"expected an integer of 0 or more, not {value!r}")
@@ -193,31 +193,31 @@ class Keys:
         return value
 
     def number(self, key: str, optional: bool = False) -> float:
-        """A positive number; 0.0 stands for a fault or, where `optional`, for null."""
+        """Returns a positive number; 0.0 after a fault or, if `optional`, for null."""
         value = self.get(key)
         return 0.0 if value is None and optional else self.positive(key, value) or 0.0
 
     def positive(self, key: str, value: Any) -> float | None:
-        """`value` as a float; None where it is not a positive number, which is a fault of `key`."""
+        """Returns `value` as a float; None if it is not a positive number, which is a fault of `key`."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
             self.fault(key, f"expected a positive number, not {value!r}")
             return None
         return float(value)
 
     def not_negative(self, key: str) -> float:
-        """A number that may be 0."""
+        """Returns a number that may be 0."""
         value = self.get(key)
         return 0.0 if same_value(value, 0) else self.positive(key, value) or 0.0
 
     def boolean(self, key: str) -> bool:
-        """True or false; null counts as false."""
+        """Returns a boolean; False for null."""
         value = self.get(key)
         if value is not None and type(value) is not bool:
             self.fault(key, f"expected true or false, not {value!r}")
         return value is True
 
     def only(self, key: str, *allowed: Any) -> Any:
-        """A value that must be one of `allowed`."""
+        """Returns a value that must be one of `allowed`."""
         value = self.get(key)
         if not any(same_value(value, entry) for entry in allowed):
             known = " or ".join(json.dumps(entry) for entry in allowed)
@@ -225,7 +225,7 @@ class Keys:
         return value
 
     def make(self, kind: Callable[..., Made], **fields: Any) -> Made | None:
-        """`kind(**fields)`; None when a key is at fault, or when `kind` refuses the fields, which `finish` then reports."""
+        """Returns `kind(**fields)`; None if there are faults, or if `kind` refuses the fields, which `finish` then reports."""
         if self.faults or self._refusal:
             return None
         try:
@@ -238,11 +238,11 @@ class Keys:
         self.faults.append(Fault(key, message, self.where))
 
     def finish(self) -> None:
-        """Refuses what is left.
+        """Refuses keys that were not read.
 
         Raises:
-            ConfigError: all faults, with the name of every key that was not understood.
-            Unsupported: values that are legal, but not together.
+            ConfigError: all faults, with the name of every key that is not understood.
+            Unsupported: values are valid, but not in combination.
         """
         for key, value in self.values.items():
             if key in self._asked or self.ignored(key) or accepts(self._ignores.get(key, ()), value, self._resolved):
@@ -252,9 +252,9 @@ class Keys:
             self.faults.append(Fault(key, f"{_short(value)} {message}", self.where, hint))
         for key in self._wanted:
             if key in self._asked:
-                self.fault(key, "decides what the model computes, so it cannot be ignored; change the file instead")
+                self.fault(key, "determines what the model computes, so it cannot be ignored; change the file instead")
             elif key not in self._ignored:
-                self.fault(key, "is to be ignored, but the file has no such key")
+                self.fault(key, "cannot be ignored, because the file has no such key; remove it from the ignored keys")
         if self.faults:
             raise ConfigError(dict.fromkeys(self.faults))
         if self._refusal:
@@ -265,10 +265,10 @@ class Keys:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of `config.json`.
+    """Returns the content of `config.json`.
 
     Raises:
-        Unsupported: the file is missing, or does not hold a JSON object.
+        Unsupported: the file is missing, or is not a JSON object.
     """
     path = folder / CONFIG
     try:
@@ -278,7 +278,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except ValueError as cause:
         raise Unsupported(f"{path} is not valid JSON: {cause}") from cause
     if not isinstance(values, dict):
-        raise Unsupported(f"{path} holds no JSON object")
+        raise Unsupported(f"{path} is not a JSON object")
     return values
 
 

@@ -42,10 +42,6 @@ class HfConverter(Component):
     """Keys of a `config.json` that are left out when it is read: keys that are not known, or of things that are not implemented.
     A key that decides what the model computes cannot be ignored."""
 
-    def build(self) -> "HfConverter":
-        """The converter itself."""
-        return self
-
     def read(self, path: Path) -> Any:
         """Opens a folder; see `forge_models.hf.reader.Folder`."""
         other = _other(path)
@@ -145,5 +141,5 @@ def _chosen(weights: Weights, wanted: str | None) -> HfModel:
         elif not found:
             return model
         reasons += [f"{name}:", *(f"  {reason}" for reason in found)] if found else []
-    reasons += [f"--family {name} can, by code that it adds to the folder" for name in asked]
+    reasons += [f"--family {name} can, for those who have its package installed" for name in asked]
     raise Unsupported("\n  ".join([f"no {CONFIG} of the Hugging Face format can describe this model:", *reasons]))

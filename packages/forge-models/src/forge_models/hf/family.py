@@ -1,4 +1,4 @@
-"""A family of models: the two ways between its `config.json` and a `DecoderConfig`, and the keys that most families share."""
+"""A family of models: converts between its `config.json` and a `DecoderConfig`, and defines the keys that most families share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,16 @@ from forge_models.hf.rope import meaning, read_rope, write_rope
 
 
 class Family(ABC):
-    """One family: which keys it has and what they say, and what its tensors are called.
+    """One family: its keys and their meaning, and the names of its tensors.
 
     Attributes:
-        model_type, architecture: as `config.json` names them.
-        defaults: values of keys that are absent, as in the reference implementation.
-        ignores: keys without effect, with the values under which that holds; see `forge_models.hf.config`.
+        model_type, architecture: names in `config.json`.
+        defaults: values of absent keys, as in the reference implementation.
+        ignores: keys without effect, with their allowed values; see `forge_models.hf.config`.
         parts: part of a block -> its name in a layer.
-        fused: matrix of a checkpoint -> ours that it has above each other.
-        experts: names of experts; None = the family has none.
-        mtp_layers: key of the number of layers behind the last, which play no part here.
+        fused: matrix of a checkpoint -> our matrices that it concatenates.
+        experts: names of experts; None: the family has none.
+        mtp_layers: key with the number of MTP layers after the last one, which are not read.
     """
 
     model_type: ClassVar[str]
@@ -47,25 +47,26 @@ class Family(ABC):
 
     @abstractmethod
     def read(self, keys: Keys) -> dict[str, Any]:
-        """The fields of the `DecoderConfig` that a configuration describes. Every key that is wrong is a fault of `keys`."""
+        """Returns the fields of the `DecoderConfig` that a configuration describes. Every wrong key is a fault of `keys`."""
 
     @abstractmethod
     def write(self, decoder: DecoderConfig) -> dict[str, Any]:
-        """The keys that `read` reads, for any decoder: what it cannot say, `misfits` finds by reading them back."""
+        """Returns the keys that `read` reads, for any decoder; `misfits` detects what they cannot describe by reading them
+        back."""
 
 
 def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Sequence[str] = ()) -> DecoderConfig:
-    """The decoder that a configuration describes.
+    """Returns the decoder that a configuration describes.
 
     Args:
-        family: that it names.
+        family: family of the configuration.
         values: its keys.
         where: name of the file, for messages.
-        ignore: keys to leave out although they are not understood.
+        ignore: keys to ignore although they are not understood.
 
     Raises:
-        ConfigError: every key that is missing, wrong, or not implemented; an entry of `ignore` that is none of those.
-        Unsupported: the keys are legal, but no decoder has these values together.
+        ConfigError: keys are missing, wrong, or not implemented, or an entry of `ignore` is not such a key; names all of them.
+        Unsupported: the keys are valid, but not in combination.
     """
     keys = Keys(values, family.defaults, where, family.ignores, ignore)
     fields = family.read(keys)
@@ -77,32 +78,32 @@ def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Se
 
 
 def config_of(family: Family, decoder: DecoderConfig) -> dict[str, Any]:
-    """The keys of `config.json` that say what `decoder` is; `misfits` tells whether they say all of it."""
+    """Returns the keys of `config.json` for `decoder`; `misfits` returns what they cannot describe."""
     return {"architectures": [family.architecture], "model_type": family.model_type} | family.write(decoder)
 
 
 def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
-    """What decides the logits, however it was written; equal for equal models."""
+    """Returns what determines the logits, in a normal form; equal for equal models."""
     fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "soft_cap", "norm_placement")
-    found: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
-    found |= {"embed_multiplier": decoder.embed_multiplier, "residual_multiplier": decoder.residual_multiplier}
-    found |= meaning_of_experts(decoder)
+    result: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
+    result |= {"embed_multiplier": decoder.embed_multiplier, "residual_multiplier": decoder.residual_multiplier}
+    result |= meaning_of_experts(decoder)
     if decoder.rope.scaling != "dynamic":
-        found["max_length"] = decoder.max_length
-    found |= {f"rope.{name}": value for name, value in meaning(decoder.rope).items()}
+        result["max_length"] = decoder.max_length
+    result |= {f"rope.{name}": value for name, value in meaning(decoder.rope).items()}
     attention = decoder.shape.attention
     if isinstance(attention, GQA):
         scale = attention.scale or decoder.shape.head_dim**-0.5
-        found |= {"kv_heads": decoder.shape.kv_heads, "head_dim": decoder.shape.head_dim}
-        found |= {"attention.scale": scale, "attention.windows": windows_of(decoder)}
+        result |= {"kv_heads": decoder.shape.kv_heads, "head_dim": decoder.shape.head_dim}
+        result |= {"attention.scale": scale, "attention.windows": windows_of(decoder)}
         attention = replace(attention, scale=None, window=None, global_every=None, global_layers=None, core="auto")
     elif isinstance(attention, MLA):
         attention = replace(attention, core="auto", norm_eps=getattr(attention.norm(decoder.shape.context(0)), "eps", None))
-    return found | {"attention": attention, "mlp": decoder.shape.mlp, "norm": decoder.shape.norm}
+    return result | {"attention": attention, "mlp": decoder.shape.mlp, "norm": decoder.shape.norm}
 
 
 def misfits(family: Family, decoder: DecoderConfig) -> list[str]:
-    """What a family's `config.json` cannot say about `decoder`; empty when reading it back gives the same model."""
+    """Returns what a family's `config.json` cannot describe of `decoder`; empty if reading it back returns the same model."""
     try:
         again = decoder_of(family, config_of(family, decoder), family.model_type)
     except (ConfigError, Unsupported) as refusal:
@@ -120,15 +121,15 @@ SIZES: Mapping[str, str] = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_length",
 }
-"""Key of a configuration -> field of `DecoderConfig`, for plain numbers that every family has."""
+"""Key of a configuration -> field of `DecoderConfig`, for numbers that every family has."""
 
 SILU = ("hidden_act", "silu")
-"""Key and value of the usual activation."""
+"""Key and value of the most common activation."""
 
 
 def read_base(keys: Keys, eps: str = "rms_norm_eps", activation: tuple[str, str] = SILU, **rope: Any) -> dict[str, Any]:
-    """The fields of `DecoderConfig` that every family says; `eps` and `activation` are keys that differ in few, `rope` is that of
-    `read_rope`."""
+    """Returns the fields of `DecoderConfig` that every family has. `eps` and `activation` are keys that differ in a few families;
+    `rope` are arguments of `read_rope`."""
     sizes = {ours: keys.integer(theirs) for theirs, ours in SIZES.items()}
     norm, std = RMSNormConfig(eps=keys.number(eps)), keys.number("initializer_range")
     tied = keys.boolean("tie_word_embeddings")
@@ -137,7 +138,7 @@ def read_base(keys: Keys, eps: str = "rms_norm_eps", activation: tuple[str, str]
 
 
 def read_heads(keys: Keys) -> dict[str, Any]:
-    """`kv_heads` and `head_dim`."""
+    """Returns `kv_heads` and `head_dim`."""
     dim, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", optional=True) or heads
     head_dim = keys.integer("head_dim", optional=True) if keys.known("head_dim") else 0
@@ -145,7 +146,7 @@ def read_heads(keys: Keys) -> dict[str, Any]:
 
 
 def read_biases(keys: Keys) -> dict[str, Any]:
-    """Biases of all four projections of the attention, which one key says."""
+    """Returns the biases of the attention's four projections, which one key sets."""
     bias = keys.boolean("attention_bias")
     return {"qkv_bias": bias, "output_bias": bias}
 
@@ -153,7 +154,7 @@ def read_biases(keys: Keys) -> dict[str, Any]:
 def write_base(
     family: Family, decoder: DecoderConfig, eps: str = "rms_norm_eps", activation: tuple[str, str] = SILU
 ) -> dict[str, Any]:
-    """The keys of `read_base` and `read_heads`, and what has one value for every model."""
+    """Returns the keys of `read_base` and `read_heads`, and keys that have the same value for every model."""
     shape = decoder.shape
     written: dict[str, Any] = {"attention_dropout": 0.0, "use_cache": True, "initializer_range": shape.init_std}
     written |= {theirs: getattr(shape, ours) for theirs, ours in SIZES.items()} | {"num_key_value_heads": shape.kv_heads}
@@ -164,5 +165,5 @@ def write_base(
 
 
 def write_biases(decoder: DecoderConfig) -> dict[str, Any]:
-    """The key of `read_biases`."""
+    """Returns the key of `read_biases`."""
     return {"attention_bias": getattr(decoder.shape.attention, "output_bias", False)}

@@ -1,4 +1,4 @@
-"""A folder in the Hugging Face format, opened: model from `config.json`, tensors from safetensors, one or sharded."""
+"""Opens a folder in the Hugging Face format: the model from `config.json`, tensors from safetensors, one file or sharded."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
-"""What belongs to a tokenizer in such a folder."""
+"""Files of a tokenizer in such a folder."""
 
 DTYPES = {
     "F64": "float64",
@@ -45,7 +45,7 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def family_of(values: Mapping[str, Any], where: str) -> Family:
-    """The family that a configuration names.
+    """Returns the family of a configuration.
 
     Raises:
         Unsupported: the family is not implemented, or the model is not a causal language model.
@@ -61,17 +61,17 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
 
 
 def unknown_kind(values: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> Unsupported:
-    """The error for a `model_type` that nothing reads; `others` are kinds that are read besides the families of this package."""
+    """Returns the error for a `model_type` that is not implemented; `others` are implemented kinds outside this package."""
     code = " (the code that auto_map names is never run)" if values.get("auto_map") else ""
     known = ", ".join((*FAMILIES, *others))
     return Unsupported(f"{where}: model_type {values.get('model_type')!r} is not implemented{code}; implemented are {known}")
 
 
 def read_model(folder: Path, ignore: Sequence[str] = ()) -> DecoderConfig:
-    """The decoder that a folder's `config.json` describes; imports no torch. `ignore` names keys that are left out.
+    """Returns the decoder that a folder's `config.json` describes, without importing torch. Keys in `ignore` are skipped.
 
     Raises:
-        ConfigError, Unsupported: every key that is not understood, by name.
+        ConfigError, Unsupported: keys are not understood; names all of them.
     """
     values = read_config(folder)
     where = str(folder / CONFIG)
@@ -79,18 +79,18 @@ def read_model(folder: Path, ignore: Sequence[str] = ()) -> DecoderConfig:
 
 
 class CheckpointTensors:
-    """Tensors of a folder by global name. They are memory-mapped: what is not asked for is not read.
+    """Tensors of a folder by global name. Files are memory-mapped, so tensors are read only on demand.
 
     Attributes:
-        folder: where the files are.
-        names: of all tensors there; where files of one kind have two names for a tensor, the one that places have.
+        folder: folder of the files.
+        names: names of all tensors; if files have several names for a tensor, the one that places use.
     """
 
     def __init__(self, folder: Path, renamed: Callable[[str], str] = str) -> None:
-        """Opens the files. `renamed` gives a tensor's name in a file the one that places have.
+        """Opens the files. `renamed` maps a tensor's name in a file to the name that places use.
 
         Raises:
-            Unsupported: a file that is missing, damaged, or not what the index says.
+            Unsupported: a file is missing, damaged, or does not match the index.
         """
         from safetensors import safe_open
 
@@ -100,21 +100,21 @@ class CheckpointTensors:
         for file in sorted(set(self._files.values())):
             try:
                 self._open[file] = safe_open(str(folder / file), framework="pt")
-            except Exception as cause:  # the library raises its own type for damage, OSError and others besides
+            except Exception as cause:  # the library has its own error type for damage, and raises OSError and others
                 raise Unsupported(f"{folder / file} cannot be read as safetensors: {cause}") from cause
         self._check_files()
         self.names = {renamed(name): name for name in self._files}
         if len(self.names) < len(self._files):
-            raise Unsupported(f"{folder} holds tensors twice, under an older and a newer name; keep one of them")
+            raise Unsupported(f"{folder} has a tensor twice, under an older and a newer name; keep one of them")
         self._places: Mapping[str, Place] = {}
         self.tensors: Mapping[str, StoredTensor] = {}
 
     def read(self, names: Sequence[str]) -> "dict[str, Tensor]":
-        """Whole tensors by global name; those that are not stacked or turned over are mapped from the file."""
+        """Returns whole tensors by global name; those that are not stacked or transposed are memory-mapped."""
         return {name: self._places[name].join([self.whole(theirs) for theirs in self._places[name].names]) for name in names}
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> "Tensor":
-        """The box of one tensor that begins at `offset`. Of a stack only its entries' boxes are read."""
+        """Returns the box of one tensor that begins at `offset`. Of a stack, only the entries' boxes are read."""
         import torch
 
         place = self._places[name]
@@ -127,15 +127,15 @@ class CheckpointTensors:
         return torch.stack(entries) if entries else torch.empty(tuple(extent))
 
     def whole(self, theirs: str) -> "Tensor":
-        """A tensor by its name in `names`."""
+        """Returns a tensor by its name in `names`."""
         stored = self.names[theirs]
         return self._open[self._files[stored]].get_tensor(stored)
 
     def match(self, wanted: Mapping[str, Place], left: Iterable[str]) -> None:
-        """Settles where every tensor lies, once names and shapes agree exactly. `left` are names that nothing may be at.
+        """Assigns a stored tensor to every wanted one, after checking names and shapes. `left` are names of unexpected tensors.
 
         Raises:
-            Unsupported: all that is missing, left over, or of another shape or dtype than `wanted`.
+            Unsupported: tensors are missing, unexpected, or have another shape or dtype than `wanted`; names all of them.
         """
         faults = [f"{theirs}: missing" for place in wanted.values() for theirs in place.names if theirs not in self.names]
         faults += [f"{name}: unexpected for the model that {CONFIG} describes" for name in sorted(left)]
@@ -143,11 +143,11 @@ class CheckpointTensors:
             stored = {theirs: self._stored(theirs) for theirs in place.names if theirs in self.names}
             for theirs, entry in stored.items():
                 if entry.shape != place.theirs:
-                    faults.append(f"{theirs}: shape {entry.shape}, {CONFIG} means {place.theirs}")
+                    faults.append(f"{theirs}: shape {entry.shape}, but {CONFIG} requires {place.theirs}")
                 if entry.dtype not in FLOATS:
                     faults.append(f"{theirs}: dtype {entry.dtype} is not implemented")
             if len({entry.dtype for entry in stored.values()}) > 1:
-                faults.append(f"{place.names[0]} and the other experts' have different dtypes")
+                faults.append(f"{place.names[0]} and those of other experts have different dtypes")
         if faults:
             more = [f"and {len(faults) - 20} more"] if len(faults) > 20 else []
             raise Unsupported("\n  ".join([f"the tensors in {self.folder} do not fit:", *faults[:20], *more]))
@@ -155,10 +155,10 @@ class CheckpointTensors:
         self.tensors = {name: StoredTensor(place.shape, self._stored(place.names[0]).dtype) for name, place in wanted.items()}
 
     def check_tie(self, head: str, embedding: str) -> None:
-        """Compares a head that is stored although it is tied.
+        """Checks a head that is stored although it is tied.
 
         Raises:
-            Unsupported: it has other values than the embedding.
+            Unsupported: its values differ from those of the embedding.
         """
         import torch
 
@@ -167,7 +167,8 @@ class CheckpointTensors:
         table, other = self.whole(embedding), self.whole(head)
         if table.dtype != other.dtype or not torch.equal(table, other):
             raise Unsupported(
-                f"{self.folder}: tie_word_embeddings is true, but {head} differs from {embedding}; it would not be used"
+                f"{self.folder}: tie_word_embeddings is true, but {head} differs from {embedding} and would not be used; "
+                "set it to false, or remove the head"
             )
 
     def _slice(self, theirs: str) -> Any:
@@ -180,22 +181,24 @@ class CheckpointTensors:
         return StoredTensor(tuple(entry.get_shape()), DTYPES.get(dtype, dtype))
 
     def _check_files(self) -> None:
-        """Every file holds exactly what the index says."""
+        """Checks that every file contains exactly the tensors that the index lists."""
         for file, handle in self._open.items():
             listed = {name for name, place in self._files.items() if place == file}
             held = set(handle.keys())
             if listed != held:
-                raise Unsupported(f"{self.folder / file} and the index differ about {_some(listed ^ held)}")
+                raise Unsupported(
+                    f"{self.folder / file} and the index differ about {_some(listed ^ held)}; copy the folder again"
+                )
 
 
 class Folder(CheckpointTensors):
     """`Weights` of a folder with a decoder."""
 
     def __init__(self, folder: Path, ignore: Sequence[str] = ()) -> None:
-        """Opens and checks everything but the values. `ignore` names keys of `config.json` that are left out.
+        """Opens the folder and checks everything except values. Keys of `config.json` in `ignore` are skipped.
 
         Raises:
-            ConfigError, Unsupported: a key, a tensor or a file that is not understood, missing, or left over.
+            ConfigError, Unsupported: a key, tensor or file is not understood, missing, or unexpected.
         """
         values = read_config(folder)
         where = str(folder / CONFIG)
@@ -214,12 +217,12 @@ class Folder(CheckpointTensors):
             yield unused
         if left := [name for name in self.names if name.startswith(mtp)]:
             yield (
-                f"{len(left)} tensors of multi-token prediction were left out ({_some(left)}); logits do without them, and "
-                "[model.mtp] starts anew"
+                f"{len(left)} tensors of multi-token prediction were skipped ({_some(left)}); logits do not need them, and "
+                "[model.mtp] starts from new weights"
             )
 
     def _left(self, places: Mapping[str, Place], mtp: tuple[str, ...]) -> set[str]:
-        """What no place has, and may not be left out."""
+        """Returns the stored names that no place uses and that may not be skipped."""
         known = {theirs for place in places.values() for theirs in place.names}
         left = {name for name in set(self.names) - known if not name.endswith(DERIVED) and not name.startswith(mtp)}
         if self.model.tied_embeddings and HEAD in left:
@@ -229,14 +232,14 @@ class Folder(CheckpointTensors):
 
 
 def tokenizer_of(folder: Path) -> Path | None:
-    """The folder where it holds a tokenizer."""
+    """Returns the folder if it contains a tokenizer, otherwise None."""
     return folder if any((folder / name).exists() for name in TOKENIZER_FILES) else None
 
 
 def facts_in(
     folder: Path, values: Mapping[str, Any], family: str, ignore: Sequence[str] = (), notes: Iterable[str] = ()
 ) -> WeightsInfo:
-    """What a folder says apart from its weights; `values` are the keys of `config.json` that name tokens.
+    """Returns what a folder states besides its weights; `values` are the keys of `config.json` with token ids.
 
     Raises:
         Unsupported: a token is not an id.
@@ -244,7 +247,7 @@ def facts_in(
     for key in TOKENS:
         ids_of(values, key, str(folder / CONFIG))
     return WeightsInfo(
-        # null is kept: the model does not have that token. A key that is absent has the default of the family.
+        # null is kept, because it means that the model has no such token; an absent key has the default of the family.
         special_tokens={key: values[key] for key in TOKENS if key in values},
         ends=_ends(folder),
         tokenizer=tokenizer_of(folder),
@@ -255,20 +258,20 @@ def facts_in(
 
 
 def ids_of(values: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
-    """Token ids that a key names: one, a list, or none.
+    """Returns the token ids of a key: one, a list, or none.
 
     Raises:
-        Unsupported: it is something else.
+        Unsupported: the value is something else.
     """
     value = values.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(each) is not int or each < 0 for each in ids):
+    if any(type(token) is not int or token < 0 for token in ids):
         raise Unsupported(f"{where}: {key} {value!r}: expected a token id or a list of them")
     return tuple(ids)
 
 
 def _ends(folder: Path) -> tuple[int, ...]:
-    """Ids at which generation ends, as the folder's settings of generation say; empty when they do not."""
+    """Returns the ids that end generation, from the folder's generation settings; empty if these name none."""
     path = folder / GENERATION
     if not path.is_file():
         return ()
@@ -280,7 +283,7 @@ def _ends(folder: Path) -> tuple[int, ...]:
 
 
 def located(folder: Path) -> dict[str, str]:
-    """Name of every tensor -> its file."""
+    """Returns {name of every tensor: its file}."""
     if (folder / INDEX).is_file():
         try:
             places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -289,14 +292,14 @@ def located(folder: Path) -> dict[str, str]:
             raise Unsupported(f"{folder / INDEX} is not an index of safetensors: {cause!r}") from cause
         if SINGLE not in files.values() and (folder / SINGLE).is_file():
             raise Unsupported(
-                f"{folder} holds weights twice: {SINGLE}, which transformers reads, and shards that {INDEX} names. "
-                f"Delete {SINGLE} if the shards are the right ones, else {INDEX} and the shards"
+                f"{folder} has weights twice: in {SINGLE}, which transformers reads, and in the shards of {INDEX}. "
+                f"Delete {SINGLE} if the shards are right, otherwise {INDEX} and the shards"
             )
         for file in sorted(set(files.values())):
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise Unsupported(f"{folder / INDEX} names {file!r}, which is not a safetensors file of this folder")
+                raise Unsupported(f"{folder / INDEX} names {file!r}, which is not a safetensors file of this folder; correct it")
             if not (folder / file).is_file():
-                raise Unsupported(f"{folder / file} is missing, but {INDEX} names it")
+                raise Unsupported(f"{folder / file} is missing, but {INDEX} names it; copy the file into the folder")
         return files
     if (folder / SINGLE).is_file():
         from safetensors import SafetensorError, safe_open
@@ -309,10 +312,10 @@ def located(folder: Path) -> dict[str, str]:
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
     if pickled:
         raise Unsupported(
-            f"{folder} holds pickled weights only ({_some(pickled)}); unpickling can run any code, so they are not read. "
-            "Convert them to safetensors with the tools of their origin"
+            f"{folder} has pickled weights only ({_some(pickled)}), which are not read, because unpickling can run any code; "
+            "convert them to safetensors with the tools of their origin"
         )
-    raise Unsupported(f"{folder} holds neither {SINGLE} nor {INDEX}")
+    raise Unsupported(f"{folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors")
 
 
 def _some(names: Any) -> str:

@@ -1,4 +1,4 @@
-"""Weights written as a folder in the Hugging Face format with a model card; the folder appears whole or not at all."""
+"""Writes weights as a folder in the Hugging Face format with a model card; the folder appears complete or not at all."""
 
 import json
 import os
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def card(weights: Weights, config: Mapping[str, Any], dtype: str, count: int, usage: str) -> str:
-    """Markdown with the metadata block that model hubs read.
+    """Returns Markdown with the metadata block that model hubs read.
 
     Args:
-        weights: what was written.
-        config: the content of `config.json`.
-        dtype: of the parameters.
+        weights: the written weights.
+        config: content of `config.json`.
+        dtype: dtype of the parameters.
         count: number of parameters.
         usage: code that opens the folder.
     """
@@ -72,7 +72,7 @@ Data, intended use, limits and license: to be stated by the publisher of the mod
 
 
 def usage_of(loader: str) -> str:
-    """Code that opens a folder by a class of transformers."""
+    """Returns code that opens a folder with a class of transformers."""
     return f"""from transformers import {loader}
 
 model = {loader}.from_pretrained("path/of/this/folder")
@@ -84,7 +84,7 @@ def _task(model: DecoderConfig) -> str:
 
 
 def _left_out(model: DecoderConfig) -> dict[str, str]:
-    """What the model has that this format does not hold."""
+    """Returns parts of the model that this format cannot hold."""
     if model.mtp is None:
         return {}
     return {"Left out": f"{model.mtp.depth} MTP modules, which do not change logits"}
@@ -94,13 +94,13 @@ ITEM = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def chosen(decoder: DecoderConfig, wanted: str | None, preferred: str = "") -> Family:
-    """The family that says all that `decoder` is: the wanted one, else the preferred one where it does, else the first.
+    """Returns the family that fully describes `decoder`: the wanted one, otherwise the preferred one if it does, or the first.
 
     Raises:
-        Unsupported: none does; names per family what it cannot say.
+        Unsupported: no family does; names for each what it cannot describe.
     """
     if wanted is not None and wanted not in FAMILIES:
-        raise Unsupported(f"family {wanted!r} is not known; known: {', '.join(FAMILIES)}")
+        raise Unsupported(f"family {wanted!r} is not known; known families: {', '.join(FAMILIES)}")
     order = [wanted] if wanted is not None else [*([preferred] if preferred in FAMILIES else []), *FAMILIES]
     reasons = []
     for name in dict.fromkeys(order):
@@ -113,19 +113,19 @@ def chosen(decoder: DecoderConfig, wanted: str | None, preferred: str = "") -> F
 def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path | None, max_shard_bytes: int) -> None:
     """Writes weights, configuration, generation settings, tokenizer and a model card.
 
-    MTP modules are left out, which the card says: logits do without them.
+    MTP modules, which logits do not need, are left out; the card says so.
 
     Args:
-        path: of the new folder; an empty one may exist.
-        weights: what is written, in the dtypes that it has.
-        family: `model_type`; by default where the weights came from, else the first that fits.
-        tokenizer: folder whose tokenizer files are copied; by default the one of `weights`.
-        max_shard_bytes: of one file of tensors; a single larger tensor has a separate file.
+        path: path of the new folder; an empty folder may exist.
+        weights: the weights to write, in their dtypes.
+        family: `model_type`; by default that of the weights' origin, otherwise the first that fits.
+        tokenizer: folder whose tokenizer files are copied; by default that of `weights`.
+        max_shard_bytes: maximum size of a file of tensors; a larger tensor has its own file.
 
     Raises:
-        Unsupported: no family can describe the model, or `path` is not empty.
+        Unsupported: no family describes the model, or `path` is not empty.
     """
-    if type(weights.model) is not DecoderConfig:  # one that is built on it has parts that no family describes
+    if type(weights.model) is not DecoderConfig:  # a subclass has parts that no family describes
         raise Unsupported(f"a {type(weights.model).__name__} cannot be written as a decoder in the Hugging Face format")
     chosen_family = chosen(weights.model, family, weights.facts.family)
     config = config_of(chosen_family, weights.model)
@@ -146,29 +146,29 @@ def write_folder(
     texts: Callable[[Path], None] | None = None,
     required: Sequence[str] = (),
 ) -> None:
-    """Writes a folder of any kind of model, whole or not at all; see `write`.
+    """Writes a folder of any kind of model, complete or not at all; see `write`.
 
     Args:
-        path: of the new folder.
-        weights: what is written.
-        places: where each tensor goes; what they leave of a larger tensor is 0.
-        config: the keys of `config.json` that say what the model is.
-        tokenizer: folder whose tokenizer files are copied; by default the one of `weights`.
-        max_shard_bytes: of one file of tensors.
+        path: path of the new folder.
+        weights: the weights to write.
+        places: where each tensor is written; the rest of a larger tensor is 0.
+        config: keys of `config.json` that describe the model.
+        tokenizer: folder whose tokenizer files are copied; by default that of `weights`.
+        max_shard_bytes: maximum size of a file of tensors.
         usage: code that opens the folder, for the model card.
-        constants: tensors by their name there that the format asks for and the model does not have.
+        constants: tensors by their stored name that the format requires but the model does not have.
         texts: writes further files into the folder.
-        required: keys of token ids that may not be null; they are left out where they are not known.
+        required: keys of token ids that may not be null; they are left out if unknown.
 
     Raises:
-        Unsupported: `path` is not empty, `tokenizer` holds none, or a tensor has a dtype that cannot be written.
+        Unsupported: `path` is not empty, `tokenizer` contains none, or a tensor has a dtype that cannot be written.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise Unsupported(f"{path} exists and is not an empty folder; choose another")
     if tokenizer is not None and tokenizer_of(tokenizer) is None:
-        raise Unsupported(f"{tokenizer} holds no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
+        raise Unsupported(f"{tokenizer} contains no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
     if odd := sorted({weights.tensors[name].dtype for name in places} - set(FLOATS)):
-        raise Unsupported(f"tensors of dtype {', '.join(odd)} cannot be written")
+        raise Unsupported(f"tensors of dtype {', '.join(odd)} cannot be written; convert them to one of {', '.join(FLOATS)}")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
@@ -206,22 +206,24 @@ def _write_tensors(
 
 
 def _theirs(places: Mapping[str, Place], read: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
-    """A checkpoint's tensors from ours, parts of fused ones put together."""
-    found: dict[str, Tensor] = {}
+    """Returns a checkpoint's tensors from ours, with the parts of fused ones joined."""
+    joined: dict[str, Tensor] = {}
     for ours, place in places.items():
         if place.fused is None:
-            found |= place.split(read[ours])
+            joined |= place.split(read[ours])
             continue
         axis, start, _ = place.fused
-        whole = found.setdefault(place.names[0], read[ours].new_zeros(place.theirs))
+        whole = joined.setdefault(place.names[0], read[ours].new_zeros(place.theirs))
         if whole.dtype != read[ours].dtype:
-            raise Unsupported(f"{place.names[0]} is made of tensors of {whole.dtype} and {read[ours].dtype}; write one dtype")
+            raise Unsupported(
+                f"{place.names[0]} is fused from tensors of {whole.dtype} and {read[ours].dtype}; convert them to one dtype"
+            )
         whole.narrow(axis, start, place.shape[axis]).copy_(read[ours])
-    return found
+    return joined
 
 
 def _shards(weights: Weights, places: Mapping[str, Place], limit: int) -> Iterator[list[str]]:
-    """Names in the model's order, cut so that no group has more than `limit` bytes unless it is a single tensor there."""
+    """Yields names in the model's order, in groups of at most `limit` bytes, except for single larger tensors."""
     whole: dict[str, list[str]] = {}
     for name, place in places.items():
         whole.setdefault(place.names[0], []).append(name)
@@ -272,35 +274,35 @@ def _write_texts(
 
 
 def special_tokens(weights: Weights, model_type: str, tokenizer: Path | None) -> dict[str, Any]:
-    """Ids of special tokens: those that travel with the weights, else those that the tokenizer's folder names.
+    """Returns ids of special tokens: those stored with the weights, otherwise those that the tokenizer's folder names.
 
-    What is not known is null. Left out, a key has the default of transformers for the family: a `pad_token_id` that the
-    vocabulary does not have, or a token whose embedding is not trained. So only a key that a folder of this family left out is.
+    Unknown ids are null. An absent key would have the default of transformers for the family: a `pad_token_id` outside the
+    vocabulary, or a token whose embedding is not trained. So only keys that a folder of this family left out are left out.
     """
-    found: dict[str, Any] = dict.fromkeys(TOKENS)
+    ids_of_keys: dict[str, Any] = dict.fromkeys(TOKENS)
     if known := dict(weights.facts.special_tokens):
-        return known if weights.facts.family == model_type else found | known
+        return known if weights.facts.family == model_type else ids_of_keys | known
     if tokenizer is None:
-        return found
+        return ids_of_keys
     settings, ids = tokenizer / "tokenizer_config.json", _added(tokenizer)
     if not settings.is_file():
-        return found
+        return ids_of_keys
     named = json.loads(settings.read_text(encoding="utf-8"))
     for key in ("bos_token", "eos_token", "pad_token"):
         token = named.get(key)
         text = token.get("content") if isinstance(token, dict) else token
         if text in ids:
-            found[f"{key}_id"] = ids[text]
-    return found
+            ids_of_keys[f"{key}_id"] = ids[text]
+    return ids_of_keys
 
 
 def added_token(tokenizer: Path, number: int | None) -> str | None:
-    """The text that a tokenizer's folder always takes for this token; None where it is a part of words, or not known."""
+    """Returns the text that a tokenizer always encodes as this token; None if it is part of words, or unknown."""
     return next((text for text, each in _added(tokenizer).items() if each == number), None)
 
 
 def _added(tokenizer: Path) -> dict[str, int]:
-    """Ids of the tokens that a tokenizer has besides those of its model, by their text."""
+    """Returns the ids of the tokens that a tokenizer has besides those of its model, by text."""
     content = tokenizer / "tokenizer.json"
     if not content.is_file():
         return {}
@@ -308,5 +310,5 @@ def _added(tokenizer: Path) -> dict[str, int]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON as people read it."""
+    """Writes indented JSON."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

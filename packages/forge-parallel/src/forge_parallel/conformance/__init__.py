@@ -1,1 +1,1 @@
-"""Checks of the parts that this distribution has the protocols of (`forge_core.conformance`); importing them needs no torch."""
+"""Conformance checks (`forge_core.conformance`) for parts whose protocols belong to this distribution; imported without torch."""

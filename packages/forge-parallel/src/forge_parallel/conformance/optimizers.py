@@ -1,4 +1,4 @@
-"""What every optimizer has to do: keep every bit of a skipped step, go on after a resume, and treat parts as it claims."""
+"""Checks for every optimizer: a skipped step keeps every bit, a resume continues exactly, and sharded tensors are supported."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ SHAPES: "dict[str, tuple[tuple[int, ...], Group]]" = {
     "experts.weight": ((3, 5, 4), "matrix"),
     "choice.weight": ((3, 4), "router"),
 }
-"""(shape, group) of the parameters that are tried; what has three dimensions stacks matrices."""
+"""(shape, group) of the test parameters; those with three dimensions are stacked matrices."""
 
 CUTS = ((0, 5, 5, 9, 12), (0, 2, 4, 4, 9), (0, 3, 3, 7, 7), (0, 1, 1, 2, 3), (0, 0, 1, 3, 3))
-"""Where each is cut for four ranks along its first dimension; some ranks have nothing."""
+"""Boundaries at which each parameter's first dimension is split for four ranks; some ranks get nothing."""
 
 TOLERANCE = 1e-12
-"""In fp64, relative to the largest element: torch's fused kernels round the end of a vector in another way than its middle."""
+"""In fp64, relative to the largest element; torch's fused kernels round the end of a vector differently than its middle."""
 
 STEPS = 4
 
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters as an optimizer is given them."""
+    """A model with only the test parameters."""
 
     tensors: "Mapping[str, Tensor]"
 
@@ -58,7 +58,7 @@ class Held:
 
 
 def check_skip(component: Any) -> None:
-    """Where `skip` is 1 no bit of weights and state changes, even if gradients are not finite; where it is 0 weights do."""
+    """If `skip` is 1, no bit of weights and state changes, even if gradients are not finite; if it is 0, weights change."""
     import torch
 
     held, optimizer = _made(component, _drawn(0))
@@ -76,7 +76,7 @@ def check_skip(component: Any) -> None:
 
 
 def check_zero_grad(component: Any) -> None:
-    """No gradient is left for the next step to be added to."""
+    """`zero_grad` leaves no gradient to which the next step would add."""
     held, optimizer = _made(component, _drawn(0))
     _step(held, optimizer, _drawn(1), 0)
     left = [name for name, tensor in held.items() if tensor.grad is not None and bool(tensor.grad.any())]
@@ -84,7 +84,7 @@ def check_zero_grad(component: Any) -> None:
 
 
 def check_decay(component: Any) -> None:
-    """Tables, norms and biases are not decayed: without a gradient they stay, however large the weight decay is."""
+    """Embeddings, norms and biases are not decayed: without a gradient they do not change, whatever the weight decay is."""
     import torch
 
     start = _drawn(0)
@@ -100,7 +100,7 @@ def check_decay(component: Any) -> None:
 
 
 def check_factor(component: Any) -> None:
-    """`set_factor` multiplies the peak rate: with 0 nothing moves, and it does not multiply what an earlier call has set."""
+    """`set_factor` multiplies the peak rate: with 0 nothing changes, and the factor of an earlier call does not matter."""
     import torch
 
     made = [_made(component, _drawn(0)) for _ in range(3)]
@@ -117,7 +117,7 @@ def check_factor(component: Any) -> None:
 
 
 def check_resume(component: Any) -> None:
-    """Weights and `state()` are all that there is: an optimizer that is given both goes on bit for bit."""
+    """Weights and `state()` are complete: an optimizer that is restored from both continues bit for bit."""
     import torch
 
     held, optimizer = _made(component, _drawn(0))
@@ -136,7 +136,7 @@ def check_resume(component: Any) -> None:
 
 
 def check_parts(component: Any) -> None:
-    """A claim of `elementwise` or `blocks` is true: whole tensors, and rows on four ranks, are the same after each step."""
+    """An optimizer that declares `elementwise` or `blocks` updates whole tensors, and their rows on four ranks, equally."""
     claim = getattr(component, "shards", None)
     if claim not in ("elementwise", "blocks"):
         return
@@ -195,7 +195,7 @@ def _state(optimizer: Optimizer) -> "dict[str, Tensor]":
 
 
 def _bits(tensor: "Tensor") -> "Tensor":
-    """So that -0 is not 0, and NaN is itself."""
+    """Returns the bits of a tensor, so that -0 differs from 0 and NaN equals itself."""
     import torch
 
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What every order of pipeline work has to do: all of the work, each piece once and on its rank, without waiting forever."""
+"""Checks for every pipeline schedule: it does all of the work, each action once and on its rank, without a deadlock."""
 
 from collections import Counter
 from typing import Any
@@ -10,7 +10,7 @@ MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12)
 
 
 def check_order(component: Any) -> None:
-    """Every stage runs each micro-batch forward once and backward once, whole or in both halves, on the stage's rank."""
+    """Every stage runs one forward and one backward per micro-batch, the backward whole or in two halves, on the stage's rank."""
     from forge_parallel.pipeline.schedules import placement
 
     for schedule, ranks, count in _accepted(component):
@@ -34,7 +34,7 @@ def check_order(component: Any) -> None:
 
 
 def check_ends(component: Any) -> None:
-    """No two ranks wait for each other, and more micro-batches than ranks leave no rank idle for most of the time."""
+    """The schedule does not deadlock, and its bubble is not larger than GPipe's."""
     from forge_parallel.pipeline.schedules import placement
     from forge_parallel.pipeline.simulate import simulate
 
@@ -45,7 +45,7 @@ def check_ends(component: Any) -> None:
 
 
 def check_refusals(component: Any) -> None:
-    """`refusal` says yes to a multiple of the stages, and no to no micro-batch at all."""
+    """`refusal` accepts one micro-batch per stage, and refuses zero micro-batches."""
     schedule = component.build()
     for ranks in RANKS:
         count = ranks * schedule.stages_per_rank

@@ -1,11 +1,11 @@
-"""What every strategy has to say of itself: its place in a plan, the axes that it claims, and what of its options is proven."""
+"""Checks for every transform: its place in a plan, the axes that it claims, and the declarations of its options."""
 
 import typing
 from typing import Any
 
 
 def check_place(component: Any) -> None:
-    """`name`, `phase`, `axes`, `needs` and `plane` have values that a plan and the table of proofs understand."""
+    """`name`, `phase`, `axes`, `needs` and `plane` have valid values."""
     from forge_core.features import Plane
     from forge_core.layout import SIZES
     from forge_parallel.model.plan import Order
@@ -22,7 +22,7 @@ def check_place(component: Any) -> None:
 
 
 def check_options(component: Any) -> None:
-    """Every option says of all its values whether it has to be proven (Feature) or why not (Neutral)."""
+    """Every option declares for all its values whether they must be proven (Feature) or why not (Neutral)."""
     from forge_core.features import undeclared
 
     silent = [f"{name} ({', '.join(map(repr, values))})" if values else name for name, values in undeclared(type(component))]

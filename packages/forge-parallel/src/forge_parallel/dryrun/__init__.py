@@ -1,1 +1,1 @@
-"""What a layout costs, found without any of its ranks: real code on tensors that have no memory, in a world that is not there."""
+"""Estimates the memory and traffic of a layout without its ranks: runs the real code on fake tensors in a simulated world."""

@@ -1,9 +1,9 @@
-"""One rank's step in a fake world: the real model, transforms, step and optimizer, on tensors without memory.
+"""Runs one rank's step in a fake world: the real model, transforms, step and optimizer, on fake tensors.
 
-So bytes of parameters, gradients, optimizer state and collectives are those of a real run, exactly. What activations and
-temporaries take is read from the same step: exact for the tensors that operators of a CPU ask for, hence an estimate for
-other devices, whose kernels may keep more or less; attention of a GPU is told (`dryrun.accelerators`). Blocks are taken
-uncompiled: a compiler keeps at most as much. Experts have an even load (`dryrun.balanced_routing`).
+So bytes of parameters, gradients, optimizer state and collectives are exactly those of a real run. Memory of activations and
+temporaries is read from the same step: exact for tensors that CPU operators allocate, hence an estimate for other devices, whose
+kernels may save more or less; for GPUs, attention is replaced (`dryrun.fake_world`). Blocks are not compiled, since a compiler
+saves at most as much. Experts have equal loads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,19 +43,19 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Workload:
-    """What every rank does in a step.
+    """The work of every rank in a step.
 
     Attributes:
-        build: the model, as `Blueprint.of` takes it.
-        objective: what is minimized.
+        build: builds the model, see `Blueprint.of`.
+        objective: the loss to minimize.
         optimizer: builds the optimizer of a model.
-        rows: sequences of a micro-batch.
-        length: tokens of a sequence.
+        rows: sequences per micro-batch.
+        length: tokens per sequence.
         micro_batches: per step and rank.
-        compute: `bf16`, `fp32` or `fp64`: format of forward and backward.
-        state: format of parameters, gradients and optimizer state.
-        documents: rows hold several documents. A CPU's attention then keeps a mask of length x length, an accelerator's does not.
-        settings: of parameters, frozen ones among them.
+        compute: dtype of forward and backward: `bf16`, `fp32` or `fp64`.
+        state: dtype of parameters, gradients and optimizer state.
+        documents: whether rows contain several documents. On a CPU, attention then saves a mask of length x length.
+        settings: settings of parameters, frozen ones included.
     """
 
     build: Callable[[], nn.Module]
@@ -70,12 +70,12 @@ class Workload:
     settings: Settings = NO_SETTINGS
 
     def shortened(self, layout: Layout) -> "Workload":
-        """The same with rows as short as ranks can share them; float8 products take tokens in sixteens."""
+        """Returns the workload with the shortest rows that ranks can split; float8 products need multiples of 16 tokens."""
         least = FLOAT8_MULTIPLE * layout.cp * layout.tp
         return replace(self, length=least) if self.length % least == 0 else self
 
     def batch(self, device: torch.device = CPU) -> Batch:
-        """A micro-batch of zeros; which tokens they are changes no size."""
+        """Returns a micro-batch of zeros; token values do not change any size."""
         shape = (self.rows, self.length)
         words = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2)]
         places = [torch.zeros(shape, dtype=torch.int32, device=device) if self.documents else None for _ in range(2)]
@@ -84,21 +84,21 @@ class Workload:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank.
+    """Memory and traffic of one rank, in bytes.
 
     Attributes:
-        rank: whose they are.
+        rank: the rank.
         at: its coordinate on every axis.
-        elements: parameters' elements that it holds.
-        parameters, gradients, optimizer, buffers: as they lie in memory between steps, padding of uneven shards included.
-        activations: what one micro-batch keeps from its forward for its backward, loss head excepted.
-        head: what the loss head keeps for its backward.
-        head_work: what it holds at most while it runs.
-        gathered: the largest all-gather: a sharded unit that is whole for a while.
+        elements: number of parameter elements that it holds.
+        parameters, gradients, optimizer, buffers: memory between steps, including the padding of uneven shards.
+        activations: saved by the forward of one micro-batch for its backward, without the loss head.
+        head: saved by the loss head for its backward.
+        head_work: maximum memory of the loss head while it runs.
+        gathered: the largest all-gather, of a sharded unit that is temporarily whole.
         reduced: the largest reduce-scatter.
-        peak: by class, at the moment of a step when they are most in all.
-        flows: what a step exchanges.
-        bounds: what it must exchange at least, for the axes for which a closed form is known.
+        peak: memory by class at the moment of a step when the total is largest.
+        flows: traffic of a step.
+        bounds: lower bounds of the traffic, for axes with a known closed form.
     """
 
     rank: int
@@ -121,20 +121,20 @@ class Estimate:
 def dry_run(
     workload: Workload, plan: Plan, rank: int = 0, *, accelerator: Accelerator | None = None, device: torch.device = CPU
 ) -> Estimate:
-    """What `rank` holds and exchanges in a step, without the other ranks and without memory for any tensor.
+    """Returns what `rank` holds and exchanges in a step, without other ranks and without memory for tensors.
 
-    A step of at most two micro-batches is counted (in a pipeline two, of as few as its schedule takes and of twice as many);
-    each further micro-batch exchanges what one of these did.
+    Runs a step of at most two micro-batches (in a pipeline two steps, with the fewest micro-batches that the schedule supports
+    and with twice as many); each further micro-batch adds the traffic of one of these.
 
     Args:
-        workload: what every rank does.
-        plan: how it is laid out.
-        rank: which one is asked.
-        accelerator: whose attention is taken; None = that of `device`.
-        device: where tensors pretend to be. "cuda" needs a torch that has devices of that kind; `accelerator` does not.
+        workload: the work of every rank.
+        plan: the parallel plan.
+        rank: the rank to estimate.
+        accelerator: whose attention kernels to assume; None: those of `device`.
+        device: device of the fake tensors. "cuda" needs a torch with such devices; `accelerator` does not.
 
     Raises:
-        ForgeError: what a real run would refuse; or this process belongs to a process group.
+        ForgeError: an error of a real run; or this process belongs to a process group.
     """
     return dry_runs(workload, plan, (rank,), accelerator=accelerator, device=device)[0]
 
@@ -147,14 +147,14 @@ def dry_runs(
     accelerator: Accelerator | None = None,
     device: torch.device = CPU,
 ) -> list[Estimate]:
-    """`dry_run` of several ranks, one after the other."""
+    """Runs `dry_run` for several ranks, one after the other."""
     if workload.micro_batches < 1:
         raise PlanError(f"a step needs at least one micro-batch, got {workload.micro_batches}")
     run = partial(_run, accelerator=accelerator, device=device)
     done: dict[int, Estimate] = {}
     metrics: tuple[str, ...] = ()
     if plan.pipeline is not None:
-        # Ranks of other stages are told the names of the objective's metrics by the last one, so that is asked first.
+        # Ranks of other stages need the names of the objective's metrics from the last stage, so that stage runs first.
         layout = plan.layout
         last, stride = plan.pipeline.placement(layout.pp)[-1], layout.world // layout.pp
         scoring = next((rank for rank in ranks if rank // stride == last), last * stride)
@@ -167,7 +167,7 @@ def dry_runs(
 
 
 def _fewest(plan: Plan) -> int:
-    """The least number of micro-batches of which a step can be made, and one twice as long, too."""
+    """Returns the smallest number of micro-batches that a step supports, if it also supports twice as many."""
     if plan.pipeline is None:
         return 1
     schedule, stages = plan.pipeline.schedule, plan.layout.pp
@@ -178,7 +178,7 @@ def _fewest(plan: Plan) -> int:
 def _run(
     workload: Workload, plan: Plan, rank: int, metrics: Sequence[str], *, accelerator: Accelerator | None, device: torch.device
 ) -> tuple[Estimate, tuple[str, ...]]:
-    """The estimate of one rank, and the names of the metrics that it saw computed."""
+    """Returns the estimate of one rank and the names of the metrics that it computed."""
     kept = [transform for transform in plan.transforms if transform.phase != Order.COMPILE]
     told = [] if accelerator is None else [FusedAttention()]
     with fake_world(plan.layout.world, rank), ExitStack() as stack:
@@ -192,18 +192,18 @@ def _run(
 
 
 def _experts(stacked: nn.Module) -> int:
-    """How many there are over all ranks."""
+    """Returns the number of experts over all ranks."""
     return next(len(parameter) for parameter in stacked.parameters())
 
 
 def _nothing(_: ParallelModel) -> None:
-    """Stands for initial weights."""
+    """Replaces the initialization of weights; does nothing."""
 
 
 @dataclass
 class _Notes:
-    """What one step wrote down: its traffic, also that before each micro-batch; its ledger, and the spans of it that were
-    forwards of a part, and heads."""
+    """Records of one step: its traffic, also before each micro-batch, its ledger, and the spans of the ledger in which forwards
+    of a part and loss heads ran."""
 
     traffic: Traffic
     ledger: Ledger = field(default_factory=Ledger)
@@ -215,9 +215,9 @@ class _Notes:
 
 @dataclass(frozen=True)
 class _Watch(Transform):
-    """Stands last in the plan: from here on no tensor gets memory. Tells the ledger what begins and ends.
+    """The last transform of the plan, after which tensors are fake. Marks in the ledger where forwards and heads begin and end.
 
-    `separate` says that micro-batches follow each other, so what lives between two of them belongs to the step.
+    `separate` says that micro-batches run one after the other, so memory that lives between two of them belongs to the step.
     """
 
     stack: ExitStack
@@ -229,8 +229,8 @@ class _Watch(Transform):
     axes: frozenset[str] = frozenset()
 
     def apply(self, part: nn.Module, context: Context) -> nn.Module:
-        if detect_fake_mode() is None:  # another part of a pipeline was here before
-            # All transforms that make a mesh came before: meshes are made of real integers.
+        if detect_fake_mode() is None:  # otherwise another part of the pipeline has entered it
+            # Transforms that build meshes have run: meshes need real integers.
             self.stack.enter_context(Weightless())
         for path in stacks(context.specs):
             layer: Any = part.get_submodule(path.rpartition(".")[0])
@@ -249,7 +249,7 @@ class _Watch(Transform):
 
     def _begins(self, cast: str) -> None:
         notes = self.steps[-1]
-        if self.separate:  # what lives when a forward begins was made from parameters
+        if self.separate:  # memory that lives when a forward begins was derived from parameters
             notes.ledger.name_rest(cast)
         notes.begun.append(notes.ledger.here())
 
@@ -258,13 +258,13 @@ class _Watch(Transform):
         notes.forwards.append((notes.begun.pop(), notes.ledger.here()))
 
     def agreed(self, names: list[str]) -> list[str]:
-        """Names of a step's metrics, as the last stage would tell them; this rank's own are `names`."""
+        """Returns the names of a step's metrics as the last stage would send them; `names` are this rank's own."""
         if names:
             self.metrics[:] = names
         return self.metrics
 
     def listening(self, objective: Objective) -> Objective:
-        """The objective, with notes of where it begins and ends."""
+        """Returns the objective, with records of where it begins and ends."""
 
         def noted(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerms:
             notes = self.steps[-1]
@@ -278,7 +278,7 @@ class _Watch(Transform):
 
 @dataclass(frozen=True)
 class _Counted:
-    """One step of some micro-batches: bytes of its gradients, its flows and largest calls, its notes."""
+    """One step with some micro-batches: bytes of its gradients, its flows, its largest calls, and its records."""
 
     micro_batches: int
     gradients: int
@@ -295,7 +295,7 @@ def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estima
     getattr(optimizer, "shorten", lambda: None)()
     step = Step(model, watch.listening(workload.objective), watch.agreed)
     sizes = (wanted,) if wanted <= 2 * fewest else (fewest, 2 * fewest) if stages > 1 else (2,)
-    # The first step of a run does more than the others: stages meet, and layouts of operators are worked out.
+    # The first step of a run does more than others: stages connect, and operators' layouts are computed.
     first = workload if stages > 1 else workload.shortened(model.topology.layout)
     for size in sizes if stages > 1 else (1,):
         _step(first, step, optimizer, watch, size)
@@ -307,7 +307,7 @@ def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estima
     elif wanted > sizes[-1]:
         flows = _continued(flows, counted[0].flows, flows, added=fewest, further=wanted - 2 * fewest)
         peak = _linear(counted[0].notes.ledger.peak(), peak, sizes, wanted)
-    # A forward of the last part scores once for the next token, and once for each MTP module.
+    # A forward of the last part computes the loss once for the next token, and once for each MTP module.
     scored = last.notes.heads[: 1 + model.specs.mtp_depth]
     heads = [ledger.growth(*span) for span in scored]
     work = [ledger.rise(*span) for span in scored]
@@ -364,7 +364,7 @@ def _counted(workload: Workload, step: Step, optimizer: Optimizer, watch: _Watch
 def _continued(
     flows: Sequence[Flow], before: Sequence[Flow], after: Sequence[Flow], *, added: int, further: int
 ) -> tuple[Flow, ...]:
-    """`flows` with `further` micro-batches more, when `added` ones brought what was counted from `before` to `after`."""
+    """Adds `further` micro-batches to `flows`, given that `added` micro-batches changed the flows from `before` to `after`."""
     fewer, more = ({(flow.axis, flow.kind): flow for flow in counted} for counted in (before, after))
     continued = []
     for flow in flows:
@@ -372,13 +372,15 @@ def _continued(
         growth = (more[key] if key in more else flow * 0) + (fewer[key] * -1 if key in fewer else flow * 0)
         numbers = (growth.count, growth.payload, growth.wire)
         if any(number * further % added for number in numbers):
-            raise PlanError(f"{flow.kind} over {flow.axis} does not grow by whole calls from micro-batch to micro-batch")
+            raise PlanError(
+                f"{flow.kind} over {flow.axis} does not grow by whole calls per micro-batch, so it cannot be estimated"
+            )
         count, payload, wire = (number * further // added for number in numbers)
         continued.append(flow + Flow(flow.axis, flow.kind, count, payload, wire))
     return tuple(continued)
 
 
 def _linear(fewer: Mapping[str, int], more: Mapping[str, int], sizes: Sequence[int], wanted: int) -> dict[str, int]:
-    """A pipeline that keeps every micro-batch grows by the same bytes with each; one that keeps some does not grow."""
+    """Extrapolates the peak: a pipeline that saves every micro-batch grows by equal bytes with each, others do not grow."""
     further = (wanted - sizes[1]) / (sizes[1] - sizes[0])
     return {kind: size + int(further * (size - fewer.get(kind, 0))) for kind, size in more.items()}

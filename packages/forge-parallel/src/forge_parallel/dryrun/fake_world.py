@@ -1,6 +1,6 @@
-"""A world of any size in one process: collectives return at once and move nothing, and tensors have no memory.
+"""Simulates a world of any size in one process: collectives return at once and move nothing, and tensors are fake.
 
-Routing of experts is balanced, and attention kernels of GPUs have stand-ins.
+Expert loads are equal, and GPU attention kernels are replaced by operators with the same outputs.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,37 +36,36 @@ aten = torch.ops.aten
 ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 ASKED = (torch.bool, torch.int32)
 SMALL = 4096
-"""Elements up to which whole numbers stay what they are."""
+"""Maximum number of elements of integer tensors that keep their values."""
 
 
 @contextmanager
 def fake_world(size: int, rank: int) -> Iterator[None]:
-    """Inside, this process is `rank` of `size`. A world of one has no process group, as in a real run.
+    """Context in which this process is `rank` of `size`. A world of one has no process group, as in a real run.
 
     Raises:
-        LayoutError: this process belongs to a real world.
+        LayoutError: this process belongs to a real process group.
     """
     if dist.is_initialized():
-        raise LayoutError("this process belongs to a process group, and a dry run needs a separate process; start it in one")
+        raise LayoutError("this process belongs to a process group; start the dry run in a process of its own")
     if size == 1:
         yield
         return
-    store = fake_store()  # which registers the backend
+    store = fake_store()  # registers the backend
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        # DTensor's caches hold meshes, and meshes hold names of groups, which mean other ranks in the next world.
+        # DTensor's caches hold meshes with names of groups, which have other ranks in the next world.
         forget_meshes()
 
 
 class Weightless(FakeTensorMode):
-    """Inside, tensors have shapes and no memory, except for a few whole numbers that code reads to find its way.
+    """Context with fake tensors, which have shapes but no memory, except for small integer tensors on which control flow depends.
 
-    Such numbers are micro-batches' indices, and what ranks tell each other about shapes: a rank hears what it would say
-    itself. Where code asks a tensor without memory a question, such as whether any key is seen or every stage agrees, the
-    answer is yes.
+    These are indices of micro-batches, and shapes that ranks exchange: a rank receives what it would send itself. If code reads a
+    value of a fake tensor, such as whether any key is visible or all stages agree, the value is true.
     """
 
     def __init__(self) -> None:
@@ -81,17 +80,17 @@ class Weightless(FakeTensorMode):
             if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
                 return super().__torch_dispatch__(aten.new_empty.default, types, (args[0], _grouped(*args, **(kwargs or {}))))
             return super().__torch_dispatch__(func, types, args, kwargs)
-        given = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, torch.Tensor)]
+        options = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
         if tensors and all(_counts(tensor) for tensor in tensors):
-            return aten.clone(args[0]) if func is aten.empty_like.default else func(*args, **given)
-        if func in ARANGE and all(isinstance(bound, int) and abs(bound) <= SMALL for bound in args) and _integral(given):
-            return func(*args, **given)
+            return aten.clone(args[0]) if func is aten.empty_like.default else func(*args, **options)
+        if func in ARANGE and all(isinstance(bound, int) and abs(bound) <= SMALL for bound in args) and _integral(options):
+            return func(*args, **options)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _grouped(rows: torch.Tensor, others: torch.Tensor, offs: torch.Tensor, **_: Any) -> list[int]:
-    """The shape of a product of groups, of which torch knows without memory that of bf16 only."""
+    """Returns the shape of a grouped product; torch computes shapes for fake tensors only in bf16."""
     if rows.dim() == others.dim() == 2:
         return [len(offs), rows.shape[0], others.shape[1]]
     return [rows.shape[-2], others.shape[-1]]
@@ -108,17 +107,17 @@ def _integral(settings: Any) -> bool:
 
 
 def chance(experts: int, count: int, top_k: int) -> float:
-    """That one of `top_k` of `experts` is among `count` certain ones."""
+    """Returns the probability that one of `top_k` of `experts` experts is among `count` given ones."""
     return 1 - comb(experts - count, top_k) / comb(experts, top_k)
 
 
 def evenly(dispatcher: ExpertDispatcher, experts: int) -> ExpertDispatcher:
-    """The dispatcher of a layer of `experts`, as it works under an even load."""
+    """Returns the dispatcher of a layer with `experts` experts, with equal loads."""
     return _evenly(dispatcher, experts, experts, experts)
 
 
 def _evenly(dispatcher: ExpertDispatcher, experts: int, present: int, count: int) -> ExpertDispatcher:
-    """Of tokens that each have one of `present` experts, of which the dispatcher has `count`."""
+    """Returns the dispatcher for tokens that each have one of `present` experts, `count` of which belong to the dispatcher."""
     if isinstance(dispatcher, AllToAllDispatcher):
         share = count // dispatcher.ranks.size
         inner = _evenly(dispatcher.inner, experts, share, share)
@@ -130,7 +129,7 @@ def _evenly(dispatcher: ExpertDispatcher, experts: int, present: int, count: int
 
 
 def _slots(rows: int, experts: int, present: int, count: int, top_k: int) -> int:
-    """Slots of `count` experts, when `rows` tokens are all those with one of `present` experts."""
+    """Returns the slots of `count` experts, if `rows` is the number of tokens with one of `present` experts."""
     return round(rows / chance(experts, present, top_k) * top_k * count / experts)
 
 
@@ -149,7 +148,8 @@ class _EvenRoute:
 
 @dataclass(frozen=True)
 class _AsMany:
-    """Every rank brings as many tokens and slots as this one: what ranks tell each other cannot be read without memory."""
+    """Assumes that every rank has as many tokens and slots as this one, since exchanged numbers cannot be read from fake
+    tensors."""
 
     everyone: AllGatherDispatcher
 
@@ -170,7 +170,7 @@ class _AsMany:
 
 @dataclass(frozen=True)
 class _EvenLoad:
-    """The dispatcher of one process; experts are told numbers of tokens that the host can read."""
+    """Wraps the dispatcher of one process, and passes numbers of tokens that the host can read to the experts."""
 
     experts: int
     present: int
@@ -187,17 +187,17 @@ class _EvenLoad:
         overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """See `ExpertDispatcher`."""
-        kept = _slots(len(x), self.experts, self.present, count, experts.shape[1]) if slots is None else slots
+        own_slots = _slots(len(x), self.experts, self.present, count, experts.shape[1]) if slots is None else slots
 
         def run_evenly(rows: Tensor, _: Any) -> Tensor:
-            total = min(kept, len(rows))
+            total = min(own_slots, len(rows))
             return run(rows, _told([total // count + (expert < total % count) for expert in range(count)], rows.device))
 
         return self.local(x, experts, weights, run_evenly, count, slots, overlap_with)
 
 
 def _told(numbers: list[int], device: torch.device) -> Tensor:
-    """Numbers of tokens where the experts' products look for them, which the host can read: those without memory as well."""
+    """Returns numbers of tokens in the form that experts' products expect and that the host can read, also from fake tensors."""
     counts = torch.tensor(numbers, device=device)
     if device.type != "cpu":
         counts.tolist = lambda: numbers  # type: ignore[method-assign]
@@ -209,7 +209,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A GPU by the name under which it is asked for, and its memory in bytes."""
+    """A GPU: its name in options, and its memory in bytes."""
 
     name: str
     memory: int
@@ -218,25 +218,25 @@ class Accelerator:
 ACCELERATORS = MappingProxyType(
     {name: Accelerator(name, size * GIB) for name, size in {"a100": 80, "h100": 80, "h200": 141, "b200": 180}.items()}
 )
-"""As their vendor names them; the A100 is the larger one."""
+"""GPUs by their vendor's names; the A100 is the one with 80 GiB."""
 
 
 class Fused:
-    """In place of a block's own core: an operator of CUDA that tells shapes of output and log-sum-exp, and has no mask.
+    """Replaces a block's attention core by a CUDA operator that computes output and log-sum-exp, without a mask.
 
-    In fp32 without a mask, torch's fused kernels on CUDA do not take heads that share keys, and it writes the scores out.
-    In fp64 it has none at all.
+    In fp32 without a mask, torch's fused CUDA kernels do not support grouped key-value heads, so torch materializes the scores.
+    In fp64 it has no fused kernel.
     """
 
     def __init__(self, inner: AttentionCore) -> None:
         self.capped = getattr(inner, "capped", False)
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> "Causal":
-        """Whether something besides the future is hidden."""
+        """Returns whether only future positions are hidden."""
         return Causal(documents is None and (window is None or window >= length))
 
     def prepare_placed(self, queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> "Causal":
-        """A list of blocks on a GPU, of less than a byte per 128 x 128 scores."""
+        """Returns the mask of a GPU, a list of blocks with less than a byte per 128 x 128 scores."""
         return Causal(False)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: "Causal", scale: float, soft_cap: float | None = None) -> Tensor:
@@ -250,14 +250,14 @@ class Fused:
 
 @dataclass(frozen=True)
 class Causal:
-    """What `Fused` prepares: `only` says that the future alone is hidden."""
+    """Prepared by `Fused`: `only` says that nothing but future positions is hidden."""
 
     only: bool
 
 
 @dataclass(frozen=True)
 class FusedAttention(Transform):
-    """Before all others: strategies that wrap a core then wrap that of a GPU."""
+    """The first transform of the plan, so that other transforms wrap the attention core of a GPU."""
 
     name: str = "fused_attention"
     phase: int = min(Order) - 1

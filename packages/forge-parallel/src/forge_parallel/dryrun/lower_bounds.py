@@ -1,6 +1,6 @@
-"""The least that a step must exchange, in closed form, from a model's shapes and the policy that was chosen.
+"""Lower bounds of the traffic of a step, in closed form, from a model's shapes and the chosen strategies.
 
-What is counted may exceed it: uneven shards are padded, and code may send more than it needs.
+Counted traffic may exceed them: uneven shards are padded, and code may send more than necessary.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ DATA = ("dp_replicate", "dp_shard", SHARD_AND_CP)
 
 @dataclass(frozen=True)
 class Bound:
-    """Bytes that must leave every rank in a step, see `Flow.wire`."""
+    """Bytes that every rank must send in a step, see `Flow.wire`."""
 
     axis: str
     kind: str
@@ -34,34 +34,34 @@ class Bound:
 
 
 def bounds(model: ParallelModel, micro_batches: int, tokens: int, documents: bool = False) -> Iterator[Bound]:
-    """For each axis and kind of collective for which a closed form is known.
+    """Yields a bound for each axis and kind of collective with a known closed form.
 
-    None is, yet, for a pipeline, for experts, and for an attention that makes keys and values in another way than from the
-    residual stream, head by head.
+    None is known yet for pipelines, for experts, and for attention that does not compute keys and values from the residual stream
+    head by head.
 
     Args:
-        model: on one rank.
+        model: the model on one rank.
         micro_batches: per step.
-        tokens: of a micro-batch, in whole rows.
-        documents: rows hold several documents, of which ranks that share a row tell each other.
+        tokens: tokens of a micro-batch, in whole rows.
+        documents: whether rows contain several documents, whose indices ranks that share a row exchange.
     """
     layout = model.topology.layout
     if layout.pp * layout.ep > 1:
         return
-    found: list[Bound] = []
+    all_bounds: list[Bound] = []
     open_end = False
     for transform in model.plan.transforms:
         if isinstance(transform, FullyShard):
-            found += _sharded(model, transform, micro_batches)
+            all_bounds += _sharded(model, transform, micro_batches)
         elif isinstance(transform, TensorParallel):
-            found += _split(model, transform, micro_batches, tokens // layout.cp)
+            all_bounds += _split(model, transform, micro_batches, tokens // layout.cp)
         elif isinstance(transform, ContextParallel) and layout.cp > 1:
             attended = list(_attended(model, transform, micro_batches, tokens, documents))
-            found += attended
+            all_bounds += attended
             open_end = not attended
-    # Where only rows are shared, parameters and attention exchange over the same ranks, and are counted as one.
+    # If only rows are split, parameters and attention use the same ranks and are counted together.
     total = Counter[tuple[str, str]]()
-    for bound in found:
+    for bound in all_bounds:
         total[bound.axis, bound.kind] += bound.wire
     yield from (Bound(*key, wire) for key, wire in total.items() if not (open_end and key[0] == "cp"))
 
@@ -69,9 +69,9 @@ def bounds(model: ParallelModel, micro_batches: int, tokens: int, documents: boo
 def _attended(
     model: ParallelModel, context: ContextParallel, micro_batches: int, tokens: int, documents: bool
 ) -> Iterator[Bound]:
-    """Attention over n ranks that share rows: each token's keys and values have to reach every rank, and their gradients to
-    come back (`all_gather`; Llama 3, 2024), the latter as sums that grow on their way (`ring`; Liu et al., 2023); or each token's
-    heads the rank that works on them (`ulysses`; Jacobs et al., 2023), key-value heads as often as ranks need them.
+    """Yields the bounds of attention over n ranks that share rows. Each token's keys and values must reach every rank, and their
+    gradients must come back (`all_gather`; Llama 3, 2024), as partial sums in a ring (`ring`; Liu et al., 2023); or each token's
+    heads must reach the rank that computes them (`ulysses`; Jacobs et al., 2023), key-value heads each rank that needs them.
     """
     layout, specs = model.topology.layout, model.specs
     ranks, size = layout.cp, model.compute.itemsize
@@ -85,8 +85,8 @@ def _attended(
         return
     heads, kv_heads = specs.units["heads"], specs.units["kv_heads"]
     held = ceil(kv_heads / layout.tp)  # key-value heads of a tp rank
-    pair = pairs // kv_heads  # of one key-value head in all layers
-    mine = tokens // ranks  # places of this rank
+    pair = pairs // kv_heads  # width of one key-value head over all layers
+    mine = tokens // ranks  # positions of this rank
     if documents:
         yield Bound("cp", "all_gather", micro_batches * (ranks - 1) * mine * torch.int32.itemsize)
     if context.kind == "all_gather":
@@ -104,12 +104,11 @@ def _attended(
 
 
 def _split(model: ParallelModel, split: TensorParallel, micro_batches: int, tokens: int) -> Iterator[Bound]:
-    """Tensor and sequence parallelism over n ranks (Korthikanti et al., 2022).
+    """Yields the bounds of tensor and sequence parallelism over n ranks (Korthikanti et al., 2022).
 
-    The stream is gathered before each pair of cut matrices and scattered after it, in the forward and, the other way round,
-    in the backward; the table of the embedding scatters once, the head gathers once, and three numbers of each token's loss; all
-    of these again for each MTP module. Where recomputation keeps nothing, a block does its forward's
-    exchanges again, and no closed form is given.
+    The residual stream is gathered before each pair of split matrices and scattered after it in the forward, and vice versa in
+    the backward. The embedding scatters once; the head gathers once, and three numbers of each token's loss; both again for each
+    MTP module. With full recomputation, a block repeats the exchanges of its forward, and no closed form is given.
     """
     size = model.topology.layout.tp
     again = any(isinstance(transform, Recompute) and transform.policy == "full" for transform in model.plan.transforms)
@@ -118,17 +117,18 @@ def _split(model: ParallelModel, split: TensorParallel, micro_batches: int, toke
     pairs = sum(spec.dims in (("embed", "heads"), ("embed", "ffn")) for spec in model.specs.tensors.values())
     stream = tokens * model.specs.units["embed"] * model.compute.itemsize
     numbers = 3 * tokens * torch.promote_types(model.compute, torch.float32).itemsize
-    scored = 1 + model.specs.mtp_depth  # tokens that the head is called for
+    scored = 1 + model.specs.mtp_depth  # number of tokens for which the head computes a loss
     for kind, further in (("all_gather", (size - 1) * numbers), ("reduce_scatter", 0)):
         yield Bound("tp", kind, micro_batches * (2 * (pairs + scored) * _share(stream, size) + scored * further))
 
 
 def _sharded(model: ParallelModel, shard: FullyShard, micro_batches: int) -> Iterator[Bound]:
-    """Fully sharded data parallelism over n ranks, with r replicas (Rajbhandari et al., 2020; Zhao et al., 2023).
+    """Yields the bounds of fully sharded data parallelism over n ranks, with r replicas (Rajbhandari et al., 2020; Zhao et al.,
+    2023).
 
-    Per micro-batch, blocks are gathered for the forward and, when they are freed after it, again for the backward; what
-    is outside of blocks is gathered once. Gradients are scattered, and the shards summed over replicas, once a step or once
-    a micro-batch.
+    Per micro-batch, blocks are gathered for the forward and, if they are freed after it, again for the backward; parameters
+    outside blocks are gathered once. Gradients are scattered, and shards summed over replicas, once per step or once per
+    micro-batch.
     """
     layout, blocks = model.topology.layout, tuple(f"{path}." for path in model.specs.blocks)
     size = layout.dp_shard * layout.cp
@@ -154,18 +154,18 @@ def _sharded(model: ParallelModel, shard: FullyShard, micro_batches: int) -> Ite
 
 
 def _share(payload: int, size: int) -> int:
-    """(n - 1) / n of the payload."""
+    """Returns (n - 1) / n of the payload."""
     return -(-payload * (size - 1) // size)
 
 
 def _elements(tensor: torch.Tensor) -> int:
-    """Elements of the box that the data ranks share: what tensor parallelism left of the global tensor."""
+    """Returns the elements that data ranks share: those of the global tensor that tensor parallelism leaves to this rank."""
     extent = list(tensor.shape)
     if isinstance(tensor, DTensor):
         mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-        assert at is not None and mesh.mesh_dim_names is not None, "a tensor lives on the mesh of its rank"
+        assert at is not None and mesh.mesh_dim_names is not None, "this rank is not in the tensor's mesh"
         for index, (name, placement) in enumerate(zip(mesh.mesh_dim_names, tensor.placements, strict=True)):
             if name not in DATA and not isinstance(placement, Replicate):
-                dim = placement.dim  # type: ignore[attr-defined]  # every other way to hold a tensor is a cut
+                dim = placement.dim  # type: ignore[attr-defined]  # all other placements are shards
                 extent[dim] = chunk(extent[dim], mesh.size(index), at[index])[1]
     return prod(extent)

@@ -1,7 +1,6 @@
-"""Every allocation and release of a step, in order, so that afterwards its peak can be read off and explained.
+"""Records every allocation and release of a step, in order, so that the peak can be found and explained afterwards.
 
-Counted are the bytes that tensors ask for. What a kernel takes for itself, and what an allocator rounds up or cannot
-reuse, is not seen.
+Counts the bytes that tensors request, not memory that kernels allocate themselves or that an allocator rounds up or cannot reuse.
 """
 
 import weakref
@@ -19,14 +18,14 @@ from forge_parallel.placement.boxes import plain
 from forge_parallel.torch_private import TorchDispatchMode, local_part, schema, storage_key, tree_leaves
 
 WORK = "activations and work"
-"""Class of all storages that no code has classified."""
+"""Class of all storages that are not classified."""
 
 GRADIENTS = "gradients"
-"""Class of what a step leaves to the optimizer; a loss head may have made some of it in its forward."""
+"""Class of the memory that a step leaves to the optimizer; a loss head may compute some of it in its forward."""
 
 
 class Ledger(TorchDispatchMode):
-    """Inside, what operators allocate is noted under a number per storage, and so is what is freed or resized."""
+    """Context that records the storages that operators allocate, resize and free, each under a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of tensors, such as DTensor: operators on its parts come by here
+            return NotImplemented  # a tensor of tensors, such as DTensor: operators on its parts are recorded
         out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self.name("communication", _plain((args, kwargs)))
@@ -50,7 +49,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def open(self) -> Iterator["Ledger"]:
-        """Enters the ledger, and notices storages that are resized: that is how shards free what they gathered."""
+        """Enters the ledger and also records resized storages: shards free gathered parameters in this way."""
         original = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -66,42 +65,42 @@ class Ledger(TorchDispatchMode):
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
     def name(self, kind: str, tensors: Iterable[torch.Tensor], *, anew: bool = False) -> None:
-        """Says what the storages of `tensors` are; the first name stays unless it is given `anew`."""
+        """Classifies the storages of `tensors`; a storage keeps its first class unless `anew` is set."""
         for tensor in tensors:
             number = self._note(local(tensor).untyped_storage())
             if anew or number not in self._classes:
                 self._classes[number] = kind
 
     def name_rest(self, kind: str) -> None:
-        """Says what all living storages are that have no name yet."""
+        """Classifies all living storages that have no class yet."""
         for number in self._alive:
             if self._sizes[number]:
                 self._classes.setdefault(number, kind)
 
     def here(self) -> int:
-        """The present place in the order of events."""
+        """Returns the current position in the sequence of events."""
         return len(self._events)
 
     def peak(self, first: int = 0, last: int | None = None) -> dict[str, int]:
-        """Bytes by class at the moment between two places at which they are most in all."""
+        """Returns the bytes by class at the moment between two positions when the total is largest."""
         totals = list(accumulate((change for _, change in self._events), initial=0))
         last = len(self._events) if last is None else last
         return self.at(max(range(first, last + 1), key=totals.__getitem__))
 
     def at(self, place: int) -> dict[str, int]:
-        """Bytes by class at one place."""
-        held: Counter[str] = Counter()
+        """Returns the bytes by class at one position."""
+        sizes: Counter[str] = Counter()
         for number, change in self._events[:place]:
-            held[self._classes.get(number, WORK)] += change
-        return {kind: size for kind, size in held.items() if size}
+            sizes[self._classes.get(number, WORK)] += change
+        return {kind: size for kind, size in sizes.items() if size}
 
     def growth(self, first: int, last: int) -> int:
-        """Bytes of activations, work and gradients that came between two places and are still there at the second."""
+        """Returns the bytes of activations, work and gradients allocated between two positions and not freed by the second."""
         before, after = self.at(first), self.at(last)
         return sum(after.get(kind, 0) - before.get(kind, 0) for kind in (WORK, GRADIENTS))
 
     def rise(self, first: int, last: int) -> int:
-        """How far the bytes of all classes rise above those at the first place before the second."""
+        """Returns how far the total rises above that at the first position before the second."""
         return sum(self.peak(first, last).values()) - sum(self.at(first).values())
 
     def _note(self, storage: torch.UntypedStorage) -> int:
@@ -127,19 +126,19 @@ class Ledger(TorchDispatchMode):
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, with its storage."""
+    """Returns this rank's part of a tensor, with its storage."""
     return plain(local_part(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def held(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind `tensors` on this rank, each once; padding of uneven shards is part of them."""
+    """Returns the bytes of the storages of `tensors` on this rank, each storage once, including padding of uneven shards."""
     storages = {_address(part): part.untyped_storage().nbytes() for part in map(local, tensors)}
     return sum(storages.values())
 
 
 @cache
 def _allocates(func: Any) -> bool:
-    """Whether an operator returns something else than views of its arguments, or the arguments themselves."""
+    """Whether an operator returns something other than its arguments or views of them."""
     return any(result.alias_info is None for result in schema(func).returns)
 
 

@@ -1,4 +1,4 @@
-"""Every parameter of a rank as strategies left it: the classes around it, how it is placed, and its bytes; without memory."""
+"""Lists every parameter of a rank after all transforms: the classes around it, its placement and its bytes; uses fake tensors."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -27,12 +27,12 @@ class ParameterPlacement:
 
     Attributes:
         name: global name.
-        classes: of the modules around it, from the part of the model to the module that holds it.
-        shape: of the whole tensor.
-        local: shape of what the rank holds.
-        placements: per mesh axis, such as `("dp_shard: Shard(dim=0)",)`; empty where the rank holds it whole.
+        classes: classes of the modules around it, outermost first.
+        shape: global shape.
+        local: shape of the rank's part.
+        placements: one per mesh axis, such as `("dp_shard: Shard(dim=0)",)`; empty if the rank holds the whole parameter.
         dtype: such as `float32`.
-        bytes: as they lie in memory, padding of uneven shards included; 0 for a tied copy, which shares its original's.
+        bytes: memory including the padding of uneven shards; 0 for a tied copy, which shares memory with its original.
     """
 
     name: str
@@ -45,10 +45,11 @@ class ParameterPlacement:
 
 
 def parameters_of(workload: Workload, plan: Plan, rank: int = 0) -> list[ParameterPlacement]:
-    """What `rank` holds once the model is laid out. No step runs, so it takes a second where `dry_run` takes many.
+    """Returns the parameters of `rank` after all transforms. Runs no step, so it takes a second instead of many as `dry_run`
+    does.
 
     Raises:
-        ForgeError: what a real run would refuse; or this process belongs to a process group.
+        ForgeError: an error of a real run; or this process belongs to a process group.
     """
     with fake_world(plan.layout.world, rank), ExitStack() as stack:
         topology = Topology.of(plan.layout, torch.device("cpu"))
@@ -66,7 +67,7 @@ def parameters_of(workload: Workload, plan: Plan, rank: int = 0) -> list[Paramet
 
 @dataclass(frozen=True)
 class _WithoutMemory(Transform):
-    """Last in the plan: meshes are made of real integers, and from here on no tensor gets memory."""
+    """The last transform of the plan: meshes need real integers, and from here on tensors are fake."""
 
     stack: ExitStack
     name: str = "without_memory"
@@ -74,13 +75,13 @@ class _WithoutMemory(Transform):
     axes: frozenset[str] = field(default_factory=frozenset)
 
     def apply(self, part: nn.Module, context: Context) -> nn.Module:
-        if detect_fake_mode() is None:  # another part of a pipeline was here before
+        if detect_fake_mode() is None:  # otherwise another part of the pipeline has entered it
             self.stack.enter_context(Weightless())
         return part
 
 
 def _unfilled(_: ParallelModel) -> None:
-    """Stands for initial weights."""
+    """Replaces the initialization of weights; does nothing."""
 
 
 def _placed(model: ParallelModel) -> Iterable[ParameterPlacement]:
@@ -102,7 +103,7 @@ def _placed(model: ParallelModel) -> Iterable[ParameterPlacement]:
 
 
 def _around(name: str) -> list[str]:
-    """Paths of the modules around a parameter: `""`, `blocks`, `blocks.0`, ..."""
+    """Returns the paths of the modules around a parameter: `""`, `blocks`, `blocks.0`, ..."""
     steps = name.split(".")[:-1]
     return [".".join(steps[:count]) for count in range(len(steps) + 1)]
 

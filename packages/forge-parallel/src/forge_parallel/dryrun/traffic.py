@@ -1,6 +1,6 @@
-"""Bytes that ranks exchange, counted where they are exchanged: every collective operator of torch passes through here.
+"""Counts the bytes that ranks exchange, by intercepting every collective operator of torch.
 
-The count is what the code does, not what a formula says it should do: it works in real runs and in a fake world alike.
+It counts what the code does, not what a formula predicts, in real runs and in a fake world.
 """
 
 from collections.abc import Iterator, Mapping
@@ -56,7 +56,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "irecv": "receive",
     }
 )
-"""Operator of torch -> kind of exchange."""
+"""torch's operator -> kind of traffic."""
 
 SILENT = frozenset(
     {
@@ -69,31 +69,31 @@ SILENT = frozenset(
         "mesh_get_process_group",
     }
 )
-"""Operators that carry no data of ours."""
+"""Operators that transfer no data."""
 
 
 GROUPS = frozenset({"group", "group_name", "process_group"})
-"""Names under which an operator of one's own takes the ranks that it talks to; it must use one of them to be counted."""
+"""Names of arguments with which custom operators take a group of ranks; an operator without one of them is not counted."""
 
 
 EXPERTS: Mapping[str, str] = MappingProxyType(
     {f"mesh_{axis}": axis for axis in SPARSE if axis not in DENSE} | {name: name for name in ("ep.inside", "ep.across")}
 )
-"""How the groups of experts' ranks are described -> axis; their ranks may be those of another axis. The last two are nodes of
-`ep`, and their peers."""
+"""Description of a group of experts -> axis, because its ranks may equal those of another axis. The last two are the nodes of
+`ep` and the peers across nodes."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What one rank exchanges over one axis by one kind of collective.
+    """The traffic of one rank over one axis by one kind of collective.
 
     Attributes:
         axis: axes along which the ranks of the group differ, see `axis_of`.
         kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `send`, `receive`, ...
         count: number of calls.
-        payload: bytes of the whole tensors, on one rank: what is gathered, or what goes into a reduction or exchange.
-        wire: bytes that must leave this rank, and as many that must reach it, by an algorithm that wastes none: of n ranks,
-            (n - 1) / n of what is gathered or scattered, twice that for an all-reduce (Patarasuk & Yuan, 2009).
+        payload: bytes of the whole tensors on one rank: the gathered result, or the input of a reduction or exchange.
+        wire: bytes that an optimal algorithm must send from this rank, and equally many that it must receive: with n ranks
+            (n - 1) / n of a gathered or scattered tensor, twice that for an all-reduce (Patarasuk & Yuan, 2009).
     """
 
     axis: str
@@ -111,12 +111,12 @@ class Flow:
 
 
 class Traffic(TorchDispatchMode):
-    """Inside, every collective of this rank is counted, also those of backwards and of sharded parameters.
+    """Context that counts every collective of this rank, including those of backwards and of sharded parameters.
 
-    Code that is compiled while a `Traffic` is entered runs uncompiled.
+    Code that is compiled inside this context runs uncompiled.
 
     Raises:
-        ForgeError: torch has a collective operator that this class does not know.
+        ForgeError: torch has a collective operator for which there is no rule.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -128,7 +128,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of tensors, such as DTensor: operators on its parts come by here
+            return NotImplemented  # a tensor of tensors, such as DTensor: operators on its parts are counted
         if func.namespace in NAMESPACES:
             for flow in self._counted(func, args, kwargs or {}):
                 key = flow.axis, flow.kind
@@ -137,36 +137,36 @@ class Traffic(TorchDispatchMode):
         elif _takes_a_group(func):
             written = python_body(func)
             if written is None:
-                raise ForgeError(f"{func} takes a group of ranks and is not written in Python, so it cannot be counted")
-            with self:  # what is one operator to others is looked into
+                raise ForgeError(f"{func} takes a group of ranks but is not written in Python, so its traffic cannot be counted")
+            with self:  # counts the collectives inside the custom operator
                 return written(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def flows(self) -> list[Flow]:
-        """Everything so far, summed by axis and kind, sorted."""
+        """Returns all traffic so far, summed by axis and kind, sorted."""
         return [self._flows[key] for key in sorted(self._flows)]
 
     def largest(self, kind: str) -> int:
-        """Bytes of the largest payload of one call of a kind."""
+        """Returns the bytes of the largest payload of one call of a kind."""
         return max((size for (_, named), size in self._largest.items() if named == kind), default=0)
 
     def _counted(self, func: Any, args: Any, kwargs: Any) -> Iterator[Flow]:
         name = schema(func).name.partition("::")[2]
         if name in SILENT:
             return
-        given = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
-        handle = given["process_group"] if "process_group" in given else given.get("group_name")
+        arguments = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
+        handle = arguments["process_group"] if "process_group" in arguments else arguments.get("group_name")
         if handle is None or (name not in KINDS and name != "batch_p2p_ops"):
-            raise ForgeError(f"{func} exchanges data in a way that is not counted; add it to forge_parallel.dryrun.traffic.KINDS")
+            raise ForgeError(f"there is no rule to count the traffic of {func}; add it to forge_parallel.dryrun.traffic.KINDS")
         group = _group(handle)
         axis = self._axis(group)
         if name == "batch_p2p_ops":
-            for way, tensor in zip(given["op_list"], given["tensors"], strict=True):
+            for way, tensor in zip(arguments["op_list"], arguments["tensors"], strict=True):
                 yield Flow(axis, KINDS[way], 1, _bytes(tensor), _bytes(tensor))
             return
         kind = KINDS[name]
-        payload = _payload(kind, given, group.size())
-        yield Flow(axis, kind, 1, payload, _wire(kind, given, payload, group))
+        payload = _payload(kind, arguments, group.size())
+        yield Flow(axis, kind, 1, payload, _wire(kind, arguments, payload, group))
 
     def _axis(self, group: dist.ProcessGroup) -> str:
         if group.group_name not in self._axes:
@@ -182,9 +182,9 @@ def _takes_a_group(func: Any) -> bool:
 
 
 def axis_of(ranks: list[int], layout: Layout) -> str:
-    """The axes along which `ranks` differ, joined by `+`; `world` for all ranks of several axes.
+    """Returns the axes along which `ranks` differ, joined by `+`; `world` for all ranks of several axes.
 
-    Experts' axes are named where the group is none of the dense view; a group of neither view is named by its size.
+    Axes of experts are named if the group does not belong to the dense view; a group of neither view is named by its size.
     """
     if len(ranks) == 1:
         return "self"
@@ -209,7 +209,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _named(given: Mapping[str, Any], *prefixes: str) -> list[Any]:
-    """Arguments that hold tensors; split sizes begin with the same words."""
+    """Returns the arguments with tensors; names of split sizes have the same prefixes."""
     return [value for name, value in given.items() if name.startswith(prefixes) and not name.endswith("sizes")]
 
 
@@ -237,7 +237,7 @@ def _wire(kind: str, given: Mapping[str, Any], payload: int, group: dist.Process
 
 
 def _kept(given: Mapping[str, Any], payload: int, group: dist.ProcessGroup) -> int:
-    """Bytes of an all-to-all that a rank sends to itself."""
+    """Returns the bytes of an all-to-all that a rank sends to itself."""
     rank = group.rank()
     if isinstance(given.get("input_tensors"), list):
         return _bytes(given["input_tensors"][rank])

@@ -1,1 +1,1 @@
-"""Modules that do not describe themselves: what can be read off them, and how their weights come about."""
+"""Modules of other code bases, which have no specs: analyzes them, parallelizes them and computes their initial weights."""

@@ -1,4 +1,4 @@
-"""The description of a module that has none: its specs, its tensor-parallel plan and an example input, read from the module."""
+"""Describes a module without specs: derives specs, the tensor-parallel rules and an example input from the module."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,15 +19,15 @@ from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode
 from forge_parallel.transforms.tensor.rules import Role, Rules
 
 NOT_DRAWN = Init("zeros")
-"""Foreign weights come from the module itself, never from a spec."""
+"""Initial values in the specs of foreign modules; never used, because the weights come from the module."""
 
 
 def describe(module: nn.Module, blocks: Sequence[str]) -> Specs:
-    """Specs without logical dimensions: enough for sharding, recomputation, compilation and optimizer groups.
+    """Returns specs without logical dimensions, sufficient for sharding, recomputation, compilation and optimizer groups.
 
     Args:
-        module: with or without memory.
-        blocks: paths of the repeated blocks in the order of their use.
+        module: on any device, the meta device included.
+        blocks: paths of the repeated blocks in forward order.
     """
     return Specs(
         tensors={name: _spec(module, name) for name, _ in _tensors(module)},
@@ -39,7 +39,7 @@ def describe(module: nn.Module, blocks: Sequence[str]) -> Specs:
 
 
 def tied(module: nn.Module) -> dict[str, str]:
-    """Name of each repeated parameter -> the name under which it appears first."""
+    """Returns {name of each repeated parameter: the name under which it appears first}."""
     first: dict[int, str] = {}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
@@ -61,7 +61,8 @@ def _spec(module: nn.Module, name: str) -> TensorSpec:
 
 
 def _group(owner: nn.Module, dims: int, root: nn.Module) -> Group:
-    """Optimizer group: tables are embeddings, the last linear layer of the tree is the head, 1-D tensors are vectors."""
+    """Returns the optimizer group: weights of embeddings, the last linear layer as head, 1-D tensors as vectors, else
+    matrices."""
     if dims < 2:
         return "vector"
     if isinstance(owner, nn.Embedding):
@@ -71,47 +72,47 @@ def _group(owner: nn.Module, dims: int, root: nn.Module) -> Group:
 
 
 class _Operators(TorchDispatchMode):
-    """Writes down operators with names for their tensors: of a parameter, the input, or the operator that made it."""
+    """Records operators; tensors are named after the parameter, the input or the recorded operator that they come from."""
 
     def __init__(self, part: nn.Module, x: Tensor) -> None:
         super().__init__()
         self.steps: list[Any] = []
-        self._kept: list[Any] = []  # so that an id stays its tensor's own
+        self._kept: list[Any] = []  # keeps the tensors alive, so that no id is reused
         self._names: dict[int, str] = {id(p): slot for slot, p in part._parameters.items() if p is not None}
         self._names[id(x)] = "input"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator and writes it down."""
+        """Runs and records an operator."""
         with DisableTorchFunction():
             out = func(*args, **(kwargs or {}))
-        given = [self.name(leaf) for leaf in tree_iter((args, kwargs or {}))]
+        arguments = [self.name(leaf) for leaf in tree_iter((args, kwargs or {}))]
         for index, leaf in enumerate(tree_iter(out)):
             if isinstance(leaf, Tensor):
                 self._names.setdefault(id(leaf), f"{len(self.steps)}.{index}")
         self._kept.append((args, out))
-        self.steps.append((str(func), given))
+        self.steps.append((str(func), arguments))
         return out
 
     def name(self, leaf: Any) -> str:
-        """Of a tensor or another argument."""
+        """Returns the name of a tensor, or the repr of another argument."""
         return self._names.get(id(leaf), "another tensor") if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def must_be_known(path: str, part: nn.Module, role: Role, forward: Callable[..., Any], x: Tensor, replaced: bool) -> None:
-    """Refuses a layer that computes something else than its role cuts.
+    """Refuses a layer whose computation differs from the one that its role splits.
 
     Args:
-        path: of the layer.
-        part: the layer; parameters on the meta device.
-        role: what it becomes.
-        forward: its own.
-        x: its input.
-        replaced: whether `forward` is set on the instance, where it hides that of the class which the layer is given.
+        path: path of the layer.
+        part: the layer, with parameters on the meta device.
+        role: the layer's role in the plan.
+        forward: the layer's own forward.
+        x: the layer's input.
+        replaced: whether `forward` is set on the instance, where it would hide the forward of the parallel class.
 
     Raises:
-        PlanError: the operators of `forward` are not those of the known computation on the same parameters.
+        PlanError: the operators of `forward` differ from those of the known computation with the same parameters.
     """
-    # Not `part.weight`, which may be computed.
+    # Not `part.weight`, which a parametrization may compute.
     weight, bias = (part._parameters.get(slot) for slot in ("weight", "bias"))
     known: Callable[..., Tensor] = partial(F.linear, weight=weight, bias=bias)  # type: ignore[arg-type]
     what = "multiplies by its weight and adds its bias"
@@ -125,8 +126,8 @@ def must_be_known(path: str, part: nn.Module, role: Role, forward: Callable[...,
     else:
         return
     raise PlanError(
-        f"tensor: {path} ({type(part).__name__}) would be cut as a module that {what}, but it computes something else: {why}; "
-        "take it out of the plan, or move what it does beyond that into a module around it"
+        f"tensor: the plan splits {path} ({type(part).__name__}) as a layer that {what}, but it computes something else: {why}; "
+        "remove it from the plan, or move the extra computation into a module around it"
     )
 
 
@@ -137,15 +138,15 @@ def _operators(part: nn.Module, x: Tensor, compute: Callable[[Tensor], Any]) -> 
 
 
 def must_be_known_experts(path: str, part: nn.Module) -> None:
-    """Refuses experts whose forward, which asks for values and so cannot be followed, is not one of transformers.
+    """Refuses experts whose forward does not come from transformers. An experts' forward reads values, so it cannot be traced.
 
     Raises:
-        PlanError: its class, or the instance, has another forward.
+        PlanError: the class or the instance defines another forward.
     """
     if "forward" in vars(part) or type(part).forward.__module__.partition(".")[0] != "transformers":
         raise PlanError(
-            f"tensor: {path} ({type(part).__name__}) would be cut as experts of transformers, but has a forward of its own, and "
-            "what that computes with a part of the features is not known; take it out of the plan, or set tp to 1"
+            f"tensor: the plan splits {path} ({type(part).__name__}) as experts of transformers, but it has its own forward, "
+            "which may be wrong on a part of the features; remove it from the plan, or set tp to 1"
         )
 
 
@@ -159,24 +160,24 @@ STYLES: Mapping[str, Role] = {
     "replicated_with_grad_allreduce": Role.STREAM,
     "replicate": Role.STREAM,
 }
-"""Styles that are implemented, by the names that transformers uses, and what a module becomes."""
+"""Supported styles, under the names that transformers uses -> role of the module."""
 
 CUT = {Role.ENTERING: 0, Role.GATHERED: 0, Role.TABLE: 0, Role.ROW: 1}
-"""The dimension of a weight (outputs, inputs) that is cut."""
+"""Role -> the dimension of the weight (outputs, inputs) that is split."""
 
 STACKED = {"colwise": (1, 1), "packed_colwise": (2, 2), "rowwise": (2, 1)}
-"""Styles of parameters that stack the weights (outputs, inputs) of experts: the dimension that is cut, and how many matrices of
-equal size are packed into the outputs, which then count as a separate dimension."""
+"""Styles of stacked expert weights (experts, outputs, inputs) -> (dimension that is split, number of equally large matrices that
+are packed into the outputs; these become a separate dimension)."""
 
 
 def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Rules:
-    """How a plan lays out `module`, which may be on the meta device.
+    """Returns the rules by which `plan` splits `module`, which may be on the meta device.
 
-    A pattern of the module's own plan (`_tp_plan`, as transformers' models have it) may match nothing: such plans list
-    alternatives, such as dense layers and experts.
+    A pattern of the module's own plan (`_tp_plan` of transformers' models) may match no module: such plans list alternatives,
+    for example dense layers and experts.
 
     Raises:
-        PlanError: a style is not implemented, a pattern matches nothing, or a matched module is not a linear layer or table.
+        PlanError: a style is not supported, a pattern matches no module, or a matched module is not a linear layer or embedding.
     """
     roles: dict[str, Role] = {}
     summed: set[str] = set()
@@ -190,21 +191,22 @@ def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Rules:
             continue
         if style not in STYLES:
             known = ", ".join(sorted({*STYLES, *STACKED}))
-            raise PlanError(f"tensor: the plan's style {style!r} ({pattern}) is not implemented; those that are: {known}")
+            raise PlanError(f"tensor: style {style!r} of the plan's pattern {pattern!r} is not supported; use one of {known}")
         if not paths:
-            raise PlanError(f"tensor: the plan's pattern {pattern!r} ({style}) matches no module")
+            raise PlanError(f"tensor: the plan's pattern {pattern!r} ({style}) matches no module; correct or remove it")
         for path in paths:
             part, role = module.get_submodule(path), STYLES[style]
             wanted = nn.Embedding if role is Role.TABLE else nn.Linear
             if role in CUT and not isinstance(part, wanted):
-                raise PlanError(f"tensor: {style!r} is for {wanted.__name__}, and {path} is a {type(part).__name__}")
+                kind = type(part).__name__
+                raise PlanError(f"tensor: style {style!r} needs an {wanted.__name__}, but {path} is a {kind}; change the plan")
             if roles.setdefault(path, role) is not role:
-                raise PlanError(f"tensor: the plan gives {path} two styles")
+                raise PlanError(f"tensor: the plan's patterns give {path} two styles; keep one of them")
             if style == "replicated_with_grad_allreduce":
                 summed |= {f"{path}.{name}" for name, _ in part.named_parameters()}
     _sums(module, roles, stacked)
     if not stacked and not any(role in CUT for role in roles.values()):
-        raise PlanError("tensor: the plan cuts nothing; give tp_plan={pattern: style}, or set tp to 1")
+        raise PlanError("tensor: the plan splits no parameter; give tp_plan={pattern: style}, or set tp to 1")
     ties = {id(p): name for name, p in module.named_parameters()}
     cut: dict[str, int | None] = {name: stacked.get(name) for name, _ in module.named_parameters()}
     for path, role in roles.items():
@@ -215,33 +217,35 @@ def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Rules:
             name = ties[id(parameter)]
             _agree(name, cut, dim, roles, path)
             cut[name] = dim
-    for name, _ in module.named_parameters(remove_duplicate=False):  # a tied copy's module reads the parameter, too
+    for name, _ in module.named_parameters(remove_duplicate=False):  # modules with a tied copy read the parameter as well
         roles.setdefault(name.rpartition(".")[0], Role.STREAM)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         path = name.rpartition(".")[0]
         if cut[ties[id(parameter)]] is not None and roles.get(path, Role.STREAM) is Role.STREAM:
             raise PlanError(
-                f"tensor: {name} is tied to {ties[id(parameter)]}, which the plan cuts, but the plan gives it no style; "
-                "a tied table and head need 'embedding_rowwise' and 'colwise_gather_output'"
+                f"tensor: {name} is tied to {ties[id(parameter)]}, which the plan splits, but the plan has no style for {path}; "
+                "give a tied embedding and head the styles 'embedding_rowwise' and 'colwise_gather_output'"
             )
     return Rules(cut, roles, partial=frozenset(), summed=frozenset(summed), packed=packed)
 
 
 def _sums(module: nn.Module, roles: Mapping[str, Role], stacked: Mapping[str, int]) -> None:
-    """Experts' results are summed over ranks where, and only where, all of their weights are cut."""
+    """Checks that the results of experts are summed over ranks if and only if all of their weights are split."""
     if lost := sorted(name for name in stacked if roles.get(name.rpartition(".")[0]) is not Role.EXPERTS):
-        raise PlanError(f"tensor: the plan cuts {lost[0]}; give its module the style 'moe_tp_experts', which sums results")
+        raise PlanError(f"tensor: the plan splits {lost[0]}; give its module the style 'moe_tp_experts', which sums the results")
     for path in (path for path, role in roles.items() if role is Role.EXPERTS):
         names = [f"{path}.{slot}" for slot, _ in module.get_submodule(path).named_parameters()]
         if not names or not all(name in stacked for name in names):
-            raise PlanError(f"tensor: 'moe_tp_experts' sums the results of {path}, but the plan does not cut all of its weights")
+            raise PlanError(
+                f"tensor: 'moe_tp_experts' sums the results of {path}, but the plan does not split all of its weights"
+            )
 
 
 def _stacked(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int]]:
-    """Parameters that stack experts and that the plan cuts: the dimension of each, and how many matrices are packed into it.
+    """Returns, for stacked expert parameters that the plan splits, the split dimension and the number of packed matrices.
 
     Raises:
-        PlanError: they are not laid out as (experts, outputs, inputs) with packed matrices one after the other.
+        PlanError: the layout is not (experts, outputs, inputs) with packed matrices one after the other.
     """
     cut: dict[str, int] = {}
     packed: dict[str, int] = {}
@@ -257,15 +261,17 @@ def _stacked(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, int]
         biased = any(other is not None and other.dim() < 3 for other in owner._parameters.values())
         if parameter.dim() != 3 or parameter.shape[1] % matrices or turned or biased:
             raise PlanError(
-                f"tensor: {style!r} cuts stacked experts of the form (experts, outputs, inputs), without biases and with packed "
-                f"matrices one after the other; {name} is not of it; set tp to 1"
+                f"tensor: style {style!r} needs stacked experts (experts, outputs, inputs) without biases and with packed "
+                f"matrices one after the other, but {name} is laid out differently; set tp to 1"
             )
     return cut, packed
 
 
 def _agree(name: str, cut: Mapping[str, int | None], dim: int | None, roles: Mapping[str, Role], path: str) -> None:
     if cut[name] is not None and cut[name] != dim:
-        raise PlanError(f"tensor: tied parameter {name} would be cut in two ways, one of them as {roles[path].name} at {path}")
+        raise PlanError(
+            f"tensor: the plan splits the tied parameter {name} along two dimensions; one is {roles[path].name} at {path}"
+        )
 
 
 def _matches(pattern: str, path: str) -> bool:
@@ -273,19 +279,19 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 Example = Mapping[str, Any] | Tensor
-"""Keyword arguments of the module, or its only argument. Dimension 0 of its tensors counts rows."""
+"""Keyword arguments of the module, or its only argument. Dimension 0 of tensors is rows."""
 
 LENGTH = 8
 
 
 def call(module: nn.Module, example: Example) -> Any:
-    """The module's output."""
+    """Returns the module's output for `example`."""
     return module(**example) if isinstance(example, Mapping) else module(example)
 
 
 def called_hollow(module: nn.Module, example: Example, mode: AbstractContextManager[Any], *, gradients: bool = False) -> Any:
-    """The output of a module whose parameters have no memory, inside of `mode`, which has to compute. Floating-point inputs get
-    the format of its parameters: which one it will compute in is not known to it."""
+    """Returns the output of a module on the meta device, computed inside `mode`. Floating-point inputs are cast to the dtype of
+    the module's parameters, because the compute dtype is not known here."""
     dtype = next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), None)
 
     def fitted(leaf: Any) -> Any:
@@ -296,13 +302,13 @@ def called_hollow(module: nn.Module, example: Example, mode: AbstractContextMana
 
 
 def hollow(module: nn.Module) -> nn.Module:
-    """A copy whose parameters have no memory, in training."""
+    """Returns a copy in training mode with its parameters on the meta device."""
     parameters = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in module.parameters() if not p.is_meta}
     return deepcopy(module, parameters).train()  # type: ignore[arg-type]
 
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator gives: with values where all of its arguments have them."""
+    """Returns an operator's result: with values if no argument is a meta tensor, otherwise on the meta device."""
     if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_iter((args, kwargs))):
         return func(*args, **kwargs)
     args, kwargs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
@@ -310,38 +316,39 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def example_for(module: nn.Module, rows: int = 2) -> Tensor:
-    """A guess of an input: token ids (rows, 8) of an embedding, or features (rows, 8, in_features) of a linear layer; the first
-    one with which a forward without memory runs.
+    """Returns a guessed input: token ids (rows, 8) for an embedding or features (rows, 8, in_features) for a linear layer; the
+    first guess with which a forward on the meta device runs.
 
     Raises:
-        PlanError: the module has neither.
+        PlanError: the module has neither an embedding nor a linear layer.
     """
     guesses = list(_guesses(module, rows))
     if not guesses:
         raise PlanError(
-            f"parallelize: {type(module).__name__} has no embedding and no linear layer to guess its input by; {how(module)}"
+            f"parallelize: no input can be guessed, because {type(module).__name__} has no embedding and no linear layer; "
+            f"{how(module)}"
         )
     likely = next((guess for guess in guesses if not guess.is_floating_point()), guesses[0])
     return next((guess for guess in guesses if len(guesses) > 1 and _runs(module, guess)), likely)
 
 
 def how(module: nn.Module) -> str:
-    """The argument that gives the input of `module`."""
+    """Returns the advice to pass an example, with the names of the module's arguments."""
     parameters = signature(module.forward).parameters.values()
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     needed = [one.name for one in named if one.default is one.empty] or [one.name for one in named[:1]]
-    given = ", ".join(f"{name!r}: ..." for name in needed)
-    return f"give what the module is called with, parallelize(..., example={{{given}}})"
+    arguments = ", ".join(f"{name!r}: ..." for name in needed)
+    return f"pass the module's arguments as parallelize(..., example={{{arguments}}})"
 
 
 def guessed(module: nn.Module, example: Tensor) -> str:
-    """What a refusal adds where a guess of `example_for` failed."""
+    """Returns the note that an error adds if its cause may be the guess of `example_for`."""
     kind = "features" if example.is_floating_point() else "token ids"
     return f"the input was a guess, {kind} of shape {tuple(example.shape)}; {how(module)}"
 
 
 def _guesses(module: nn.Module, rows: int) -> Iterator[Tensor]:
-    """By the first module with parameters, then by the first embedding and the first linear layer."""
+    """Yields guesses for the first module with parameters, then for the first embedding and the first linear layer."""
     parts = [part for part in module.modules() if any(p is not None for p in part._parameters.values())]
     firsts = [next((part for part in parts if isinstance(part, kind)), None) for kind in (nn.Embedding, nn.Linear)]
     generator = torch.Generator().manual_seed(0)
@@ -354,7 +361,7 @@ def _guesses(module: nn.Module, rows: int) -> Iterator[Tensor]:
 
 class _WithoutMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator."""
+        """Runs an operator on the meta device."""
         with DisableTorchFunction():
             return computed(func, args, kwargs or {})
 
@@ -362,21 +369,21 @@ class _WithoutMemory(TorchDispatchMode):
 def _runs(module: nn.Module, example: Example) -> bool:
     try:
         called_hollow(hollow(module), example, _WithoutMemory())
-    except Exception:  # noqa: BLE001 (whatever a module does with what it is not meant for)
+    except Exception:  # noqa: BLE001 (a module may fail in any way on a wrong input)
         return False
     return True
 
 
 def shares(example: Example, count: int) -> list[Example]:
-    """`example` cut into `count` shares of its rows. Tensors without rows and other values go to all.
+    """Splits `example` into `count` shares of its rows. Tensors without rows and other values are in every share.
 
     Raises:
-        PlanError: the rows cannot be shared evenly.
+        PlanError: `count` does not divide the number of rows.
     """
     tensors = [example] if isinstance(example, Tensor) else [value for value in example.values() if isinstance(value, Tensor)]
     rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
     if not rows or rows % count:
-        raise PlanError(f"verify: the example has {rows} rows, which {count} shares cannot divide; give a multiple of {count}")
+        raise PlanError(f"verify: the example has {rows} rows, which cannot be split into {count} equal shares; give a multiple")
 
     def cut(value: Any, index: int) -> Any:
         if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows:

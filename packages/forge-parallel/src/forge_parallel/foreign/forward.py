@@ -1,7 +1,7 @@
-"""One forward of a module without memory, operator by operator, and what operators do along a dimension that is split over ranks.
+"""Traces one forward of a module on the meta device, and classifies operators by their effect on a dimension split over ranks.
 
-An operator that is not known to be right on a rank's share alone is refused: a new one, or one with another effect, must not pass
-in silence.
+An operator that is not known to be correct on a rank's share alone is refused, so that a new operator cannot silently compute a
+wrong result.
 """
 
 import inspect
@@ -20,15 +20,15 @@ from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode
 from forge_parallel.transforms.tensor.rules import Role, Rules
 
 PIECES = frozenset({"slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "unbind", "select", "chunk"})
-"""Operators that take pieces of a dimension: of a split one a rank would take pieces of its part."""
+"""Operators that select pieces of a dimension; on a split dimension a rank would select pieces of its share."""
 
 
 NORMS = frozenset({"native_layer_norm", "_fused_rms_norm", "_fused_rms_norm_backward"})
-"""Operators that look across the last dimensions, those of `normalized_shape`."""
+"""Operators that normalize over the last dimensions, those of `normalized_shape`."""
 
 
 VIEWS = frozenset({"view", "_unsafe_view", "reshape"})
-"""Operators that read the elements of a tensor, row by row, as another shape."""
+"""Operators that reinterpret a tensor's elements, in row-major order, as another shape."""
 
 
 ELEMENTWISE = frozenset(
@@ -38,81 +38,85 @@ ELEMENTWISE = frozenset(
         *("floor_divide", "bernoulli_"),
     }
 )
-"""Operators of single elements that torch does not tag as `pointwise`."""
+"""Elementwise operators that torch does not tag as `pointwise`."""
 
 
 COPIES = frozenset({"clone", "detach", "alias", "contiguous"})
-"""Operators whose result is their argument."""
+"""Operators whose result equals their argument."""
 
 
 REARRANGING = frozenset({"t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "numpy_T", "movedim"})
-"""Operators that move whole dimensions, whatever their `dim` is."""
+"""Operators that only reorder, add or remove whole dimensions, whatever their `dim` is."""
 
 
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
-"""Matrix products. The dimension that is summed over is not in the result, so the result's shape tells whether it was split."""
+"""Matrix products. The contracted dimension is not in the result, so the result's shape shows whether it was split."""
 
 
 WITHOUT_VALUES = ("empty", "zeros", "ones", "full", "_like", "new_", "scalar_tensor")
-"""In the names of operators that make a tensor whose elements are all alike: of any size."""
+"""Parts of the names of operators that create a tensor of equal elements, in any size."""
 
 
 def named_arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """An operator's arguments by name, defaults included."""
+    """Returns an operator's arguments by name, defaults included."""
     names = [argument.name for argument in schema(func).arguments]
     defaults = {argument.name: argument.default_value for argument in schema(func).arguments if argument.has_default_value()}
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def is_elementwise(func: Any) -> bool:
-    """Whether an operator makes each element from those at the same place, or broadcast to it."""
+    """Whether each element of the result depends only on the elements at the same (broadcast) index."""
     return torch.Tag.pointwise in func.tags or func.overloadpacket.__name__ in ELEMENTWISE
 
 
 def makes_alike(name: str) -> bool:
-    """Whether an operator makes a tensor whose elements are all alike."""
+    """Whether an operator creates a tensor of equal elements."""
     return any(part in name for part in WITHOUT_VALUES)
 
 
 def effect(func: Any, given: Mapping[str, Any], tensor: Tensor, split: int, out: Any) -> Literal["none", "across", "unknown"]:
-    """What an operator does along dimension `split` of its argument `tensor`: nothing, so that a rank's share of the argument
-    gives its share of the result; it looks across the dimension or takes pieces of it; or it is not known."""
+    """Classifies an operator by its effect on dimension `split` of its argument `tensor`.
+
+    Returns:
+        "none": a rank's share of the argument yields its share of the result. "across": the operator combines or selects elements
+        along the dimension. "unknown": Forge has no rule for the operator.
+    """
     name = func.overloadpacket.__name__
     if is_elementwise(func) or name in VIEWS | REARRANGING | PRODUCTS:
         return "none"
     if name in NORMS:
-        looks = split >= tensor.dim() - len(given["normalized_shape"])
+        is_across = split >= tensor.dim() - len(given["normalized_shape"])
     elif name in PIECES:
         whole = isinstance(out, Tensor) and out.dim() == tensor.dim() and out.shape[split] == tensor.shape[split]
-        looks = split in _dims(given, "dim", tensor) and not whole
+        is_across = split in _dims(given, "dim", tensor) and not whole
     elif name in ("tril", "triu"):
-        looks = split >= tensor.dim() - 2
+        is_across = split >= tensor.dim() - 2
     elif name == "repeat":
-        looks = given["repeats"][split - tensor.dim()] != 1
+        is_across = given["repeats"][split - tensor.dim()] != 1
     elif name == "constant_pad_nd":
         pads = given["pad"]
         at = 2 * (tensor.dim() - 1 - split)
-        looks = any(pads[at : at + 2])
+        is_across = any(pads[at : at + 2])
     elif name == "index":
-        looks = split < len(given["indices"]) and given["indices"][split] is not None
+        is_across = split < len(given["indices"]) and given["indices"][split] is not None
     elif key := next((key for key in ("dim", "dims") if key in given), None):
-        looks = split in _dims(given, key, tensor)
+        is_across = split in _dims(given, key, tensor)
     elif "dim" not in given and name in ("sum", "mean", "prod", "amax", "amin", "max", "min", "norm", "median", "any", "all"):
-        looks = True
+        is_across = True
     else:
         return "unknown"
-    return "across" if looks else "none"
+    return "across" if is_across else "none"
 
 
 def viewed(before: tuple[int, ...], split: int, outer: int, after: tuple[int, ...]) -> tuple[int, int] | None:
-    """The dimension of `after` that is split when a tensor of shape `before` is viewed, and how many stretches of it follow each
-    other of which each rank has its share; None if a stretch is taken apart.
+    """Returns the dimension of `after` that is split when a tensor of shape `before` is viewed in shape `after`, and the number
+    of consecutive segments in it, each of which is split over the ranks; None if the view breaks a segment up.
 
     Args:
-        before: whole shape.
-        split: the dimension that is split.
-        outer: in how many stretches it is; more than 1 where batch and heads were merged.
-        after: whole shape of the view.
+        before: full shape.
+        split: the split dimension of `before`.
+        outer: number of segments in `split`; more than 1 where batch and heads were merged.
+        after: full shape of the view.
     """
     ahead = prod(before[:split]) * outer
     for dim in range(len(after)):
@@ -125,22 +129,22 @@ def viewed(before: tuple[int, ...], split: int, outer: int, after: tuple[int, ..
 def _dims(given: Mapping[str, Any], key: str, tensor: Tensor) -> set[int]:
     dim = given[key]
     dims = [dim] if isinstance(dim, int) else dim
-    return {one % tensor.dim() for one in dims} if dims else set(range(tensor.dim()))
+    return {dim % tensor.dim() for dim in dims} if dims else set(range(tensor.dim()))
 
 
 CUT = {Role.ENTERING, Role.GATHERED, Role.ROW, Role.TABLE, Role.EXPERTS}
-"""Roles that change what is split. Their modules' own operators are the layout's business."""
+"""Roles that change which tensors are split. The operators inside of their modules are not traced."""
 
 ASKING = frozenset({"lt", "le", "gt", "ge", "_local_scalar_dense", "_to_copy"})
-"""Operators by which code asks whether a random number is below a rate; the rate may be zero."""
+"""Operators with which code compares a random number with a rate; the rate may be zero."""
 
 LIBRARIES = frozenset({"torch", "forge_parallel", "einops"})
-"""Packages whose lines are not those of the module."""
+"""Packages whose frames are skipped when a line of the module is looked for."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """An operator of the whole module: its name, the numbers that it is given apart from sizes, and the shapes of its results."""
+    """An operator of the whole module: its name, its numeric arguments other than sizes, and the shapes of its results."""
 
     name: str
     numbers: tuple[float, ...]
@@ -148,24 +152,24 @@ class Step:
 
 
 class Forward(TorchDispatchMode):
-    """One forward of `module`, whose parameters have no memory. What depends on none of them, such as positions and masks, has
-    its value.
+    """Traces one forward of `module`, whose parameters are on the meta device. Tensors that depend on no parameter, such as
+    positions and masks, have values.
 
     Attributes:
-        path: of the modules that are running, outermost first.
+        path: paths of the running modules, outermost first.
         drawing: paths of modules that draw random numbers on which the output depends.
     """
 
     DRAWN: float
-    """What every uniform random number is."""
+    """The value of every uniform random number."""
 
     def __init__(self, module: nn.Module, rules: Rules) -> None:
         super().__init__()
         self.path = [""]
         self.drawing: list[str] = []
         self._inside = 0
-        self._drawn: dict[int, str] = {}  # random numbers that have only been compared so far, and where
-        self._kept: list[Any] = []  # so that ids stay their tensors' own, and torch copies as often in every forward
+        self._drawn: dict[int, str] = {}  # random numbers that have only been compared so far -> the module that drew them
+        self._kept: list[Any] = []  # keeps the tensors alive, so that no id is reused and every forward has the same copies
         for path, part in module.named_modules():
             part.register_forward_pre_hook(lambda *_, path=path: self.path.append(path))
             part.register_forward_hook(self._leave)
@@ -173,15 +177,15 @@ class Forward(TorchDispatchMode):
                 part.forward = self._opaque(self.cut(path, part, role))
 
     def cut(self, path: str, part: nn.Module, role: Role) -> Callable[..., Any]:
-        """What stands for the forward of a module that the plan cuts."""
+        """Returns the replacement of the forward of a module that the plan splits."""
         raise NotImplementedError
 
     def take(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Takes an operator outside of cut modules."""
+        """Handles an operator outside of split modules."""
         raise NotImplementedError
 
     def copied(self, tensor: Tensor, out: Tensor) -> None:
-        """Takes a copy, which torch makes or not as the order of elements in memory asks for."""
+        """Handles a copy. Whether torch copies depends on the memory order of the elements, so copies are not compared."""
 
     def _leave(self, *_: Any) -> None:
         self.path.pop()
@@ -196,7 +200,7 @@ class Forward(TorchDispatchMode):
         return run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator and follows what it does."""
+        """Runs and traces an operator."""
         with DisableTorchFunction():
             kwargs = kwargs or {}
             out = computed(func, args, kwargs)
@@ -210,8 +214,8 @@ class Forward(TorchDispatchMode):
             return out
 
     def _draw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Follows random numbers. Those that are only asked whether they are below a rate are the lowest in one forward and the
-        highest in the other: if both do the same, then nothing depends on them."""
+        """Traces random numbers. Numbers that are only compared with a rate are the lowest possible in one forward and the
+        highest in the other; if both forwards run the same operators, nothing depends on the numbers."""
         name, outputs = func.overloadpacket.__name__, [leaf for leaf in tree_iter(out) if isinstance(leaf, Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags:
             if name == "rand":
@@ -227,7 +231,7 @@ class Forward(TorchDispatchMode):
                 self.drawing.append(self.path[-1])
 
     def step(self, func: Any, args: Any, kwargs: Any, out: Any) -> Step:
-        """What an operator did."""
+        """Returns the record of an operator."""
         leaves = [leaf for leaf in tree_iter(out) if isinstance(leaf, Tensor)]
         kinds = (float, int) if is_elementwise(func) else (float,)
         numbers = [leaf for leaf in tree_iter((args, kwargs)) if type(leaf) in kinds]
@@ -238,7 +242,7 @@ class Forward(TorchDispatchMode):
 
 
 class Whole(Forward):
-    """The forward of one process: writes its operators down, and refuses layers that are not what the plan takes them for."""
+    """Traces the forward of one process: records its operators, and refuses layers that the plan takes for something else."""
 
     DRAWN = 0.0
 
@@ -249,7 +253,7 @@ class Whole(Forward):
         super().__init__(module, rules)
 
     def cut(self, path: str, part: nn.Module, role: Role) -> Callable[..., Any]:
-        """Its own, if that is known."""
+        """Returns the module's own forward, which must be the known computation of its role."""
         if role is Role.EXPERTS:
             must_be_known_experts(path, part)
             return like_the_first
@@ -257,38 +261,39 @@ class Whole(Forward):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if len(args) != 1 or kwargs:
-                given = f"{next(iter(kwargs))!r} by name" if kwargs else f"{len(args)} arguments"
-                raise PlanError(f"tensor: {path} is given {given}; a layer that is cut takes one tensor by place: layer(x)")
+                call = f"with {next(iter(kwargs))!r} as keyword" if kwargs else f"with {len(args)} arguments"
+                raise PlanError(f"tensor: {path} is called {call}; call a layer that the plan splits with one tensor: layer(x)")
             must_be_known(path, part, role, forward, args[0], replaced)
             return forward(*args)
 
         return run
 
     def take(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Writes an operator down."""
+        """Records an operator."""
         for leaf in tree_iter((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._is_whole(leaf)
         self.steps.append(self.step(func, args, kwargs, out))
 
     def copied(self, tensor: Tensor, out: Tensor) -> None:
-        """Must be of something that is whole."""
+        """Checks that the copied tensor is not a split parameter."""
         self._is_whole(tensor)
 
     def _is_whole(self, tensor: Tensor) -> None:
         if name := self._cut.get(storage_key(tensor.untyped_storage())):
             raise PlanError(
-                f"tensor: the plan cuts {name}, but it is read outside of its module's forward ({place()}); leave it whole"
+                f"tensor: the plan splits {name}, but it is read outside its module's forward ({place()}); "
+                "remove it from the plan"
             )
 
 
 def like_the_first(*args: Any, **kwargs: Any) -> Tensor:
-    """Experts ask for values. What they return has the form of their input."""
+    """Replaces the forward of experts, which needs values: returns zeros in the shape of the first tensor."""
     return torch.zeros_like(next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)))
 
 
 def place(cause: BaseException | None = None) -> str:
-    """File and line of the module's code that runs, or that raised `cause`."""
+    """Returns file and line of the module's code that is running, or that raised `cause`."""
     for frame, line in _frames(cause):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
             return f"{frame.f_code.co_filename}:{line}"
@@ -296,7 +301,7 @@ def place(cause: BaseException | None = None) -> str:
 
 
 def _frames(cause: BaseException | None) -> Iterator[tuple[Any, int]]:
-    """Innermost first."""
+    """Yields frames and line numbers, innermost first."""
     if cause is not None:
         yield from reversed(list(traceback.walk_tb(cause.__traceback__)))
     else:

@@ -1,4 +1,4 @@
-"""A module of another code base, laid out over ranks: what `parallelize` returns, and how a module becomes one."""
+"""A module of another code base, parallelized over ranks: the class that `parallelize` returns, and how it is built."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -39,22 +39,23 @@ from forge_parallel.transforms.tensor.rules import Rules
 from forge_parallel.transforms.tensor.transform import TensorParallel
 
 Inputs = Mapping[str, Any]
-"""Keyword arguments of the module, for one micro-batch."""
+"""Keyword arguments of the module for one micro-batch."""
 
 Loss = Callable[[Any, Any], Tensor]
 """(the module's output, the micro-batch or its target) -> sum over its valid tokens, a scalar with its graph."""
 
 
 class ParallelizedModule(ParallelModel, nn.Module):
-    """A laid out module for a loop that is not ours, used as a module wherever that means one thing in every layout.
+    """A parallelized module for a foreign training loop. It behaves like an `nn.Module` wherever that is the same in every
+    layout.
 
-    Parameters are this rank's shares (`DTensor`s where something is cut) under the module's own names. `deepcopy` gives another
-    model with the same weights, such as for an average of them; hooks that were registered after the layout are not copied.
-    Collective under a pipeline.
+    Parameters are this rank's shares (`DTensor`s if split) under the module's own names. `deepcopy` returns another model with
+    the same weights, for example for a moving average; hooks registered after `parallelize` are not copied. Collective under a
+    pipeline.
 
     Args:
-        model: what was laid out.
-        again: makes another one like it from the same module and plan, filled by the function that it is given.
+        model: the parallelized model.
+        again: builds another model from the same module and plan, and fills it with the given function.
     """
 
     __eq__ = nn.Module.__eq__  # type: ignore[assignment]
@@ -74,40 +75,40 @@ class ParallelizedModule(ParallelModel, nn.Module):
         mark_as_partial(
             self.everything.values(),
             PlanError(
-                "torch.nn.utils.clip_grad_norm_ sees the gradients of one pipeline stage, and would clip each stage by its own "
+                "torch.nn.utils.clip_grad_norm_ sees only one stage's gradients and would clip each pipeline stage by its own "
                 "norm; write model.clip_grad_norm_(max_norm)"
             ),
         )
 
     @property
     def module(self) -> nn.Module:
-        """The module as this rank runs it; call it, and its loss's `backward`, as ever.
+        """The module that this rank runs; call it and `backward` on its loss as usual.
 
         Raises:
-            PlanError: under a pipeline no rank has a single module.
+            PlanError: the layout has a pipeline, so no rank has the whole module.
         """
         return self.part
 
     @property
     def data_rank(self) -> int:
-        """Which share of the data this rank has to read: ranks with the same one need the same data."""
+        """Index of the share of the data that this rank reads; ranks with the same index need the same data."""
         return self.topology.data_rank
 
     @property
     def data_ranks(self) -> int:
-        """Into how many shares the data is cut."""
+        """Number of shares into which the data is split."""
         return self.topology.data_size
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module.
 
         Raises:
-            PlanError: under a pipeline no rank has a single module; train with `step`.
+            PlanError: the layout has a pipeline, so no rank has the whole module; train with `step`.
         """
         if self.cut is not None:
             raise PlanError(
-                f"layout {self.topology.layout} cuts the model into {len(self.cut.placement)} pipeline stages, which no rank "
-                "calls alone; write model.step(batches, loss, tokens), or use a layout with pp = 1"
+                f"layout {self.topology.layout} splits the model into {len(self.cut.placement)} pipeline stages, so no rank can "
+                "call it alone; write model.step(batches, loss, tokens), or use a layout with pp = 1"
             )
         return self.parts[0](*args, **kwargs)
 
@@ -117,12 +118,12 @@ class ParallelizedModule(ParallelModel, nn.Module):
         recurse: bool = True,
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's share of every parameter, frozen ones too, under the module's own names; a tied one once."""
-        start, mine = f"{prefix}." if prefix else "", dict(self.parameters_held())
-        yield from ((start + name, parameter) for name, parameter in mine.items())
+        """Yields this rank's share of every parameter, frozen ones included, under the module's own names; tied ones once."""
+        start, parameters = f"{prefix}." if prefix else "", dict(self.parameters_held())
+        yield from ((start + name, parameter) for name, parameter in parameters.items())
         if not remove_duplicate:
             ties = self.specs.ties.items()
-            yield from ((start + copy, mine[original]) for copy, original in ties if original in mine)
+            yield from ((start + copy, parameters[original]) for copy, original in ties if original in parameters)
 
     def named_buffers(
         self,
@@ -130,45 +131,45 @@ class ParallelizedModule(ParallelModel, nn.Module):
         recurse: bool = True,
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Buffers of this rank's modules under the module's own names."""
+        """Yields the buffers of this rank's modules under the module's own names."""
         for part in self.parts:
             yield from part.named_buffers(prefix, True, remove_duplicate)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "ParallelizedModule":
-        """As `nn.Module.apply`, on one rank.
+        """Like `nn.Module.apply`, in a single process.
 
         Raises:
-            PlanError: modules hold shards, which a function for whole modules, such as an initializer, does not know.
+            PlanError: the layout has several ranks; `fn`, for example an initializer, would see shards instead of whole tensors.
         """
         if self.topology.layout.world > 1:
             raise PlanError(
-                "apply: modules hold this rank's shards; do so in the function that builds the module, or, where shards do not "
-                "matter, for part in model.parts: part.apply(fn)"
+                "apply: on several ranks, modules hold shards; call apply in the function that builds the module, or, if fn "
+                "works on shards, write for part in model.parts: part.apply(fn)"
             )
         return super().apply(fn)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ParallelizedModule":
-        """What `.to`, `.cuda`, `.half` and their like call: nothing to do, or refused."""
+        """Called by `.to`, `.cuda`, `.half` and others: does nothing if nothing would change, otherwise refuses."""
         for name, tensor in self.tensors():
-            held = local_box(tensor).local
-            found = fn(torch.empty(0, dtype=held.dtype, device=held.device))
-            if found.dtype != held.dtype or found.device != held.device:
+            local = local_box(tensor).local
+            converted = fn(torch.empty(0, dtype=local.dtype, device=local.device))
+            if converted.dtype != local.dtype or converted.device != local.device:
                 raise PlanError(
-                    f"{name} is {held.dtype} on {held.device} and cannot become {found.dtype} on {found.device}: the module is "
-                    "laid out, and may have optimizers; write parallelize(..., device=..., state=..., compute=...)"
+                    f"{name} is {local.dtype} on {local.device} and cannot become {converted.dtype} on {converted.device}: the "
+                    "module is already parallelized; use parallelize(..., device=..., state=..., compute=...)"
                 )
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelizedModule":
         copy = ParallelizedModule(self._again(self._copy_to), self._again)
-        for mine, theirs in zip(self.modules(), copy.modules(), strict=True):
-            theirs.training = mine.training
+        for original, copied in zip(self.modules(), copy.modules(), strict=True):
+            copied.training = original.training
         memo[id(self)] = copy
         return copy
 
     @torch.no_grad()
     def _copy_to(self, other: ParallelModel) -> None:
-        """Fills a model of the same layout with this one's parameters and buffers."""
+        """Copies parameters and buffers into a model of the same layout."""
         for name, tensor in other.everything.items():
             if isinstance(tensor, nn.Parameter):
                 local_box(tensor).local.copy_(local_box(self.everything[name]).local)
@@ -178,16 +179,17 @@ class ParallelizedModule(ParallelModel, nn.Module):
                 there._buffers.update({slot: None if b is None else b.clone() for slot, b in here._buffers.items()})
 
     def clip_grad_norm(self, limit: float) -> Tensor:
-        """Scales all gradients by min(1, limit / norm); returns the norm over all parameters and ranks, equal on all of them."""
+        """Collective: scales all gradients by min(1, limit / norm); returns the norm over all parameters and ranks."""
         (square,) = world_sum([squared_grad_norm(self)], self.topology)
         clip_grad_norm(self, square.sqrt(), limit)
         return square.sqrt()
 
     clip_grad_norm_ = clip_grad_norm
-    """As torch's FSDP calls it."""
+    """The name of FSDP's method in torch."""
 
     def mean(self, value: Tensor) -> float:
-        """The mean over data ranks of a number that each has from its own share of the data, such as a loss."""
+        """Collective: returns the mean over data ranks of a number that each computed from its share of the data, such as a
+        loss."""
         (total,) = world_sum([self._counted(value.detach())], self.topology)
         return float(total) / self.data_ranks
 
@@ -199,28 +201,28 @@ class ParallelizedModule(ParallelModel, nn.Module):
         *,
         targets: Sequence[Any] | None = None,
     ) -> Tensor:
-        """Forward and backward of several micro-batches; the gradient is that of the mean over the tokens of all ranks.
+        """Collective: runs forward and backward of several micro-batches; gradients are of the mean loss over all ranks' tokens.
 
         Args:
-            batches: keyword arguments of the module, as many on every rank. Under a pipeline the first stage gets one of them;
-                others, such as `labels`, go to the last stage, and have to be in `parallelize`'s `example`.
-            loss: (output, batch) -> sum over the batch's valid tokens, a scalar with its graph; `output` is the module's, or
-                under a pipeline its first tensor. By default the module returns its own mean loss: a scalar, `.loss`, `["loss"]`,
-                or the first scalar of a tuple.
-            tokens: batch -> number of its valid tokens, a scalar; by default every micro-batch counts as one.
-            targets: one for each micro-batch, which `loss` gets in its place.
+            batches: keyword arguments of the module, equally many batches on every rank. Under a pipeline the first stage gets
+                one argument; others, such as `labels`, go to the last stage and must be in the `example` of `parallelize`.
+            loss: (output, batch) -> sum over the batch's valid tokens, a scalar with its graph; `output` is the module's output,
+                or under a pipeline its first tensor. By default the module returns its mean loss itself: a scalar, `.loss`,
+                `["loss"]`, or the first scalar of a tuple.
+            tokens: batch -> number of valid tokens, a scalar; by default every micro-batch counts as one token.
+            targets: one per micro-batch, passed to `loss` instead of the batch.
 
         Returns:
             The mean loss per valid token over all ranks and micro-batches.
 
         Raises:
-            PlanError: the module returns no loss, or a pipeline does not know an argument of the module.
+            PlanError: the module returns no loss, or the pipeline's example lacks an argument of the batch.
         """
         ones = torch.ones((), dtype=torch.float64, device=self.topology.device)
         counts = [ones if tokens is None else torch.as_tensor(tokens(batch)).to(ones) for batch in batches]
         scoring = _Scoring(batches, counts, loss, self._on_device(batches if targets is None else targets))
         (count,) = world_sum([self._counted(torch.stack(counts).sum(), first=True)], self.topology)
-        # Gradients are averaged over data ranks, as loops outside of Forge expect; here they are to be summed.
+        # Gradients are averaged over data ranks, as loops outside Forge expect; the divisor turns the average into a sum.
         divisor = count.clamp(min=1) / self.data_ranks
         refresh(self)
         run = self._plain if self.cut is None else self._pipelined
@@ -228,16 +230,16 @@ class ParallelizedModule(ParallelModel, nn.Module):
         for term in run(scoring, divisor):
             total += term.detach().double()
         after_backward(self)
-        (whole,) = world_sum([self._counted(total)], self.topology)
-        return whole / count.clamp(min=1)
+        (summed,) = world_sum([self._counted(total)], self.topology)
+        return summed / count.clamp(min=1)
 
     def _plain(self, scoring: "_Scoring", divisor: Tensor) -> Iterator[Tensor]:
         for number, batch in enumerate(scoring.batches):
             before_micro_batch(self, last=number == len(scoring.batches) - 1)
             with self.computing():
-                found = scoring.sum(self.module(**batch), number)
-                (found / divisor.to(found.dtype)).backward()
-            yield found
+                value = scoring.sum(self.module(**batch), number)
+                (value / divisor.to(value.dtype)).backward()
+            yield value
 
     def _pipelined(self, scoring: "_Scoring", divisor: Tensor) -> Iterator[Tensor]:
         stage: Any = self.parts[0]
@@ -251,64 +253,67 @@ class ParallelizedModule(ParallelModel, nn.Module):
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.topology.device), values)
 
     def _counted(self, value: Tensor, first: bool = False) -> Tensor:
-        """One of the ranks that read the same data speaks for all: for losses one that has them, else (`first`) any."""
+        """Returns the value on one of the ranks that read the same data, and 0 on the others. The rank is one with losses, or any
+        (`first`)."""
         at = self.topology.coordinates
-        speaks = at["tp"] == 0 and (at["pp"] == 0 if first or self.cut is None else self.scores)
-        return value if speaks else torch.zeros_like(value)
+        is_counted = at["tp"] == 0 and (at["pp"] == 0 if first or self.cut is None else self.scores)
+        return value if is_counted else torch.zeros_like(value)
 
     def state_dict(  # type: ignore[override]
         self, whole: bool = False, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Parameters and persistent buffers under the module's own names, a tied one under each of its names: this rank's (packed
-        experts with a dimension for what is packed), or with `whole` complete copies on the host of every rank (small models,
-        exports; collective). As a part of another module, what `nn.Module` gives for the module of this rank."""
+        """Returns parameters and persistent buffers under the module's own names, tied ones under each name. By default this
+        rank's shares (packed experts have a dimension for the packed matrices); with `whole`, which is collective, complete
+        copies on the CPU of every rank (for small models and exports). As part of another module: `nn.Module.state_dict` of this
+        rank."""
         if destination is not None or prefix:
-            given = {} if destination is None else destination
-            return nn.Module.state_dict(self, destination=given, prefix=prefix, keep_vars=keep_vars)
-        mine = dict(self.tensors())
+            destination = {} if destination is None else destination
+            return nn.Module.state_dict(self, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        tensors = dict(self.tensors())
         if whole:
             dtype = next((tensor.dtype for _, tensor, _ in self.trainable()), torch.float32)
-            buffers = {name: tensor.detach().cpu().clone() for name, tensor in mine.items() if name not in self.shapes}
-            found = {name: tensor.to(dtype) for name, tensor in gathered(self, mine).items()} | self._of_all_stages(buffers)
+            buffers = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items() if name not in self.shapes}
+            state = {name: tensor.to(dtype) for name, tensor in gathered(self, tensors).items()} | self._of_all_stages(buffers)
         else:
-            found = mine if keep_vars else {name: tensor.detach() for name, tensor in mine.items()}
-        return found | {copy: found[original] for copy, original in self.specs.ties.items() if original in found}
+            state = tensors if keep_vars else {name: tensor.detach() for name, tensor in tensors.items()}
+        return state | {copy: state[original] for copy, original in self.specs.ties.items() if original in state}
 
     def _of_all_stages(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.cut is None:
             return buffers
-        found: list[Any] = [None] * self.topology.layout.pp
-        dist.all_gather_object(found, buffers, group=self.topology.group("pp"))
-        return {name: tensor for stage in reversed(found) for name, tensor in stage.items()}
+        stages: list[Any] = [None] * self.topology.layout.pp
+        dist.all_gather_object(stages, buffers, group=self.topology.group("pp"))
+        return {name: tensor for stage in reversed(stages) for name, tensor in stage.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
-        """Takes whole tensors under the module's own names; every rank brings all of them. A tied one may be there under one of
-        its names. Returns the missing and the unknown names, as `nn.Module` does.
+        """Copies whole tensors into this rank's shares, by the module's own names. Every rank passes all tensors; a tied one may
+        be under any of its names. Returns missing and unexpected names, like `nn.Module.load_state_dict`.
 
         Raises:
-            PlanError: names differ and `strict`, shapes differ, tied tensors differ, or `assign`.
+            PlanError: names differ and `strict` is set, shapes differ, tied tensors differ, or `assign` is set.
         """
         if assign:
-            raise PlanError("load_state_dict: assign = True would replace shards by whole tensors; leave it out")
+            raise PlanError("load_state_dict: assign=True would replace shards by whole tensors; leave it out")
         state = dict(state_dict)
         for copy, original in self.specs.ties.items():
             if copy in state and not torch.equal(tied := state.pop(copy), state.setdefault(original, tied)):
-                raise PlanError(f"load_state_dict: {copy} and {original} are one parameter, and the state has two values for it")
-        mine = dict(self.tensors())
+                raise PlanError(f"load_state_dict: {copy} and {original} are tied, but have different values in the state")
+        tensors = dict(self.tensors())
         unknown = sorted(set(state) - set(self.specs.tensors))
-        missing = sorted((set(mine) | set(self.shapes)) - set(state))
+        missing = sorted((set(tensors) | set(self.shapes)) - set(state))
         if strict and unknown:
-            raise PlanError(f"load_state_dict: the module has no {', '.join(unknown)}")
+            raise PlanError(f"load_state_dict: the module has no {', '.join(unknown)}; remove them, or set strict=False")
         if strict and missing:
-            raise PlanError(f"load_state_dict: the state lacks {', '.join(missing)}")
-        shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()} | dict(self.shapes)
+            raise PlanError(f"load_state_dict: the state lacks {', '.join(missing)}; add them, or set strict=False")
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()} | dict(self.shapes)
         for name, shape in shapes.items():
             if name in state and tuple(state[name].shape) != shape:
-                raise PlanError(f"load_state_dict: {name} is {shape} here and {tuple(state[name].shape)} there")
+                there = tuple(state[name].shape)
+                raise PlanError(f"load_state_dict: {name} has shape {shape} in the module, but {there} in the state")
         self.reshard()
-        for name in mine.keys() & state.keys():
-            box = local_box(mine[name])
+        for name in tensors.keys() & state.keys():
+            box = local_box(tensors[name])
             value = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
             box.local.copy_(box.within(value.reshape(box.shape)))
         return IncompatibleKeys(missing, unknown)
@@ -316,7 +321,7 @@ class ParallelizedModule(ParallelModel, nn.Module):
 
 @dataclass
 class _Scoring:
-    """What a step makes of the module's outputs; the objective of a pipeline, for which the number of a batch stands for it."""
+    """Computes the losses of a step; as the objective of a pipeline, it gets the index of a micro-batch in place of labels."""
 
     batches: Sequence[Inputs]
     counts: Sequence[Tensor]
@@ -325,43 +330,44 @@ class _Scoring:
     last_stage: Sequence[Mapping[str, Any]] = ()
 
     def arguments(self, number: Tensor) -> Mapping[str, Any]:
-        """Of the module, that the last stage gets besides the hidden states."""
+        """Returns the arguments that the module's last stage receives besides the hidden states."""
         return self.last_stage[int(number)]
 
     def __call__(self, head: Any, hidden: Any, labels: Tensor) -> LossTerms:
-        """By a pipeline's names for the module's output and the number of the batch."""
+        """Called by a pipeline: `hidden` is the module's output, `labels` the index of the micro-batch."""
         if self.loss is not None and not isinstance(hidden, Tensor):
             hidden = hidden[0]
         return LossTerms(self.sum(hidden, int(labels)), labels, {})
 
     def sum(self, output: Any, number: int) -> Tensor:
-        """The loss of a micro-batch, summed over its tokens."""
+        """Returns the loss of a micro-batch, summed over its tokens."""
         if self.loss is not None:
             return self.loss(output, self.targets[number])
-        found = own_loss(output)
-        return found * self.counts[number].to(found.dtype)
+        mean = own_loss(output)
+        return mean * self.counts[number].to(mean.dtype)
 
 
 def own_loss(output: Any) -> Tensor:
-    """The loss in a module's output.
+    """Returns the loss in a module's output.
 
     Raises:
-        PlanError: there is none.
+        PlanError: the output contains no loss.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    of = output if isinstance(output, tuple | list) else (output,)
-    for found in (named, *of):
-        if isinstance(found, Tensor) and found.dim() == 0:
-            return found
+    values = output if isinstance(output, tuple | list) else (output,)
+    for value in (named, *values):
+        if isinstance(value, Tensor) and value.dim() == 0:
+            return value
     raise PlanError(
-        f"step: the module returned a {type(output).__name__} without a loss; give loss=, or the labels that it needs"
+        f"step: the module's output ({type(output).__name__}) contains no loss; give loss=, or the labels that the module needs"
     )
 
 
 def refuse_axes(layout: Layout) -> None:
-    """
+    """Refuses layouts with an axis that foreign modules do not support.
+
     Raises:
-        PlanError: the layout has an axis along which foreign modules cannot be laid out.
+        PlanError: cp, ep or etp is larger than 1.
     """
     for axis in ("cp", "ep", "etp"):
         if layout.size(axis) > 1:
@@ -384,11 +390,11 @@ def lay_out(
     seed: int = 0,
     example: Example | None = None,
 ) -> ParallelizedModule:
-    """Collective: see `parallelize`.
+    """Collective: parallelizes a module; see `parallelize`.
 
     Raises:
-        PlanError: what cannot be laid out, by name.
-        LayoutError: the layout has another number of ranks than are running.
+        PlanError: the module or layout is not supported; the error names the reason.
+        LayoutError: the layout's number of ranks differs from the world size.
     """
     refuse_axes(layout)
     place = torch.device(device) if device is not None else accelerator.current()
@@ -400,14 +406,14 @@ def lay_out(
     chosen = _transforms(skeleton, layout, transforms, tp_plan, example)
     if layout.data > 1:
         refuse_batch_statistics(skeleton.module)
-    recomputes = any(one.phase == Order.RECOMPUTE for one in chosen)
+    recomputes = any(transform.phase == Order.RECOMPUTE for transform in chosen)
     seen = watch(skeleton.module, example) if layout.data > 1 or layout.pp > 1 or recomputes else None
     specs = describe(skeleton.module, _blocks(skeleton.module, layout, chosen, blocks, seen))
     if layout.pp > 1:
         on_input(skeleton.module, example, lambda given: stage(skeleton.module, list(specs.blocks), given))
         specs = skeleton.module.specs()  # type: ignore[operator]
         staged = (*specs.blocks, *specs.exit)
-        refuse_changes(skeleton.module, staged, seen, "a stage of a pipeline takes the gradient of what it is handed")
+        refuse_changes(skeleton.module, staged, seen, "a pipeline stage needs the gradient of its unmodified input")
         pipeline = pipeline or Pipeline(OneForwardOneBackward().build())
     plan = Plan.of(chosen, layout, pipeline)
     hollow = skeleton.hollow()
@@ -416,7 +422,7 @@ def lay_out(
         model = realize(Blueprint(module, specs), plan, topology, fill, compute, state, average=True)
         if compute != state:
             for part in model.parts:
-                if not isinstance(part, FSDPModule):  # which casts by itself
+                if not isinstance(part, FSDPModule):  # FSDP casts parameters itself
                     part.register_forward_pre_hook(partial(_must_be_cast, model.compute))
         return model
 
@@ -425,12 +431,12 @@ def lay_out(
 
 
 def _lie_in_order(module: nn.Module) -> None:
-    """FSDP takes parameters only whose elements lie in memory in the order of their indices. Tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
+    """Makes parameters contiguous, which FSDP requires. Tied ones stay tied."""
+    contiguous: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for slot, parameter in part._parameters.items():
             if parameter is not None and not parameter.is_contiguous():
-                part._parameters[slot] = made.setdefault(
+                part._parameters[slot] = contiguous.setdefault(
                     id(parameter), nn.Parameter(parameter.detach().contiguous(), parameter.requires_grad)
                 )
 
@@ -438,26 +444,26 @@ def _lie_in_order(module: nn.Module) -> None:
 def _blocks(
     module: nn.Module, layout: Layout, transforms: Iterable[Any], given: Sequence[str] | None, seen: Seen | None
 ) -> Sequence[str]:
-    """The blocks in the order of their use. Without any, the whole module is sharded as one."""
+    """Returns the blocks in forward order. Without blocks, the whole module is sharded as one unit."""
     sharded = layout.data > 1
     blocks = find_blocks(module, seen) if given is None else given
     refuse_blocks(module, blocks, seen, sharded and layout.pp == 1)
-    needing = [one.name for one in transforms if one.phase in (Order.RECOMPUTE, Order.COMPILE)]
+    needing = [transform.name for transform in transforms if transform.phase in (Order.RECOMPUTE, Order.COMPILE)]
     needing += ["pp"] if layout.pp > 1 else []
     if needing and not blocks:
         raise PlanError(
-            f"parallelize: {needing[0]} works on blocks, and there is no list of two or more modules of one class to take as "
-            "such; give their paths in the order of their use, blocks=[...]"
+            f"parallelize: {needing[0]} needs blocks, but the module has no list of two or more modules of one class; give the "
+            "paths of the blocks in forward order, blocks=[...]"
         )
     if sharded:
-        refuse_changes(module, blocks, seen, "FSDP2 watches a block's inputs for the end of its backward")
-    if any(one.phase == Order.RECOMPUTE for one in transforms):
-        refuse_changes(module, blocks, seen, "recomputation calls a block again with its inputs", later=True)
+        refuse_changes(module, blocks, seen, "FSDP2 needs a block's unmodified inputs to detect the end of its backward")
+    if any(transform.phase == Order.RECOMPUTE for transform in transforms):
+        refuse_changes(module, blocks, seen, "recomputation runs a block again with the same inputs", later=True)
     return blocks
 
 
 def on_input(module: nn.Module, example: Example | None, follows: Callable[[Example], Any]) -> Any:
-    """What `follows` gives for the example, or for a guess: then a refusal says so, if a forward failed."""
+    """Returns `follows(example)`; without an example, with a guess, which the error mentions if a forward fails."""
     if example is not None:
         return follows(example)
     guess = example_for(module)
@@ -470,18 +476,18 @@ def on_input(module: nn.Module, example: Example | None, follows: Callable[[Exam
 
 
 def _copied(hollow: nn.Module) -> Callable[[], nn.Module]:
-    """Gives a copy of a module that is about to be laid out: it has no memory now, and its classes are its own.
+    """Returns a function that returns a copy of a meta module, made before the module is parallelized and its classes change.
 
     Raises:
-        PlanError: when it is asked for a module that cannot be copied.
+        PlanError: when the function is called, if the module cannot be copied.
     """
     try:
         copy = deepcopy(hollow)
-    except Exception as error:  # noqa: BLE001 (whatever a module holds, and only a copy needs it)
+    except Exception as error:  # noqa: BLE001 (a module may hold anything, and only `deepcopy` needs the copy)
         cause = error
 
         def refuse() -> nn.Module:
-            raise PlanError(f"deepcopy: {type(hollow).__name__} cannot be copied: {cause}") from cause
+            raise PlanError(f"deepcopy: {type(hollow).__name__} cannot be copied ({cause}); build the module again") from cause
 
         return refuse
     return lambda: copy
@@ -498,19 +504,19 @@ def _transforms(
         plan = tp_plan if tp_plan is not None else getattr(skeleton.module, "_tp_plan", None)
         if not plan:
             raise PlanError(
-                f"parallelize: tp = {layout.tp} needs a plan of what to cut, such as "
+                f"parallelize: tp = {layout.tp} needs a plan of the layers to split; give one such as "
                 "tp_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}"
             )
         rules = rules_of(skeleton.module, plan)
-        found = on_input(skeleton.module, example, lambda given: follow(skeleton.module, rules, given, layout.tp))
-        rules = replace(rules, summed=rules.summed | found)
+        summed = on_input(skeleton.module, example, lambda given: follow(skeleton.module, rules, given, layout.tp))
+        rules = replace(rules, summed=rules.summed | summed)
         built.append(_PlannedTensor(sequence_parallel=False, planned=rules))
     return built
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PlannedTensor(TensorParallel):
-    """Cuts what a `tp_plan` says."""
+    """Splits the layers of a `tp_plan`."""
 
     planned: Rules
 
@@ -519,26 +525,26 @@ class _PlannedTensor(TensorParallel):
 
 
 def prepare(module: nn.Module) -> None:
-    """A transformers model in training must not fill its key-value cache: recomputation would fill it twice."""
+    """Switches off the key-value cache of a transformers model, which recomputation would fill twice."""
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]
 
 
 def refuse_batch_statistics(module: nn.Module) -> None:
-    """Data ranks would each keep the statistics of their rows, and go apart."""
+    """Refuses running statistics of batches: each data rank would keep those of its own rows, and ranks would diverge."""
     for path, part in module.named_modules():
         if isinstance(part, BatchNorm) and part.track_running_stats and not isinstance(part, nn.SyncBatchNorm):
             raise PlanError(
-                f"parallelize: {path} ({type(part).__name__}) keeps running statistics, and each data rank would keep those of "
-                "its rows only; use SyncBatchNorm, track_running_stats=False or another norm, or one data rank"
+                f"parallelize: {path} ({type(part).__name__}) keeps running statistics, which would differ between data ranks; "
+                "use SyncBatchNorm, track_running_stats=False, another norm, or one data rank"
             )
 
 
 def _must_be_cast(compute: torch.dtype, module: nn.Module, _: Any) -> None:
-    held = {slot.dtype for part in module.modules() for slot in part._parameters.values() if slot is not None}
-    if any(dtype.is_floating_point and dtype != compute for dtype in held):
+    dtypes = {slot.dtype for part in module.modules() for slot in part._parameters.values() if slot is not None}
+    if any(dtype.is_floating_point and dtype != compute for dtype in dtypes):
         raise PlanError(
-            f"parallelize: on one data rank parameters are cast to {compute} for the span of a forward and its backward; write "
-            "`with model.computing():` around both, or use model.step"
+            f"parallelize: on one data rank, parameters are {compute} only inside model.computing(); write "
+            "`with model.computing():` around forward and backward, or use model.step"
         )

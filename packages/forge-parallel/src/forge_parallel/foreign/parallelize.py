@@ -1,13 +1,13 @@
-"""One call that lays out a foreign module: the short road for code bases with their training loop.
+"""`parallelize`: one call that parallelizes a foreign module, for code bases with their own training loop.
 
     model = parallelize(lambda: MyModel(config), "dp2tp2", [Recompute(policy="full")], tp_plan={"blocks.*.up": "colwise", ...})
     optimizer = torch.optim.AdamW(model.parameters())
-    for inputs in loader:                        # other data on each of `model.data_ranks` ranks
+    for inputs in loader:                        # different data on each of `model.data_ranks` ranks
         loss_of(model(**inputs)).backward()
         model.clip_grad_norm_(1.0)
         optimizer.step(); optimizer.zero_grad()
 
-Strategies are applied in the order of their phases, not in the order given, as everywhere in Forge.
+Transforms are applied in the order of their phases, not in the order of the list.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,10 +38,10 @@ def parallelize(
     example: Example | None = None,
     verify: bool = False,
 ) -> ParallelizedModule:
-    """Collective: lays out a module over the ranks of the running process group; "1" needs no group.
+    """Collective: parallelizes a module over the ranks of the running process group; layout "1" needs no group.
 
-    The result is called and trained as the module. Gradients are averaged over data ranks, so each takes the mean loss of its
-    own rows:
+    The result is called and trained like the module. Gradients are averaged over data ranks, so each rank computes the mean loss
+    of its own rows:
 
         from torch import nn
 
@@ -55,30 +55,31 @@ def parallelize(
         optimizer.step()
 
     Args:
-        source: a module, whose weights all ranks hold alike and which is consumed; or a function that builds one, whose
-            parameters then exist whole one at a time: what its constructors do to them is recorded and replayed.
+        source: a module with the same weights on all ranks, which is consumed; or a function that builds one. The operators of
+            the builder's constructors are recorded and replayed per parameter, so only one full parameter exists at a time.
         layout: such as "dp2tp2" or "hsdp2x4"; see `forge_core.layout.Layout.parse`.
-        transforms: components or transforms beyond those that the axes ask for, such as `Recompute()` and `Compile()`.
-        tp_plan: patterns of module paths -> styles; a transformers model brings its own.
-        blocks: paths of the repeated blocks in forward order, which are sharded, recomputed and compiled one by one, and handed
-            to stages. By default modules of the classes in `_no_split_modules`, else of the longest list of modules of one
-            class and of all other lists of that class; only modules that are called and share no parameters with others.
-        pipeline: schedule and split where the layout has pp; by default 1f1b, balanced by parameters. Train with `.step` then.
-        device: of this rank; by default the current CUDA device, or the CPU.
-        compute: `bf16`, `fp32` or `fp64`, of forward and backward. With `bf16` on one data rank, span forward and backward
-            by `with model.computing():`.
-        state: `fp32`, `fp64` or `bf16`, of parameters, gradients and optimizer state.
-        seed: of a builder's random numbers.
-        example: what the module is called with, a tensor (rows, ...) or its keyword arguments, a few rows. Forwards without
-            memory are watched with it, to find blocks and what cannot be laid out; under pp the input is (rows, length). By
-            default token ids (2, 8) of the first embedding, or features (2, 8, in_features) of the first linear layer. With pp
-            it has all arguments that steps give, labels for a loss in the module among them.
-        verify: first compare a probe step with one process, as `forge_parallel.verify_layout` does. Do so once for every module.
+        transforms: components or transforms besides those that the layout implies, such as `Recompute()` and `Compile()`.
+        tp_plan: pattern of module paths -> style; transformers models have their own plan.
+        blocks: paths of the repeated blocks in forward order; they are sharded, recomputed and compiled one by one and assigned
+            to pipeline stages. Default: modules of the classes in `_no_split_modules`, otherwise those of the longest list of
+            modules of one class and of all other lists of that class, if they are called and share no parameters.
+        pipeline: schedule and split for layouts with pp; default 1f1b, balanced by parameters. Train such a model with `.step`.
+        device: device of this rank; default the current CUDA device, otherwise the CPU.
+        compute: dtype of forward and backward: `bf16`, `fp32` or `fp64`. With `bf16` on one data rank, run forward and backward
+            inside `with model.computing():`.
+        state: dtype of parameters, gradients and optimizer state: `fp32`, `fp64` or `bf16`.
+        seed: seed of the random numbers of a builder.
+        example: a few rows of input: a tensor (rows, ...) or keyword arguments. Forwards on the meta device use it to find blocks
+            and to detect modules that cannot be parallelized. With pp the input is (rows, length) and the example has all
+            arguments of `.step`, for example labels if the module computes the loss. Default: token ids (2, 8) for the first
+            embedding, or features (2, 8, in_features) for the first linear layer.
+        verify: whether to run `forge_parallel.verify_layout` first, which compares a step with one process. Do so once per
+            module.
 
     Raises:
-        PlanError: what cannot be laid out, by name: cp, ep and etp, tp without a plan, weights that differ between ranks, an
-            input that is changed in place, a module that stages cannot share.
-        LayoutError: the layout has another number of ranks than are running.
+        PlanError: the module or layout is not supported; for example cp, ep and etp, tp without a plan, weights that differ
+            between ranks, inputs that are modified in place, a module that cannot be split into pipeline stages.
+        LayoutError: the layout's number of ranks differs from the world size.
     """
     if isinstance(layout, str):
         layout = Layout.parse(layout)

@@ -1,9 +1,9 @@
-"""What tensor parallelism makes of a module, followed through forwards without memory, before anything is laid out.
+"""Traces a module under a tensor-parallel plan, in forwards on the meta device, before the module is parallelized.
 
-A plan names layers; what lies between them it does not name. Between a layer cut by its outputs and one cut by its inputs every
-rank has a part of the features: a parameter that works there gets a part of its gradient on each rank, and an operator that looks
-across the features sees a part of them. So the module runs twice: whole, and with the sizes that a rank has. Both have to run the
-same operators, and of each result a rank has to get the whole, or a share along one dimension.
+A plan names layers, not the operators between them. Between a layer split along its outputs and one split along its inputs, each
+rank has a part of the features: a parameter used there gets a partial gradient on each rank, and an operator across the features
+sees only a part of them. So the module runs twice: whole, and with the sizes of one rank. Both runs must have the same operators,
+and each result must be whole on the rank, or a share along one dimension.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,17 +32,17 @@ from forge_parallel.placement.shares import chunk
 from forge_parallel.torch_private import storage_key, tree_iter
 from forge_parallel.transforms.tensor.rules import Role, Rules
 
-NUMBERS = "where a number of heads or features is named, write -1 there, or take the number from the tensor's shape"
+NUMBERS = "if code there uses a fixed number of heads or features, replace it by -1 or take it from the tensor's shape"
 
 
 @dataclass(frozen=True)
 class State:
-    """What is known of a tensor.
+    """The traced properties of a tensor.
 
     Attributes:
-        whole: the shape that it has in the whole module. Where it has another size here, a rank has a share.
-        outer: how many stretches of the split dimension follow each other, of each of which a rank has its share.
-        sources: the whole parameters, and outputs of modules, to which its gradient goes without a sum over ranks.
+        whole: the tensor's shape in the whole module. The rank has a share along the dimension whose size differs.
+        outer: number of consecutive segments in the split dimension, each of which is split over the ranks.
+        sources: parameters and module outputs that are not split and get the tensor's gradient without a sum over ranks.
     """
 
     whole: tuple[int, ...]
@@ -51,20 +51,20 @@ class State:
 
 
 class Share(Forward):
-    """The forward of one rank: follows what is split, and which whole parameters meet it.
+    """Traces the forward of one rank: which tensors are split, and which whole parameters are combined with split ones.
 
     Attributes:
-        partial: whole parameters and outputs of modules that meet split features.
-        whole: those that work on whole features.
-        outputs: paths of modules whose output every rank has.
+        partial: whole parameters and module outputs that are combined with split features.
+        whole: whole parameters and module outputs that are combined with whole features.
+        outputs: paths of modules whose output is whole on every rank.
     """
 
     DRAWN = 1 - 2**-24
 
     def __init__(self, module: nn.Module, rules: Rules, steps: Sequence[Step], ranks: int, rank: int) -> None:
         self._steps, self._ranks, self._rank = iter(steps), ranks, rank
-        self._states: dict[int, tuple[Tensor, State]] = {}  # a tensor is kept, so that its id stays its own
-        self._written: dict[int, frozenset[str]] = {}  # by storage: the sources of what an operator wrote
+        self._states: dict[int, tuple[Tensor, State]] = {}  # with the tensor, so that its id is not reused
+        self._written: dict[int, frozenset[str]] = {}  # storage -> sources of what operators wrote to it
         self.partial: set[str] = set()
         self.whole: set[str] = set()
         self.outputs: set[str] = set()
@@ -82,28 +82,30 @@ class Share(Forward):
         self._states[id(tensor)] = tensor, state
 
     def _split(self, tensor: Tensor) -> int | None:
-        """The dimension of which this rank has a share."""
+        """Returns the dimension along which this rank has a share; None if the tensor is whole."""
         return next(iter(_differing(tensor, self._of(tensor).whole)), None)
 
     def cut(self, path: str, part: nn.Module, role: Role) -> Callable[..., Any]:
-        """Makes the sizes that this rank has."""
+        """Returns a forward whose output has this rank's sizes."""
         forward = part.forward if role is not Role.EXPERTS else like_the_first
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
-            given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-            split = self._split(given[0])
+            tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+            split = self._split(tensors[0])
             if role is Role.ROW and split is None:
-                raise PlanError(f"tensor: {path} is rowwise, but takes whole features; the layer that makes them must be colwise")
-            if role is not Role.ROW and any(self._split(leaf) is not None for leaf in given):
-                raise PlanError(f"tensor: {path} needs whole features, but takes split ones; make the layer before it whole")
-            self.whole |= set().union(*(self._of(leaf).sources for leaf in given))
+                raise PlanError(f"tensor: {path} is rowwise, but its input has whole features; make the layer before it colwise")
+            if role is not Role.ROW and any(self._split(leaf) is not None for leaf in tensors):
+                raise PlanError(
+                    f"tensor: {path} needs whole features, but its input is split; remove the layer before it from the plan"
+                )
+            self.whole |= set().union(*(self._of(leaf).sources for leaf in tensors))
             if role is Role.ROW:
-                x, state = given[0], self._of(given[0])
-                mine = self._share(state.whole[-1])
-                if split != x.dim() - 1 or state.outer != 1 or x.shape[-1] != mine:
+                x, state = tensors[0], self._of(tensors[0])
+                share = self._share(state.whole[-1])
+                if split != x.dim() - 1 or state.outer != 1 or x.shape[-1] != share:
                     raise PlanError(
-                        f"tensor: {path} is rowwise and takes {mine} of {state.whole[-1]} features on a rank, but is given "
-                        f"{tuple(x.shape)} of {state.whole}; the layers that make it must be cut alike"
+                        f"tensor: {path} is rowwise and needs {share} of {state.whole[-1]} features on a rank, but its input is "
+                        f"{tuple(x.shape)} of {state.whole}; split the layers before it in the same way"
                     )
                 args = (x.new_empty(state.whole),)
             out = forward(*args, **kwargs)
@@ -124,14 +126,14 @@ class Share(Forward):
     def take(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compares an operator with that of the whole module."""
         expected, step = next(self._steps, None), self.step(func, args, kwargs, out)
-        given, name = named_arguments(func, args, kwargs), step.name
+        arguments, name = named_arguments(func, args, kwargs), step.name
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         leaves = [leaf for leaf in tree_iter(out) if isinstance(leaf, Tensor)]
         splits = [(leaf, split) for leaf in tensors if (split := self._split(leaf)) is not None]
         alike = makes_alike(name)
         for leaf, split in splits if not alike else []:
-            if (found := effect(func, given, leaf, split, out)) != "none":
-                raise self._across(name, known=found == "across")
+            if (kind := effect(func, arguments, leaf, split, out)) != "none":
+                raise self._across(name, known=kind == "across")
         if expected is None or (expected.name, expected.numbers, len(expected.shapes)) != (name, step.numbers, len(leaves)):
             raise _draws(self._drawn.values()) if self._drawn else self._depends(name)
         for leaf, whole in zip(leaves, expected.shapes, strict=True):
@@ -155,13 +157,13 @@ class Share(Forward):
             self._written[storage_key(leaf.untyped_storage())] = sources
 
     def copied(self, tensor: Tensor, out: Tensor) -> None:
-        """Knows the same of it."""
+        """Gives the copy the state of the original."""
         self._set(out, self._of(tensor))
 
     def _outer(
         self, func: Any, leaf: Tensor, whole: tuple[int, ...], differing: list[int], splits: Sequence[tuple[Tensor, int]]
     ) -> int:
-        """How many stretches the split dimension of a result has; refuses a result of which a rank gets no share."""
+        """Returns the number of segments in a result's split dimension; refuses a result of which the rank has no share."""
         name = func.overloadpacket.__name__
         split, states = splits[0][1], [self._of(tensor) for tensor, _ in splits]
         if len(differing) != 1:
@@ -178,47 +180,49 @@ class Share(Forward):
         return states[0].outer
 
     def _across(self, name: str, known: bool = True) -> PlanError:
-        what = f"applies {name} across features that are split over tp ranks, and each rank has a part of them"
+        what = f"applies {name} across features that are split over tp ranks, so each rank would see only its part"
         if not known:
-            what = f"applies {name} to features that are split over tp ranks, and Forge does not know that a part is enough"
-        advice = "split the layer before it, so that each layer makes one thing, such as queries, or remove it from the plan"
+            what = (
+                f"applies {name} to features that are split over tp ranks, and Forge has no rule that this is correct on a part"
+            )
+        advice = "split the layer before it into layers with one output each, such as queries, or remove it from the plan"
         if name in VIEWS:
             advice = f"{NUMBERS}; else {advice}"
         return PlanError(f"tensor: {self._where()} {what}; {advice}")
 
     def _depends(self, name: str) -> PlanError:
         return PlanError(
-            f"tensor: {self._where()} computes something else ({name}) with the features of a tp rank than with all of them; "
-            "take sizes and numbers, such as that of heads, from the configuration there, or set tp to 1"
+            f"tensor: {self._where()} computes something else ({name}) on a tp rank's part of the features than on all of them; "
+            "take sizes, such as the number of heads, from the configuration instead of tensors, or set tp to 1"
         )
 
     def _where(self) -> str:
         return f"{self.path[-1] or 'the module'} ({place()})"
 
     def finish(self, out: Any) -> None:
-        """Takes the module's output, which the loss uses alike on all ranks."""
+        """Checks the module's output, from which every rank computes the same loss."""
         for leaf in tree_iter(list(out.values()) if isinstance(out, Mapping) else out):
             if isinstance(leaf, Tensor):
                 if self._split(leaf) is not None:
                     raise PlanError(
-                        "tensor: the module's output is split over tp ranks; give the last layer 'colwise_gather_output', or "
-                        "take it out of the plan"
+                        "tensor: the module's output is split over tp ranks; give the last layer the style "
+                        "'colwise_gather_output', or remove it from the plan"
                     )
                 self.whole |= self._of(leaf).sources
 
 
 def follow(module: nn.Module, rules: Rules, example: Example, ranks: int) -> frozenset[str]:
-    """Names of whole parameters that see split activations, whose gradients are sums over tp ranks.
+    """Returns the names of whole parameters that are combined with split activations: their gradients are summed over tp ranks.
 
     Args:
-        module: parameters on the meta device; unchanged. It is followed as in training.
-        rules: how it is to be cut.
-        example: what the module is called with.
+        module: the module, with parameters on the meta device; not changed. It is traced in training mode.
+        rules: how the plan splits the module.
+        example: the module's arguments.
         ranks: number of tp ranks.
 
     Raises:
-        PlanError: it draws random numbers, looks across what is split, uses one parameter on both sides, names a number of heads,
-            cuts a layer that computes something else, or cannot be run without memory.
+        PlanError: the module draws random numbers, computes across split features, uses one parameter on split and on whole
+            features, has a fixed number of heads, splits a layer with an unknown computation, or fails on the meta device.
     """
     copy = _copied(module)
     whole = Whole(copy, rules)
@@ -228,9 +232,8 @@ def follow(module: nn.Module, rules: Rules, example: Example, ranks: int) -> fro
         raise
     except Exception as cause:
         raise PlanError(
-            f"parallelize: tensor parallelism has to follow one forward of {type(module).__name__} without memory, and "
-            f"{whole.path[-1] or 'it'} fails ({place(cause)}): {cause}; give example=, what the module is called with, "
-            "or set tp to 1"
+            f"parallelize: tensor parallelism has to trace one forward of {type(module).__name__} on the meta device, but "
+            f"{whole.path[-1] or 'it'} fails ({place(cause)}): {cause}; pass the module's arguments as example=, or set tp to 1"
         ) from cause
     if whole.drawing:
         raise _draws(whole.drawing)
@@ -250,9 +253,8 @@ def _of_rank(module: nn.Module, rules: Rules, example: Example, steps: Sequence[
         raise
     except Exception as cause:
         raise PlanError(
-            f"tensor: {share.path[-1] or 'the module'} ({place(cause)}) fails with the part of the features that a tp rank has: "
-            f"{cause}; {NUMBERS}; where it looks across all features, or meets whole ones, take the layers before it out of the "
-            "plan, or set tp to 1"
+            f"tensor: {share.path[-1] or 'the module'} ({place(cause)}) fails with a tp rank's part of the features: {cause}; "
+            f"{NUMBERS}; if it needs all features, remove the layers before it from the plan, or set tp to 1"
         ) from cause
     if share.drawing:
         raise _draws(share.drawing)
@@ -266,37 +268,37 @@ def _copied(module: nn.Module) -> nn.Module:
         for name, value in vars(part).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 raise PlanError(
-                    f"tensor: {path} holds {name!r}, which is computed from parameters before its forward, as the hooks of "
-                    "torch.nn.utils.weight_norm do; use torch.nn.utils.parametrizations outside of the plan, or set tp to 1"
+                    f"tensor: {path}.{name} is computed from parameters before the forward, as the hooks of "
+                    "torch.nn.utils.weight_norm do; use torch.nn.utils.parametrizations outside the plan, or set tp to 1"
                 )
     return hollow(module)
 
 
-def _judge(found: Share, rules: Rules) -> None:
-    if mixed := sorted(found.partial & found.outputs):
+def _judge(share: Share, rules: Rules) -> None:
+    if mixed := sorted(share.partial & share.outputs):
         raise PlanError(
-            f"tensor: the whole output of {mixed[0]} meets split features, and its gradient would be a part on each rank; cut "
-            "the layer that uses it, too, or take both out of the plan"
+            f"tensor: the output of {mixed[0]} is whole, but is combined with split features, so its gradient would be partial "
+            "on each rank; split the layer that uses it as well, or remove both from the plan"
         )
-    if both := sorted(found.partial & found.whole):
+    if both := sorted(share.partial & share.whole):
         raise PlanError(
-            f"tensor: {both[0]} works on split and on whole features, so its gradient is partly a sum over tp ranks; use two "
-            "parameters, or set tp to 1"
+            f"tensor: {both[0]} is used with split and with whole features, so only a part of its gradient is to be summed over "
+            "tp ranks; use two parameters, or set tp to 1"
         )
-    if wrong := sorted(rules.summed & found.whole):
+    if wrong := sorted(rules.summed & share.whole):
         raise PlanError(
-            f"tensor: the plan sums the gradient of {wrong[0]} over tp ranks ('replicated_with_grad_allreduce'), but it works on "
-            "whole features, where every rank has all of it; take it out of the plan"
+            f"tensor: the plan sums the gradient of {wrong[0]} over tp ranks ('replicated_with_grad_allreduce'), but it is used "
+            "with whole features, where every rank has the complete gradient; remove it from the plan"
         )
 
 
 def _differing(tensor: Tensor, whole: tuple[int, ...]) -> list[int]:
-    return [dim for dim, (mine, every) in enumerate(zip(tensor.shape, whole, strict=True)) if mine != every]
+    return [dim for dim, (size, full) in enumerate(zip(tensor.shape, whole, strict=True)) if size != full]
 
 
 def _draws(paths: Iterable[str]) -> PlanError:
-    found = list(dict.fromkeys(path or "the module itself" for path in paths))
+    names = list(dict.fromkeys(path or "the module itself" for path in paths))
     return PlanError(
-        f"parallelize: {', '.join(found[:3])} draws random numbers in forward, such as dropout, and tp ranks would draw "
-        "different ones; set its rate to 0, or set tp to 1"
+        f"parallelize: the forward of {', '.join(names[:3])} draws random numbers, such as dropout, which would differ between "
+        "tp ranks; set the rate to 0, or set tp to 1"
     )

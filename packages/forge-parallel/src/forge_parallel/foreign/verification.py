@@ -1,6 +1,6 @@
-"""`verify_layout`: one training step of a module on a layout is compared with one process.
+"""`verify_layout`: compares one training step of a module in a layout with one process.
 
-Random numbers depend on where in the module they are drawn, so that dropout is the same in both.
+Random numbers are seeded by the module that draws them, so that dropout is the same in both.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ from forge_parallel.transforms.shard import FullyShard
 
 
 class Draws:
-    """Seeds every generator whenever a module is entered: by its path, the number of the share of rows, and `stream`.
+    """Seeds all generators whenever a module is entered, by the module's path, the index of the share of rows, and `stream`.
 
     Args:
-        seed: of all of them.
-        first: number of the share with which the first forward is called.
+        seed: base seed.
+        first: index of the share in the first forward.
         stream: ranks with different streams draw different numbers, as tp ranks do.
     """
 
@@ -45,7 +45,7 @@ class Draws:
         self._mark, self._share = f"{seed}/{stream}", first - 1
 
     def attach(self, root: nn.Module) -> None:
-        """Hooks every module of `root`, one forward of which is one share."""
+        """Hooks every module of `root`, whose forward takes one share."""
         for path, part in root.named_modules():
             part.register_forward_pre_hook(partial(self._enter, path))
 
@@ -61,7 +61,7 @@ class Draws:
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """Generators are afterwards as they were before."""
+    """Context that restores the states of all random generators."""
     numpy = sys.modules.get("numpy")
     python, theirs = random.getstate(), numpy.random.get_state() if numpy is not None else None  # type: ignore[attr-defined]
     try:
@@ -74,28 +74,28 @@ def random_numbers_kept() -> Iterator[None]:
 
 
 TOLERANCES = {"fp64": 1e-6, "fp32": 2**-12, "bf16": 2**-4}
-"""Formats in which a probe step may compute, the widest first, with the largest accepted error relative to a tensor's largest
-element: some thousand roundings of fp32, and 16 of bf16. Modules that compute a norm or a softmax in fp32 for parameters of any
-format stay below that of fp64. Errors of a wrong layout are larger."""
+"""Dtypes of a probe step, widest first -> largest accepted error, relative to a tensor's largest element: about a thousand
+roundings of fp32, and 16 of bf16. The fp64 value leaves room for modules that compute norms or softmax in fp32 in any dtype.
+Errors of a wrong layout are larger."""
 
 FLOOR = 0.1
-"""Of the model's largest gradient: gradients that are zero but for rounding are compared with that share of it."""
+"""Fraction of the model's largest gradient: the smallest scale for errors, for gradients that are zero except for rounding."""
 
 AXES = ("dp_shard", "dp_replicate", "tp", "pp")
 
 ADVICE = {
-    "tp": "what lies between a colwise and a rowwise layer must work on any share of the features; change tp_plan or set tp to 1",
-    "pp": "blocks may depend on nothing but the hidden states that they are handed; change the module, or set pp to 1",
-    "dp_shard": "forward changes a buffer, or depends on rows of other ranks; change the module, or use one data rank",
+    "tp": "everything between a colwise and a rowwise layer must work on any part of the features; change tp_plan or set tp to 1",
+    "pp": "blocks may depend on nothing but the hidden states that they receive; change the module, or set pp to 1",
+    "dp_shard": "a forward must not modify buffers or depend on other ranks' rows; change the module, or use one data rank",
 }
 
 Loss = Callable[[Any, Any], Tensor]
-"""(the module's output, the rows it was called with) -> the mean loss of these rows, a scalar with its graph."""
+"""(the module's output, its input rows) -> the mean loss of these rows, a scalar with its graph."""
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """What is laid out, and how it is called."""
+    """The module to verify, and how it is parallelized and called."""
 
     source: nn.Module | Callable[[], nn.Module]
     transforms: tuple[Any, ...]
@@ -107,7 +107,7 @@ class _Probe:
     width: str = "fp64"
 
     def whole(self, seed: int) -> nn.Module:
-        """The module in one process."""
+        """Returns the module for one process."""
         if isinstance(self.source, nn.Module):
             module = deepcopy(self.source)
         else:
@@ -117,10 +117,10 @@ class _Probe:
         return module.to(DTYPES[self.width])
 
     def laid_out(self, layout: Layout, device: torch.device | str | None, draws: bool) -> ParallelizedModule:
-        """The module in a layout."""
+        """Returns the module parallelized in a layout."""
         left_out = {Order.QUANTIZE, Order.COMPILE} | ({Order.RECOMPUTE} if draws else set())
-        kept = [one for one in self.transforms if one.phase not in left_out]
-        chosen = [replace(one, offload=False) if isinstance(one, FullyShard) else one for one in kept]
+        kept = [item for item in self.transforms if item.phase not in left_out]
+        chosen = [replace(item, offload=False) if isinstance(item, FullyShard) else item for item in kept]
         source, dtype = self.source, DTYPES[self.width]
         pipeline = self.pipeline and replace(self.pipeline, split=BALANCED)
         return lay_out(
@@ -153,27 +153,27 @@ def verify_layout(
 ) -> str:
     """Collective: compares a step of `parallelize(source, layout, ...)` with one process. `source` is not changed.
 
-    In a single process, each axis in use is tried on two local processes, forked from this one, on the CPU. Under a launcher,
-    all ranks call this and the layout itself is tried; rank 0 then holds the whole module for a moment. Compilation and float8
-    are left out, and recomputation of a module that draws random numbers.
+    In a single process, each axis larger than 1 is verified with size 2 on two local processes, forked from this one, on the CPU.
+    Under a launcher, all ranks call this and the layout itself is verified; rank 0 then holds the whole module temporarily.
+    Compilation and float8 are left out, and so is recomputation if the module draws random numbers.
 
     Args:
-        source: as for `parallelize`, as are `layout`, `transforms`, `tp_plan`, `blocks`, `pipeline`, `device` and `seed`.
-        example: what the module is called with; its rows (dimension 0) are shared by data ranks, with two for each rank where
-            the layout has tp or pp. By default two rows that suit the module's first layer.
-        loss: (output, rows) -> the mean loss of these rows; by default all outputs are summed with random factors. Under a
-            pipeline the output is the module's first tensor.
-        timeout: of the local processes together, in seconds.
+        source: like `layout`, `transforms`, `tp_plan`, `blocks`, `pipeline`, `device` and `seed`, as for `parallelize`.
+        example: the module's arguments. Data ranks share its rows (dimension 0); a layout with tp or pp needs two rows per data
+            rank. By default rows that suit the module's first layer.
+        loss: (output, rows) -> mean loss of these rows; by default the sum of all outputs with random factors. Under a pipeline
+            the output is the module's first tensor.
+        timeout: limit for the local processes together, in seconds.
 
     Returns:
-        The format in which both sides computed: "fp64", or the widest one that the module's operators accept, of which a warning
-        tells: errors up to `TOLERANCES` of it are taken for rounding.
+        The dtype in which both sides computed: "fp64", or the widest one that the module supports, which is also warned about.
+        Errors up to its value in `TOLERANCES` count as rounding.
 
     Raises:
-        PlanError: what differs, by parameter or buffer and axis; or what `parallelize` refuses.
+        PlanError: the parameters or buffers that differ, and the axis; or an error of `parallelize`.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    built = tuple(one.build() if callable(getattr(one, "build", None)) else one for one in transforms)
+    built = tuple(part.build() if callable(getattr(part, "build", None)) else part for part in transforms)
     options = {"tp_plan": tp_plan, "blocks": blocks}
     probe = _Probe(source, built, options, pipeline, example, loss, seed)
     together = dist.is_initialized() and dist.get_world_size() > 1
@@ -181,16 +181,16 @@ def verify_layout(
     width = "fp64"
     with random_numbers_kept():
         if together or not axes:
-            width, found = _faults(probe, layout, device)
-            _raise(found, layout, width)
+            width, faults = _faults(probe, layout, device)
+            _raise(faults, layout, width)
         for axis in () if together else axes:
             pair = Layout.of({axis: 2, **({"dp_shard": 1} if axis != "dp_shard" else {})}, 2)
-            (width, found), _ = fork_local(2, lambda pair=pair: _faults(probe, pair, "cpu"), timeout)
-            _raise(found, pair, width)
+            (width, faults), _ = fork_local(2, lambda pair=pair: _faults(probe, pair, "cpu"), timeout)
+            _raise(faults, pair, width)
     if width != "fp64" and (not dist.is_initialized() or dist.get_rank() == 0):
         warnings.warn(
-            f"verify: the module does not compute in fp64, so both sides were compared in {width}, up to {TOLERANCES[width]:.2g} "
-            "of a tensor's largest element",
+            f"verify: the module does not compute in fp64, so both sides were compared in {width}, with errors up to "
+            f"{TOLERANCES[width]:.2g} of a tensor's largest element accepted",
             stacklevel=2,
         )
     return width
@@ -206,7 +206,7 @@ def _raise(faults: list[str], layout: Layout, width: str) -> None:
 
 
 def _faults(probe: _Probe, layout: Layout, device: torch.device | str | None) -> tuple[str, list[str]]:
-    """Collective: the format in which both sides computed, and what differs; the same on all ranks."""
+    """Collective: returns the dtype in which both sides computed, and the differences; the same on all ranks."""
     first = not dist.is_initialized() or dist.get_rank() == 0
     each = 2 if layout.data == 1 or layout.pp > 1 else 1
     count = each * layout.data
@@ -228,20 +228,20 @@ def _faults(probe: _Probe, layout: Layout, device: torch.device | str | None) ->
     total = _step(model, mine, loss)
     gradients = gathered(model, {name: tensor.grad for name, tensor, _ in model.trainable()})
     buffers = _everyones({name: b.cpu() for part in model.parts for name, b in part.named_buffers()})
-    found: list[str] = []
+    faults: list[str] = []
     if first:
-        found += _initial(probe, start)
+        faults += _initial(probe, start)
         whole = probe.whole(0)
         whole.load_state_dict(start, strict=False)
         expected = _alone(whole, rows, loss, Draws(probe.seed, 0, 0) if draws else None)
-        found += _compared(whole, expected, total, gradients, buffers, tolerance)
-        if found and draws:
-            found.insert(0, "it draws random numbers in forward")
-    return width, _agreed(found)
+        faults += _compared(whole, expected, total, gradients, buffers, tolerance)
+        if faults and draws:
+            faults.insert(0, "its forward draws random numbers")
+    return width, _agreed(faults)
 
 
 def _step(model: ParallelizedModule, mine: list[Any], loss: Loss) -> float:
-    """Forward and backward of this rank's shares; the mean loss over all ranks."""
+    """Collective: runs forward and backward of this rank's shares; returns the mean loss over all ranks."""
     if model.cut is not None:
         batches = [share if isinstance(share, Mapping) else {"input": share} for share in mine]
         unnamed = isinstance(mine[0], Tensor)
@@ -261,7 +261,7 @@ def _step(model: ParallelizedModule, mine: list[Any], loss: Loss) -> float:
 
 
 def _alone(module: nn.Module, rows: list[Any], loss: Loss, draws: Draws | None) -> float:
-    """The same in one process, one share after the other."""
+    """Runs the same step in one process, one share after the other; returns the mean loss."""
     if draws is not None:
         draws.attach(module)
     total = 0.0
@@ -273,35 +273,35 @@ def _alone(module: nn.Module, rows: list[Any], loss: Loss, draws: Draws | None) 
 
 
 def _tried(probe: _Probe, rows: list[Any], loss: Loss) -> tuple[str | None, bool, str]:
-    """The widest format in which one process makes a step, whether that has another loss with other random numbers, and why not
-    in any."""
+    """Returns the widest dtype in which one process can run a step, whether the loss changes with other random numbers, and the
+    cause if no dtype works."""
     cause = ""
     for width in TOLERANCES:
-        one, share = replace(probe, width=width), _floats_in(DTYPES[width], rows[0])
-        found = []
+        narrowed, share = replace(probe, width=width), _floats_in(DTYPES[width], rows[0])
+        losses = []
         try:
             for seed in (1, 2):
-                module = one.whole(0)
+                module = narrowed.whole(0)
                 Draws(seed, 0, 0).attach(module)
                 value = loss(call(module, share), share)
-                found.append(value.item())
+                losses.append(value.item())
             value.backward()
         except PlanError as refusal:
             return None, False, str(refusal)
-        except Exception as error:  # noqa: BLE001 (of somebody else's module)
+        except Exception as error:  # noqa: BLE001 (a foreign module may raise anything)
             cause = f"verify: the module fails in one process, in {', '.join(TOLERANCES)}: {type(error).__name__}: {error}"
             continue
-        return width, found[0] != found[1], ""
+        return width, losses[0] != losses[1], ""
     return None, False, cause
 
 
 def _initial(probe: _Probe, start: Mapping[str, Tensor]) -> list[str]:
-    """Initial values against two real builds: what both agree on is not random, and has to be the same here; what is drawn has
-    to have their mean and spread."""
+    """Compares initial values with two builds in one process: elements equal in both are not random and must be equal here; for
+    drawn elements, mean and standard deviation must agree."""
     if isinstance(probe.source, nn.Module):
         expected = dict(probe.whole(0).named_parameters())
         return [f"initial value of {name}" for name, value in expected.items() if not torch.equal(start[name].to(value), value)]
-    # In fp64: rounded to few bits, some of what is drawn would be equal in both.
+    # In fp64: in a narrow dtype, some drawn elements would be equal in both builds.
     one, other = (dict(replace(probe, width="fp64").whole(seed).named_parameters()) for seed in (1, 2))
     return [f"initial value of {name}" for name in one if not _alike(start[name], one[name].detach(), other[name].detach())]
 
@@ -327,9 +327,9 @@ def _compared(
     buffers: Sequence[Mapping[str, Tensor]],
     tolerance: float,
 ) -> list[str]:
-    found = []
+    faults = []
     if not abs(total - expected) <= tolerance * max(abs(expected), tolerance):
-        found.append(f"the loss is {total:.9g} instead of {expected:.9g}")
+        faults.append(f"the loss is {total:.9g} instead of {expected:.9g}")
     right = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     largest = max((float(gradient.abs().max()) for gradient in right.values() if gradient.numel()), default=0.0)
     for name, parameter in whole.named_parameters():
@@ -337,21 +337,21 @@ def _compared(
         scale = max(float(one.abs().max()) if one.numel() else 0.0, FLOOR * largest)
         error = float((one - other).abs().max()) if one.numel() else 0.0
         if not error <= tolerance * scale:
-            found.append(f"the gradient of {name} is off by {error / scale if scale else error:.2g} of its largest element")
+            faults.append(f"the gradient of {name} is off by {error / scale if scale else error:.2g} of its largest element")
     theirs = dict(whole.named_buffers())
     for rank, held in enumerate(buffers):
         for name, buffer in held.items():
             if name in theirs and not torch.allclose(buffer.double(), theirs[name].double().cpu(), tolerance, tolerance, True):
-                found.append(f"buffer {name} has another value on rank {rank}")
-    return found
+                faults.append(f"buffer {name} has another value on rank {rank}")
+    return faults
 
 
 def _projected(output: Any, _: Any) -> Tensor:
-    """All outputs with random factors: every element counts, and each differently."""
+    """Returns the mean of all outputs with random factors, so that every element matters, each differently."""
     leaves = tree_iter(list(output.values()) if isinstance(output, Mapping) else output)
     floats = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not floats:
-        raise PlanError("verify: the module returns no tensor with floating-point numbers; give loss=")
+        raise PlanError("verify: the module returns no floating-point tensor; give loss=")
     return torch.stack([_factors(leaf).mul(leaf).mean() for leaf in floats]).sum()
 
 
@@ -388,7 +388,7 @@ def _on(share: Any, device: torch.device) -> Any:
 
 
 def _agreed(value: Any) -> Any:
-    """Rank 0's value."""
+    """Collective: returns rank 0's value."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         box = [value]
         dist.broadcast_object_list(box, 0)

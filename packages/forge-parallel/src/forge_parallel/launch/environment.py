@@ -1,7 +1,7 @@
-"""Where this process stands: alone, under torchrun, or under bare srun. Torch-free.
+"""The launch of this process: alone, under torchrun, or under srun. Torch-free.
 
-Only what a launcher really set is used; nothing is guessed. A contradiction (a rank without a world size, a rank
-outside the world, no address) is one message before any socket is opened.
+Only variables that a launcher has set are used; nothing is guessed. Contradictions (a rank without a world size, a rank outside
+the world, no address) raise one error before any socket is opened.
 """
 
 import os
@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from forge_core.errors import LayoutError
 
 DEVICE = "FORGE_LOCAL_DEVICE"
-"""Number of the local device of this process, where that is not its local rank."""
+"""Variable with the index of this process's local device, if that is not the local rank."""
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Where this process stands among all, from the launcher's variables.
+    """The place of this process among all, from the launcher's variables.
 
     Attributes:
-        device: number of the local device; the local rank, unless a launcher leaves devices out.
-        identity: of the start that this process belongs to, so that ranks of two of them never meet; "" where the launcher
-            gives none.
-        note: what a user should know of how the launcher was read.
+        device: index of the local device; the local rank, unless a launcher skips devices.
+        identity: identifies the launch, so that ranks of two launches never connect; "" if the launcher provides none.
+        note: a warning for the user about how the launcher was detected.
     """
 
     rank: int = 0
@@ -40,10 +39,10 @@ class Launch:
 
 
 def read_launcher(environment: Mapping[str, str]) -> Launch:
-    """Reads torchrun's or srun's variables; without either this is a world of one.
+    """Reads the variables of torchrun or srun; without either, returns a world of one process.
 
     Raises:
-        LayoutError: variables are missing, no integers, or contradict each other; names them.
+        LayoutError: variables are missing, are not integers, or contradict each other.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         missing = [name for name in TORCHRUN if not environment.get(name)]
@@ -53,7 +52,7 @@ def read_launcher(environment: Mapping[str, str]) -> Launch:
                 "start with torchrun, or unset RANK and WORLD_SIZE for one process"
             )
         size, local_rank = _integer(environment, "WORLD_SIZE"), _integer(environment, "LOCAL_RANK", 0)
-        found = Launch(
+        launch = Launch(
             rank=_integer(environment, "RANK"),
             size=size,
             local_rank=local_rank,
@@ -66,29 +65,31 @@ def read_launcher(environment: Mapping[str, str]) -> Launch:
         )
     elif "SLURM_PROCID" in environment and _integer(environment, "SLURM_NTASKS", 1) > 1 and not _is_step(environment):
         return Launch(
-            note=f"SLURM gives this job {environment['SLURM_NTASKS']} tasks, but this process was not started by srun, so it is "
-            "one process; to use all tasks, start it with srun"
+            note=f"SLURM gives this job {environment['SLURM_NTASKS']} tasks, but this process was not started by srun, so it "
+            "runs alone; to use all tasks, start it with srun"
         )
     elif "SLURM_PROCID" in environment and _step_tasks(environment) > 1:
-        found = _of_srun(environment)
+        launch = _of_srun(environment)
     else:
         return Launch()
-    if not 0 <= found.rank < found.size:
-        raise LayoutError(f"this process has rank {found.rank} in a world of {found.size}; ranks are 0 to {found.size - 1}")
-    if not 0 < found.port < 65536:
-        raise LayoutError(f"MASTER_PORT = {found.port} is not a port (1 to 65535)")
-    return found
+    if not 0 <= launch.rank < launch.size:
+        raise LayoutError(
+            f"the launcher's rank is {launch.rank}, but the world size is {launch.size}; ranks must be 0 to {launch.size - 1}"
+        )
+    if not 0 < launch.port < 65536:
+        raise LayoutError(f"MASTER_PORT = {launch.port} is not a port; give one from 1 to 65535")
+    return launch
 
 
 _NO_STEPS = range(0xFFFFFFF0, 1 << 32)
-"""Numbers that SLURM gives to what srun did not start: batch scripts, shells of salloc."""
+"""Step numbers that SLURM gives to processes not started by srun: batch scripts and shells of salloc."""
 
 _FIRST_PORT, _PORTS = 20000, 12000
-"""Below the ports that Linux gives to outgoing connections, from 32768 on."""
+"""Ports below the range that Linux uses for outgoing connections, from 32768 on."""
 
 
 def _is_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process. A batch script has a rank and a number of tasks as well."""
+    """Whether srun started this process. SLURM's variables alone do not tell: batch scripts have a rank and task count, too."""
     step = _integer(environment, "SLURM_STEP_ID", _integer(environment, "SLURM_STEPID", -1))
     return step >= 0 and step not in _NO_STEPS
 
@@ -98,7 +99,7 @@ def _step_tasks(environment: Mapping[str, str]) -> int:
 
 
 def _of_srun(environment: Mapping[str, str]) -> Launch:
-    """Address and port are those of the step: a job may run several at once, on some of its nodes each."""
+    """Returns the launch of an srun step. Address and port belong to the step, because a job may run several steps at once."""
     job, step = _integer(environment, "SLURM_JOB_ID"), environment.get("SLURM_STEP_ID") or environment["SLURM_STEPID"]
     restart, local_rank = _integer(environment, "SLURM_RESTART_COUNT", 0), _integer(environment, "SLURM_LOCALID")
     size = _step_tasks(environment)
@@ -117,12 +118,12 @@ def _of_srun(environment: Mapping[str, str]) -> Launch:
 
 
 def is_agents_store() -> bool:
-    """Whether torchrun's agent keeps the store of the ranks, which it keeps for those that it starts again, too."""
+    """Whether torchrun's agent hosts the store; such a store outlives the ranks when the agent restarts them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def first_host(nodes: str) -> str:
-    """First host of a SLURM node list: `gpu[03-05,9],login1` -> `gpu03`.
+    """Returns the first host of a SLURM node list: `gpu[03-05,9],login1` -> `gpu03`.
 
     Raises:
         LayoutError: the list is empty.
@@ -131,7 +132,7 @@ def first_host(nodes: str) -> str:
     if not nodes or (bracket and "," in head):
         if head:
             return head.split(",")[0]
-        raise LayoutError("srun set no SLURM_JOB_NODELIST; set MASTER_ADDR to the first node's name")
+        raise LayoutError("SLURM_JOB_NODELIST is empty; set MASTER_ADDR to the name of the first node")
     if not bracket:
         return nodes.split(",")[0]
     first = rest.partition("]")[0].split(",")[0].split("-")[0]
@@ -139,12 +140,12 @@ def first_host(nodes: str) -> str:
 
 
 def _suffix(rest: str) -> str:
-    """What follows the bracket of the first host: `[1-2].lab` -> `.lab`."""
+    """Returns the text after the bracket of the first host: `[1-2].lab` -> `.lab`."""
     return rest.partition("]")[2].split(",")[0]
 
 
 def _tasks_on_node(environment: Mapping[str, str], size: int) -> int:
-    """SLURM's tasks per node are `4(x2),3`; the first count stands for this node well enough to divide its cores."""
+    """Returns the number of tasks on a node. SLURM writes `4(x2),3`; the first count is precise enough to divide the cores."""
     counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", str(size))
     return int(counts.split(",")[0].split("(")[0])
 
@@ -156,4 +157,4 @@ def _integer(environment: Mapping[str, str], name: str, default: int | None = No
     try:
         return int(text)
     except ValueError:
-        raise LayoutError(f"the launcher's {name} = {text!r} is not an integer") from None
+        raise LayoutError(f"the launcher's variable {name} = {text!r} is not an integer; correct it, or unset it") from None

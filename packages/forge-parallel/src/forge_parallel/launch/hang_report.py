@@ -1,4 +1,4 @@
-"""The report of a hang: the status of every rank, its stacks, and for which ranks the others wait."""
+"""The report of a hang: the status and the stacks of every rank, and the ranks that the others wait for."""
 
 import json
 import sys
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from forge_parallel.torch_private import flight_record
 
 WAITS = ("torch.distributed", "torch._ops", "forge_parallel.placement.collectives", "forge_parallel.placement.topology")
-"""Modules in whose functions a process that waits for another one is."""
+"""Modules in whose functions a process waits for other processes."""
 
 WATCHING = "forge-watch"
-"""Name of the thread that looks at the others."""
+"""Name of the thread that watches the other ranks."""
 
 _LIBRARY = (f"{sep}torch{sep}", sysconfig.get_path("stdlib") + sep)
 _DEBUGGERS = ("bdb", "pdb", "pydevd")
@@ -29,18 +29,18 @@ _LONGEST = 20_000
 
 
 class RankStatus(NamedTuple):
-    """What a rank says of itself.
+    """The status that a rank publishes.
 
     Attributes:
-        passed: marks that it has passed.
-        doing: what began at the newest one.
-        where: the line of code that it is in.
-        seconds: since it was first seen there.
-        waits: whether it waits for others there.
-        held: seconds since the newest mark.
-        limit: seconds that it may take until the next one; None while nothing is known.
-        stack: where it was called from, the outermost last.
-        calls: of hooks that observe, that it has come past.
+        passed: number of marks that the rank has passed.
+        doing: what began at the last mark.
+        where: the current line of code.
+        seconds: time since the rank was first seen at this line.
+        waits: whether it waits there for other ranks.
+        held: seconds since the last mark.
+        limit: maximum number of seconds until the next mark; None if unknown.
+        stack: the calling lines of code, outermost last.
+        calls: number of completed calls of observing hooks.
     """
 
     rank: int
@@ -61,15 +61,16 @@ class RankStatus(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has taken longer than it may."""
+        """Whether the rank has exceeded its limit."""
         return self.limit is not None and self.held > self.limit
 
 
 def late(seen: Mapping[int, RankStatus], silent: Sequence["RankStatus | str"] = ()) -> "Sequence[RankStatus | str]":
-    """The ranks that the others wait for.
+    """Returns the ranks that the others wait for.
 
-    Those without a sign of life; else, where all wait and most of them do so at one place, those that wait elsewhere, as after a
-    collective that they left out; else, of those with the fewest marks, those that do not wait, or all of them.
+    These are the silent ranks, if there are any. Otherwise, if all ranks wait and most of them at the same place, those that wait
+    elsewhere, for example after a collective that they skipped. Otherwise, of the ranks with the fewest marks, those that do not
+    wait, or all of them.
     """
     if silent:
         return silent
@@ -85,52 +86,52 @@ def late(seen: Mapping[int, RankStatus], silent: Sequence["RankStatus | str"] = 
 
 
 def several(ranks: "Sequence[RankStatus | str]") -> str:
-    """The first of them, and how many more there are."""
+    """Formats the first few ranks, and the number of the others."""
     more = f", and {len(ranks) - _RANKS_SHOWN} more ranks" if len(ranks) > _RANKS_SHOWN else ""
     return "; ".join(map(str, ranks[:_RANKS_SHOWN])) + more
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that called it."""
+    """Yields a frame and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def frames_of(trace: TracebackType | None) -> Iterator[FrameType]:
-    """Of a traceback, from the outside in."""
+    """Yields the frames of a traceback, outermost first."""
     while trace is not None:
         yield trace.tb_frame
         trace = trace.tb_next
 
 
 def is_waiting(stack: Sequence[FrameType]) -> bool:
-    """Whether the innermost of these frames is one in which a process waits for others."""
+    """Whether the innermost frame, the first one, is in a function that waits for other processes."""
     return any(_module(frame).startswith(WAITS) for frame in stack[:1])
 
 
 def is_debugged(stack: Sequence[FrameType]) -> bool:
-    """Whether a person holds the process in a debugger."""
+    """Whether the process is stopped in a debugger."""
     return any(_module(frame).partition(".")[0] in _DEBUGGERS for frame in stack)
 
 
 def place(stack: Sequence[FrameType]) -> str:
-    """The innermost place that belongs to neither torch nor Python, of frames from the inside out: `loop.py:24 (fit)`."""
+    """Returns the innermost line outside torch and Python's library, from frames given innermost first: `loop.py:24 (fit)`."""
     return next(iter(places(stack)), "an unknown place")
 
 
 def places(stack: Sequence[FrameType]) -> list[str]:
-    """The innermost places that belong to neither torch nor Python."""
+    """Returns the innermost lines outside torch and Python's library."""
     own = [frame for frame in stack if not _in_library(frame)][:_OUTER]
     return [f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})" for frame in own]
 
 
 def stacks_of_all_threads() -> str:
-    """Of this process, the main thread first, without the one that watches; the newest call is last."""
+    """Returns the stacks of all threads except the watching one: the main thread first, the newest call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: names.get(item[0]) != "MainThread")
-    found = [f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}" for number, frame in frames]
-    return "".join(each for each in found if not each.startswith(f"thread {WATCHING}"))[:_LONGEST]
+    stacks = [f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}" for number, frame in frames]
+    return "".join(stack for stack in stacks if not stack.startswith(f"thread {WATCHING}"))[:_LONGEST]
 
 
 def _module(frame: FrameType) -> str:
@@ -147,7 +148,7 @@ _RECORDS_SHOWN = 5
 
 
 class Entered(NamedTuple):
-    """A collective that a rank has entered: of which group, its number there, what it is and of which shapes."""
+    """A collective that a rank has entered: its group, its sequence number in the group, and its name with input shapes."""
 
     group: str
     number: int
@@ -155,19 +156,19 @@ class Entered(NamedTuple):
 
 
 def collectives() -> list[Entered]:
-    """The newest collectives of this process, oldest first; none where torch keeps no record (`TORCH_FR_BUFFER_SIZE`)."""
-    found = []
+    """Returns this process's newest collectives, oldest first; empty if torch does not record them (`TORCH_FR_BUFFER_SIZE`)."""
+    entered = []
     for entry in flight_record()[-_NEWEST:]:
         if not entry.get("is_p2p"):
             what = f"{entry['profiling_name']} {entry['input_sizes']}"
-            found.append(Entered(" ".join(map(str, entry["process_group"])), entry["collective_seq_id"], what))
-    return found
+            entered.append(Entered(" ".join(map(str, entry["process_group"])), entry["collective_seq_id"], what))
+    return entered
 
 
 def parting(records: Mapping[int, Sequence[Entered]]) -> str:
-    """Where ranks part: the first collective of a group that some of them entered as another one, or not at all; else empty.
+    """Describes where ranks diverge: the first collective that ranks of a group entered differently or not at all; "" if none.
 
-    Only numbers count that every record of the group reaches back to. A group is that of the ranks that have it in their record.
+    Compares only sequence numbers that all records of the group contain. A group consists of the ranks whose records name it.
     """
     groups: defaultdict[str, dict[int, dict[int, str]]] = defaultdict(dict)
     for rank, entries in records.items():
@@ -187,27 +188,28 @@ def parting(records: Mapping[int, Sequence[Entered]]) -> str:
 
 
 def text(cause: str, ranks: Mapping[int, str], records: Mapping[int, Sequence[Entered]]) -> str:
-    """The report.
+    """Returns the text of the report.
 
     Args:
-        cause: who hangs, and where.
-        ranks: what each rank says, or what was last heard of it.
-        records: its newest collectives.
+        cause: which ranks hang, and where.
+        ranks: rank -> its own report, or its last known status.
+        records: rank -> its newest collectives.
     """
     parts = [cause, parting(records)]
-    for rank, said in sorted(ranks.items()):
+    for rank, report in sorted(ranks.items()):
         newest = "\n".join(f"  {entry.group} #{entry.number} {entry.what}" for entry in records.get(rank, ())[-_RECORDS_SHOWN:])
-        parts += [f"--- rank {rank} ---", said.rstrip(), f"newest collectives:\n{newest}" if newest else ""]
+        parts += [f"--- rank {rank} ---", report.rstrip(), f"newest collectives:\n{newest}" if newest else ""]
     return "\n".join(filter(None, parts)) + "\n"
 
 
 def answer(store: Any, rank: int, said: str) -> None:
-    """Puts into the store what a rank adds to the report."""
+    """Stores this rank's contribution to the report."""
     store.set(f"stacks/{rank}", json.dumps([said, collectives()]))
 
 
 def answers(store: Any, others: Mapping[int, str], seconds: float) -> tuple[dict[int, str], dict[int, Sequence[Entered]]]:
-    """What other ranks add, and their collectives. One that does not answer in time is known by what is given for it."""
+    """Returns the contributions of other ranks and their collectives. A rank that does not answer in time keeps its text in
+    `others`."""
     told, records, keys = dict(others), dict[int, Sequence[Entered]](), {rank: f"stacks/{rank}" for rank in others}
     until = time.monotonic() + seconds
     while keys and not store.check(list(keys.values())) and time.monotonic() < until:
@@ -220,10 +222,10 @@ def answers(store: Any, others: Mapping[int, str], seconds: float) -> tuple[dict
 
 
 def append(path: Path, moment: str, report: str) -> None:
-    """Adds a report to a file of them.
+    """Appends a report to the file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with path.open("a", encoding="utf-8") as file:
         file.write(f"=== {moment} ===\n{report}\n")

@@ -1,9 +1,8 @@
-"""A function on a few local processes with a gloo group, for comparisons on one machine: forked or spawned.
+"""Runs a function on a few local processes with a gloo group, forked or spawned, for comparisons on one machine.
 
-A fork may use what cannot be pickled, such as the builder of a module, and is as safe as that of a data loader's workers:
-children compute on the CPU with one thread. A spawned process gets JSON and returns what `torch.load(weights_only=True)`
-accepts, so nothing is unpickled. Both end with their parent, and when one fails the others are ended and its traceback is what
-the caller sees.
+Forked processes can use objects that cannot be pickled, such as the builder of a module; like the workers of a data loader, they
+compute on the CPU with one thread. Spawned processes receive JSON and return values that `torch.load(weights_only=True)` accepts,
+so nothing is unpickled. All end with their parent. If one fails, the others are ended and its traceback is raised.
 """
 
 import json
@@ -31,24 +30,24 @@ from forge_parallel.torch_private import one_gloo_thread
 
 
 def fork_local(size: int, function: Callable[[], Any], timeout: float) -> list[Any]:
-    """Results of `function`, JSON, on `size` ranks, in rank order; the default process group is ready on each.
+    """Returns the results of `function` (JSON values) on `size` ranks, in rank order; each has a default process group.
 
     Raises:
         PlanError: processes cannot be forked here, a rank raised or ended, or `timeout` seconds passed.
     """
     if not hasattr(os, "fork") or is_initialized():
         raise PlanError(
-            "verify forks processes, which this system does not support, or not after its accelerator has started; run it at the "
-            "start of a process, with CUDA_VISIBLE_DEVICES= (empty)"
+            "verify has to fork processes, which this system does not support, or which is too late after an accelerator has "
+            "been initialized; run it at the start of a process, with CUDA_VISIBLE_DEVICES= (empty)"
         )
-    children: dict[int, int] = {}  # the end of a pipe -> the process that writes to it
+    children: dict[int, int] = {}  # read end of a pipe -> process that writes to it
     order: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(size):
                 reading, writing = os.pipe()
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12, of threads that a child does not have
+                    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about threads, which a child lacks
                     pid = os.fork()
                 if pid == 0:
                     _work_forked(function, rank, size, Path(folder) / "store", writing)
@@ -83,27 +82,27 @@ def _answers(pipes: list[int], deadline: float) -> dict[int, Any]:
 
 
 def _failure(answer: bytes, rank: int) -> str:
-    """What a rank that has ended raised; "" if it returned."""
+    """Returns the error of a rank that has ended; "" if it returned."""
     if not answer:
-        return f"verify: rank {rank} ended without a word"
+        return f"verify: rank {rank} ended without a message; it may have been killed, for example for lack of memory"
     good, value = json.loads(answer)
     return "" if good else value
 
 
 def _work_forked(function: Callable[[], Any], rank: int, size: int, store: Path, pipe: int) -> None:
-    """The whole life of a child. It never returns."""
+    """Runs a forked child process; never returns."""
     code = 1
     try:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-        warnings.simplefilter("ignore")  # what torch has to say of the module it says in a run
+        warnings.simplefilter("ignore")  # torch repeats its warnings about the module in the run itself
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if dist.is_initialized():  # the parent's, of one process
+        if dist.is_initialized():  # the parent's group of one process
             dist.destroy_process_group()
         with one_gloo_thread():
             dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)
         answer = json.dumps((True, function()))
-        dist.barrier()  # connections are closed once everybody has what it needs
+        dist.barrier()  # connections must stay open until all ranks have finished
         code = 0
     except ForgeError as error:
         answer = json.dumps((False, str(error)))
@@ -122,10 +121,10 @@ def _end_with(parent: int) -> None:
 
 
 def spawn_local(target: str, size: int, arguments: list[Any], timeout: float = 600.0) -> list[Any]:
-    """Results of `target` (`package.module:function`) on `size` ranks, in rank order.
+    """Returns the results of `target` (`package.module:function`) on `size` ranks, in rank order.
 
     Raises:
-        ForgeError: a rank raised, died, or `timeout` seconds passed.
+        ForgeError: a rank raised or died, or `timeout` seconds passed.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -154,11 +153,11 @@ def _wait(workers: "list[subprocess.Popen[bytes]]", folder: Path, target: str, d
         if any(worker.poll() not in (None, 0) for worker in workers):
             break
         if time.monotonic() > deadline:
-            raise ForgeError(f"{target} on {len(workers)} processes did not finish in time")
+            raise ForgeError(f"{target} on {len(workers)} processes did not finish in time; give it more time or less work")
         time.sleep(0.01)
     failed = [rank for rank, worker in enumerate(workers) if worker.poll() not in (None, 0)]
     if failed:
-        time.sleep(0.2)  # the first cause may belong to a rank that reports a moment later
+        time.sleep(0.2)  # the rank that failed first may write its error later
         stories = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
         story = stories[0].read_text() if stories else f"rank {failed[0]} exited with {workers[failed[0]].returncode}"
         raise ForgeError(f"{target} on {len(workers)} processes failed:\n{story}")
@@ -180,7 +179,7 @@ def _work(target: str, folder: Path, rank: int, size: int) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # gloo's threads may abort an ordinary exit
+    os._exit(code)  # gloo's threads may abort a normal exit
 
 
 def _end_with_parent() -> None:

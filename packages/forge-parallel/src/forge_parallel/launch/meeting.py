@@ -1,9 +1,9 @@
-"""Ranks meet in the store of rank 0 before their first collective: who is there, on which device, and do all run the same thing?
+"""The meeting of all ranks in the store of rank 0, before the first collective: do all ranks exist and run the same thing?
 
-Rank 0 opens a meeting under a new number and says what it runs. Every other rank compares that with its own content, says what
-differs, and waits for an answer. Rank 0 answers once all have come, or once it knows why they cannot start; all of them then
-start, or end with the same message. Only rank 0 judges, and each answer is for one process: what an earlier start left in a store
-that outlives the ranks, as torchrun's agent keeps one, is never taken for an answer.
+Rank 0 opens a meeting under a new number and publishes its content. Every other rank compares this with its own content, reports
+differences and waits for an answer. Rank 0 answers when all ranks have come, or when it knows why they cannot start. Then all
+ranks start, or all end with the same message. Only rank 0 decides, and each answer is for one process: so leftovers of an earlier
+start in a store that outlives the ranks, such as that of torchrun's agent, are never taken for an answer.
 """
 
 import json
@@ -27,12 +27,12 @@ from forge_parallel.launch.environment import Launch
 from forge_parallel.launch.watch import PeerFailure
 
 _NEARLY = 0.02
-"""By which share two memories may differ and count as alike: error correction and drivers take some of it."""
+"""Relative difference up to which two memory sizes count as equal: error correction and drivers use some of it."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank works on: its `kind` decides how tensors are exchanged, its `architecture` which kernels there are."""
+    """A rank's device: `kind` decides how tensors are exchanged, `architecture` which kernels exist."""
 
     host: str
     kind: str
@@ -42,65 +42,65 @@ class Device:
 
     @classmethod
     def of(cls, host: str, device: torch.device) -> "Device":
-        """That of this process."""
-        asked = accelerator.name(device), accelerator.architecture(device), accelerator.memory(device)
-        return cls(host, device.type, *asked)
+        """Returns the device of this process."""
+        properties = accelerator.name(device), accelerator.architecture(device), accelerator.memory(device)
+        return cls(host, device.type, *properties)
 
     def __str__(self) -> str:
-        told = [self.name, f"of {self.architecture}" if self.architecture else "", size(self.memory) if self.memory else ""]
-        return " ".join(filter(None, told))
+        words = [self.name, f"of {self.architecture}" if self.architecture else "", size(self.memory) if self.memory else ""]
+        return " ".join(filter(None, words))
 
 
 def judged(devices: Sequence[Device]) -> tuple[str, str]:
-    """(why these cannot work together, what to know of them when they do), by rank; "" for nothing."""
-    if len({one.kind for one in devices}) > 1:
-        idle = sorted({one.host for one in devices if one.kind == accelerator.CPU.type})
+    """Returns (why the devices cannot work together, a remark if they can), each "" if there is nothing to say."""
+    if len({device.kind for device in devices}) > 1:
+        idle = sorted({device.host for device in devices if device.kind == accelerator.CPU.type})
         do = f"`forge-train doctor` on {', '.join(idle[:4])} says why torch uses no GPU there" if idle else "choose one kind"
         return f"ranks have devices of different kinds: {_listed(devices)}; {do}", ""
-    if len({one.architecture for one in devices}) > 1:
+    if len({device.architecture for device in devices}) > 1:
         return (
-            f"ranks have devices of different capabilities: {_listed(devices)}; their kernels would not compute the same. "
+            f"ranks have devices of different capabilities: {_listed(devices)}; their kernels would compute different numbers. "
             "Choose nodes of one kind (--constraint, --nodelist), or devices of one kind with CUDA_VISIBLE_DEVICES",
             "",
         )
-    memories = [one.memory for one in devices if one.memory is not None]
+    memories = [device.memory for device in devices if device.memory is not None]
     unequal = bool(memories) and min(memories) < (1 - _NEARLY) * max(memories)
-    if unequal or len({one.name for one in devices}) > 1:
+    if unequal or len({device.name for device in devices}) > 1:
         return "", f"ranks have different devices: {_listed(devices)}; all wait for the slowest, and the smallest memory counts"
     return "", ""
 
 
 def _listed(devices: Sequence[Device]) -> str:
-    """Which ranks have which device, and on which host the first of them is."""
+    """Lists which ranks have which device, each with the host of its first rank."""
     ranks: dict[str, list[int]] = {}
-    for rank, one in enumerate(devices):
-        ranks.setdefault(str(one), []).append(rank)
-    return ", ".join(f"{_ranks(held)} {told} ({devices[held[0]].host})" for told, held in ranks.items())
+    for rank, device in enumerate(devices):
+        ranks.setdefault(str(device), []).append(rank)
+    return ", ".join(f"{_ranks(group)} {name} ({devices[group[0]].host})" for name, group in ranks.items())
 
 
-def _ranks(held: Sequence[int]) -> str:
-    if len(held) == 1:
-        return f"rank {held[0]} has"
-    if list(held) == list(range(held[0], held[-1] + 1)):
-        return f"ranks {held[0]}-{held[-1]} have"
-    more = f" and {len(held) - 8} more" if len(held) > 8 else ""
-    return f"ranks {', '.join(map(str, held[:8]))}{more} have"
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]} have"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more} have"
 
 
 STOPPED = 75
-"""Exit code of a rank that a signal ends while it waits: EX_TEMPFAIL, "start it again"."""
+"""Exit code of a rank that a signal ends while it waits: EX_TEMPFAIL, which launchers treat as a reason to restart."""
 
 _HURRY_SECONDS = 3.0
-"""How long a rank that was asked to stop waits for the others, so that they learn of it."""
+"""How long a rank that received a stop request waits for the others, so that they learn of it."""
 
 _FAULT_SECONDS = 30.0
-"""How long rank 0 waits for the others once it knows that they cannot start, so that they learn why."""
+"""How long rank 0 waits for the others after it knows that they cannot start, so that they learn the reason."""
 
 _LAST_SECONDS = 5.0
-"""For how long rank 0 keeps its store so that the others can read why they end."""
+"""How long rank 0 keeps its store open, so that the others can read why they end."""
 
 _SHOWN = 8
-"""How many keys and ranks a message names."""
+"""Maximum number of keys and ranks that a message names."""
 
 SAME_ON_ALL_RANKS = (
     *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS"),
@@ -111,36 +111,36 @@ SAME_ON_ALL_RANKS = (
     *("DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"),
     *("TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "TORCHINDUCTOR_MAX_AUTOTUNE"),
 )
-"""Variables that change the result of a kernel, or the order in which a collective sums. Those that name a network card, a
-folder, a level of logging or a number of threads may differ between hosts."""
+"""Environment variables that change the results of kernels or the order of sums in collectives. Variables for network cards,
+folders, log levels or thread counts may differ between hosts."""
 
 _log = logging.getLogger(__name__)
 
 
 class RanksDiffer(ForgeError):
-    """Ranks of one world do not run the same thing; the same message on every rank."""
+    """The ranks of a world do not run the same thing; the message is the same on every rank."""
 
 
 Content = Sequence[Mapping[str, str]]
-"""What has to be equal on all ranks, part by part: values by their keys."""
+"""The parts that must be equal on all ranks; each maps keys to values."""
 
 
 def surroundings() -> dict[str, str]:
-    """What decides numbers besides a recipe: versions, and the variables of `SAME_ON_ALL_RANKS` that are set."""
+    """Returns what determines results besides the recipe: versions, and the variables of `SAME_ON_ALL_RANKS` that are set."""
     versions = {"version of Python": platform.python_version(), "version of torch": torch.__version__}
     return versions | {f"environment {name}": os.environ[name] for name in SAME_ON_ALL_RANKS if name in os.environ}
 
 
 @dataclass(frozen=True)
 class Attendant:
-    """What a rank says when it comes to the meeting, or leaves it.
+    """The message of a rank that comes to the meeting or leaves it.
 
     Attributes:
-        number: of this process, by which it is answered.
-        identity: of its launch (`Launch.identity`); "" where its launcher gives none.
-        run: name of what it runs; "" where it does not know.
-        differs: keys whose values are not those of rank 0, with both values.
-        left, code: why it does not wait any longer, and its exit code.
+        number: identifies the process; answers are addressed to it.
+        identity: identifies its launch (`Launch.identity`); "" if the launcher provides none.
+        run: name of the run; "" if unknown.
+        differs: keys whose values differ from those of rank 0, with both values.
+        left, code: why the rank stopped waiting, and its exit code.
     """
 
     rank: int
@@ -156,24 +156,24 @@ class Attendant:
     code: int = 0
 
     def as_text(self) -> str:
-        """JSON."""
+        """Returns the message as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str | bytes) -> "Attendant":
-        """The inverse of `as_text`."""
-        told = json.loads(text)
-        return cls(**told | {"device": Device(**told["device"]), "differs": [tuple(each) for each in told["differs"]]})
+        """Parses the JSON of `as_text`."""
+        fields = json.loads(text)
+        return cls(**fields | {"device": Device(**fields["device"]), "differs": [tuple(item) for item in fields["differs"]]})
 
     def is_of(self, other: "Attendant") -> bool:
-        """Whether both were started together. Where a launcher gives no identity, the name of the run stands in for it."""
+        """Whether both belong to the same launch. Without identities, the names of the runs are compared."""
         if self.identity or other.identity:
             return self.identity == other.identity
         return not self.run or not other.run or self.run == other.run
 
     @property
     def launch(self) -> str:
-        """The launch and the run: `SLURM job 7, step 1, restart 0, run 'small'`."""
+        """The launch and the run, such as `SLURM job 7, step 1, restart 0, run 'small'`."""
         return ", ".join(filter(None, [self.identity, f"run {self.run!r}" if self.run else ""])) or "no name"
 
     def __str__(self) -> str:
@@ -181,7 +181,8 @@ class Attendant:
 
 
 class Wait:
-    """The time until all ranks have come. It waits in Python, where signals are heard, says who is missing, and ends."""
+    """Waits until all ranks have come. Waits in Python, where signals are handled, logs which ranks are missing, and times
+    out."""
 
     def __init__(self, where: Launch, limit: float, patience: float, hurry: Callable[[], bool]) -> None:
         self.where, self.limit, self.told, self.asked = where, limit, patience, hurry
@@ -194,14 +195,14 @@ class Wait:
         return time.monotonic() - self.began
 
     def hurry(self, seconds: float) -> None:
-        """Ends after so many more seconds."""
+        """Shortens the limit to `seconds` from now."""
         self.limit = min(self.limit, self.passed + seconds)
 
     def until(self, true: Callable[[], bool], missing: Callable[[], str]) -> None:
-        """Returns once `true` does.
+        """Returns when `true` returns True.
 
         Raises:
-            PeerFailure: the time is up; with code `STOPPED` where a signal has shortened it.
+            PeerFailure: the time limit is reached; with exit code `STOPPED` after a stop request.
         """
         while not true():
             if not self.hurries and self.asked():
@@ -210,7 +211,8 @@ class Wait:
             if self.passed > self.limit:
                 raise PeerFailure(
                     f"rank {self.where.rank} of {self.where.size} (started by {self.where.launcher}) "
-                    f"{'was asked to stop and ' if self.hurries else ''}waited {self.passed:.0f} s at the start: {missing()}; "
+                    f"{'received a stop request and ' if self.hurries else ''}waited {self.passed:.0f} s at the start: "
+                    f"{missing()}; "
                     "is MASTER_ADDR the host of rank 0, and did every rank start?",
                     STOPPED if self.hurries else PeerFailure.exit_code,
                 )
@@ -224,20 +226,20 @@ class Wait:
 def meet(
     tcp: dist.Store, where: Launch, wait: Wait, device: torch.device, content: Mapping[str, str], run: str, outlives: bool
 ) -> tuple[dist.Store, str]:
-    """Collective: the store of this group and a remark on unequal devices, once all ranks have come and run the same thing.
+    """Collective: checks that all ranks run the same thing. Returns the store of this group and a remark on unequal devices.
 
     Args:
-        tcp: store that all ranks reach.
-        content: what has to be equal on all ranks besides `surroundings()`, by key. Values are fit to be shown; of a hidden one,
-            a digest of 12 digits after ` #` is compared and not shown. Empty where it could not be read, which is not this
-            function's to say.
-        run: name of the run; "" where it is not known.
-        outlives: the store does not end with rank 0, so it may hold an earlier meeting.
+        tcp: a store that all ranks can reach.
+        content: what must be equal on all ranks besides `surroundings()`, by key. Values appear in messages; of a secret value, a
+            digest of 12 digits after ` #` is compared but not shown. Empty if this rank could not read its content; that error is
+            reported elsewhere.
+        run: name of the run; "" if unknown.
+        outlives: whether the store outlives rank 0, so that it may contain an earlier meeting.
 
     Raises:
-        RanksDiffer: content or devices are not equal; the same words on every rank.
+        RanksDiffer: content or devices differ; the message is the same on every rank.
         PeerFailure: ranks did not come, or left.
-        LayoutError: this process came to the ranks of another start.
+        LayoutError: this process belongs to another launch than rank 0.
     """
     host = socket.gethostname()
     me = Attendant(where.rank, where.size, where.identity, run, host, os.getpid(), Device.of(host, device))
@@ -249,7 +251,7 @@ def meet(
 
 
 def opened_by(tcp: dist.Store) -> str:
-    """Which start has its meeting in a store; "" where none has."""
+    """Returns the rank 0 and the launch whose meeting is in a store; "" if there is no meeting."""
     common = dist.PrefixStore("forge", tcp)
     if not common.check(["meeting"]):
         return ""
@@ -258,7 +260,7 @@ def opened_by(tcp: dist.Store) -> str:
 
 
 class _Host:
-    """Rank 0: waits for all, judges, answers."""
+    """Rank 0: waits for all ranks, decides, and answers."""
 
     def __init__(self, common: dist.Store, me: Attendant, wait: Wait, outlives: bool) -> None:
         self.common, self.me, self.wait, self.outlives = common, me, wait, outlives
@@ -282,7 +284,7 @@ class _Host:
         return self.store, remark
 
     def verdict(self, cause: PeerFailure | None) -> tuple[str, int, str]:
-        """(why the ranks cannot start or "", exit code, remark)."""
+        """Returns (why the ranks cannot start, or ""; exit code; remark)."""
         if differs := self.differences():
             return differs, RanksDiffer.exit_code, ""
         if self.fault is not None:
@@ -293,9 +295,9 @@ class _Host:
         return unlike, RanksDiffer.exit_code, remark
 
     def complete(self) -> bool:
-        """Whether all ranks have come. Reads who has come since the last call."""
+        """Reads the messages since the last call. Returns whether all ranks have come."""
         for number in range(self.read + 1, self.store.add("came", 0) + 1):
-            if not self.store.check([f"came/{number}"]):  # it is about to be written
+            if not self.store.check([f"came/{number}"]):  # about to be written
                 break
             self.read = number
             self.welcome(Attendant.from_text(self.store.get(f"came/{number}")))
@@ -304,25 +306,29 @@ class _Host:
             self.store.set("missing", text)
         return len(self.present) == self.me.size
 
-    def welcome(self, one: Attendant) -> None:
-        if not one.is_of(self.me):
-            _log.warning("%s of another start came and was refused: it is of %s, this is %s", one, one.launch, self.me.launch)
-            self.tell(one, f"{one} is of {one.launch}, but {self.me} at {self.at} is of {self.me.launch}: {_OTHER}", _STRANGER)
+    def welcome(self, rank: Attendant) -> None:
+        if not rank.is_of(self.me):
+            _log.warning(
+                "refused %s of another launch: it belongs to %s, but this rank 0 to %s", rank, rank.launch, self.me.launch
+            )
+            fault = f"{rank} belongs to {rank.launch}, but {self.me} at {self.at} belongs to {self.me.launch}; {_OTHER}"
+            self.tell(rank, fault, _STRANGER)
             return
-        before = self.present.get(one.rank)
-        if one.left:
-            if before is not None and before.number == one.number:
-                self.end(f"{one} has left: {one.left}", one.code)
+        before = self.present.get(rank.rank)
+        if rank.left:
+            if before is not None and before.number == rank.number:
+                self.end(f"{rank} has left: {rank.left}", rank.code)
             return
-        if one.size != self.me.size or not 0 < one.rank < self.me.size:
-            self.present.setdefault(one.rank, one)
-            self.end(f"{one} was started for a world of {one.size}, {self.me} for one of {self.me.size}", RanksDiffer.exit_code)
+        if rank.size != self.me.size or not 0 < rank.rank < self.me.size:
+            self.present.setdefault(rank.rank, rank)
+            fault = f"{rank} was started for a world of {rank.size} processes, but {self.me} for one of {self.me.size}"
+            self.end(fault, RanksDiffer.exit_code)
             return
         if before is not None:
-            self.tell(before, f"another process came as rank {one.rank}: {one}", PeerFailure.exit_code)
-        self.present[one.rank] = one
-        if one.differs:
-            self.wait.hurry(_FAULT_SECONDS)  # all will end; those that come soon learn why
+            self.tell(before, f"another process came as rank {rank.rank}: {rank}", PeerFailure.exit_code)
+        self.present[rank.rank] = rank
+        if rank.differs:
+            self.wait.hurry(_FAULT_SECONDS)  # all will end; ranks that come soon get the reason
 
     def end(self, why: str, code: int) -> None:
         self.fault = self.fault or (why, code)
@@ -338,28 +344,29 @@ class _Host:
         return f"{count} of {self.me.size} ranks have come; rank {_first(absent)} did not come to {self.at}"
 
     def differences(self) -> str:
-        """What to say of ranks whose content is not that of rank 0; "" where there are none."""
-        others = sorted((one for one in self.present.values() if one.differs), key=lambda one: one.rank)
+        """Describes the ranks whose content differs from that of rank 0; "" if there are none."""
+        others = sorted((rank for rank in self.present.values() if rank.differs), key=lambda rank: rank.rank)
         if not others:
             return ""
-        told = []
-        for one in others[:_SHOWN]:
-            keys = "; ".join(f"{key} is {mine}, and {theirs} on rank 0" for key, theirs, mine in one.differs[:_SHOWN])
-            more = f"; and {len(one.differs) - _SHOWN} more keys" if len(one.differs) > _SHOWN else ""
-            told.append(f"{one}: {keys}{more}")
+        lines = []
+        for rank in others[:_SHOWN]:
+            keys = "; ".join(f"{key} is {mine}, and {theirs} on rank 0" for key, theirs, mine in rank.differs[:_SHOWN])
+            more = f"; and {len(rank.differs) - _SHOWN} more keys" if len(rank.differs) > _SHOWN else ""
+            lines.append(f"{rank}: {keys}{more}")
         more = f"; and {len(others) - _SHOWN} more ranks" if len(others) > _SHOWN else ""
-        ranks = f"rank 0 is process {self.me.process} on {self.me.host}"
-        return f"ranks differ: {'; '.join(told)}{more}; {ranks}. Start all of them with one recipe, one environment and one code"
+        host = f"rank 0 is process {self.me.process} on {self.me.host}"
+        return f"ranks differ: {'; '.join(lines)}{more}; {host}. Start all of them with one recipe, one environment and one code"
 
-    def tell(self, one: Attendant, fault: str, code: int, remark: str = "") -> None:
-        self.store.set(f"answer/{one.number}", json.dumps({"fault": fault, "code": code, "remark": remark}))
+    def tell(self, rank: Attendant, fault: str, code: int, remark: str = "") -> None:
+        self.store.set(f"answer/{rank.number}", json.dumps({"fault": fault, "code": code, "remark": remark}))
 
     def answer(self, fault: str, code: int, remark: str = "") -> None:
-        """Answers all who are there. The store may end with this process, so where they are refused they read first."""
+        """Answers all ranks that have come. After a refusal, waits until they have read it if the store ends with this
+        process."""
         self.store.set("name", self.me.number)
-        others = [one for one in self.present.values() if one.rank != 0]
-        for one in others:
-            self.tell(one, fault, code, remark)
+        others = [rank for rank in self.present.values() if rank.rank != 0]
+        for rank in others:
+            self.tell(rank, fault, code, remark)
         self.store.set("closed", "1")
         until = time.monotonic() + _LAST_SECONDS
         while fault and not self.outlives and time.monotonic() < until and self.store.add("heard", 0) < len(others):
@@ -380,34 +387,35 @@ class _Guest:
         except PeerFailure as failure:
             if self.meeting:
                 self.come(str(failure), failure.exit_code)
-                self.store.add("heard", 1)  # it reads no answer any more
+                self.store.add("heard", 1)  # it will not read an answer
             raise
-        told = json.loads(self.store.get(f"answer/{self.me.number}"))
-        if told["fault"]:
+        answer = json.loads(self.store.get(f"answer/{self.me.number}"))
+        if answer["fault"]:
             self.store.add("heard", 1)
-            raise _error(told["fault"], told["code"])
-        return self.store, told["remark"]
+            raise _error(answer["fault"], answer["code"])
+        return self.store, answer["remark"]
 
     def answered(self, content: Content) -> bool:
-        """Whether rank 0 has answered. Comes to each new meeting; a store that outlives the ranks may begin with an old one."""
+        """Whether rank 0 has answered. Joins every new meeting, because a store that outlives the ranks may begin with an old
+        one."""
         if not self.meeting or (self.outlives and self.wait.passed > self.looked + 1):
             self.looked = self.wait.passed
             if not self.common.check(["meeting"]):
                 return False
             if (meeting := self.common.get("meeting")) != self.meeting:
                 self.meeting = meeting
-                told = json.loads(meeting)
-                self.host = Attendant.from_text(told["host"])
+                opened = json.loads(meeting)
+                self.host = Attendant.from_text(opened["host"])
                 self.store = dist.PrefixStore(self.host.number, self.common)
-                self.me = replace(self.me, differs=_differences(told["content"], content))
+                self.me = replace(self.me, differs=_differences(opened["content"], content))
                 self.come()
         answer = f"answer/{self.me.number}"
         if self.store.check([answer]):
             return True
         if not self.outlives and self.store.check(["closed"]) and not self.store.check([answer]):
             raise LayoutError(
-                f"{self.me} is of {self.me.launch}, and came too late: {self.host} at {self.wait.where.address}:"
-                f"{self.wait.where.port} is of {self.host.launch} and has begun without it; {_OTHER}"
+                f"{self.me} belongs to {self.me.launch} and came too late: {self.host} at {self.wait.where.address}:"
+                f"{self.wait.where.port} belongs to {self.host.launch} and has started without it; {_OTHER}"
             )
         return False
 
@@ -424,9 +432,9 @@ class _Guest:
 
 
 _STRANGER = -1
-"""Stands for an exit code in an answer that only one process is given: it came to the ranks of another start."""
+"""Exit code in an answer to a process of another launch."""
 
-_OTHER = "give each start its own MASTER_PORT, or start all of its ranks with one launcher"
+_OTHER = "give each launch its own MASTER_PORT, or start all of its ranks with one launcher"
 
 
 def _error(fault: str, code: int) -> ForgeError:
@@ -436,16 +444,16 @@ def _error(fault: str, code: int) -> ForgeError:
 
 
 def _differences(theirs: Content, mine: Content) -> list[tuple[str, str, str]]:
-    """(key, value on rank 0, value here) of what is not equal. A part that one of them could not read is not compared."""
-    found = []
+    """Returns (key, value on rank 0, value here) of all differences. Parts that one of the two could not read are skipped."""
+    differences = []
     for there, here in zip(theirs, mine, strict=True):
         keys = [key for key in {**there, **here} if there.get(key) != here.get(key)] if there and here else []
-        found += [(key, *(_shown(side.get(key, "not there")) for side in (there, here))) for key in keys]
-    return found
+        differences += [(key, *(_shown(side.get(key, "not set")) for side in (there, here))) for key in keys]
+    return differences
 
 
 def _shown(value: str) -> str:
-    """Without the digest that tells two hidden values apart."""
+    """Removes the digest of a secret value."""
     return re.sub(r" #[0-9a-f]{12}$", "", value)
 
 

@@ -1,15 +1,18 @@
-"""Who keeps the others waiting: every rank writes where it is, and one that waits long reads what the others wrote.
+"""The watch: every rank publishes its status, and a rank that waits long finds out which ranks it waits for.
 
-A daemon thread per process does both, over a second connection to the group's store, once a second. The training thread
-only counts the marks that it passes; all ranks pass the same ones in the same order, so a smaller count is behind. Where a rank
-is after a mark, and whether it waits in a collective, the thread sees in the stack of the training thread.
+A daemon thread in each process does both once a second, over a second connection to the group's store. The training thread only
+counts the marks that it passes. All ranks pass the same marks in the same order, so a rank with a smaller count is behind. From
+the stack of the training thread, the daemon thread sees the current line and whether it waits in a collective.
 
-A part of the run that takes longer than it may (`Limits`) is a hang: in a collective, or in what a rank does by itself. The rank
-that sees it first names the guilty one and gathers what all ranks say into `hang.txt`, over the store, as collectives hang. A
-rank that cannot speak any more, being stopped or without the interpreter's lock, is known by what it said last.
+A section of the run that exceeds its limit (`Limits`) is a hang, in a collective or in a rank's own work. The rank that detects
+it first names the hanging rank and collects the reports of all ranks into `hang.txt`. It does so over the store, because
+collectives hang. A rank that cannot report, for example because it is stopped or never gets the interpreter lock, appears with
+its last status.
 
-A rank that ends because of an error leaves a note, the first of which is what all others name as the cause. A rank that finds
-such a note and does not end by itself, as when it is stuck, is ended by its thread.
+The limit of a section is learned from how long it took before (`LearnedLimits`).
+
+A rank that ends with an error leaves a note. The first note is what all other ranks report as the cause. A rank that finds a note
+but does not end by itself, for example because it hangs, is ended by its daemon thread.
 """
 
 import contextlib
@@ -23,6 +26,7 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -43,15 +47,15 @@ _BROKEN = re.compile(
     r"communicator was aborted"
 )
 HANGS = "hang.txt"
-"""Among the logs of a run: what was written down when ranks hung."""
+"""File in the log folder of a run to which reports of hangs are appended."""
 
-_STORE_GONE = "the process that keeps the group's store (rank 0, or torchrun's agent) is gone"
+_STORE_GONE = "the process that hosts the group's store (rank 0, or torchrun's agent) has ended"
 _READ_SECONDS = 10.0
 _LAST_SECONDS = 30.0
 
 
 class PeerFailure(ForgeError):
-    """Another rank ended or did not come; this one could do nothing about it."""
+    """Another rank ended or did not come; the error is not this rank's."""
 
     exit_code = 5
 
@@ -61,14 +65,14 @@ class PeerFailure(ForgeError):
 
 
 class Limits(Protocol):
-    """How long a part of the run may take, by its name."""
+    """Maximum durations of the sections of a run, by name."""
 
     def took(self, section: str, seconds: float) -> None:
-        """A part has ended after so long."""
+        """Records that a section took `seconds`."""
         ...
 
     def of(self, section: str, waiting: float) -> float | None:
-        """Seconds; None while nothing is known. `waiting` is for how long ranks wait for each other."""
+        """Returns the limit in seconds; None if unknown. `waiting` is the number of seconds that ranks wait for each other."""
         ...
 
 
@@ -81,30 +85,30 @@ class _Unlimited:
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Whether an error, or what caused it, is that of a collective whose other side is gone or late."""
-    seen: BaseException | None = error
-    while seen is not None:
-        text = str(seen)
-        if isinstance(seen, RuntimeError) and ("gloo" in text or isinstance(seen, dist.DistError)) and _BROKEN.search(text):
+    """Whether an error, or one of its causes, is a collective whose peer has ended or is late."""
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause)
+        if isinstance(cause, RuntimeError) and ("gloo" in text or isinstance(cause, dist.DistError)) and _BROKEN.search(text):
             return True
-        seen = seen.__cause__
+        cause = cause.__cause__
     return False
 
 
 class Watch:
-    """Of one process; one without a store only counts marks.
+    """The watch of one process; without a store it only counts marks.
 
-    A process that was stopped and goes on has not used up its time: seconds count only while the thread runs.
+    Time counts only while the thread runs, so a process that was stopped and continues does not exceed its limits.
 
     Attributes:
-        calls: of hooks that observe, that this rank has come past; all ranks make the same ones.
+        calls: number of completed calls of observing hooks; all ranks make the same calls.
 
     Args:
-        patience: seconds after which a rank that waits says for whom.
-        timeout: seconds after which a rank that waits gives up, where the group's own limit has not ended it.
-        limits: how long a part of the run may take, waiting or not.
-        log: file that the stacks of a rank that is stuck are appended to; see `log_to`.
-        hosts: this process keeps the group's store, so it ends after the others have read the note.
+        patience: seconds after which a waiting rank logs which ranks it waits for.
+        timeout: seconds after which a waiting rank gives up, unless the group's own timeout has ended the wait before.
+        limits: maximum durations of sections, with or without waiting.
+        log: file to which the stacks of this rank are appended when it hangs; see `log_to`.
+        hosts: whether this process hosts the group's store, so that it must end after the others have read the note.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class Watch:
         self._mark: tuple[Any, ...] = ()
         self._awake = self._since = self._entered = 0.0
         self._began = self._woke = time.monotonic()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._suspected, self._suspect_at = False, 0.0
         self._told, self._beat = 0.0, 0
         self._heard: dict[int, tuple[int, float]] = {}
@@ -140,14 +145,14 @@ class Watch:
 
     @classmethod
     def open(cls, where: Launch, patience: float, timeout: float) -> "Watch":
-        """The watch of this process, running; its group is open. `stop` ends it."""
+        """Returns the running watch of this process, whose process group is open. End it with `stop`."""
         if where.size == 1:
             watch = cls(store=dist.HashStore(), patience=patience, timeout=timeout)
             watch.start()
             return watch
         tcp = dist.TCPStore(where.address, where.port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
         own = default_store()
-        name = own.get("name").decode() if own.check(["name"]) else "watch"  # of the meeting that the group came from
+        name = own.get("name").decode() if own.check(["name"]) else "watch"  # name of the meeting that opened the group
         store = dist.PrefixStore(f"forge/{name}/watch", tcp)
         hosts = where.rank == 0 and not is_agents_store()
         watch = cls(where.rank, where.size, store, patience, timeout, hosts=hosts)
@@ -161,12 +166,12 @@ class Watch:
         self._thread.start()
 
     def log_to(self, path: Path) -> None:
-        """From here on, the stacks of this rank are appended to a file when it is stuck."""
+        """Sets the file to which this rank's stacks are appended when it hangs."""
         if self._store is not None:
             self._file, self._folder = path.open("a"), path.parent
 
     def stop(self) -> None:
-        """Ends the thread: from here on this rank waits for no other."""
+        """Ends the thread: this rank does not wait for others any more."""
         self._done.set()
         if self._thread.is_alive():
             self._thread.join(5)
@@ -176,17 +181,25 @@ class Watch:
             self._file = None
 
     def enter(self, doing: str, section: str = "") -> None:
-        """Passes a mark that every rank passes; `doing` is what begins there, `section` its kind, whose times are alike."""
-        self._entered, now = self._awake, time.monotonic()  # first: the thread may look at any moment
+        """Passes a mark that every rank passes. `doing` describes what begins; `section` is its kind, with its own limit."""
+        self._entered, now = self._awake, time.monotonic()  # first, because the thread may look at any moment
         if self.section:
             self.limits.took(self.section, now - self._began)
+        self._seconds[self.section] += now - self._began
         self._began = now
         self.passed, self.doing, self.section = self.passed + 1, doing, section
 
+    def seconds(self) -> dict[str, float]:
+        """Seconds of this rank in each section so far, the current one included."""
+        now = time.monotonic() - self._began
+        return {**self._seconds, self.section: self._seconds.get(self.section, 0.0) + now}
+
     def failed_in(self, call: int) -> bool | None:
-        """Says that this rank failed in a call that all ranks make, number `call` of `calls`, and waits until it is known how the
-        others fared: True where all failed in it, False where the others have come past it or failed, None where one waits in a
-        collective inside of it, or cannot be asked, so that this rank must not go on.
+        """Reports that this rank failed in call `call` of `calls`, which all ranks make, and waits for the others' results.
+
+        Returns:
+            True: all ranks failed in the call. False: the others have completed it or failed. None: another rank waits in a
+            collective of the call, or the store cannot be reached, so this rank must not continue.
         """
         if self._store is None or not self._thread.is_alive():
             return None
@@ -205,7 +218,7 @@ class Watch:
             time.sleep(self._interval / 20)
 
     def all_fail(self, step: int, seconds: float) -> bool:
-        """Says that this rank is about to end after a step, and waits for the others: whether all of them say so."""
+        """Reports that this rank is about to end after a step. Returns whether all others report the same within `seconds`."""
         if self._store is None or not self._thread.is_alive():
             return False
         self._store.set(f"fails/{step}/{self.rank}", "")
@@ -217,12 +230,12 @@ class Watch:
         return True
 
     def failed(self, message: str, exit_code: int) -> None:
-        """Tells the others that this rank ends, and why. Only the first note of all ranks counts."""
+        """Leaves a note with the reason why this rank ends. Only the first note of all ranks counts."""
         if self._store is None:
             return
         self.stop()
-        with contextlib.suppress(RuntimeError):  # the store is gone: the others know
-            if self._known is None:  # else another one was first, and may have taken the store along
+        with contextlib.suppress(RuntimeError):  # the store is gone, so the others know already
+            if self._known is None:  # otherwise another rank was first, and may have ended the store
                 named = f"rank {self.rank} ended first, with exit code {exit_code}: {message}"
                 self._leave_note(named, exit_code if exit_code == 75 else 5)
                 self._store.set(f"read/{self.rank}", "")
@@ -230,7 +243,7 @@ class Watch:
                 self._wait_until_read()
 
     def explain(self, error: BaseException) -> PeerFailure:
-        """What to say instead of `error`, which is a broken connection: the first cause, by name. Takes up to three seconds."""
+        """Returns the error to raise instead of `error`, a broken connection: it names the first cause. Takes up to 3 seconds."""
         if self._store is None:
             return PeerFailure(f"a connection broke: {error}")
         where = hang_report.place(list(hang_report.frames_of(error.__traceback__))[::-1])
@@ -240,13 +253,13 @@ class Watch:
             note = self._known or {"message": _STORE_GONE, "code": 5}
         hints = "".join(f"; {hint}" for hint in getattr(error, "__notes__", ()))
         return PeerFailure(
-            f"{note['message']}. Rank {self.rank} of {self.size} waited for it in {self.doing}, {where}; start the run again, "
+            f"{note['message']}. Rank {self.rank} of {self.size} waited for it in {self.doing}, {where}; start the run again: "
             f"it resumes from its newest checkpoint{hints}",
             note["code"],
         )
 
     def _cause(self) -> dict[str, Any]:
-        """The first note; where there is none, this rank finds out and leaves it."""
+        """Returns the first note; if there is none, finds out the cause and leaves a note."""
         first, moved = self._sights(), set[int]()
         deadline = time.monotonic() + 3 * self._interval
         while len(moved) < len(first) or len(first) < self.size - 1:
@@ -258,13 +271,13 @@ class Watch:
             moved |= {rank for rank, sight in self._sights().items() if rank not in first or sight.beat != first[rank].beat}
         now = self._sights()
         unmoved = [rank for rank in range(self.size) if rank not in moved and rank != self.rank]
-        gone = [now.get(rank) or f"rank {rank} (never heard of)" for rank in unmoved]
+        gone = [now.get(rank) or f"rank {rank} (no status received)" for rank in unmoved]
         if gone:
-            message = f"{several(gone)} ended without a word: killed, out of memory or stopped"
-        elif guilty := hang_report.late(now) if now else ():  # this rank has waited, and does not any more
+            message = f"{several(gone)} ended without a message: killed, out of memory or stopped"
+        elif guilty := hang_report.late(now) if now else ():  # this rank has stopped waiting
             return self._leave_note(f"{several(guilty)} did not come within {self.timeout:g} s", 5, hangs=True)
         else:
-            message = "the connection to another rank broke though all are there: look at the network"
+            message = "the connection to another rank broke, but all ranks still run; check the network"
         return self._leave_note(message, 5)
 
     def _run(self) -> None:
@@ -272,54 +285,54 @@ class Watch:
         while cause is None:
             try:
                 cause = self._look()
-            except RuntimeError:  # and it is not asked again: torch writes a page to the terminal each time
+            except RuntimeError:  # do not try again: torch prints a page to the terminal every time
                 cause = _STORE_GONE
             if cause is None and self._done.wait(self._interval):
                 return
-        if not self._done.wait(self._grace):  # this process may be about to end by itself, with more to say
+        if not self._done.wait(self._grace):  # this process may be ending by itself, with a better message
             self._leave(cause)
 
     def _look(self) -> str | None:
-        """One beat; why this process has to end, if it has to."""
+        """Publishes one status. Returns why this process has to end; None if it need not."""
         now = time.monotonic()
         self._awake += min(now - self._woke, 2 * self._interval)
         self._woke = now
-        mine = self._sight()
-        left = self.timeout if mine.limit is None else mine.limit - mine.held
+        status = self._sight()
+        left = self.timeout if status.limit is None else status.limit - status.held
         self._end_without_lock(max(left, self._grace) + 2 * self._grace)
         self._beat += 1
-        self._store.set(f"rank/{self.rank}", json.dumps(mine._replace(beat=self._beat)))
+        self._store.set(f"rank/{self.rank}", json.dumps(status._replace(beat=self._beat)))
         if (note := self._note()) is not None:
             self._store.set(f"read/{self.rank}", "")
             self._end_without_lock(_LAST_SECONDS + 2 * self._grace)
             return note["message"]
-        if (cause := self._hang(mine)) is not None:
+        if (cause := self._hang(status)) is not None:
             self._end_without_lock(_LAST_SECONDS + 2 * self._grace)
             return self._leave_note(cause, 5, hangs=True)["message"]
-        if not mine.waits:
+        if not status.waits:
             return None
-        if self._told == 0 and mine.seconds > self.patience / 2:
+        if self._told == 0 and status.seconds > self.patience / 2:
             self._told = self.patience / 2
-            self._late(self._sights())  # only who moves between two looks is heard of
-        elif self._told and mine.seconds > 2 * self._told:
+            self._late(self._sights())  # a rank counts as alive only if its status changes between two looks
+        elif self._told and status.seconds > 2 * self._told:
             self._told *= 2
             if guilty := self._late(self._sights()):
-                _log.warning("waiting for %.0f s in %s, %s, for %s", mine.seconds, mine.doing, mine.where, several(guilty))
+                _log.warning("waiting for %.0f s in %s, %s, for %s", status.seconds, status.doing, status.where, several(guilty))
         return None
 
     def _end_without_lock(self, seconds: float) -> None:
-        """A thread of C ends this process after so long, even when the interpreter's lock is never given back."""
+        """Lets a C thread end this process after `seconds`, even if the interpreter lock is never released."""
         if self._file is not None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
 
-    def _hang(self, mine: RankStatus) -> str | None:
-        """Who hangs, and for how long; None where none does, or where the one that the others wait for may take longer.
+    def _hang(self, status: RankStatus) -> str | None:
+        """Returns which ranks hang and for how long; None if no rank does, or if the awaited ranks are within their limits.
 
-        It takes two looks at the others: only who moves between them is heard of.
+        This takes two looks at the others: a rank counts as alive only if its status changes between them.
         """
-        if mine.waits and mine.seconds > self.timeout:
+        if status.waits and status.seconds > self.timeout:
             return f"{several(self._late(self._sights()))} did not come within {self.timeout:g} s"
-        if not mine.is_over:
+        if not status.is_over:
             self._suspected = False
             return None
         seen = self._sights()
@@ -332,17 +345,17 @@ class Watch:
         alive = [sight for sight in guilty if isinstance(sight, RankStatus) and not self._is_quiet(sight.rank)]
         if not guilty or any(not sight.is_over for sight in alive):
             return None
-        return f"{several(guilty)} did not come within {mine.limit:.4g} s"
+        return f"{several(guilty)} did not come within {status.limit:.4g} s"
 
     def _leave(self, cause: str) -> None:
-        """The last words of a process whose training thread is stuck."""
-        mine = self._sight()
-        said = (
-            f"the others have given up: {cause}. This rank is in {mine.doing}, {mine.where}, for {mine.seconds:.0f} s; its "
-            "stacks are in its log"
+        """Logs a last message and ends this process, whose training thread hangs."""
+        status = self._sight()
+        message = (
+            f"the others have given up: {cause}. This rank has been in {status.doing}, {status.where}, for "
+            f"{status.seconds:.0f} s; its stacks are in its log"
         )
-        # The stuck thread may hold the lock of a log or of the terminal.
-        words = threading.Thread(target=lambda: _log.error("%s", said), daemon=True)
+        # The hanging thread may hold the lock of a log or of the terminal.
+        words = threading.Thread(target=lambda: _log.error("%s", message), daemon=True)
         words.start()
         words.join(2)
         if self._file is not None:
@@ -350,7 +363,7 @@ class Watch:
         os._exit(5)
 
     def _note(self) -> dict[str, Any] | None:
-        """The first note, if another rank has left it. It is kept: who left it may take the store along."""
+        """Returns the first note if another rank has left one. It is cached, because the store may end with that rank."""
         if self._known is None and self._store.check(["ended"]):
             note = json.loads(self._store.get("ended"))
             self._known = None if note["rank"] == self.rank else note
@@ -362,7 +375,7 @@ class Watch:
         return f"{self._sight()}\n{hang_report.stacks_of_all_threads()}"
 
     def _wait_until_read(self) -> None:
-        """Returns when every other rank has read the note, has stopped to give signs of life, or after ten seconds."""
+        """Waits until every other rank has read the note or has stopped publishing its status; at most ten seconds."""
         before, began = self._sights(), time.monotonic()
         left = set(range(self.size)) - {self.rank}
         while left and time.monotonic() - began < _READ_SECONDS:
@@ -373,10 +386,10 @@ class Watch:
                 left -= {rank for rank, sight in before.items() if now[rank].beat == sight.beat}
 
     def _leave_note(self, message: str, code: int, hangs: bool = False) -> dict[str, Any]:
-        """The note that counts: this one, or the one that was there. Of a hang, this rank then writes the report."""
-        mine = json.dumps({"rank": self.rank, "message": message, "code": code, "hangs": hangs})
-        note = json.loads(self._store.compare_set("ended", "", mine))
-        if note["rank"] != self.rank:  # another rank saw the same in the same moment; it waits for what this one adds
+        """Returns the note that counts: this one, or an earlier one. After a hang, the first rank then writes the report."""
+        own = json.dumps({"rank": self.rank, "message": message, "code": code, "hangs": hangs})
+        note = json.loads(self._store.compare_set("ended", "", own))
+        if note["rank"] != self.rank:  # another rank was faster, and waits for this rank's part of the report
             return self._note() or note
         if hangs:
             with contextlib.suppress(OSError):
@@ -384,40 +397,40 @@ class Watch:
         return note
 
     def _report(self, cause: str) -> None:
-        """Writes what all ranks say, gathered for three seconds at most; of one that does not answer, what was last heard."""
+        """Writes the report of all ranks, collected for at most three seconds, or the last status of ranks that do not answer."""
         if self._folder is None:
             return
-        heard = {rank: "\n  ".join([f"silent; last heard: {sight}", *sight.stack]) for rank, sight in self._sights().items()}
-        others = {rank: heard.get(rank, "never heard of") for rank in range(self.size) if rank != self.rank}
-        told, records = hang_report.answers(self._store, others, max(3 * self._interval, 2.0))
-        told[self.rank], records[self.rank] = self._story(), hang_report.collectives()
+        last = {rank: "\n  ".join([f"silent; last status: {sight}", *sight.stack]) for rank, sight in self._sights().items()}
+        others = {rank: last.get(rank, "no status received") for rank in range(self.size) if rank != self.rank}
+        reports, records = hang_report.answers(self._store, others, max(3 * self._interval, 2.0))
+        reports[self.rank], records[self.rank] = self._story(), hang_report.collectives()
         path = self._folder / HANGS
-        hang_report.append(path, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), hang_report.text(cause, told, records))
+        hang_report.append(path, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), hang_report.text(cause, reports, records))
         _log.error("the stacks of all ranks are in %s", path)
 
     def _sights(self) -> dict[int, RankStatus]:
-        """What the other ranks wrote; those that never did are left out."""
+        """Returns the published status of the other ranks; ranks without one are left out."""
         keys = {rank: f"rank/{rank}" for rank in range(self.size) if rank != self.rank}
         known = (
             list(keys) if self._store.check(list(keys.values())) else [r for r, key in keys.items() if self._store.check([key])]
         )
-        found = {rank: RankStatus(*json.loads(self._store.get(keys[rank]))) for rank in known}
+        sights = {rank: RankStatus(*json.loads(self._store.get(keys[rank]))) for rank in known}
         now = time.monotonic()
-        for rank, sight in found.items():
+        for rank, sight in sights.items():
             if self._heard.get(rank, (None, 0.0))[0] != sight.beat:
                 self._heard[rank] = sight.beat, now
-        return found
+        return sights
 
     def _late(self, seen: dict[int, RankStatus]) -> "Sequence[RankStatus | str]":
-        """The ranks that the others wait for; this rank is one of them if it does not wait itself. See `hang_report.late`."""
+        """Returns the ranks that the others wait for, including this one if it does not wait. See `hang_report.late`."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        silent = [seen.get(rank) or f"rank {rank} (never heard of)" for rank in others if self._is_quiet(rank)]
-        mine = self._sight()
-        found = hang_report.late({self.rank: mine, **seen}, silent)
-        return [each for each in found if each != mine] if mine.waits else found
+        silent = [seen.get(rank) or f"rank {rank} (no status received)" for rank in others if self._is_quiet(rank)]
+        own = self._sight()
+        late = hang_report.late({self.rank: own, **seen}, silent)
+        return [status for status in late if status != own] if own.waits else late
 
     def _is_quiet(self, rank: int) -> bool:
-        """Whether another rank gives no sign of life."""
+        """Whether another rank has stopped publishing its status."""
         return rank != self.rank and time.monotonic() - self._heard.get(rank, (0, -math.inf))[1] > self._quiet
 
     @property
@@ -425,10 +438,10 @@ class Watch:
         return max(5 * self._interval, self.patience / 4)
 
     def _sight(self) -> RankStatus:
-        """Where the training thread is; `seconds` counts from when it was first seen there."""
+        """Returns this rank's status; `seconds` counts from when the training thread was first seen at its current line."""
         passed, doing, section, held = self.passed, self.doing, self.section, self._awake - self._entered
         stack = list(hang_report.outwards(sys._current_frames().get(self._main)))
-        mark = (passed, *((id(each), each.f_lasti) for each in stack[:1]))
+        mark = (passed, *((id(frame), frame.f_lasti) for frame in stack[:1]))
         if mark != self._mark:
             self._mark, self._since, self._told = mark, self._awake, 0.0
         limit = self.limits.of(section, self.timeout) if section and not hang_report.is_debugged(stack) else None
@@ -436,3 +449,42 @@ class Watch:
         return RankStatus(
             self.rank, self._who, self._beat, passed, doing, *here, held, limit, hang_report.places(stack), self.calls
         )
+
+
+WINDOW = 200
+LEAST = 10
+QUANTILE = 0.9
+FACTOR = 10.0
+
+
+class LearnedLimits:
+    """Limits of the sections of one process: `FACTOR` times what 9 of 10 of its last `WINDOW` times were, never below a floor.
+
+    A quantile moves little with a few times that are far off, such as a first step that compiles. Sections have names; what
+    takes another time on purpose, as steps of another size do, has another one. Before `LEAST` times nothing is known.
+
+    Args:
+        floor: seconds; no limit is lower.
+        waiting: sections in which a process may always wait only as long as it may for other processes, known or not.
+    """
+
+    def __init__(self, floor: float, waiting: tuple[str, ...] = ()) -> None:
+        self.floor, self.waiting = floor, waiting
+        self._times: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._limits: dict[str, float] = {}
+
+    def took(self, section: str, seconds: float) -> None:
+        """A section has ended after so many seconds."""
+        times = self._times[section]
+        times.append(seconds)
+        if len(times) >= LEAST:
+            usual = sorted(times)[int(QUANTILE * (len(times) - 1))]
+            self._limits[section] = max(self.floor, FACTOR * usual)
+
+    def of(self, section: str, waiting: float) -> float | None:
+        """Seconds that a section may take; None while nothing is known of it. Another thread may ask.
+
+        Args:
+            waiting: seconds that processes wait for each other.
+        """
+        return self._limits.get(section, waiting if section in self.waiting else None)

@@ -1,8 +1,7 @@
-"""Initial weights as a function of (seed, global name), the same for every layout on one device type.
+"""Initial weights as a function of (seed, global name): the same in every layout on one type of device.
 
-`forge_core.draws` says which random stream gives which element. A rank draws only the blocks that its shard touches, and no rank
-ever holds the full tensor. (torch's CPU generator is not an option: it keeps 32 bits of a seed, too few for the blocks of a large
-model.)
+`forge_core.draws` defines the random stream of every element. A rank draws only the blocks that overlap its shard; the full
+tensor never exists. (torch's CPU generator keeps only 32 bits of a seed, too few for the blocks of a large model.)
 """
 
 from collections.abc import Callable
@@ -17,16 +16,16 @@ from forge_parallel import accelerator
 from forge_parallel.placement.boxes import Box
 
 SLAB = 1 << 20
-"""Elements drawn at a time, so that the extra memory is a few megabytes for any tensor."""
+"""Number of elements drawn at a time; limits the temporary memory to a few megabytes."""
 
 Draw = Callable[[int, int], torch.Tensor]
-"""(first, last) flat element -> fp32 draws of a unit normal for [first, last)."""
+"""(first, last) flat index -> fp32 samples of a standard normal for [first, last)."""
 
 
 def fill(box: Box, spec: TensorSpec, name: str, seed: int, device: torch.device | None = None) -> None:
-    """Fills `box.local` with what `spec.init` says, in fp32, then rounded to the tensor's dtype.
+    """Fills `box.local` according to `spec.init`, in fp32, rounded to the tensor's dtype.
 
-    `device` is where numbers are drawn, if not where they are kept: its random stream decides what they are.
+    `device` is the device whose random stream is used, if it differs from that of `box.local`.
     """
     if spec.stacked:
         for row in range(box.local.shape[0]):
@@ -44,7 +43,7 @@ def _fill(box: Box, init: Init, name: str, seed: int, device: torch.device | Non
 
 
 def _scatter(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], base: int, std: float, draw: Draw) -> None:
-    """Fills `local`, the box at `offset` of a tensor of `shape` whose first flat element is number `base`."""
+    """Fills `local`, the box at `offset` in a tensor of `shape` whose first element has flat index `base`."""
     if local.numel() == 0:
         return
     if local.dim() == 0:
@@ -75,11 +74,11 @@ def _stream(seed: int, name: str, device: torch.device) -> Draw:
         generator = torch.Generator(device).manual_seed(device_seed(key, block))
         return torch.empty(BLOCK, device=device, dtype=torch.float32).normal_(generator=generator)
 
-    one = cuda if accelerator.draws(device) else cpu
+    draw_block = cuda if accelerator.draws(device) else cpu
 
     def draw(first: int, last: int) -> torch.Tensor:
         start = first // BLOCK
-        blocks = [one(block) for block in range(start, (last - 1) // BLOCK + 1)]
+        blocks = [draw_block(block) for block in range(start, (last - 1) // BLOCK + 1)]
         return torch.cat(blocks)[first - start * BLOCK : last - start * BLOCK]
 
     return draw

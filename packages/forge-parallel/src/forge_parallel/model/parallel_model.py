@@ -1,8 +1,6 @@
-"""A model that is laid out over ranks, and what is done to it as a whole: compute dtype, freezing, temporary weights, whole
-tensors.
+"""A model parallelized over ranks, and operations on the whole of it: compute dtype, freezing, temporary weights, full tensors.
 
-`Context` is what a strategy may use when it is applied: the description of the part, the place of this rank, and number
-formats.
+`Context` is what a transform gets when it is applied: the specs of the part, this rank's topology, and dtypes.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -28,7 +26,7 @@ from forge_parallel.torch_private import look_at_parameters_again
 
 @dataclass(frozen=True)
 class Context:
-    """One part of the model on one rank, as `forge_core.protocols.topology.Context` describes it."""
+    """One part of the model on one rank; see `forge_core.protocols.topology.Context`."""
 
     specs: Specs
     topology: Topology
@@ -39,12 +37,12 @@ class Context:
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-"""Names in a recipe."""
+"""dtypes by their names in a recipe."""
 
 
 @contextmanager
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, floating parameters of `module` are their casts to `dtype`; a tied parameter is cast once."""
+    """Context in which the floating-point parameters of `module` are replaced by casts to `dtype`; tied ones are cast once."""
     casts: dict[int, torch.Tensor] = {}
     swapped: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     try:
@@ -55,7 +53,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                         casts[id(parameter)] = parameter.to(dtype)
                     swapped.append((owner._parameters, name, parameter))
         for slots, name, parameter in swapped:
-            slots[name] = casts[id(parameter)]  # type: ignore[assignment]  # a plain tensor with a graph to `parameter`
+            slots[name] = casts[id(parameter)]  # type: ignore[assignment]  # a tensor whose graph leads to `parameter`
         yield
     finally:
         for slots, name, parameter in swapped:
@@ -63,23 +61,23 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 Averages = Callable[[], AbstractContextManager[Mapping[str, torch.Tensor]]]
-"""As `forge_core.protocols.model.AveragingOptimizer.averaged`."""
+"""See `forge_core.protocols.model.AveragingOptimizer.averaged`."""
 
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model laid out over ranks, with every tensor filled. Only `realize` makes one.
+    """A model parallelized over ranks, with all tensors initialized. Create it with `realize`.
 
     Attributes:
-        parts: what this rank runs, in order; one unless a pipeline is cut.
-        contexts: what strategies were told about each part.
-        specs: how the whole model describes itself, by global name.
+        parts: the modules that this rank runs, in order; more than one only with several pipeline stages per rank.
+        contexts: what transforms got for each part.
+        specs: specs of the whole model, by global name.
         shapes: global shape of every parameter of the whole model.
-        plan: what was applied, in order.
-        topology: this rank's place.
+        plan: the transforms that were applied, in order.
+        topology: this rank's coordinates and process groups.
         compute: dtype of parameters in forward and backward.
-        cut: which stages the parts are; None without a pipeline.
-        averages: of optimizers that evaluate other weights than they train; they put them there themselves (`evaluate_with`).
+        cut: which pipeline stages the parts are; None without a pipeline.
+        averages: contexts of optimizers that evaluate other weights than they train; added by `evaluate_with`.
     """
 
     parts: tuple[nn.Module, ...]
@@ -94,9 +92,9 @@ class ParallelModel:
 
     @cached_property
     def everything(self) -> Mapping[str, torch.Tensor]:
-        """Live parameters and persistent buffers of this rank by name, tied copies on other stages included.
+        """This rank's live parameters and persistent buffers by name, including tied copies on other pipeline stages.
 
-        Collected while every parameter is sharded: later a module may show a gathered copy in its place.
+        Collected while every parameter is sharded, because a module may later hold a gathered copy instead.
         """
         self.reshard()
         return dict(named for part in self.parts for named in (*part.named_parameters(), *_persistent_buffers(part)))
@@ -108,44 +106,45 @@ class ParallelModel:
 
     @cached_property
     def learns(self) -> frozenset[str]:
-        """Names in `everything` that took a gradient when the model was made; a stage of training may freeze some for a while."""
+        """Names in `everything` that required a gradient when the model was created; a training stage may freeze some of them."""
         return frozenset(name for name, tensor in self.everything.items() if tensor.requires_grad)
 
     @property
     def part(self) -> nn.Module:
-        """The whole model as this rank runs it.
+        """The whole model on this rank.
 
         Raises:
-            PlanError: under a pipeline no rank has a single module; use `parts`.
+            PlanError: the layout has a pipeline, so no rank holds the whole model; use `parts`.
         """
         if self.cut is not None:
             raise PlanError(
-                f"layout {self.topology.layout} cuts the model into {len(self.cut.placement)} pipeline stages, so no rank "
+                f"layout {self.topology.layout} splits the model into {len(self.cut.placement)} pipeline stages, so no rank "
                 "holds the whole model; use .parts, .whole() to generate, or a layout with pp = 1"
             )
         return self.parts[0]
 
     def whole(self) -> nn.Module:
-        """Collective: what every rank calls with tokens and a cache to generate: the model, or its stages as one."""
+        """Collective: returns the module that all ranks call with tokens and a cache to generate: the model, or all its
+        stages."""
         if self.cut is None:
             return self.parts[0]
         return StagedModel(self.parts, self.cut, self.topology, self.compute, self.specs.needs)
 
     @property
     def scores(self) -> bool:
-        """Whether this rank has the last part, where losses are."""
+        """Whether this rank has the last pipeline stage, which computes losses."""
         return self.cut is None or self.cut.last
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Global name and live tensor of every local parameter and persistent buffer; a tied copy is not repeated."""
+        """Yields global name and live tensor of every local parameter and persistent buffer; tied ones once."""
         yield from self._tensors
 
     def trainable(self) -> list[NamedTensor]:
-        """Every local parameter that takes a gradient, once."""
+        """Returns every local parameter that requires a gradient, once."""
         return [item for item in self.trained_sometime() if item.tensor.requires_grad]
 
     def trained_sometime(self) -> list[NamedTensor]:
-        """As `trainable`, with what takes a gradient in other stages of training only."""
+        """Like `trainable`, with the parameters that are trained only in other training stages."""
         return [
             NamedTensor(name, tensor, self.specs.tensors[name].group)
             for name, tensor in self.parameters_held()
@@ -153,33 +152,33 @@ class ParallelModel:
         ]
 
     def parameters_held(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every local parameter, frozen ones too, once."""
+        """Yields every local parameter, frozen ones included, once."""
         yield from ((name, tensor) for name, tensor in self._tensors if isinstance(tensor, nn.Parameter))
 
     def reshard(self) -> None:
-        """Frees gathered parameters, so that the modules' parameters are this rank's shards."""
+        """Frees gathered parameters, so that modules hold this rank's shards."""
         for part in self.parts:
             if (copies := getattr(part, "gathered_copies", None)) is not None:
                 copies.free()
 
     def evaluate_with(self, averages: Averages) -> None:
-        """For optimizers: inference, and what is saved, has the weights that parameters hold inside of this context."""
+        """Adds a context that swaps in the weights used for evaluation and checkpoints; for optimizers."""
         self.averages.append(averages)
 
     @contextmanager
     def averaged(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Inside, parameters hold the weights to evaluate, to save and to export. Gives, by name, those that are trained, where
-        they are others; they are back afterwards, bit for bit."""
+        """Context in which parameters have the weights to evaluate, save and export. It yields the trained weights by name where
+        they differ; these are restored afterwards, bit for bit."""
         with ExitStack() as stack:
             trained = [stack.enter_context(averages()) for averages in self.averages]
             yield {name: tensor for tensors in trained for name, tensor in tensors.items()}
 
     @contextmanager
     def inference(self, whole_sequences: bool = False) -> Iterator[None]:
-        """Spans forwards without backward: evaluation mode, no gradients, compute precision, nothing left behind; with the
-        weights that the optimizer evaluates. Collective under a pipeline: tied copies on other stages take these, too.
+        """Context for forwards without backward: evaluation mode, no gradients, compute dtype, and the weights that the optimizer
+        evaluates. Collective under a pipeline, because tied copies on other stages get these weights as well.
 
-        With `whole_sequences` every rank has the whole residual stream, so that forwards may have any length.
+        With `whole_sequences`, every rank has the whole residual stream, so that forwards may have any length.
         """
         training = [module for part in self.parts for module in part.modules() if module.training]
         with self.averaged():
@@ -197,7 +196,7 @@ class ParallelModel:
                 self.leave_inference()
 
     def leave_inference(self) -> None:
-        """Ends what `inference` begins besides modes of modules; does nothing outside of it."""
+        """Ends what `inference` begins, except for the modes of modules; without effect outside `inference`."""
         self._whole_sequences(False)
         self.reshard()
 
@@ -207,19 +206,19 @@ class ParallelModel:
                 transform.whole_sequences(part, on)
 
     def pieces(self) -> Iterator[Piece]:
-        """The local boxes of all parameters and buffers under `model/<global name>`, for a checkpoint."""
+        """Yields the local boxes of all parameters and buffers as `model/<global name>`, for a checkpoint."""
         for name, tensor in self.tensors():
             yield self.piece(f"model/{name}", tensor)
 
     def piece(self, name: str, tensor: torch.Tensor) -> Piece:
-        """The local box of a tensor of the model or of its optimizer's state."""
+        """Returns the local box of a tensor of the model or of the optimizer's state."""
         box, frozen = local_box(tensor), isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         return Piece(name, box.shape, box.offset, box.local, owns(tensor, self.topology) and box.local.numel() > 0, frozen)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Spans forwards and backwards in which no parameter changes: they have the compute dtype inside, and what several
-        forwards need is gathered once."""
+        """Context for forwards and backwards between which no parameter changes: parameters have the compute dtype, and those
+        that several forwards need are gathered once."""
         with ExitStack() as spans:
             for part in self.parts:
                 if not isinstance(part, FSDPModule):
@@ -229,13 +228,13 @@ class ParallelModel:
             yield
 
     def at_step(self, step: int, steps: int) -> None:
-        """Tells parts whose loss changes over a run that optimizer step `step` of `steps` comes next."""
+        """Notifies parts whose loss changes over a run that optimizer step `step` of `steps` comes next."""
         for part in self.parts:
             if callable(tell := getattr(part, "at_step", None)):
                 tell(step, steps)
 
     def parameter_count(self) -> int:
-        """Collective: parameters of the whole model, frozen ones too, counted once over all ranks and ties."""
+        """Collective: returns the number of parameters of the whole model, frozen ones included, tied ones once."""
         owned = sum(local_box(p).local.numel() for _, p in self.parameters_held() if owns(p, self.topology))
         count = torch.tensor(owned, dtype=torch.int64, device=self.topology.device)
         return int(self.topology.all_reduce(count))
@@ -247,13 +246,13 @@ def _persistent_buffers(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def freeze(model: ParallelModel, frozen: Collection[str]) -> None:
-    """Of the parameters that took a gradient when the model was made, those in `frozen` take none from here on; all others do.
+    """Freezes the parameters in `frozen`; all others that required a gradient when the model was created are trained.
 
-    Modules inside of a part that have nothing left to learn run as in evaluation: without dropout, and without counting what
-    balances experts. The part itself does not, since what ranks exchange may not depend on what a stage has.
+    Modules inside a part whose parameters are all frozen run in evaluation mode, without dropout and without counting tokens per
+    expert. The part itself stays in training mode, because collectives must not depend on what a stage contains.
 
     Args:
-        model: between two steps; it has no gradients.
+        model: between two steps, without gradients.
         frozen: global names of the whole model, the same on every rank. A tied copy is frozen with its original.
     """
     for name in model.learns:
@@ -267,7 +266,7 @@ def freeze(model: ParallelModel, frozen: Collection[str]) -> None:
 
 
 def rest(module: nn.Module) -> None:
-    """Puts the outermost modules inside of `module` that have parameters, and none that takes a gradient, in evaluation mode."""
+    """Puts the outermost modules inside `module` whose parameters are all frozen into evaluation mode."""
     for child in module.children():
         parameters = list(child.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
@@ -278,12 +277,13 @@ def rest(module: nn.Module) -> None:
 
 @contextmanager
 def other_weights(model: ParallelModel, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, parameters have `values`, by global name and laid out as they are, rounded to their dtype; afterwards their own,
-    bit by bit. What has no value keeps its own. This rank holds its share of the parameters twice meanwhile.
+    """Context in which parameters have `values`, by global name and sharded like the parameters, rounded to their dtype.
+    Parameters without a value stay. Afterwards the original weights are restored, bit for bit. This rank's shards need twice the
+    memory.
 
-    For forwards without backward: nothing of an earlier forward may be pending.
+    Only for forwards without backward, and only when no backward is pending.
     """
-    model.reshard()  # a gathered copy would still have the other values
+    model.reshard()  # a gathered copy would still have the old values
     held = [(local_box(tensor).local, local_box(values[name]).local) for name, tensor in model.tensors() if name in values]
     own = [here.clone() for here, _ in held]
     try:
@@ -292,27 +292,26 @@ def other_weights(model: ParallelModel, values: Mapping[str, torch.Tensor]) -> I
         yield
     finally:
         model.reshard()
-        for (here, _), kept in zip(held, own, strict=True):
-            here.copy_(kept)
+        for (here, _), original in zip(held, own, strict=True):
+            here.copy_(original)
 
 
 def gathered(model: ParallelModel, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Collective: global name -> whole tensor on the host, for every parameter of the model that some rank brings.
+    """Collective: returns full tensors on the host, by global name, of the model's parameters for which a rank passes a tensor.
 
-    `tensors` are this rank's parameters, or their gradients, by global name; all ranks enter. Each element comes from the
-    one rank that owns it.
+    `tensors` are this rank's parameters, or their gradients, by global name. Each element comes from the rank that owns it.
 
     Raises:
         PlanError: an element is owned by no rank, or by several.
     """
     whole: dict[str, torch.Tensor] = {}
     for name, shape in model.shapes.items():
-        mine = tensors.get(name)
+        tensor = tensors.get(name)
         value = torch.zeros(shape, dtype=torch.float64, device=model.topology.device)
         owned = torch.zeros_like(value, dtype=torch.int32)
-        if mine is not None and owns(mine, model.topology):
-            box = local_box(mine)
-            box.within(value.view(box.shape)).copy_(box.local)  # a layout may see two dimensions in one
+        if tensor is not None and owns(tensor, model.topology):
+            box = local_box(tensor)
+            box.within(value.view(box.shape)).copy_(box.local)  # a layout may view one dimension as two
             box.within(owned.view(box.shape)).fill_(1)
         model.topology.all_reduce(owned)
         if owned.numel() and not owned.any():
@@ -324,6 +323,7 @@ def gathered(model: ParallelModel, tensors: Mapping[str, torch.Tensor | None]) -
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Collective: the whole of one tensor, detached and copied, on the host. Ranks of its mesh enter; cuts must be even."""
+    """Collective: returns one full tensor, detached and copied to the host. All ranks of its mesh call this; shards must be
+    even."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().clone().cpu()

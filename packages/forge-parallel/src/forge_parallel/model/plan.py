@@ -1,6 +1,6 @@
-"""The order of strategies, by construction: a plan sorts transforms by phase and refuses what does not fit together.
+"""The plan of a model: transforms, sorted by the order of application and checked for compatibility.
 
-Torch-free: a plan can be made, and refused, long before any process starts.
+Torch-free: a plan can be checked before any process starts.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,8 @@ from forge_parallel.pipeline.definition import Pipeline
 
 
 class Order(IntEnum):
-    """When a transform is applied. Float8 conversion stands first: after tensor parallelism it drops its hooks."""
+    """When a transform is applied. Float8 conversion comes first, because after tensor parallelism it would drop that one's
+    hooks."""
 
     QUANTIZE = 0
     TENSOR = 1
@@ -34,14 +35,14 @@ AXIS_DEFAULTS = {
     "ep": ("expert", "shard"),
     "etp": ("expert", "shard"),
 }
-"""The transforms that an axis larger than 1 pulls in when the recipe names none: the one that claims it, then what that needs."""
+"""Axis larger than 1 -> the transforms that it implies: the one that claims the axis, then those that this one needs."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Transforms in the order in which they are applied, for one layout. Build it with `Plan.of`.
+    """Transforms in the order of application, for one layout. Create it with `Plan.of`.
 
-    `pipeline` is how the model is cut before they are applied; None where pp is 1.
+    `pipeline` says how the model is split before transforms are applied; None if pp is 1.
     """
 
     transforms: tuple[Transform, ...]
@@ -50,17 +51,18 @@ class Plan:
 
     @classmethod
     def of(cls, transforms: Iterable[Transform], layout: Layout, pipeline: Pipeline | None = None) -> "Plan":
-        """Sorts by phase. `pipeline` claims the axis pp, and has nothing to do where that is 1.
+        """Sorts transforms by phase. `pipeline` claims the axis pp, and is ignored if pp is 1.
 
         Raises:
-            PlanError: two transforms share a phase or claim one axis, an axis larger than 1 is claimed by none, a
-                transform that another one needs is missing, or the pipeline's schedule cannot do with one of them.
+            PlanError: two transforms have the same phase or claim the same axis, no transform claims an axis larger than 1, a
+                transform that another one needs is missing, or the pipeline's schedule does not support a transform.
         """
         ordered = sorted(transforms, key=lambda transform: transform.phase)
-        for one, other in pairwise(ordered):
-            if one.phase == other.phase:
+        for transform, other in pairwise(ordered):
+            if transform.phase == other.phase:
                 raise PlanError(
-                    f"transforms {one.name!r} and {other.name!r} are both of phase {Order(one.phase).name}; keep one of them"
+                    f"transforms {transform.name!r} and {other.name!r} have the same phase {Order(transform.phase).name}; "
+                    "keep one of them"
                 )
         cut = pipeline if layout.pp > 1 else None
         for transform in ordered:
@@ -80,7 +82,7 @@ class Plan:
         for axis in layout.active():
             if axis not in claimed:
                 if axis == "pp":
-                    raise PlanError(f"parallel.pp = {layout.pp} but the plan has no pipeline; give one, or set parallel.pp = 1")
+                    raise PlanError(f"parallel.pp = {layout.pp} but the plan has no pipeline; add one, or set parallel.pp = 1")
                 raise PlanError(
                     f"parallel.{axis} = {layout.size(axis)} but no transform of the plan claims axis {axis}; "
                     f"set parallel.{axis} = 1 or add [transforms.{AXIS_DEFAULTS.get(axis, (axis,))[0]}]"
@@ -96,12 +98,12 @@ class Plan:
         return cls(tuple(ordered), layout, cut)
 
     def names(self) -> tuple[str, ...]:
-        """Names in the order of application."""
+        """Returns the transforms' names in the order of application."""
         return tuple(transform.name for transform in self.transforms)
 
 
 def default_transforms(layout: Layout, chosen: Iterable[str]) -> tuple[str, ...]:
-    """Names of the transforms that the layout's axes pull in beyond those already chosen."""
+    """Returns the names of the transforms that the layout implies, except for those in `chosen`."""
     present = set(chosen)
     names = dict.fromkeys(name for axis in layout.active() for name in AXIS_DEFAULTS.get(axis, ()))
     return tuple(name for name in names if name not in present)

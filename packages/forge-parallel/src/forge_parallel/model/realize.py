@@ -1,7 +1,7 @@
-"""The only public road to a trainable model: blueprint -> plan -> realized parameters.
+"""`realize`: turns a blueprint and a plan into a trainable model; there is no other way to create one.
 
-The order is in the types: transforms are applied to the blueprint on the meta device, in the plan's order, and only then
-is memory allocated and every tensor filled exactly once. No call can apply a strategy later.
+Transforms are applied to the blueprint on the meta device, in the order of the plan. Only then is memory allocated and every
+tensor initialized exactly once. No transform can be applied later.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from forge_parallel.placement.topology import Topology
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model on the meta device together with its own description."""
+    """A model on the meta device and its specs."""
 
     module: nn.Module
     specs: Specs
@@ -35,12 +35,12 @@ class Blueprint:
         """Calls `build` on the meta device.
 
         Raises:
-            PlanError: the model has no `specs()`, a tensor has none or a wrong number of dims, or memory was allocated.
+            PlanError: the model has no `specs()`, the specs do not match its tensors, or the builder allocated memory.
         """
         with torch.device("meta"):
             module = build()
         if not callable(getattr(module, "specs", None)):
-            raise PlanError(f"{type(module).__name__} does not describe itself: give it specs() -> forge_core.specs.Specs")
+            raise PlanError(f"{type(module).__name__} has no specs(); add a method specs() -> forge_core.specs.Specs")
         specs = module.specs()  # type: ignore[operator]
         _agree(module, specs)
         return cls(module, specs)
@@ -49,35 +49,36 @@ class Blueprint:
 def _agree(module: nn.Module, specs: Specs) -> None:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if off_meta := sorted(name for name, tensor in tensors.items() if not tensor.is_meta):
-        raise PlanError(f"the builder allocated memory for {', '.join(off_meta)}; create tensors without a device")
+        raise PlanError(f"the builder allocated memory for {', '.join(off_meta)}; create tensors without `device`")
     if missing := sorted(tensors.keys() - specs.tensors.keys()):
-        raise PlanError(
-            f"{type(module).__name__}.specs() leaves out {', '.join(missing)}; give each a TensorSpec in Specs.tensors"
-        )
+        raise PlanError(f"{type(module).__name__}.specs() lacks {', '.join(missing)}; add a TensorSpec for each to Specs.tensors")
     if unknown := sorted(specs.tensors.keys() - tensors.keys()):
-        raise PlanError(f"specs name tensors that the model does not have: {', '.join(unknown)}; remove them")
+        raise PlanError(f"specs().tensors names tensors that the model does not have: {', '.join(unknown)}; remove them")
     for name, tensor in tensors.items():
         if len(specs.tensors[name].dims) != tensor.dim():
-            raise PlanError(f"{name} has {tensor.dim()} dimensions, but its spec names {len(specs.tensors[name].dims)}")
+            raise PlanError(
+                f"{name} has {tensor.dim()} dimensions, but its spec names {len(specs.tensors[name].dims)}; correct it"
+            )
         spec = specs.tensors[name]
         if spec.fused and sum(spec.fused) != (rows := tensor.shape[spec.stacked]):
-            raise PlanError(f"{name} has {rows} rows, but its spec fuses matrices of {' + '.join(map(str, spec.fused))}")
+            fused = " + ".join(map(str, spec.fused))
+            raise PlanError(f"{name} has {rows} rows, but its spec fuses matrices of {fused} rows; correct it")
     if (ties := _ties(module)) != dict(specs.ties):
-        raise PlanError(f"the model shares tensors {ties}, but its specs say {dict(specs.ties)}")
+        raise PlanError(f"the model ties parameters {ties}, but its specs().ties are {dict(specs.ties)}; correct them")
     paths = dict(module.named_modules())
     if lost := sorted(path for path in specs.blocks if path not in paths):
-        raise PlanError(f"specs name blocks that the model does not have: {', '.join(lost)}; remove them")
+        raise PlanError(f"specs().blocks names modules that the model does not have: {', '.join(lost)}; remove them")
 
 
 def _ties(module: nn.Module) -> dict[str, str]:
-    """Name of each repeated parameter -> the name under which it appears first."""
+    """Returns {name of each repeated parameter: the name under which it appears first}."""
     first: dict[int, str] = {}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
 
 
 def _tie(part: nn.Module, specs: Specs) -> None:
-    """Shares tied parameters again: `to_empty` gives every module slot separate memory."""
+    """Ties parameters again, because `to_empty` allocates memory for each of them."""
     for copy, original in specs.ties.items():
         path, _, slot = copy.rpartition(".")
         module, _, name = original.rpartition(".")
@@ -85,7 +86,7 @@ def _tie(part: nn.Module, specs: Specs) -> None:
 
 
 def _allocate(part: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
-    """Gives every tensor of `part` memory where it belongs."""
+    """Allocates memory for parameters and buffers of `part` on their devices."""
     part.to_empty(device=parameters)
     if parameters != buffers:
         for module in part.modules():
@@ -95,7 +96,7 @@ def _allocate(part: nn.Module, parameters: torch.device, buffers: torch.device) 
 
 
 def _experts_are_kept(part: nn.Module, specs: Specs, topology: Topology) -> None:
-    """Experts of ranks that see different tokens have gradients that some transform must sum."""
+    """Refuses plans in which no transform sums the gradients of experts over ranks that see different tokens."""
     layout = topology.layout
     for path in stacks(specs) if layout.efsdp * layout.ep * layout.etp > 1 else ():
         for name, parameter in part.get_submodule(path).named_parameters(recurse=False):
@@ -104,7 +105,7 @@ def _experts_are_kept(part: nn.Module, specs: Specs, topology: Topology) -> None
 
 
 Restore = Callable[[ParallelModel], None]
-"""Fills every tensor of a model from elsewhere, such as a checkpoint."""
+"""Fills every tensor of a model from another source, such as a checkpoint."""
 
 
 def realize(
@@ -116,22 +117,22 @@ def realize(
     state: str = "fp32",
     average: bool = False,
 ) -> ParallelModel:
-    """Applies the plan, allocates memory and fills it.
+    """Applies the plan, allocates memory and initializes all tensors.
 
     Args:
-        blueprint: consumed; its module becomes the model's part, or is cut into parts where the plan has a pipeline.
-        plan: made for the layout of `topology`.
-        topology: this rank's place.
-        source: a seed for initial weights, or a function that restores them.
-        compute: `bf16`, `fp32` or `fp64`: precision of forward and backward.
-        state: `fp32` or `fp64`: precision of parameters, gradients and optimizer state.
-        average: average gradients over data ranks, for a loop that takes a mean on each of them, instead of summing them.
+        blueprint: consumed; its module becomes the model's part, or is split into parts if the plan has a pipeline.
+        plan: plan for the layout of `topology`.
+        topology: this rank's coordinates and process groups.
+        source: seed of the initial weights, or a function that restores the weights.
+        compute: dtype of forward and backward: `bf16`, `fp32` or `fp64`.
+        state: dtype of parameters, gradients and optimizer state: `fp32` or `fp64`.
+        average: whether gradients are averaged over data ranks instead of summed, for loops that compute a mean on each rank.
 
     Raises:
-        PlanError: the plan is for another layout, or a tensor would be left unfilled.
+        PlanError: the plan is for another layout, or a tensor has no spec.
     """
     if plan.layout != topology.layout:
-        raise PlanError(f"the plan is for layout {plan.layout}, the topology for {topology.layout}")
+        raise PlanError(f"the plan is for layout {plan.layout}, but the topology for {topology.layout}; use the same layout")
     whole = blueprint.module.to(DTYPES[state])
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
     described, cut = [(whole, blueprint.specs)], None
@@ -142,16 +143,16 @@ def realize(
             _agree(part, specs)
     if stacks(blueprint.specs):
         topology.open_for_experts()
-    held_on = topology.device
+    device = topology.device
     for transform in plan.transforms:
-        held_on = transform.parameter_device(held_on)
+        device = transform.parameter_device(device)
     parts, contexts = [], []
     for part, specs in described:
         context = Context(specs, topology, DTYPES[compute], DTYPES[state], blueprint.specs, average)
         for transform in plan.transforms:
             part = transform.apply(part, context)
         _experts_are_kept(part, specs, topology)
-        _allocate(part, held_on, topology.device)
+        _allocate(part, device, topology.device)
         _tie(part, specs)
         parts.append(part)
         contexts.append(context)
@@ -168,14 +169,14 @@ def realize(
 
 
 def initialize(model: ParallelModel, seed: int) -> None:
-    """Fills every parameter and buffer exactly once from its spec."""
+    """Initializes every parameter and buffer once, as its spec says."""
     with torch.no_grad():
         for name, tensor in _all_tensors(model):
             fill(local_box(tensor), _spec(model, name), name, seed, model.topology.device)
 
 
 def _all_tensors(model: ParallelModel) -> list[tuple[str, torch.Tensor]]:
-    """Non-persistent buffers too: they are garbage after `to_empty` like everything else."""
+    """Returns all local tensors, non-persistent buffers included, since `to_empty` leaves these uninitialized as well."""
     copies = model.cut.copies if model.cut is not None else frozenset()
     every = (named for part in model.parts for named in (*part.named_parameters(), *part.named_buffers()))
     return [(name, tensor) for name, tensor in every if name not in copies]
@@ -184,6 +185,6 @@ def _all_tensors(model: ParallelModel) -> list[tuple[str, torch.Tensor]]:
 def _spec(model: ParallelModel, name: str) -> TensorSpec:
     if name not in model.specs.tensors:
         raise PlanError(
-            f"a transform has added {name}, which is not in the model's specs(); transforms keep the names of tensors"
+            f"a transform has added {name}, which is not in the model's specs(); transforms must keep the names of tensors"
         )
     return model.specs.tensors[name]

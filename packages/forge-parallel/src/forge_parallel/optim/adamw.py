@@ -1,4 +1,4 @@
-"""AdamW over torch's fused kernel, with all state present from construction on and a device-side skip."""
+"""AdamW with torch's fused kernel. All state exists from construction on, and a step can be skipped on the device."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ class AdamW:
             {"params": [t for _, t, group in named if group in DECAYED], "weight_decay": weight_decay},
             {"params": [t for _, t, group in named if group not in DECAYED], "weight_decay": 0.0},
         ]
-        # A pipeline stage may have nothing that learns; torch takes an empty group, but not the absence of any.
+        # A pipeline stage may have nothing to train; torch accepts an empty group, but not an empty list of groups.
         filled = [group for group in groups if group["params"]] or groups[:1]
         self._adamw = torch.optim.AdamW(filled, lr=lr, betas=betas, eps=eps, fused=True)
         for _, tensor, _ in named:
@@ -31,11 +31,11 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, skip: torch.Tensor | None = None) -> None:
-        """One update; where `skip` is 1 nothing changes, the step count included."""
+        """Updates the parameters; if `skip` is 1, nothing changes, the step count included."""
         if skip is not None and self._named:
-            # torch would copy it without waiting, and the kernel on a host read what is not there yet.
+            # Otherwise torch would copy it asynchronously, and a kernel on the host would read it too early.
             skip = skip.to(self._named[0].tensor.device)
-        # The fused kernel reads this attribute, which torch's gradient scaler sets for the same purpose.
+        # The fused kernel reads this attribute; torch's gradient scaler uses it to skip steps as well.
         self._adamw.found_inf = skip  # type: ignore[attr-defined]
         self._adamw.step()
 
@@ -54,5 +54,5 @@ class AdamW:
         self._adamw.zero_grad(set_to_none=True)
 
     def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """`step` (scalar), `exp_avg` and `exp_avg_sq` (as the parameter) by global name."""
+        """Returns `step` (scalar), `exp_avg` and `exp_avg_sq` (shaped like the parameter) by global name."""
         return {key: {name: self._adamw.state[t][key] for name, t, _ in self._named} for key in ("step", "exp_avg", "exp_avg_sq")}

@@ -1,10 +1,10 @@
-"""AdamW with moments of eight bits, quantized block by block (Dettmers et al., 2021, "8-bit Optimizers via Block-wise
-Quantization"), in torchao's arithmetic.
+"""AdamW with 8-bit moments, quantized block by block (Dettmers et al., 2021, "8-bit Optimizers via Block-wise Quantization"),
+with torchao's arithmetic.
 
-A row, the last dimension of a tensor, is cut into blocks. A number is stored as a code, one of 256 numbers from -1 to 1, times
-the largest magnitude of its block. Codes are laid out like the parameter, so a rank that holds whole rows, or whole blocks of
-them, has the codes of one process. Codes and scales are saved; values could not restore them, because signed codes end at 1
-and at -0.993, and a block whose largest magnitude is negative gets another scale.
+Each row, the last dimension of a tensor, is split into blocks. A number is stored as a code, one of 256 numbers from -1 to 1,
+times the largest magnitude of its block. Codes are sharded like the parameter, so a rank that holds whole rows, or whole blocks
+of them, has the same codes as one process. Checkpoints contain codes and scales. Values would not suffice, because signed codes
+range from -0.993 to 1, and a block whose largest magnitude is negative would get another scale.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ KEY, EXTRA = "optimizer.name = 'adamw8bit'", "adamw8bit"
 
 
 class Blocks:
-    """How rows are cut into blocks of at most `size` elements, and the numbers of a block become codes.
+    """Splits rows into blocks of at most `size` elements and quantizes blocks.
 
     Raises:
         ForgeError: torchao is not installed.
@@ -38,28 +38,28 @@ class Blocks:
         self._torchao: Any = torchao_library.require("torchao.optim.quant_utils", KEY, EXTRA)
 
     def numbers(self, sign: Literal["signed", "positive"], device: torch.device) -> Tensor:
-        """What codes stand for, ascending: (256,) fp32."""
-        with unset_fake_temporarily():  # torchao reads tensors on the way, which a dry run's do not answer
+        """Returns the numbers that the codes represent, ascending: (256,) fp32."""
+        with unset_fake_temporarily():  # torchao reads tensors here, and fake tensors of a dry run have no values
             numbers = self._torchao.create_dynamic_map(signed=sign == "signed")
         return torch.tensor(numbers, dtype=torch.float32, device=device)
 
     def width(self, row: int) -> int:
-        """Elements of a block in a row of this length, or in the part of one that a rank holds; the last block may have fewer."""
+        """Returns the elements per block of a row of length `row`, or of a rank's part of one; the last block may be shorter."""
         return min(self.size, row)
 
     def codes(self, name: str, tensor: Tensor) -> Tensor:
-        """Of zeros, uint8, laid out as `tensor`, whose global name is `name`.
+        """Returns uint8 codes of zeros, sharded like `tensor`, whose global name is `name`.
 
         Raises:
-            PlanError: this rank holds a part of a block.
+            PlanError: this rank holds only a part of a block.
         """
         box = local_box(tensor)
         self._check(name, box)
         return _laid_out(torch.zeros(box.local.shape, dtype=torch.uint8, device=box.local.device), tensor, box.shape)
 
     def scales(self, tensor: Tensor) -> Tensor:
-        """Of zeros, in the format of `tensor` and laid out as it is: (rows, blocks), where rows stand for all dimensions but the
-        last."""
+        """Returns scales of zeros in the dtype of `tensor` and sharded like it: (rows, blocks), where rows are all dimensions but
+        the last."""
         box = local_box(tensor)
         width = self.width(box.shape[-1])
         here, whole = (-(-shape[-1] // width) for shape in (box.local.shape, box.shape))
@@ -67,13 +67,13 @@ class Blocks:
         return _laid_out(local, tensor, (*box.shape[:-1], whole))
 
     def decoded(self, codes: Tensor, scales: Tensor, numbers: Tensor, width: int) -> Tensor:
-        """The values of codes (..., columns) with scales (..., blocks) of `width` columns each."""
+        """Returns the values of codes (..., columns) with scales (..., blocks) of `width` columns each."""
         columns = codes.shape[-1]
         values = self._torchao.dequant_with_qmap(_filled(codes, width), numbers, scales.reshape(-1))
         return values[..., :columns]
 
     def coded(self, values: Tensor, numbers: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Codes (..., columns) and scales (..., blocks) of values: each gets the number next to it."""
+        """Returns codes (..., columns) and scales (..., blocks) of values; each value is rounded to the nearest number."""
         columns = values.shape[-1]
         filled = _filled(values, width)
         scaled, scales = self._torchao.scale_tensor(filled, width)
@@ -85,19 +85,19 @@ class Blocks:
         last = first + columns
         if box.local.numel() and (first % width or (last % width and last != row)):
             raise PlanError(
-                f"optimizer.block = {self.size}: a rank holds columns {first} to {last - 1} of {row} of {name}, which cuts a "
-                f"block; use a block that divides {columns}, or another layout"
+                f"optimizer.block = {self.size}: a rank holds columns {first} to {last - 1} of {row} of {name}, so a block would "
+                f"be split over ranks; use a block size that divides {columns}, or another layout"
             )
 
 
 def _filled(values: Tensor, width: int) -> Tensor:
-    """With zeros behind each row, so that its last block has the width of the others."""
+    """Pads each row with zeros to a multiple of `width`."""
     short = -values.shape[-1] % width
     return pad(values, (0, short)) if short else values.contiguous()
 
 
 def _laid_out(local: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """What a rank holds as part of a tensor of this shape, cut over ranks as `tensor` is."""
+    """Wraps a rank's part as a tensor of global shape `shape`, sharded like `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
     stride = torch.empty(shape, device="meta").stride()
@@ -118,38 +118,38 @@ def adamw8bit(
     block: int,
     smallest: int,
 ) -> GroupedOptimizer:
-    """The optimizer, for `model.trainable()`.
+    """Returns the optimizer for `model.trainable()`.
 
     Args:
-        model: whose parameters are updated, of fp32 or fp64.
-        lr: the peak rate.
-        betas: decays of the moments.
+        model: its parameters are updated; they must be fp32 or fp64.
+        lr: peak learning rate.
+        betas: decay rates of the moments.
         eps: added to the root of the second moment.
-        weight_decay: of what is decayed.
-        block: elements of a row with one scale.
-        smallest: parameters of fewer elements, and vectors, keep exact moments. The whole tensor counts, so all layouts agree.
+        weight_decay: decay of the parameters in decayed groups.
+        block: elements of a row that share a scale.
+        smallest: parameters with fewer elements in total, and vectors, keep exact moments, the same in all layouts.
 
     Raises:
         ForgeError: torchao is not installed.
-        PlanError: parameters have another format, or the layout cuts a block.
+        PlanError: parameters have another dtype, or the layout splits a block.
     """
     named = list(model.trainable())
     if low := {tensor.dtype for _, tensor, _ in named} - {torch.float32, torch.float64}:
-        raise PlanError(f"AdamW8bit updates parameters of fp32 and fp64, not {', '.join(map(str, low))}; use adamw")
+        raise PlanError(f"adamw8bit needs parameters in fp32 or fp64, not {', '.join(map(str, low))}; use adamw")
     coded = [name for name, tensor, _ in named if tensor.dim() > 1 and tensor.numel() >= smallest]
     exact = [name for name, _, _ in named if name not in set(coded)]
     arithmetic = adamw_rule(betas, eps)
     in_blocks = _InBlocks(Blocks(block))
-    many = ElementwiseOptimizer(
+    quantized = ElementwiseOptimizer(
         ParameterSubset(model, coded), arithmetic._replace(states=MOMENTS + SCALES), lr, weight_decay, in_blocks
     )
     return GroupedOptimizer(
-        [(1.0, many), (1.0, ElementwiseOptimizer(ParameterSubset(model, exact), arithmetic, lr, weight_decay))]
+        [(1.0, quantized), (1.0, ElementwiseOptimizer(ParameterSubset(model, exact), arithmetic, lr, weight_decay))]
     )
 
 
 class _InBlocks:
-    """Moments as codes and scales; implements `elementwise.Kept`."""
+    """Stores moments as codes and scales; implements `elementwise.Kept`."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
@@ -163,21 +163,21 @@ class _InBlocks:
 
         def update(
             values: Sequence[Tensor],
-            slope: Tensor,
+            grad: Tensor,
             numbers: Sequence[Tensor],
-            place: Tensor,  # noqa: ARG001 (of noise, which nothing here has)
+            place: Tensor,  # noqa: ARG001 (only used for rounding noise)
             keys: Tensor,  # noqa: ARG001
             step: Tensor,  # noqa: ARG001
             taken: Tensor,
         ) -> None:
-            weight, *kept = values
-            codes, scales = kept[:2], kept[2:]
+            weight, *states = values
+            codes, scales = states[:2], states[2:]
             width = blocks.width(weight.shape[-1])
-            moments = [blocks.decoded(*each, width) for each in zip(codes, scales, kinds, strict=True)]
-            moved, *moments = rule.update(weight, moments, slope.to(weight.dtype), numbers)
-            found = [blocks.coded(moment, kind, width) for moment, kind in zip(moments, kinds, strict=True)]
-            new = [moved, *(code for code, _ in found), *(scale for _, scale in found)]
-            for held, value in zip(values, new, strict=True):
-                held.copy_(torch.where(taken, value, held))
+            moments = [blocks.decoded(*state, width) for state in zip(codes, scales, kinds, strict=True)]
+            updated, *moments = rule.update(weight, moments, grad.to(weight.dtype), numbers)
+            coded = [blocks.coded(moment, kind, width) for moment, kind in zip(moments, kinds, strict=True)]
+            new = [updated, *(code for code, _ in coded), *(scale for _, scale in coded)]
+            for value, new_value in zip(values, new, strict=True):
+                value.copy_(torch.where(taken, new_value, value))
 
         return update

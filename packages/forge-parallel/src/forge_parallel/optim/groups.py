@@ -1,6 +1,6 @@
-"""Groups of parameters (`[parameters]`): name patterns choose which are trained, with which rate and decay.
+"""Parameter groups (`[parameters]`): name patterns select parameters to freeze, or to train with another rate or decay.
 
-Each group has its own optimizer. Width scaling (muP) multiplies initial weights and rates. No torch.
+Each group has its own optimizer. Width scaling (muP) multiplies initial weights and learning rates. Does not import torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 
 from annotated_types import Ge, Gt
 
-from forge_core.component import FREE
+from forge_core.component import FREE, class_name
 from forge_core.errors import PlanError
 from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import NamedTensor, Optimizer, TrainableModel
@@ -25,94 +25,95 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Parameters that are trained in another way than the others, chosen by their names."""
+    """Settings of the parameters whose names match a pattern."""
 
     key_class: ClassVar = FREE
 
     match: Annotated[str, Neutral("names, which are the same in every layout")]
-    """Pattern of global names, such as "blocks.*.attention.*"; `*` crosses dots. Where several groups match, a later one counts,
-    key by key."""
+    """Pattern of global names, such as "blocks.*.attention.*"; `*` matches dots as well. If several groups match, the last one
+    that sets a key applies."""
     lr: Annotated[Annotated[float, Gt(0)] | None, Neutral("a number of each parameter")] = None
     """Factor of the learning rate."""
     weight_decay: Annotated[Annotated[float, Ge(0)] | None, Neutral("a number of each parameter")] = None
-    """Weight decay in place of the optimizer's, also for what is not decayed by default."""
+    """Weight decay that replaces the optimizer's, also for parameters that are not decayed by default."""
     frozen: Annotated[bool | None, Feature("frozen", when=True, plane="model"), Neutral("as without a group", when=False)] = None
-    """Not trained: no gradient, no state, not in the gradient's norm. A resume may change it: what is trained from then on begins
-    without state."""
+    """Whether the parameters are not trained: no gradient, no optimizer state, not in the gradient norm. A resume may change
+    this; parameters that are unfrozen start without state."""
 
     def __post_init__(self) -> None:
         if self.lr is None and self.weight_decay is None and self.frozen is None:
-            raise ValueError(f"the group of {self.match!r} changes nothing; give lr, weight_decay or frozen")
+            raise ValueError(f"the group with match = {self.match!r} sets nothing; set lr, weight_decay or frozen")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Which of a model's parameters are trained, and how."""
+    """Which parameters of a model are trained, and how."""
 
     key_class: ClassVar = FREE
 
     groups: list[ParameterGroup] = field(default_factory=list)
-    """Groups of parameters, and their settings."""
+    """Groups of parameters and their settings."""
     width_base: dict[str, int] = field(default_factory=dict)
-    """Width scaling: the keys of `[model]` that make it the narrow model whose rates were tuned, such as
-    {dim = 256, ffn_dim = 1024, heads = 4, kv_heads = 4}. Initial weights and rates are then scaled from its widths to those of
-    the model, so that the same rates are the best ones (muP: Yang et al., 2022, "Tensor Programs V"). For Adam and sign
+    """Width scaling: the keys of `[model]` that define the narrow model for which rates were tuned, such as
+    {dim = 256, ffn_dim = 1024, heads = 4, kv_heads = 4}. Initial weights and learning rates are scaled from its widths to those
+    of the model, so that the tuned rates stay optimal (muP: Yang et al., 2022, "Tensor Programs V"). For Adam and sign
     descent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStage:
-    """A span of a run's steps in which some parameters are trained and all others are frozen.
+    """A range of steps in which some parameters are trained and all others are frozen.
 
-    A NAME is one of the model's roles, such as `encoder`, `adapter`, `fusion` and `decoder` of `vlm`, or a pattern of names of
-    parameters, such as "blocks.*.attention.*", in which `*` crosses dots.
+    A NAME is one of the model's roles, such as `encoder`, `adapter`, `fusion` and `decoder` of `vlm`, or a pattern of parameter
+    names, such as "blocks.*.attention.*", in which `*` matches dots as well.
     """
 
     key_class: ClassVar = FREE
 
     until: Annotated[Annotated[int, Gt(0)] | None, Neutral("a number of steps")] = None
-    """How many steps of the run are done when the stage ends. The last stage has none, and lasts to the run's end."""
+    """Number of steps of the run after which the stage ends. Leave it out in the last stage, which lasts to the end of the
+    run."""
     train: Annotated[tuple[str, ...], Feature("frozen", unless=("*",), plane="model")]
-    """NAMEs of what is trained. What `parameters.groups` freezes, no stage trains."""
+    """NAMEs of the trained parameters. Parameters that `parameters.groups` freezes are not trained in any stage."""
     lr: Annotated[dict[str, Annotated[float, Gt(0)]], Neutral("a number of each parameter")] = field(default_factory=dict)
-    """Factors of the learning rate by NAME, times those of `parameters.groups`; of several for a parameter the last counts."""
+    """NAME -> factor of the learning rate, on top of `parameters.groups`; the last one that matches a parameter applies."""
     weight_decay: Annotated[dict[str, Annotated[float, Ge(0)]], Neutral("a number of each parameter")] = field(
         default_factory=dict
     )
-    """Weight decays by NAME, in place of the optimizer's and of those of `parameters.groups`."""
+    """NAME -> weight decay, which replaces those of the optimizer and of `parameters.groups`."""
     warmup: Annotated[
         Annotated[int, Ge(0)] | dict[str, Annotated[int, Ge(0)]], Neutral("a number of each parameter, and of the step")
     ] = 0
-    """Steps from the stage's first over which rates rise to their own, on top of `schedule`: step s of W runs at (s + 1) / W.
-    For all that is trained, or by NAME."""
+    """Steps at the start of the stage in which learning rates rise, on top of `schedule`: step s of W has the factor (s + 1) / W.
+    One number, or NAME -> number."""
 
     def __post_init__(self) -> None:
         if not self.train:
-            raise ValueError("train = [] trains nothing; name what is trained")
+            raise ValueError("train = [] trains nothing; name the parameters to train")
 
     @property
     def warmups(self) -> dict[str, int]:
-        """`warmup` by NAME."""
+        """NAME -> number of warm-up steps."""
         return {"*": self.warmup} if isinstance(self.warmup, int) else self.warmup
 
 
 DECAYED = frozenset({"matrix", "head", "router"})
-"""Optimizer groups that are decayed: embeddings, norms and biases are not (`forge_core.specs.Group`)."""
+"""Optimizer groups with weight decay (`forge_core.specs.Group`); embeddings, norms and biases have none."""
 
 
 def decay_of(group: str, weight_decay: float) -> float:
-    """The weight decay of a parameter of this group."""
+    """Returns the weight decay of a parameter of the optimizer group."""
     return weight_decay if group in DECAYED else 0.0
 
 
 class Setting(NamedTuple):
-    """Of one parameter.
+    """Settings of one parameter.
 
     Attributes:
         lr: factor of the learning rate.
-        weight_decay: in place of the optimizer's; None = the optimizer's, of what it decays.
-        decay: factor of either.
-        warmup: steps from the first of its stage over which its rate rises.
+        weight_decay: replaces the optimizer's weight decay; None: the optimizer's, if the parameter is decayed.
+        decay: factor of either weight decay.
+        warmup: steps at the start of its stage in which the learning rate rises.
     """
 
     lr: float = 1.0
@@ -126,14 +127,14 @@ PLAIN = Setting()
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a model.
+    """Settings of a model's parameters.
 
     Attributes:
-        each: settings by global name; names that are not there have `PLAIN`.
-        frozen: parameters that are not trained.
-        std: standard deviation of initial weights that differs from the model's own.
-        stages: of a run in stages (`optim.stages`), the settings of each, in their order.
-        first: of a stage, its first step, counted from 0.
+        each: global name -> setting; other parameters have `PLAIN`.
+        frozen: names of the parameters that are not trained.
+        std: global name -> standard deviation of initial weights, if it differs from the model's.
+        stages: settings of each training stage (`optim.stages`), in order.
+        first: first step of a stage, counted from 0.
     """
 
     each: Mapping[str, Setting] = field(default_factory=dict)
@@ -143,7 +144,7 @@ class Settings:
     first: int = 0
 
     def of(self, name: str) -> Setting:
-        """Of one parameter."""
+        """Returns the setting of one parameter."""
         return self.each.get(name, PLAIN)
 
 
@@ -151,7 +152,7 @@ NO_SETTINGS = Settings()
 
 
 class Group(Protocol):
-    """As `forge_parallel.optim.groups.ParameterGroup`."""
+    """See `forge_parallel.optim.groups.ParameterGroup`."""
 
     @property
     def match(self) -> str: ...
@@ -164,16 +165,16 @@ class Group(Protocol):
 
 
 def grouped(groups: Iterable[Group], names: Sequence[str], ties: Mapping[str, str], before: Settings = NO_SETTINGS) -> Settings:
-    """The settings of `before`, changed by each group in turn: where several match, a later one counts, key by key.
+    """Returns the settings of `before`, changed by each group in turn: the last one that sets a key of a parameter applies.
 
     Args:
-        groups: patterns and what they change.
-        names: of every parameter of the whole model.
-        ties: name of a tied copy -> name of its original, which stands for both.
-        before: factors of rates are multiplied with these.
+        groups: patterns and their settings.
+        names: names of all parameters of the whole model.
+        ties: name of a tied copy -> name of its original; settings belong to the original.
+        before: previous settings; factors of rates are multiplied with these.
 
     Raises:
-        PlanError: a pattern matches nothing, or everything is frozen.
+        PlanError: a pattern matches no parameter, or all parameters are frozen.
     """
     chosen: dict[str, dict[str, float | bool | None]] = {name: {} for name in names}
     for index, group in enumerate(groups):
@@ -186,7 +187,7 @@ def grouped(groups: Iterable[Group], names: Sequence[str], ties: Mapping[str, st
     frozen = frozenset(name for name, keys in chosen.items() if keys.pop("frozen", False))
     if names and frozen == set(names):
         raise PlanError(
-            "parameters.groups: every parameter of the model is frozen, so nothing would be trained; narrow a pattern"
+            "parameters.groups: every parameter of the model is frozen, so nothing would be trained; narrow one of the patterns"
         )
     each = dict(before.each)
     for name, keys in chosen.items():
@@ -197,49 +198,49 @@ def grouped(groups: Iterable[Group], names: Sequence[str], ties: Mapping[str, st
 
 
 def nearest(pattern: str, names: Sequence[str], ties: Mapping[str, str], roles: Sequence[str] = ()) -> str:
-    """Why a pattern matches nothing, and what is near to it: names, patterns of them, and `roles`, names for several."""
+    """Returns why a pattern matches nothing, with the closest names, patterns of names, and `roles` (names of several)."""
     for copy, original in ties.items():
         if fnmatchcase(copy, pattern):
-            return f"matches only {copy}, which is tied to {original}; name {original}"
+            return f"matches only {copy}, which is tied to {original}; use {original} instead"
     near = [pattern for name in collapsed(names) for pattern in _patterns(name)]
     close = get_close_matches(pattern, list(dict.fromkeys([*roles, *near, *names])), n=3, cutoff=0.5)
     known = ", ".join([*roles, *collapsed(names)])
-    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {known}"
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"the parameters are {known}"
     return f"matches no parameter of the model; {hint}"
 
 
 def _patterns(name: str) -> Iterable[str]:
-    """A name, and the patterns of all that stands below each of its modules."""
+    """Returns a name, and for each module above it the pattern that matches everything inside the module."""
     words = name.split(".")
     return [name, *(".".join([*words[:end], "*"]) for end in range(1, len(words)))]
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of every parameter by global name."""
+"""Global name -> shape of every parameter."""
 
 KEY = "parameters.width_base"
 
 
 def scaled(specs: Specs, shapes: Shapes, narrow: Specs, narrow_shapes: Shapes) -> Settings:
-    """Initial weights and rates of a model, given the narrow one whose rates were tuned.
+    """Returns settings that scale initial weights and rates of a model from the narrow model for which they were tuned.
 
     Raises:
-        PlanError: the two differ in more than widths, nothing is wider, or the model's forward would have to be scaled too.
+        PlanError: the models differ in more than widths, no matrix is wider, or scaling would have to change the model's forward.
     """
     if other := sorted(shapes.keys() ^ narrow_shapes.keys()):
-        raise PlanError(f"{KEY}: the narrow model has other parameters than the model: {', '.join(other)}; change widths only")
+        raise PlanError(f"{KEY}: only one of the model and its narrow model has {', '.join(other)}; change widths only")
     if specs.ties:
         copy, original = next(iter(specs.ties.items()))
         raise PlanError(
-            f"{KEY}: {copy} is tied to {original}, and a table that is scaled as an input and as an output would need a factor "
-            "in the forward; untie them"
+            f"{KEY}: {copy} is tied to {original}, and scaling a matrix that is both input and output would need a factor in the "
+            "forward; untie them"
         )
     each: dict[str, Setting] = {}
     std: dict[str, float] = {}
     for name, shape in shapes.items():
         spec, before = specs.tensors[name], narrow_shapes[name]
         if len(shape) != len(before) or spec.init.kind != narrow.tensors[name].init.kind:
-            raise PlanError(f"{KEY}: {name} is another tensor in the narrow model; change widths only")
+            raise PlanError(f"{KEY}: {name} has other dimensions or initial values in the narrow model; change widths only")
         _heads_are_as_wide(name, specs, shape, narrow, before)
         first = 1 if spec.stacked else 0
         inputs = prod(shape[first + 1 :]) / prod(before[first + 1 :])
@@ -250,42 +251,44 @@ def scaled(specs: Specs, shapes: Shapes, narrow: Specs, narrow_shapes: Shapes) -
         if spec.init.kind == "normal":
             std[name] = narrow.tensors[name].init.std / (sqrt(ratio) if hidden else ratio)
     if not each:
-        raise PlanError(f"{KEY}: no matrix of the model is wider than the narrow model's; give smaller widths, or remove it")
+        raise PlanError(
+            f"{KEY}: no matrix of the model is wider than in the narrow model; give smaller widths, or remove the key"
+        )
     return Settings(each=each, std=std)
 
 
 def _heads_are_as_wide(name: str, specs: Specs, shape: tuple[int, ...], narrow: Specs, before: tuple[int, ...]) -> None:
-    """Scores of heads are divided by the root of their width, and would have to be by the width itself if that grew."""
+    """Refuses heads of another width: scores are divided by the root of the width, but would have to be by the width itself."""
     for dim, meaning in enumerate(specs.tensors[name].dims):
         if meaning in ("heads", "kv_heads") and meaning in specs.units and meaning in narrow.units:
             width, old = shape[dim] // specs.units[meaning], before[dim] // narrow.units[meaning]
             if width != old:
                 raise PlanError(
-                    f"{KEY}: heads are {width} wide, and {old} in the narrow model; attention would need other scores. Scale the "
-                    "number of heads with the width"
+                    f"{KEY}: heads are {width} wide in the model and {old} in the narrow model, which would need other attention "
+                    "scores; change the number of heads instead of their width"
                 )
 
 
 NOT_OF_PARAMETERS = (
-    "optimizer: it keeps a state under a name that is not a parameter's, so it cannot be used with parameters.groups, "
-    "parameters.width_base or train.stages"
+    "optimizer: it has a state whose name is not that of a parameter, so it does not support parameters.groups, "
+    "parameters.width_base or train.stages; remove these keys"
 )
 
 
 class ParameterSubset:
-    """Some parameters of a model, as an optimizer is given them; all else is the model's.
+    """A subset of a model's parameters, for an optimizer; everything else is that of the model.
 
     Args:
-        model: which they belong to.
-        names: of the parameters.
-        decayed: what is not decayed by default is: such parameters are shown as a head.
+        model: the model.
+        names: names of the parameters.
+        decayed: whether to decay parameters that are not decayed by default; these get the optimizer group `head`.
     """
 
     def __init__(self, model: TrainableModel, names: Iterable[str], decayed: bool = False) -> None:
         self._model, self._names, self._decayed = model, frozenset(names), decayed
 
     def trainable(self) -> list[NamedTensor]:
-        """Those of the model that were selected, in its order."""
+        """Returns the model's trainable parameters in the subset, in the model's order."""
         return [
             NamedTensor(name, tensor, "head" if self._decayed and group not in DECAYED else group)
             for name, tensor, group in self._model.trainable()
@@ -297,17 +300,17 @@ class ParameterSubset:
 
 
 class Beginning(ParameterSubset):
-    """Parameters that begin to be trained: an optimizer of them shows its first state, and never updates."""
+    """Parameters whose training starts later: an optimizer of them only provides its initial state."""
 
     def evaluate_with(self, averages: Any) -> None:
-        """Nothing is evaluated with it."""
+        """Does nothing, since these parameters are not evaluated with averages."""
 
 
 class GroupedOptimizer:
-    """Several optimizers, each with a factor of the rate; implements `forge_core.protocols.model.Optimizer`.
+    """Several optimizers, each with its own factor of the learning rate; implements `forge_core.protocols.model.Optimizer`.
 
     Raises:
-        PlanError: they keep states under one name.
+        PlanError: two optimizers have a state of the same name for the same parameter.
     """
 
     def __init__(self, parts: Sequence[tuple[float, Optimizer]]) -> None:
@@ -318,7 +321,7 @@ class GroupedOptimizer:
             raise PlanError(NOT_OF_PARAMETERS)
 
     def step(self, skip: "Tensor | None" = None) -> None:
-        """One update of all."""
+        """Updates the parameters of all optimizers."""
         for _, part in self._parts:
             part.step(skip)
 
@@ -336,12 +339,12 @@ class GroupedOptimizer:
             part.zero_grad()
 
     def state(self) -> "Mapping[str, Mapping[str, Tensor]]":
-        """Of all together."""
-        found: dict[str, dict[str, Tensor]] = {}
+        """Returns the states of all optimizers together."""
+        states: dict[str, dict[str, Tensor]] = {}
         for _, part in self._parts:
             for key, tensors in part.state().items():
-                found.setdefault(key, {}).update(tensors)
-        return found
+                states.setdefault(key, {}).update(tensors)
+        return states
 
     def shorten(self) -> None:
         """See `Optimizer`."""
@@ -350,10 +353,10 @@ class GroupedOptimizer:
 
 
 def with_settings(component: Any, model: TrainableModel, settings: Settings) -> Optimizer:
-    """The optimizer of a component in which each parameter has its settings.
+    """Returns the optimizer of a component in which each parameter has its settings.
 
     Raises:
-        PlanError: the optimizer has no weight decay that could be set, or cannot be split.
+        PlanError: the optimizer has no weight decay to set, or cannot be split by parameter.
     """
     shared: dict[Setting, list[str]] = {}
     for name, _, _ in model.trainable():
@@ -364,7 +367,7 @@ def with_settings(component: Any, model: TrainableModel, settings: Settings) -> 
 
 
 def one_setting(component: Any, model: TrainableModel, own: Setting, names: Sequence[str]) -> Optimizer:
-    """The optimizer of parameters that share a setting; their factor of the rate is the caller's.
+    """Returns the optimizer of parameters with the same setting; the caller applies their factor of the learning rate.
 
     Raises:
         PlanError: see `with_settings`.
@@ -373,7 +376,7 @@ def one_setting(component: Any, model: TrainableModel, own: Setting, names: Sequ
     known = "weight_decay" in getattr(component, "__dataclass_fields__", ())
     if given is not None and not known:
         raise PlanError(
-            f"weight_decay = {given} of {', '.join(names)}: optimizer {type(component).__name__} has no key weight_decay; remove "
+            f"weight_decay = {given} of {', '.join(names)}: optimizer {class_name(component)} has no key weight_decay; remove "
             "it from parameters.groups and train.stages"
         )
     if known and (decay := (component.weight_decay if given is None else given) * own.decay) != component.weight_decay:

@@ -1,4 +1,4 @@
-"""Muon: momentum of hidden matrices, orthogonalized by Newton-Schulz (Jordan et al., 2024); AdamW for all the rest."""
+"""Muon: momentum of hidden matrices, orthogonalized by Newton-Schulz (Jordan et al., 2024); AdamW for all other parameters."""
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
@@ -15,14 +15,14 @@ from forge_parallel.optim.whole_matrices import Part, WholeMatrices
 Scale = Literal["original", "match_rms_adamw"]
 
 A, B, C = 3.4445, -4.7750, 2.0315
-"""Of the polynomial a x + b x^3 + c x^5, which is steep at 0 and keeps values up to 1 near 1 (Jordan et al., 2024)."""
+"""Coefficients of a x + b x^3 + c x^5, which is steep at 0 and maps values up to 1 close to 1 (Jordan et al., 2024)."""
 
 SMALLEST = 1e-7
-"""Norms below count as this, so that a gradient of zeros stays one."""
+"""Lower bound of norms in a division, so that a zero gradient stays zero."""
 
 
 class _Rest(NamedTuple):
-    """Parameters that AdamW updates, as a model."""
+    """A model with only the parameters that AdamW updates."""
 
     named: Sequence[NamedTensor]
 
@@ -33,9 +33,9 @@ class _Rest(NamedTuple):
 class Muon:
     """Updates `model.trainable()`; implements `forge_core.protocols.model.Optimizer`.
 
-    Parameters of the group `matrix` take the step -lr * s * orthogonal(momentum), matrix by matrix: each expert of a stack, and
-    each of several fused ones, for itself. Every whole matrix is orthogonalized once over all ranks, by its owner. Embeddings,
-    head, routers, norms and biases go to AdamW.
+    Parameters of group `matrix` are updated by -lr * s * orthogonal(momentum), each matrix separately: every expert of a stack,
+    and every one of fused matrices. Each full matrix is orthogonalized once over all ranks, by its owner. AdamW updates
+    embeddings, head, routers, norms and biases.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class Muon:
         adamw_betas: tuple[float, float],
         adamw_eps: float,
     ) -> None:
-        """Collective: see `forge_parallel.optim.optimizers.Muon` for the arguments.
+        """Collective: see `forge_parallel.optim.optimizers.MuonConfig` for the arguments.
 
         Raises:
-            PlanError: parameters are bf16, or one of the group `matrix` is not made of matrices.
+            PlanError: parameters are in bf16, or a parameter of group `matrix` does not consist of matrices.
         """
         formats = {tensor.dtype for _, tensor, _ in model.trainable()}
         if low := formats - {torch.float32, torch.float64}:
             raise PlanError(
-                f"muon updates parameters of fp32 and fp64, not {', '.join(map(str, low))}; set precision.state = 'fp32'"
+                f"muon needs parameters in fp32 or fp64, not {', '.join(map(str, low))}; set precision.state = 'fp32'"
             )
         self._matrices = WholeMatrices(model, cost=lambda rows, columns: flops(rows, columns, steps))
         self._named = {name: tensor for name, tensor, _ in self._matrices.named}
@@ -71,18 +71,18 @@ class Muon:
         self._peak, self.lr = lr, lr
         self._decay, self._mu, self._nesterov, self._steps = weight_decay, momentum, nesterov, steps
         self._scale: Scale = scale
-        # So that layouts can be compared, matrices of fp64 are never rounded to less.
+        # fp64 matrices are never rounded to a narrower dtype, so that layouts can be compared.
         self._dtype = torch.float64 if torch.float64 in formats else precision
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:
-        """Collective: one update; where `skip` is 1 nothing changes."""
+        """Collective: updates the parameters; if `skip` is 1, nothing changes."""
 
         def direction(part: Part) -> Tensor:
-            mean, slope = part.of(self._momentum[part.name]), self._named[part.name].grad
-            if slope is None:
+            mean, grad = part.of(self._momentum[part.name]), self._named[part.name].grad
+            if grad is None:
                 return torch.zeros_like(mean)
-            gradient = part.of(slope)
+            gradient = part.of(grad)
             new = torch.lerp(mean, gradient, 1 - self._mu)
             _put(new, mean, skip)
             return torch.lerp(gradient, new, self._mu) if self._nesterov else new
@@ -92,9 +92,9 @@ class Muon:
             if tensor.grad is None:
                 continue
             weight = part.of(tensor)
-            moved = weight * (1 - self.lr * self._decay)
-            moved.add_(update.to(weight.device, weight.dtype), alpha=-self.lr * factor(*part.matrix.shape, self._scale))
-            _put(moved, weight, skip)
+            updated = weight * (1 - self.lr * self._decay)
+            updated.add_(update.to(weight.device, weight.dtype), alpha=-self.lr * factor(*part.matrix.shape, self._scale))
+            _put(updated, weight, skip)
         self._rest.step(skip)
 
     def set_factor(self, factor: float) -> None:
@@ -109,20 +109,21 @@ class Muon:
         self._rest.zero_grad()
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """`momentum` of matrices and AdamW's state of the rest, all laid out as the parameter, by global name."""
+        """Returns `momentum` of matrices and AdamW's state of all other parameters, by global name, sharded like the
+        parameter."""
         return {"momentum": self._momentum, **self._rest.state()}
 
 
 def factor(rows: int, columns: int, scale: Scale) -> float:
-    """What the rate is multiplied with. `original`: sqrt(max(1, rows / columns)) (Jordan et al., 2024). `match_rms_adamw`:
-    0.2 sqrt(max(rows, columns)), with which an update is as large as one of AdamW (Liu et al., 2025)."""
+    """Returns the factor of the learning rate. `original`: sqrt(max(1, rows / columns)) (Jordan et al., 2024). `match_rms_adamw`:
+    0.2 sqrt(max(rows, columns)), with which updates are as large as AdamW's (Liu et al., 2025)."""
     return sqrt(max(1, rows / columns)) if scale == "original" else 0.2 * sqrt(max(rows, columns))
 
 
 def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
-    """A (rows, columns) matrix with the singular vectors of the given one and singular values near 1, in its dtype.
+    """Returns a matrix (rows, columns) with the singular vectors of `matrix` and singular values near 1, in its dtype.
 
-    `steps` iterations x <- a x + (b g + c g^2) x with g = x x^T, after a division by the Frobenius norm (Jordan et al., 2024).
+    Runs `steps` iterations x <- a x + (b g + c g^2) x with g = x x^T, after dividing by the Frobenius norm (Jordan et al., 2024).
     """
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix  # so that g is the smaller of the two products
@@ -134,11 +135,11 @@ def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
 
 
 def flops(rows: int, columns: int, steps: int) -> int:
-    """Multiplications and additions of `orthogonalized`: three products an iteration."""
+    """Returns the number of multiplications and additions in `orthogonalized`: three matrix products per iteration."""
     small, large = sorted((rows, columns))
     return steps * (4 * small * small * large + 2 * small**3)
 
 
-def _put(new: Tensor, held: Tensor, skip: Tensor | None) -> None:
-    """Replaces `held` bit by bit, or not at all where `skip` is 1."""
-    held.copy_(new if skip is None else torch.where(skip.to(held.device) > 0, held, new))
+def _put(new: Tensor, target: Tensor, skip: Tensor | None) -> None:
+    """Copies `new` into `target`; if `skip` is 1, `target` keeps its bits."""
+    target.copy_(new if skip is None else torch.where(skip.to(target.device) > 0, target, new))

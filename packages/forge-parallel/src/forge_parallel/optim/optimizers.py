@@ -1,11 +1,11 @@
-"""The optimizers that a recipe can name, how each treats tensors that are split over ranks, and `build_optimizer`. No torch."""
+"""The optimizers of recipes, how they treat sharded tensors, and `build_optimizer`. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from forge_core.component import FREE, IDENTITY, Component
+from forge_core.component import FREE, IDENTITY, Component, class_name
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_parallel.optim.groups import NO_SETTINGS, Settings, with_settings
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW(Component):
+class AdamWConfig(Component):
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019); torch's fused kernel."""
 
     key_class: ClassVar = FREE
@@ -41,17 +41,18 @@ class AdamW(Component):
         from forge_parallel.optim import adamw, elementwise
 
         low = {tensor.dtype for _, tensor, _ in model.trainable()} == {torch.bfloat16}
-        made = elementwise.adamw_bf16 if low else adamw.AdamW
-        return made(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+        optimizer = elementwise.adamw_bf16 if low else adamw.AdamW
+        return optimizer(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW8bit(Component):
+class AdamW8bitConfig(Component):
     """AdamW whose moments have eight bits (Dettmers et al., 2021; torchao): about two bytes an element instead of eight. Needs
     `pip install "forge-parallel[adamw8bit]"`.
     """
 
     key_class: ClassVar = FREE
+    implementation: ClassVar[str] = "forge_parallel.optim.adamw8bit:adamw8bit"
 
     lr: Annotated[float, Gt(0)] = 3e-4
     """Peak learning rate; the schedule multiplies it."""
@@ -62,116 +63,97 @@ class AdamW8bit(Component):
     weight_decay: Annotated[float, Ge(0)] = 0.1
     """Decoupled decay of matrices and of an untied output head; embeddings, norms and biases are never decayed."""
     block: Annotated[int, Gt(1), IDENTITY] = 256
-    """Elements of a row, the last dimension, that share a scale. A layout that cuts a block is refused."""
+    """Elements of a row (last dimension) that share a scale. Layouts that would split a block over ranks are refused."""
     smallest: Annotated[int, Ge(0), IDENTITY] = 4096
-    """Parameters of fewer elements keep exact moments, as do norms and biases."""
+    """Parameters with fewer elements keep exact moments, and so do norms and biases."""
+    feature: ClassVar[str] = "adamw8bit"
     shards: ClassVar[str] = "blocks"
     states: ClassVar[frozenset[str]] = frozenset({"fp32", "fp64"})
     width_rule: ClassVar[str] = "adam"
 
-    def build(self, model: "TrainableModel") -> "Optimizer":
-        from forge_parallel.optim.adamw8bit import adamw8bit
-
-        return adamw8bit(
-            model,
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            block=self.block,
-            smallest=self.smallest,
-        )
-
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[AdamW8bit]":
+    def examples(cls, folder: "Path") -> "Iterable[AdamW8bitConfig]":
         """As it is, which leaves small tensors exact, and so that they have blocks."""
         return cls(), cls(block=4, smallest=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lion(Component):
+class LionConfig(Component):
     """The sign of an interpolated momentum (Chen et al., 2023): half the state of AdamW, and every element moves by the rate."""
 
     key_class: ClassVar = FREE
+    implementation: ClassVar[str] = "forge_parallel.optim.elementwise:lion"
 
     lr: Annotated[float, Gt(0)] = 1e-4
-    """Peak learning rate; the schedule multiplies it. The paper takes a third to a tenth of AdamW's."""
+    """Peak learning rate; the schedule multiplies it. The paper recommends a third to a tenth of AdamW's."""
     betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.99)
-    """How much of the momentum is in the direction of a step, and how much of it is kept."""
+    """Share of the momentum in the update direction, and decay of the momentum."""
     weight_decay: Annotated[float, Ge(0)] = 0.3
-    """Decoupled decay of matrices and of an untied output head. The paper takes three to ten times AdamW's."""
+    """Decoupled decay of matrices and of an untied output head. The paper recommends three to ten times AdamW's."""
     shards: ClassVar[str] = "elementwise"
     width_rule: ClassVar[str] = "adam"
 
-    def build(self, model: "TrainableModel") -> "Optimizer":
-        from forge_parallel.optim.elementwise import lion
-
-        return lion(model, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleFreeAdamW(Component):
+class ScheduleFreeAdamWConfig(Component):
     """AdamW that trains at one point and evaluates the mean of all (Defazio et al., 2024); needs no schedule but a warm-up.
 
     Evaluations, samples, checkpoints and what is exported from them have the averaged weights.
     """
 
     key_class: ClassVar = FREE
+    implementation: ClassVar[str] = "forge_parallel.optim.schedule_free:ScheduleFree"
 
     lr: Annotated[float, Gt(0)] = 2.5e-3
-    """Learning rate after the warm-up. It stays; the paper takes one to ten times that of AdamW with a schedule."""
+    """Learning rate after the warm-up; constant. The paper recommends one to ten times that of AdamW with a schedule."""
     betas: tuple[Annotated[float, Gt(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
-    """How near to the mean gradients are taken, and the decay of the running mean of squared gradients."""
+    """How close to the average gradients are computed, and decay of the running mean of squared gradients."""
     eps: Annotated[float, Gt(0)] = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Ge(0)] = 0.1
-    """Decay of matrices and of an untied output head, taken at the point where gradients are."""
+    """Decay of matrices and of an untied output head, applied at the point where gradients are computed."""
     shards: ClassVar[str] = "elementwise"
     width_rule: ClassVar[str] = "adam"
     decays_by_itself: ClassVar[bool] = True
 
-    def build(self, model: "TrainableModel") -> "Optimizer":
-        from forge_parallel.optim.schedule_free import ScheduleFree
-
-        return ScheduleFree(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Muon(Component):
+class MuonConfig(Component):
     """Momentum of hidden matrices, orthogonalized by Newton-Schulz (Jordan et al., 2024); AdamW for embeddings, head, routers,
     norms and biases. Every matrix is orthogonalized once over all ranks."""
 
     key_class: ClassVar = FREE
 
     lr: Annotated[float, Gt(0)] = 0.02
-    """Peak learning rate of matrices; the schedule multiplies it. With scale = "match_rms_adamw" take that of AdamW."""
+    """Peak learning rate of matrices; the schedule multiplies it. With scale = "match_rms_adamw" use AdamW's learning rate."""
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
     """Decay of the running mean of the gradient."""
     nesterov: bool = True
-    """Look ahead: orthogonalize the mean of gradient and momentum."""
+    """Whether to orthogonalize the mean of gradient and momentum (look ahead) instead of the momentum."""
     weight_decay: Annotated[float, Ge(0)] = 0.1
     """Decoupled decay of matrices, of routers and of an untied output head; embeddings, norms and biases are never decayed."""
     scale: Literal["original", "match_rms_adamw"] = "original"
-    """Factor of the rate for a matrix: `original` is sqrt(max(1, rows / columns)) (Jordan et al., 2024), `match_rms_adamw`
-    0.2 sqrt(max(rows, columns)), after which rates of AdamW fit (Liu et al., 2025)."""
+    """Factor of the learning rate of a matrix: `original` is sqrt(max(1, rows / columns)) (Jordan et al., 2024),
+    `match_rms_adamw` is 0.2 sqrt(max(rows, columns)), with which AdamW's learning rates fit (Liu et al., 2025)."""
     newton_schulz_steps: Annotated[int, Gt(0), Lt(100)] = 5
     """Iterations of the orthogonalization."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Format in which matrices travel and are orthogonalized; parameters of fp64 stay in fp64."""
+    """Format in which matrices are sent and orthogonalized; fp64 parameters stay in fp64."""
     adamw_lr: Annotated[float, Gt(0)] = 3e-4
-    """Peak learning rate of all that is not a hidden matrix."""
+    """Peak learning rate of all parameters that are not hidden matrices."""
     adamw_betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.95)
     """Decay of AdamW's running means of gradient and squared gradient."""
     adamw_eps: Annotated[float, Gt(0)] = 1e-8
     """Added to the root of AdamW's second moment."""
+    feature: ClassVar[str] = "muon"
     shards: ClassVar[str] = "gathers"
     states: ClassVar[frozenset[str]] = frozenset({"fp32", "fp64"})
 
     def build(self, model: "LaidOutModel") -> "Optimizer":
         from forge_parallel.model.parallel_model import DTYPES
-        from forge_parallel.optim import muon
+        from forge_parallel.optim.muon import Muon
 
-        return muon.Muon(
+        return Muon(
             model,
             lr=self.lr,
             momentum=self.momentum,
@@ -188,38 +170,38 @@ class Muon(Component):
 
 WAYS = ("elementwise", "blocks", "gathers")
 PROVEN = ("blocks", "gathers")
-"""Of these, features on several ranks."""
+"""The ways that count as features on several ranks."""
 
 
 def split(layout: Layout) -> bool:
-    """Whether ranks hold different parameters: everywhere but on replicas of a whole model."""
+    """Whether ranks hold different parameters, which is so in all layouts except replicas of a whole model."""
     return layout.world > layout.dp_replicate
 
 
 def sharding_fault(component: Any, layout: Layout) -> str | None:
-    """Why the optimizer of a component cannot be used in a layout; None when it can."""
+    """Returns why the optimizer of a component does not support a layout; None if it does."""
     way = getattr(component, "shards", None)
     if way in WAYS or not split(layout):
         return None
     said = "does not say" if way is None else f"says {way!r} of"
     return (
-        f"{type(component).__name__} {said} how it treats parts of parameters, which ranks hold in layout {layout}; "
+        f"{class_name(component)} {said} how it treats parts of parameters, which ranks hold in layout {layout}; "
         "an optimizer that computes norms or matrices of parts is wrong there"
     )
 
 
 HINT = (
-    "in its component set `shards: ClassVar[str] = 'elementwise'` if each element is updated by itself (test it with "
-    "forge_core.conformance.conforms), or 'gathers' if it exchanges what it needs, as by forge_parallel's WholeMatrices; or use "
-    "one process"
+    "in its component set `shards: ClassVar[str] = 'elementwise'` if each element is updated independently (test it with "
+    "forge_core.conformance.conforms), or 'gathers' if it exchanges the tensors that it needs, for example with "
+    "forge_parallel's WholeMatrices; or use one process"
 )
 
 
 def build_optimizer(component: Any, model: "ParallelModel", settings: Settings = NO_SETTINGS) -> "Optimizer":
-    """The optimizer of a component, for a model that is laid out, with `settings` for some of its parameters.
+    """Returns the optimizer of a component for a parallelized model, with `settings` for some of its parameters.
 
     Raises:
-        PlanError: the layout splits parameters, and the component does not say how it treats parts; or it has not what is set.
+        PlanError: the layout shards parameters and the component has no `shards`, or the optimizer does not support a setting.
     """
     if why := sharding_fault(component, model.topology.layout):
         raise PlanError(f"optimizer: {why}; {HINT}")

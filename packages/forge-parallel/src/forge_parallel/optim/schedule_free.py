@@ -1,7 +1,7 @@
-"""Schedule-Free AdamW: the weights of a decay that never has to be planned (Defazio et al., 2024, "The road less scheduled").
+"""Schedule-Free AdamW: averaged weights instead of a learning-rate decay (Defazio et al., 2024, "The road less scheduled").
 
-Three points: z moves as AdamW moves weights; x, which is evaluated, is the running mean of all z; gradients are taken at y,
-between the two. A parameter holds y while it trains, the state z, and x follows from both:
+There are three points: z is updated like the weights of AdamW; x, which is evaluated, is the running mean of all z; gradients are
+computed at y, between the two. During training, a parameter holds y and the state z; x follows from both:
 
     y = (1 - beta1) * z + beta1 * x
 """
@@ -18,31 +18,31 @@ from forge_parallel.placement.boxes import local_box
 
 
 def rule(betas: tuple[float, float], eps: float) -> UpdateRule:
-    """With gradient g at y, rate lr and decay wd, and v the corrected mean of g * g as in Adam:
+    """Returns the update rule. With gradient g at y, learning rate lr, decay wd, and v the corrected mean of g * g as in Adam:
 
     d = g / (sqrt(v) + eps) + wd * y
     z = z - lr * d
     x = (1 - c) * x + c * z        c = (largest lr so far)^2 / (sum of these squares over all steps)
 
-    Warm-up is part of lr, so that steps of a small rate weigh less in the mean.
+    Warm-up is part of lr, so steps with a small learning rate have less weight in the mean.
     """
 
     def advance(counts: Counts, rate: Tensor) -> Counts:
         largest = torch.maximum(counts["largest_rate"], rate)
         return {"largest_rate": largest, "weight_sum": counts["weight_sum"] + largest.square()}
 
-    def numbers(counts: Counts, rate: Tensor) -> Sequence[Tensor]:  # noqa: ARG001 (every rule is given both)
-        # Before the first step with a rate the sum is 0, and there is nothing to take the mean of.
+    def numbers(counts: Counts, rate: Tensor) -> Sequence[Tensor]:  # noqa: ARG001 (the signature of all rules)
+        # Before the first step with a learning rate above 0, the sum is 0 and the mean is undefined.
         share = torch.where(counts["weight_sum"] > 0, counts["largest_rate"].square() / counts["weight_sum"], 0.0)
         return [1 - betas[1] ** counts["step"].double(), share]
 
-    def update(weight: Tensor, states: Sequence[Tensor], slope: Tensor, numbers: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def update(weight: Tensor, states: Sequence[Tensor], grad: Tensor, numbers: Sequence[Tensor]) -> tuple[Tensor, ...]:
         rate, decay, correction, share = numbers
-        z, square = states[0], torch.lerp(states[1], slope.square(), 1 - betas[1])
-        direction = slope / ((square / correction).sqrt() + eps) + decay * weight
-        # x need not be known: what its mean moves, y moves as well.
-        moved = torch.lerp(weight, z, share) + rate * (betas[0] * (1 - share) - 1) * direction
-        return moved, z - rate * direction, square
+        z, square = states[0], torch.lerp(states[1], grad.square(), 1 - betas[1])
+        direction = grad / ((square / correction).sqrt() + eps) + decay * weight
+        # x need not be computed: y changes by beta1 times the change of x.
+        updated = torch.lerp(weight, z, share) + rate * (betas[0] * (1 - share) - 1) * direction
+        return updated, z - rate * direction, square
 
     kinds = {"largest_rate": torch.float64, "weight_sum": torch.float64}
     return UpdateRule(("z", "exp_avg_sq"), update, numbers, kinds, advance, frozenset({"z"}))
@@ -54,12 +54,12 @@ class ScheduleFree(ElementwiseOptimizer):
     def __init__(self, model: TrainableModel, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         super().__init__(model, rule(betas, eps), lr, weight_decay)
         self._beta = betas[0]
-        if callable(tell := getattr(model, "evaluate_with", None)):
-            tell(self.averaged)
+        if callable(evaluate_with := getattr(model, "evaluate_with", None)):
+            evaluate_with(self.averaged)
 
     @contextmanager
     def averaged(self) -> Iterator[Mapping[str, Tensor]]:
-        """Inside, parameters hold x. Gives y by name, laid out as the parameters: they hold it again afterwards, bit for bit."""
+        """Context in which parameters hold x. Yields y by name, sharded like the parameters; y is restored bit for bit."""
         trained = {name: torch.zeros_like(tensor) for name, tensor, _ in self._named}
         with torch.no_grad():
             for name, tensor, _ in self._named:

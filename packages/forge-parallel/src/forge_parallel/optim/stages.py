@@ -1,7 +1,7 @@
-"""Training stages (`[[train.stages]]`): what is frozen and how the rest is trained, as a function of the step.
+"""Training stages (`[[train.stages]]`): which parameters are frozen, and how others are trained, as a function of the step.
 
-Names are resolved once, against those of the whole model, so every rank decides alike and nothing is exchanged.
-`StagedOptimizer` changes what is trained at the border of two stages (docs/adr/0035).
+Names are resolved once against the names of the whole model, so all ranks agree without communication. `StagedOptimizer` switches
+the trained parameters between two stages (docs/adr/0035).
 """
 
 import logging
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Stage(Protocol):
-    """As `forge_parallel.optim.groups.TrainingStage`."""
+    """See `forge_parallel.optim.groups.TrainingStage`."""
 
     @property
     def until(self) -> int | None: ...
@@ -54,37 +54,38 @@ class Stage(Protocol):
 
 
 def staged(stages: Sequence[Stage], names: Sequence[str], specs: Specs, settings: Settings) -> Settings:
-    """The settings of a run in stages. What they freeze is frozen in every stage; `stages` has each stage's own.
+    """Returns the settings of a run with training stages. Their `frozen` are the parameters that no stage trains; `stages` has
+    the settings of each stage.
 
     Args:
-        stages: in their order.
-        names: of every parameter of the whole model.
-        specs: of the model, for its roles and ties.
-        settings: of what no stage changes, frozen parameters among them.
+        stages: the stages, in order.
+        names: names of all parameters of the whole model.
+        specs: specs of the model, with its roles and ties.
+        settings: settings that apply in all stages, frozen parameters included.
 
     Raises:
-        PlanError: a name or pattern matches nothing, a stage trains nothing, or sets something of what it does not train.
+        PlanError: a name or pattern matches no parameter, a stage trains nothing, or has settings for parameters that it freezes.
     """
     if not stages:
         return settings
-    found: list[Settings] = []
+    per_stage: list[Settings] = []
     first = 0
     for index, stage in enumerate(stages):
-        found.append(_one(f"train.stages.{index}", stage, first, names, specs, settings))
+        per_stage.append(_one(f"train.stages.{index}", stage, first, names, specs, settings))
         first = stage.until or first
-    frozen = frozenset.intersection(*(one.frozen for one in found))
-    # Where a plan looks at one setting of each parameter: that of the first stage which trains it.
+    frozen = frozenset.intersection(*(own.frozen for own in per_stage))
+    # For plans, which look at one setting per parameter: that of the first stage that trains it.
     each = {
-        name: one.of(name)
+        name: own.of(name)
         for name in names
-        for one in [next((one for one in found if name not in one.frozen), settings)]
-        if one.of(name) != PLAIN
+        for own in [next((own for own in per_stage if name not in own.frozen), settings)]
+        if own.of(name) != PLAIN
     }
-    return replace(settings, each=each, frozen=frozen, stages=tuple(found))
+    return replace(settings, each=each, frozen=frozen, stages=tuple(per_stage))
 
 
 def stage_at(stages: Sequence[Settings], step: int) -> int:
-    """The number of the stage that optimizer step `step`, counted from 0, belongs to."""
+    """Returns the index of the stage of optimizer step `step`, counted from 0."""
     return max(index for index, stage in enumerate(stages) if stage.first <= step)
 
 
@@ -93,7 +94,9 @@ def _one(key: str, stage: Stage, first: int, names: Sequence[str], specs: Specs,
     for name in stage.train:
         matches = _matches(f"{key}.train", name, names, specs)
         if not matches - before.frozen:
-            raise PlanError(f"{key}.train: all that {name!r} matches is frozen by parameters.groups or by the model itself")
+            raise PlanError(
+                f"{key}.train: parameters.groups or the model itself freezes all parameters that {name!r} matches; remove it"
+            )
         wanted |= matches - before.frozen
     each = dict(before.each)
     for what, values in (("lr", stage.lr), ("weight_decay", stage.weight_decay), ("warmup", stage.warmups)):
@@ -101,7 +104,7 @@ def _one(key: str, stage: Stage, first: int, names: Sequence[str], specs: Specs,
         for name, value in values.items():
             matches = _matches(f"{key}.{what}", name, names, specs) & wanted
             if not matches:
-                raise PlanError(f"{key}.{what}: the stage trains nothing of {name!r}; add it to {key}.train, or remove it")
+                raise PlanError(f"{key}.{what}: the stage trains no parameter of {name!r}; add it to {key}.train, or remove it")
             chosen |= dict.fromkeys(matches, value)
         for name, value in chosen.items():
             each[name] = _with(each.get(name, PLAIN), before.of(name), what, value)
@@ -118,7 +121,7 @@ def _with(now: Setting, before: Setting, what: str, value: float) -> Setting:
 def _matches(key: str, name: str, names: Sequence[str], specs: Specs) -> set[str]:
     if name in specs.roles:
         return set(specs.roles[name]) & set(names)
-    matches = {one for one in names if fnmatchcase(one, name)}
+    matches = {parameter for parameter in names if fnmatchcase(parameter, name)}
     if not matches:
         raise PlanError(f"{key}: {name!r} {nearest(name, names, specs.ties, tuple(specs.roles))}")
     return matches
@@ -130,14 +133,14 @@ Averages = Callable[[], AbstractContextManager[Mapping[str, "Tensor"]]]
 
 
 class _Cell(NamedTuple):
-    """Parameters with the same settings in every stage; None where they are frozen."""
+    """Parameters that have the same settings in every stage; None in stages that freeze them."""
 
     names: list[str]
     settings: tuple[Setting | None, ...]
 
 
 class _Part(NamedTuple):
-    """The optimizer of a cell in a stage, and its averages, if it evaluates them."""
+    """The optimizer of a cell in a stage, and the contexts of its averages."""
 
     setting: Setting
     optimizer: Optimizer
@@ -145,7 +148,7 @@ class _Part(NamedTuple):
 
 
 class _Told:
-    """The model, for an optimizer of a cell: it keeps what that says of averages."""
+    """The model as the optimizer of a cell sees it; collects the optimizer's averages."""
 
     def __init__(self, model: Any, averages: list[Averages]) -> None:
         self._model, self._averages = model, averages
@@ -158,16 +161,16 @@ class _Told:
 
 
 class StagedOptimizer:
-    """The optimizers of a run in stages; implements `forge_core.protocols.model.Optimizer`. It begins in the first stage, and
-    freezes and unfreezes parameters of its model, which no other optimizer may train.
+    """The optimizers of a run with training stages; implements `forge_core.protocols.model.Optimizer`. It starts in the first
+    stage, and freezes and unfreezes parameters of the model, which no other optimizer may train.
 
     Attributes:
-        stage_settings: of the stage that it is in, frozen parameters among them.
-        stage_number: from 0.
-        lr: rate of the newest step without factors of parameters, where the optimizer has a single one.
+        stage_settings: settings of the current stage, frozen parameters included.
+        stage_number: index of the current stage, from 0.
+        lr: learning rate of the latest step without factors of parameters, if the optimizer has a single one.
 
     Raises:
-        PlanError: a stage sets a weight decay that the optimizer does not have, or states have names that are not a parameter's.
+        PlanError: a stage sets a weight decay that the optimizer lacks, or a state has a name that is not a parameter's.
     """
 
     def __init__(self, component: Any, model: "ParallelModel", stages: Sequence[Settings]) -> None:
@@ -185,29 +188,29 @@ class StagedOptimizer:
 
     @property
     def stage_settings(self) -> Settings:
-        """See the class."""
+        """Settings of the current stage, frozen parameters included."""
         return self._stages[self.stage_number]
 
     def at_step(self, step: int) -> None:
-        """Before optimizer step `step`, counted from 0, and its forward: enters the stage that it belongs to. All ranks do."""
+        """Enters the stage of optimizer step `step`, counted from 0. All ranks call it before the forward of the step."""
         self._step = step
         if (stage := stage_at(self._stages, step)) != self.stage_number:
             self._enter(stage)
 
     def step(self, skip: "Tensor | None" = None) -> None:
-        """One update of all that is trained."""
+        """Updates all trained parameters."""
         for part in self._parts.values():
             part.optimizer.step(skip)
 
     def set_factor(self, factor: float) -> None:
-        """Sets the learning rate of each to `factor` times its peak, times its own factor and its warm-up at this step."""
+        """Sets each learning rate to `factor` times its peak, its own factor and its warm-up at this step."""
         for part in self._parts.values():
             part.optimizer.set_factor(factor * self._own(part.setting))
         for part in self._parts.values():
             if (rate := getattr(part.optimizer, "lr", None)) is not None:
                 self.lr = rate / self._own(part.setting)
                 return
-        if (peak := getattr(self._component, "lr", None)) is not None:  # a stage of a pipeline may have nothing that learns
+        if (peak := getattr(self._component, "lr", None)) is not None:  # a pipeline stage may have nothing to train
             self.lr = peak * factor
 
     def zero_grad(self) -> None:
@@ -216,12 +219,12 @@ class StagedOptimizer:
             part.optimizer.zero_grad()
 
     def state(self) -> "Mapping[str, Mapping[str, Tensor]]":
-        """Of all that is trained."""
-        found: dict[str, dict[str, Tensor]] = {}
+        """Returns the states of all trained parameters."""
+        states: dict[str, dict[str, Tensor]] = {}
         for part in self._parts.values():
             for key, tensors in part.optimizer.state().items():
-                found.setdefault(key, {}).update(tensors)
-        return found
+                states.setdefault(key, {}).update(tensors)
+        return states
 
     def shorten(self) -> None:
         """See `Optimizer`."""
@@ -232,7 +235,7 @@ class StagedOptimizer:
     def averaged(self) -> "Iterator[Mapping[str, Tensor]]":
         """See `forge_core.protocols.model.AveragingOptimizer`."""
         with ExitStack() as stack:
-            trained = [stack.enter_context(one()) for part in self._parts.values() for one in part.averages]
+            trained = [stack.enter_context(averages()) for part in self._parts.values() for averages in part.averages]
             yield {name: tensor for tensors in trained for name, tensor in tensors.items()}
 
     def _own(self, setting: Setting) -> float:
@@ -250,7 +253,7 @@ class StagedOptimizer:
         for number, cell in enumerate(self._cells):
             if (own := cell.settings[stage]) is not None:
                 self._parts[number] = self._part(cell, own, before.pop(number, None))
-        owners = [(key, name) for part in self._parts.values() for key, held in part.optimizer.state().items() for name in held]
+        owners = [(key, name) for part in self._parts.values() for key, state in part.optimizer.state().items() for name in state]
         if len(owners) != len(set(owners)) or {name for _, name in owners} - self._model.learns:
             raise PlanError(NOT_OF_PARAMETERS)
         if not self._averages and any(part.averages for part in self._parts.values()):
@@ -260,50 +263,50 @@ class StagedOptimizer:
         _log.info("stage %s of %s: this rank trains %s tensors", stage + 1, len(self._stages), trained)
 
     def _part(self, cell: _Cell, own: Setting, before: _Part | None) -> _Part:
-        if before is not None and before.setting[1:3] == own[1:3]:  # the same decay
+        if before is not None and before.setting[1:3] == own[1:3]:  # equal weight decay
             return before._replace(setting=own)
         averages: list[Averages] = []
-        made = one_setting(self._component, _Told(self._model, averages), own, cell.names)  # type: ignore[arg-type]
+        optimizer = one_setting(self._component, _Told(self._model, averages), own, cell.names)  # type: ignore[arg-type]
         for key, tensors in before.optimizer.state().items() if before is not None else ():
             for name, tensor in tensors.items():
-                local_box(made.state()[key][name]).local.copy_(local_box(tensor).local)
-        return _Part(own, made, averages)
+                local_box(optimizer.state()[key][name]).local.copy_(local_box(tensor).local)
+        return _Part(own, optimizer, averages)
 
     @torch.no_grad()
     def _leave_averages(self, part: _Part) -> None:
-        """Parameters keep the weights that are evaluated, where they are others than those that were trained."""
+        """Replaces the trained weights of parameters by the evaluated ones, where these differ."""
         for averages in part.averages:
             with averages() as trained:
-                kept = {name: local_box(self._model.everything[name]).local.clone() for name in trained}
-            for name, value in kept.items():
+                evaluated = {name: local_box(self._model.everything[name]).local.clone() for name in trained}
+            for name, value in evaluated.items():
                 local_box(self._model.everything[name]).local.copy_(value)
 
 
 def settings_of(
     blueprint: Blueprint, groups: Iterable[Group] = (), narrow: Blueprint | None = None, stages: Sequence[Stage] = ()
 ) -> Settings:
-    """The settings of a model's parameters.
+    """Returns the settings of a model's parameters.
 
     Args:
-        blueprint: of the whole model.
-        groups: patterns of names and what they change; see `forge_parallel.optim.groups`.
-        narrow: the model whose rates were tuned, where widths are scaled.
-        stages: of the run, see `optim.stages`.
+        blueprint: the whole model.
+        groups: patterns of names and their settings; see `forge_parallel.optim.groups`.
+        narrow: the model for which rates were tuned, if widths are scaled.
+        stages: training stages of the run, see `optim.stages`.
 
     Raises:
-        PlanError: a pattern matches nothing, everything is frozen, widths cannot be scaled, or stages do not fit the model.
+        PlanError: a pattern matches no parameter, all parameters are frozen, widths cannot be scaled, or stages do not fit.
     """
     shapes = _shapes(blueprint)
     before = NO_SETTINGS if narrow is None else scaled(blueprint.specs, shapes, narrow.specs, _shapes(narrow))
     trained = [name for name, parameter in blueprint.module.named_parameters() if parameter.requires_grad]
-    found = grouped(groups, list(shapes), blueprint.specs.ties, before)
-    # A model may freeze parameters by itself; a group says nothing of those that it does not match.
-    found = replace(found, frozen=found.frozen | (shapes.keys() - set(trained)))
-    return staged(stages, list(shapes), blueprint.specs, found)
+    settings = grouped(groups, list(shapes), blueprint.specs.ties, before)
+    # The model itself may freeze parameters that no group matches.
+    settings = replace(settings, frozen=settings.frozen | (shapes.keys() - set(trained)))
+    return staged(stages, list(shapes), blueprint.specs, settings)
 
 
 def apply(blueprint: Blueprint, settings: Settings) -> Blueprint:
-    """The same model with what is frozen frozen, and drawn as the settings say. Its module is changed in place."""
+    """Freezes parameters and sets initial weights according to the settings. Changes the blueprint's module in place."""
     for name, parameter in blueprint.module.named_parameters():
         if name in settings.frozen:
             parameter.requires_grad_(False)

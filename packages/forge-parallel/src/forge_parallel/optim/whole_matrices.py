@@ -1,8 +1,8 @@
-"""Optimizers that need whole matrices, such as Muon: each matrix has one owner, which updates it for all ranks.
+"""Support for optimizers that need full matrices, such as Muon: each matrix has one owner, which updates it for all ranks.
 
-A logical matrix is a box of a parameter: all of it, one expert of a stack, or one of several fused matrices. Its owner is one
-of the ranks that together hold its parameter, replicas included, so the ranks together compute as much as one process would.
-Every rank derives the owners from the layout; nothing is exchanged (docs/adr/0029).
+A logical matrix is a box of a parameter: the whole parameter, one expert of a stack, or one of several fused matrices. Its owner
+is one of the ranks that together hold the parameter, replicas included, so all ranks together do the work of one process. Every
+rank derives the owners from the layout, without communication (docs/adr/0029).
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,11 +22,11 @@ from forge_core.specs import TensorSpec
 from forge_parallel.placement.boxes import Span, local_box, span_on
 
 Cost = Callable[[int, int], int]
-"""(rows, columns) -> what it costs to work on such a matrix."""
+"""(rows, columns) -> cost of the work on a matrix."""
 
 
 class LogicalMatrix(NamedTuple):
-    """A logical matrix: where its box begins in the parameter `name`, and its size, 1 in all but the last two dimensions."""
+    """A logical matrix: the offset of its box in parameter `name`, and its extent, 1 in all but the last two dimensions."""
 
     name: str
     offset: tuple[int, ...]
@@ -39,21 +39,21 @@ class LogicalMatrix(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
+        """Number of elements."""
         return self.extent[-2] * self.extent[-1]
 
 
 def matrices_of(name: str, shape: Sequence[int], spec: TensorSpec) -> Iterator[LogicalMatrix]:
-    """The logical matrices of a parameter, as its spec says; shapes decide nothing.
+    """Yields the logical matrices of a parameter according to its spec.
 
     Raises:
-        PlanError: it is not made of matrices.
+        PlanError: the parameter does not consist of matrices.
     """
     rows = int(spec.stacked)
     if len(shape) - rows != 2:
         raise PlanError(
-            f"{name} has shape {tuple(shape)}, of which its spec makes no matrices; set `stacked` in its TensorSpec if dimension "
-            "0 stacks them, or put it into another group, such as 'vector'"
+            f"{name} has shape {tuple(shape)}, which by its spec are not matrices; set `stacked` in its TensorSpec if dimension "
+            "0 stacks matrices, or give it another group, such as 'vector'"
         )
     sizes = spec.fused or (shape[rows],)
     for stacked in range(shape[0]) if spec.stacked else (None,):
@@ -63,7 +63,7 @@ def matrices_of(name: str, shape: Sequence[int], spec: TensorSpec) -> Iterator[L
 
 
 def overlap(matrix: LogicalMatrix, held: Span) -> Span | None:
-    """What a rank holds of a matrix, in the coordinates of the parameter."""
+    """Returns the part of a matrix that a rank holds, in the coordinates of the parameter; None if it holds nothing."""
     begin = tuple(map(max, matrix.offset, held.offset))
     ends = (
         min(a + size, b + length)
@@ -74,84 +74,85 @@ def overlap(matrix: LogicalMatrix, held: Span) -> Span | None:
 
 
 def owners(costs: Sequence[int], whole_on: Sequence[Collection[int]], ranks: int) -> list[int]:
-    """The owner of each matrix, 0 to `ranks` - 1, so that all have about as much to do: the dearest first, each to a rank that
-    holds it whole as long as that has room in an even share, else to the one that has least (Graham, 1969).
+    """Returns the owner of each matrix, 0 to `ranks` - 1, so that all ranks have about equal costs. Assigns the most expensive
+    matrix first, to a rank that holds it whole if that rank's cost stays within an even share, otherwise to the rank with the
+    lowest cost (Graham, 1969).
 
     Args:
-        costs: of each matrix, such as operations.
-        whole_on: the ranks on which each is whole, to which it need not travel.
-        ranks: how many there are.
+        costs: cost of each matrix, such as operations.
+        whole_on: the ranks that hold each matrix whole; there it need not be sent.
+        ranks: number of ranks.
     """
     load, share = np.zeros(ranks, dtype=np.float64), sum(costs) / ranks
-    found = [0] * len(costs)
+    owner_of = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         near = [rank for rank in sorted(whole_on[index]) if load[rank] + costs[index] <= share]
         owner = min(near, key=lambda rank: load[rank]) if near else int(load.argmin())
         load[owner] += costs[index]
-        found[index] = owner
-    return found
+        owner_of[index] = owner
+    return owner_of
 
 
 def rounds(matrices: Sequence[LogicalMatrix], owner: Sequence[int], costs: Sequence[int], most: int) -> list[list[int]]:
-    """Indices of the matrices that are worked on at the same time: of every owner as many as have `most` elements together, or a
-    single one. Each begins with its dearest, so that all have about as much to do in a round."""
-    made: list[list[int]] = []
+    """Returns the indices of matrices for each round: per owner, matrices with up to `most` elements together, or a single one.
+    Each owner starts with its most expensive matrices, so that all ranks have about equal costs in a round."""
+    indices: list[list[int]] = []
     at, room = dict.fromkeys(owner, 0), dict.fromkeys(owner, most)
     for index in sorted(range(len(matrices)), key=lambda index: (-costs[index], index)):
         rank, size = owner[index], matrices[index].elements
         if size > room[rank] and room[rank] < most:
             at[rank], room[rank] = at[rank] + 1, most
         room[rank] -= size
-        if at[rank] == len(made):
-            made.append([])
-        made[at[rank]].append(index)
-    return made
+        if at[rank] == len(indices):
+            indices.append([])
+        indices[at[rank]].append(index)
+    return indices
 
 
 ROUND = 1 << 25
-"""Elements that an owner works on at the same time, about: 64 MiB in bf16."""
+"""Approximate number of elements that an owner works on at a time: 64 MiB in bf16."""
 
 
 class Part(NamedTuple):
-    """What this rank holds of a matrix: `region` of its box of the parameter `name`."""
+    """The part of a matrix that this rank holds: `region` of its box of parameter `name`."""
 
     name: str
     matrix: LogicalMatrix
     region: tuple[slice, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of a tensor that is laid out as the parameter, such as its gradient: a view, with as many dimensions."""
+        """Returns the part of a tensor that is sharded like the parameter, such as its gradient: a view of equal rank."""
         return local_box(tensor).local[self.region]
 
 
 class _Piece(NamedTuple):
-    """A box of a matrix that one rank holds, or several hold alike."""
+    """A box of a matrix, and the ranks that hold it."""
 
     span: Span
     ranks: tuple[int, ...]
 
     def source(self, owner: int) -> int:
-        """Who sends it to the owner: itself if it can, else a near rank, which is more likely to be in the same node."""
+        """Returns the rank that sends the piece to the owner: the owner itself, or a close rank, which is likely in its node."""
         return min(self.ranks, key=lambda rank: (abs(rank - owner), rank))
 
 
 class _Place(NamedTuple):
-    """Where a piece belongs in the matrices that a rank owns."""
+    """The region of a piece in one of the matrices that a rank owns."""
 
     which: int
     region: tuple[slice, ...]
 
 
 class _Round(NamedTuple):
-    """What a rank does in a round.
+    """The communication of a rank in a round.
 
     Attributes:
         mine: the matrices that it owns.
-        parts: what it holds of all matrices, in the order of their owners.
-        sends: whether it is the one that sends the part; of parts that several ranks hold, one does.
-        taken: (which of `mine`, region) of what it receives, in the order of who sends it.
-        returned: the same of results, in the order of who gets them.
-        sent, received, going, coming: elements to and from each rank: first of what is given, then of results.
+        parts: its parts of all matrices, in the order of their owners.
+        sends: for each part, whether this rank sends it; only one of the ranks that hold it does.
+        taken: (index in `mine`, region) of the pieces that it receives, in the order of their senders.
+        returned: (index in `mine`, region) of the results that it sends, in the order of their receivers.
+        sent, received, going, coming: elements to and from each rank: the first two of inputs, the others of results.
     """
 
     mine: list[LogicalMatrix]
@@ -166,7 +167,7 @@ class _Round(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """Elements on their way to this rank, and those that it sent, which live until the others have come."""
+    """An all-to-all in progress: its output, and its input, which must stay alive until it is done."""
 
     arriving: Tensor
     leaving: Tensor
@@ -179,10 +180,10 @@ class _Flight(NamedTuple):
 
 
 class WholeMatrices:
-    """The matrices of a model's parameters of some optimizer groups, and who owns them. Collective: all ranks make it.
+    """The logical matrices of parameters in some optimizer groups, and their owners. Collective: create it on all ranks.
 
     Attributes:
-        named: the parameters that are made of these matrices.
+        named: the parameters that consist of these matrices.
         rest: the other parameters.
         owned: the matrices that this rank owns.
     """
@@ -196,13 +197,13 @@ class WholeMatrices:
     ) -> None:
         """
         Args:
-            model: laid out.
-            groups: optimizer groups (`forge_core.specs.Group`), by which specs tell what is worked on, never shapes.
-            cost: what it costs to work on a matrix of (rows, columns); owners get about as much each.
-            most: elements that an owner works on at the same time, if it is more than one matrix.
+            model: a parallelized model.
+            groups: optimizer groups (`forge_core.specs.Group`) whose parameters are matrices to work on.
+            cost: (rows, columns) -> cost of the work on a matrix; owners get about equal costs.
+            most: maximum number of elements that an owner works on at a time, unless one matrix is larger.
 
         Raises:
-            PlanError: a parameter of these groups is not made of matrices.
+            PlanError: a parameter of these groups does not consist of matrices.
         """
         trainable = list(model.trainable())
         self.named = [item for item in trainable if item.group in groups]
@@ -214,13 +215,13 @@ class WholeMatrices:
         self._ranks = len(ranks)
         matrices, pieces = [], []
         for name, tensor, _ in self.named:
-            held: dict[Span, list[int]] = {}
+            ranks_of: dict[Span, list[int]] = {}
             for number, rank in enumerate(ranks):
-                held.setdefault(span_on(tensor, model.topology.layout, rank), []).append(number)
+                ranks_of.setdefault(span_on(tensor, model.topology.layout, rank), []).append(number)
             for matrix in matrices_of(name, tensor.shape, model.specs.tensors[name]):
-                found = ((overlap(matrix, span), tuple(who)) for span, who in held.items())
+                overlaps = ((overlap(matrix, span), tuple(holders)) for span, holders in ranks_of.items())
                 matrices.append(matrix)
-                pieces.append([_Piece(span, who) for span, who in found if span is not None])
+                pieces.append([_Piece(span, holders) for span, holders in overlaps if span is not None])
         costs = [cost(*matrix.shape) for matrix in matrices]
         whole_on = [split[0].ranks if len(split) == 1 else () for split in pieces]
         owner = owners(costs, whole_on, self._ranks)
@@ -233,29 +234,29 @@ class WholeMatrices:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """All that this rank holds of the matrices."""
+        """This rank's parts of all matrices."""
         return [part for plan in self._rounds for part in plan.parts]
 
     def each(
         self, give: Callable[[Part], Tensor], work: Callable[[Tensor], Tensor], dtype: torch.dtype
     ) -> Iterator[tuple[Part, Tensor]]:
-        """Collective: the part of `work(matrix)` that this rank holds, for every matrix of which it holds one.
+        """Collective: yields this rank's parts of `work(matrix)`, for every matrix of which it holds a part.
 
-        All ranks go through it to its end; one that stops early leaves the others waiting.
+        All ranks must iterate to the end, because the others wait for a rank that stops early.
 
         Args:
-            give: what a part brings to the whole, of the part's shape. Called once for each part of this rank, in which it may
-                update a momentum, before that part is yielded.
-            work: (rows, columns) -> (rows, columns), on the owner; the same on every rank.
-            dtype: in which numbers travel and `work` gets them.
+            give: part -> its input, of the part's shape. Called once for each part of this rank, before that part is yielded, so
+                it may update a momentum.
+            work: (rows, columns) -> (rows, columns); runs on the owner, and must be the same function on every rank.
+            dtype: dtype in which matrices are sent and passed to `work`.
         """
         coming = self._collected(self._rounds[0], give, dtype) if self._rounds else None
         going: tuple[_Round, _Flight] | None = None
         for number, plan in enumerate(self._rounds):
             assert coming is not None
             later = self._collected(self._rounds[number + 1], give, dtype) if number + 1 < len(self._rounds) else None
-            made = [work(matrix) for matrix in self._assembled(plan, coming)]
-            returned = [made[which][region] for which, region in plan.returned]
+            results = [work(matrix) for matrix in self._assembled(plan, coming)]
+            returned = [results[which][region] for which, region in plan.returned]
             leaving = self._flight(returned, plan.going, plan.coming, dtype)
             if going is not None:
                 yield from self._delivered(*going)
@@ -294,12 +295,12 @@ class WholeMatrices:
         )
 
     def _collected(self, plan: _Round, give: Callable[[Part], Tensor], dtype: torch.dtype) -> _Flight:
-        values = [give(part) for part in plan.parts]  # also what another rank sends: `give` may update a momentum
+        values = [give(part) for part in plan.parts]  # including parts that another rank sends, as `give` may update a momentum
         sent = [value for value, sends in zip(values, plan.sends, strict=True) if sends]
         return self._flight(sent, plan.sent, plan.received, dtype)
 
     def _assembled(self, plan: _Round, coming: _Flight) -> Iterator[Tensor]:
-        """The whole matrices that this rank owns."""
+        """Yields the full matrices that this rank owns."""
         landed = coming.landed()
         wholes = [landed.new_empty(matrix.shape) for matrix in plan.mine]
         places = [wholes[which][region] for which, region in plan.taken]

@@ -1,1 +1,1 @@
-"""Pipelines: how a model is cut into stages, in which order they work, and what runs them."""
+"""Pipelines: how a model is split into stages, the schedules in which stages run, and the code that runs them."""

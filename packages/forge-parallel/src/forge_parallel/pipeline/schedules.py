@@ -1,7 +1,7 @@
-"""Schedules of a pipeline: the order in which its stages work, as components and as what a plan takes.
+"""Pipeline schedules: the order in which stages run, as components of recipes and as objects for plans.
 
-The orders are torch's; this file has what must be known about each before torch is imported, so that a recipe can be refused
-without it.
+torch implements the orders. This file has the properties that are needed before torch is imported, so that `check` can refuse a
+recipe without it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ from forge_core.component import LAYOUT, Component
 from forge_core.features import Feature
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward; whole backward; its halves for inputs and for weights."""
+"""Forward; full backward; the halves of a backward for inputs and for weights."""
 
 
 class Action(NamedTuple):
-    """One piece of work of a rank."""
+    """One action of a rank: a kind of computation of one stage for one micro-batch."""
 
     kind: Kind
     stage: int
@@ -29,17 +29,17 @@ class Action(NamedTuple):
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 )
-"""By torch's names."""
+"""torch's names -> kinds of actions."""
 
 
 class PipelineSchedule(Protocol):
-    """What a component of `forge.pipeline_schedules` builds.
+    """The object that a component of `forge.pipeline_schedules` builds.
 
     Attributes:
-        name: as a recipe says it.
-        stages_per_rank: how many stages each rank of the pipeline holds.
-        shape: `loop`: stage s is on rank s % ranks; `v`: stages go to the last rank and back.
-        splits_backward: whether gradients of inputs and of weights are computed apart from each other (zero bubble).
+        name: name in recipes.
+        stages_per_rank: number of stages on each rank of the pipeline.
+        shape: `loop`: stage s is on rank s % ranks; `v`: stages go from the first rank to the last and back.
+        splits_backward: whether gradients of inputs and of weights are computed separately (zero bubble).
     """
 
     @property
@@ -52,15 +52,15 @@ class PipelineSchedule(Protocol):
     def splits_backward(self) -> bool: ...
 
     def refusal(self, ranks: int, micro_batches: int) -> str | None:
-        """Why it cannot run that many micro-batches on that many ranks, and what would do; None when it can."""
+        """Returns why the schedule does not support these numbers, and what it supports; None if it supports them."""
         ...
 
     def __call__(self, stages: Sequence[Any], micro_batches: int, loss: Callable[[Any, Any], Any]) -> Any:
-        """A schedule in the way of `torch.distributed.pipelining` over this rank's stages, always given as a list."""
+        """Returns a schedule like those of `torch.distributed.pipelining` over this rank's list of stages."""
         ...
 
     def actions(self, ranks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-        """What each rank does, in order."""
+        """Returns the actions of each rank, in order."""
         ...
 
 
@@ -68,10 +68,10 @@ class PipelineSchedule(Protocol):
 class TorchSchedule:
     """A schedule of `torch.distributed.pipelining`; implements `PipelineSchedule`.
 
-    `rule` says which numbers of micro-batches it takes:
+    `rule` says which numbers of micro-batches are allowed:
         any: at least 1.
         stages: at least one per stage.
-        rounds: a multiple of the number of rounds, which is micro-batches // ranks, at least 1.
+        rounds: a multiple of the number of rounds, which is micro-batches // ranks and at least 1.
     """
 
     name: str
@@ -82,7 +82,7 @@ class TorchSchedule:
     splits_backward: bool = False
 
     def refusal(self, ranks: int, micro_batches: int) -> str | None:
-        """Why it cannot run, and what would do; None when it can."""
+        """Returns why the schedule does not support these numbers, and what it supports; None if it supports them."""
         if self.rule == "stages" and micro_batches < (stages := ranks * self.stages_per_rank):
             return (
                 f"{self.name} needs at least as many micro-batches as stages, {stages}, but a rank has {micro_batches} per step"
@@ -91,21 +91,21 @@ class TorchSchedule:
         if self.rule == "rounds" and micro_batches % rounds:
             near = [count for count in range(micro_batches, 0, -1) if count % max(1, count // ranks) == 0]
             return (
-                f"{self.name} runs {micro_batches} micro-batches of {ranks} ranks in {rounds} rounds, which do not divide them; "
-                f"multiples of {ranks} fit, and so does {near[0]}"
+                f"{self.name} runs {micro_batches} micro-batches on {ranks} ranks in {rounds} rounds, but {micro_batches} is not "
+                f"divisible by {rounds}; use a multiple of {ranks}, or {near[0]}"
             )
-        return "a pipeline needs at least one micro-batch" if micro_batches < 1 else None
+        return "a pipeline needs at least one micro-batch per step" if micro_batches < 1 else None
 
     def __call__(self, stages: Sequence[Any], micro_batches: int, loss: Callable[[Any, Any], Any]) -> Any:
-        """Torch's schedule over this rank's stages. The loss is a sum already, so gradients are not divided."""
+        """Returns torch's schedule over this rank's stages. The loss is already divided, so gradients are not scaled."""
         from torch.distributed.pipelining import schedules
 
-        made = getattr(schedules, self.target)
-        single = issubclass(made, schedules.PipelineScheduleSingle)
-        return made(stages[0] if single else list(stages), micro_batches, loss_fn=loss, scale_grads=False)
+        schedule = getattr(schedules, self.target)
+        single = issubclass(schedule, schedules.PipelineScheduleSingle)
+        return schedule(stages[0] if single else list(stages), micro_batches, loss_fn=loss, scale_grads=False)
 
     def actions(self, ranks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-        """Torch's own table, made without a process group."""
+        """Returns torch's own table of actions, computed without a process group."""
         if self.target == "Schedule1F1B":
             return tuple(tuple(_one_forward_one_backward(rank, ranks, micro_batches)) for rank in range(ranks))
         order = self(fake_stages(self, ranks), micro_batches, lambda output, _: output).pipeline_order
@@ -113,7 +113,7 @@ class TorchSchedule:
 
 
 def placement(schedule: PipelineSchedule, ranks: int) -> tuple[int, ...]:
-    """The pipeline rank of every stage, in the order of stages."""
+    """Returns the pipeline rank of every stage, in order of stages."""
     down = tuple(range(ranks))
     if schedule.shape == "loop":
         return down * schedule.stages_per_rank
@@ -121,7 +121,7 @@ def placement(schedule: PipelineSchedule, ranks: int) -> tuple[int, ...]:
 
 
 def fake_stages(schedule: PipelineSchedule, ranks: int) -> list[SimpleNamespace]:
-    """What a schedule of torch reads of rank 0's stages, without modules or a process group."""
+    """Returns objects with the attributes of rank 0's stages that torch's schedules read, without modules or process group."""
     where = placement(schedule, ranks)
     return [
         SimpleNamespace(stage_index=index, num_stages=len(where), group_size=ranks, group_rank=0, submod=None, is_last=False)
@@ -131,7 +131,7 @@ def fake_stages(schedule: PipelineSchedule, ranks: int) -> list[SimpleNamespace]
 
 
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """What torch's 1F1B runs; the table that it shows (2.13) begins its forwards with the wrong micro-batch."""
+    """Returns the actions of torch's 1F1B; the table of torch 2.13 lists the forwards with wrong micro-batches."""
     ahead = min(micro_batches, ranks - rank)
     order = [Action("F", rank, index) for index in range(ahead)]
     for index in range(micro_batches):
@@ -142,11 +142,11 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list
 
 
 def _flat(order: Sequence[Any]) -> list[Action]:
-    every = (one for action in order if action is not None for one in action.sub_actions or (action,))
+    flat = (part for action in order if action is not None for part in action.sub_actions or (action,))
     return [
-        Action(KINDS[one.computation_type.name], one.stage_index, one.microbatch_index)
-        for one in every
-        if one.computation_type.name in KINDS
+        Action(KINDS[action.computation_type.name], action.stage_index, action.microbatch_index)
+        for action in flat
+        if action.computation_type.name in KINDS
     ]
 
 
@@ -160,7 +160,7 @@ class GPipe(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class OneForwardOneBackward(Component):
-    """One forward, one backward in turn (Narayanan et al., 2019); keeps activations of at most one micro-batch per stage."""
+    """Alternates forwards and backwards (Narayanan et al., 2019); keeps activations of at most one micro-batch per stage."""
 
     def build(self) -> PipelineSchedule:
         return TorchSchedule("1f1b", "Schedule1F1B", "stages")
@@ -200,7 +200,7 @@ class InterleavedZeroBubble(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroBubbleV(Component):
-    """Two stages per rank in the shape of a V, without bubble where forward and both halves of backward cost the same
+    """Two stages per rank in the shape of a V; without bubble if forward and both halves of the backward have equal costs
     (ZB-V; Qi et al., 2024)."""
 
     def build(self) -> PipelineSchedule:
@@ -209,7 +209,7 @@ class ZeroBubbleV(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class DualPipeV(Component):
-    """Two stages per rank in the shape of a V; forwards and backwards of different micro-batches meet (DeepSeek-AI, 2024)."""
+    """Two stages per rank in the shape of a V; overlaps forwards and backwards of different micro-batches (DeepSeek-AI, 2024)."""
 
     def build(self) -> PipelineSchedule:
         return TorchSchedule("dualpipev", "ScheduleDualPipeV", "stages", stages_per_rank=2, shape="v", splits_backward=True)

@@ -1,8 +1,8 @@
-"""How long ranks of a pipeline wait for each other: a simulation of a schedule with given costs. No torch.
+"""Simulates a pipeline schedule with given costs: how long ranks wait for each other. Does not import torch.
 
-Sending is free here, so what is measured is the schedule alone. For M micro-batches on p ranks, forward 1 and backward 2,
-GPipe and 1F1B idle for (p - 1) / M of the time in which they work, interleaved 1F1B with v stages per rank for
-(p - 1) / (v M) (Narayanan et al., 2021).
+Communication costs nothing here, so only the schedule matters. For M micro-batches on p ranks, forward cost 1 and backward cost
+2, the idle time relative to the working time is (p - 1) / M for GPipe and 1F1B, and (p - 1) / (v M) for interleaved 1F1B with v
+stages per rank (Narayanan et al., 2021).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from forge_core.errors import PlanError
 from forge_parallel.pipeline.schedules import Action
 
 UNIT = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
-"""Cost of one piece of work on one stage: the matrices of a block are multiplied once forward and twice backward."""
+"""Kind of action -> cost on one stage; the backward of a block has twice as many matrix products as its forward."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """`length`: when the last rank is done. `busy`: time in which each rank works. `ends`: when each action is over."""
+    """`length`: end time of the last rank. `busy`: working time of each rank. `ends`: end time of each action."""
 
     length: float
     busy: tuple[float, ...]
@@ -26,15 +26,15 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle time of all ranks, relative to the time in which they work."""
+        """Idle time of all ranks, relative to their working time."""
         return len(self.busy) * self.length / sum(self.busy) - 1
 
 
 def simulate(table: Sequence[Sequence[Action]], stages: int, costs: Mapping[str, float] = UNIT) -> Timeline:
-    """Runs a table of actions, per rank in order, as soon as what they need is there.
+    """Runs a table of actions, for each rank in order, as early as their inputs are available.
 
     Raises:
-        PlanError: ranks wait for each other forever.
+        PlanError: the schedule deadlocks.
     """
     ends: dict[Action, float] = {}
     at = [0] * len(table)
@@ -43,9 +43,9 @@ def simulate(table: Sequence[Sequence[Action]], stages: int, costs: Mapping[str,
     while moved:
         moved = False
         for rank, order in enumerate(table):
-            while at[rank] < len(order) and all(any(one in ends for one in either) for either in _needs(order[at[rank]], stages)):
+            while at[rank] < len(order) and all(any(a in ends for a in either) for either in _needs(order[at[rank]], stages)):
                 action = order[at[rank]]
-                ready = [min(ends[one] for one in either if one in ends) for either in _needs(action, stages)]
+                ready = [min(ends[a] for a in either if a in ends) for either in _needs(action, stages)]
                 clock[rank] = max([clock[rank], *ready]) + costs[action.kind]
                 ends[action] = clock[rank]
                 at[rank] += 1
@@ -57,7 +57,7 @@ def simulate(table: Sequence[Sequence[Action]], stages: int, costs: Mapping[str,
 
 
 def _needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
-    """For each thing that an action waits for, the actions of which one must be over."""
+    """Returns, for each input of an action, the actions that can produce it, one of which must have ended."""
     kind, stage, micro_batch = action
     if kind == "F":
         return [(Action("F", stage - 1, micro_batch),)] if stage > 0 else []

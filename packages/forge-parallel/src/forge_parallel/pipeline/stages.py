@@ -1,8 +1,8 @@
-"""A model cut into pipeline stages on the meta device, tensors that two stages share, and the staged model as one for
+"""Splits a model into pipeline stages on the meta device, synchronizes tied tensors of two stages, and joins stages for
 generation.
 
-A part is the model with everything else removed: modules of other stages become None or leave their container, the rest keeps
-its global name, and the part describes itself. No rank ever holds the whole model.
+A part is the model without the modules of other stages: these become None or are removed from their container. All other modules
+keep their global names, and the part has its own specs. No rank ever holds the whole model.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,12 +23,12 @@ from forge_parallel.placement.shares import mtp_refusal
 from forge_parallel.placement.topology import Topology
 
 MULTIPLIED = frozenset({"matrix", "head", "router"})
-"""Groups of tensors that every token is multiplied with. Looking up an embedding costs nothing."""
+"""Optimizer groups of tensors that every token is multiplied with. Looking up an embedding costs nothing."""
 
 
 @dataclass(frozen=True)
 class Follower:
-    """A tied tensor whose copy is on another stage than the original: it follows the original's value and owns nothing."""
+    """A tied copy on another stage than its original; its value is copied from the original, and it is owned by no rank."""
 
     copy: str
     original: str
@@ -38,11 +38,11 @@ class Follower:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """Which modules are where.
+    """The assignment of modules to pipeline stages.
 
     Attributes:
-        stages: per stage the paths of its modules: blocks, and on the first and last one what enters and leaves.
-        placement: per stage its rank on the axis pp.
+        stages: for each stage, the paths of its modules: blocks, and on the first and last stage the entry and exit modules.
+        placement: for each stage, its rank on the axis pp.
         rank: this rank on the axis pp.
         followers: tied copies on other stages than their originals.
     """
@@ -54,16 +54,16 @@ class StageSplit:
 
     @classmethod
     def of(cls, module: nn.Module, specs: Specs, pipeline: Pipeline, ranks: int, rank: int) -> "StageSplit":
-        """Cuts a described module for rank `rank` of `ranks`.
+        """Splits a module with specs for rank `rank` of `ranks`.
 
         Raises:
-            PlanError: the specs do not say what runs before and after the blocks, a tensor belongs to no stage, there are too
-                few blocks, or the schedule does not support the model's MTP depth.
+            PlanError: the specs lack the modules before or after the blocks, a tensor belongs to no stage, there are too few
+                blocks, or the schedule does not support the model's MTP depth.
         """
         if not (specs.blocks and specs.entry and specs.exit):
             raise PlanError(
-                "a pipeline needs specs() to name the modules before the first block (`entry`), the blocks, and those after the "
-                f"last one (`exit`); they are {specs.entry}, {specs.blocks}, {specs.exit}"
+                "a pipeline needs specs() with the modules before the blocks (`entry`), the blocks, and the modules after them "
+                f"(`exit`), but they are {specs.entry}, {specs.blocks} and {specs.exit}; add the missing ones"
             )
         if why := mtp_refusal(pipeline.schedule.name, pipeline.schedule.splits_backward, specs.mtp_depth):
             raise PlanError(why)
@@ -77,135 +77,139 @@ class StageSplit:
         stages[0] = (*specs.entry, *stages[0])
         stages[-1] = (*stages[-1], *specs.exit)
         at = {path: stage for stage, paths in enumerate(stages) for path in paths}
-        kept = module.state_dict(keep_vars=True)
-        if lost := sorted(name for name in kept if _stage_of(name, at) is None):
+        tensors = module.state_dict(keep_vars=True)
+        if lost := sorted(name for name in tensors if _stage_of(name, at) is None):
             raise PlanError(
-                f"{', '.join(lost)}: belongs to no block, and to no module of `entry` or `exit`, so a pipeline cannot place it; "
-                "add its module to one of them in specs()"
+                f"a pipeline cannot assign {', '.join(lost)} to a stage, because no block and no module of `entry` or `exit` "
+                "contains them; add their modules to one of these in specs()"
             )
         followers = []
         for copy, original in specs.ties.items():
-            one, other = _stage_of(copy, at), _stage_of(original, at)
-            if one is not None and other is not None and one != other:
-                followers.append(Follower(copy, original, one, other))
+            copy_stage, original_stage = _stage_of(copy, at), _stage_of(original, at)
+            if copy_stage is not None and original_stage is not None and copy_stage != original_stage:
+                followers.append(Follower(copy, original, copy_stage, original_stage))
         return cls(tuple(stages), placement, rank, tuple(followers))
 
     @property
     def local(self) -> tuple[int, ...]:
-        """The stages of this rank, ascending."""
+        """The stages of this rank, in ascending order."""
         return tuple(stage for stage, rank in enumerate(self.placement) if rank == self.rank)
 
     @property
     def last(self) -> bool:
-        """Whether this rank holds the last stage, where the loss is."""
+        """Whether this rank has the last stage, which computes the loss."""
         return self.placement[-1] == self.rank
 
     @property
     def copies(self) -> frozenset[str]:
-        """Names of the followers on this rank."""
-        return frozenset(one.copy for one in self.followers if one.copy_stage in self.local)
+        """Names of the tied copies on this rank that follow originals on other stages."""
+        return frozenset(follower.copy for follower in self.followers if follower.copy_stage in self.local)
 
     def part(self, module: nn.Module, stage: int) -> tuple[nn.Module, Specs]:
-        """The part of `module` (on meta, unchanged) that `stage` runs, and how it describes itself."""
+        """Returns the part of `module` (on the meta device; not changed) that `stage` runs, and its specs."""
         part = deepcopy(module)
         for other, paths in enumerate(self.stages):
             for path in paths if other != stage else ():
                 _remove(part, path)
-        for one in self.followers:
-            if one.copy_stage == stage:
-                path, _, slot = one.copy.rpartition(".")
-                parameter = part.get_parameter(one.copy)
+        for follower in self.followers:
+            if follower.copy_stage == stage:
+                path, _, slot = follower.copy.rpartition(".")
+                parameter = part.get_parameter(follower.copy)
                 setattr(part.get_submodule(path), slot, nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
         specs: Specs = part.specs()  # type: ignore[operator]
-        elsewhere = {one.copy for one in self.followers}
+        elsewhere = {follower.copy for follower in self.followers}
         return part, replace(specs, ties={copy: original for copy, original in specs.ties.items() if copy not in elsewhere})
 
 
 def _cost(module: nn.Module, specs: Specs, path: str) -> int:
-    """Multiplications per token in one module, experts counted in full; those of a head once for every token that it scores."""
-    found = module.get_submodule(path).named_parameters(remove_duplicate=False)
-    return sum(p.numel() * _uses(f"{path}.{name}", specs) for name, p in found)
+    """Returns the multiplications per token in a module. All experts count; a head counts once per token that it scores."""
+    parameters = module.get_submodule(path).named_parameters(remove_duplicate=False)
+    return sum(p.numel() * _uses(f"{path}.{name}", specs) for name, p in parameters)
 
 
 def _uses(name: str, specs: Specs) -> int:
-    """How often a token is multiplied with a tensor."""
+    """Returns how often a token is multiplied with a tensor."""
     if name not in specs.ties and specs.tensors[name].group not in MULTIPLIED:
         return 0
     around = specs.modules.get(name.rpartition(".")[0])
     if around is None:
         return 1
-    if around.inputs[0] == ("batch", "sequence"):  # a tied copy that is looked up
+    if around.inputs[0] == ("batch", "sequence"):  # an embedding, which is looked up
         return 0
     return 1 + specs.mtp_depth if around.outputs[0][-1] == "vocab" else 1
 
 
 def _stage_of(name: str, at: Mapping[str, int]) -> int | None:
-    """The stage of the module that a tensor belongs to."""
+    """Returns the stage of the module that contains a tensor; None if there is none."""
     words = name.split(".")
     return next((at[path] for end in range(len(words), 0, -1) if (path := ".".join(words[:end])) in at), None)
 
 
 def _remove(part: nn.Module, path: str) -> None:
-    if callable(leave_out := getattr(part, "leave_out", None)):  # a module may know better how it does without another
+    if callable(leave_out := getattr(part, "leave_out", None)):  # a foreign module removes its modules itself
         leave_out(path)
         return
     above, _, name = path.rpartition(".")
     parent = part.get_submodule(above)
     if isinstance(parent, nn.ModuleDict | nn.ModuleList | nn.Sequential):
-        parent._modules.pop(name)  # not `del`, which would number the modules of a list anew
+        parent._modules.pop(name)  # not `del`, which would renumber the modules of a list
     else:
         setattr(parent, name, None)
 
 
 Named = Mapping[str, torch.Tensor]
-"""Tensors of this rank by global name, copies included."""
+"""Global name -> tensor of this rank, tied copies included."""
 
 
 @torch.no_grad()
 def refresh(cut: StageSplit, tensors: Named, topology: Topology) -> None:
-    """Collective: gives every follower the value of its original; all ranks of pp enter."""
-    for one in cut.followers:
+    """Collective over pp: copies the value of every original to its follower."""
+    for follower in cut.followers:
         _move(
             cut,
             tensors,
             topology,
-            (one.original_stage, one.copy_stage),
-            lambda name=one.original: _local(tensors[name]),
-            lambda value, name=one.copy: _local(tensors[name]).copy_(value),
-            one.copy,
+            (follower.original_stage, follower.copy_stage),
+            lambda name=follower.original: _local(tensors[name]),
+            lambda value, name=follower.copy: _local(tensors[name]).copy_(value),
+            follower.copy,
         )
 
 
 @torch.no_grad()
 def add_gradients(cut: StageSplit, tensors: Named, topology: Topology) -> None:
-    """Collective: adds every follower's gradient to that of its original, and clears it; all ranks of pp enter."""
-    for one in cut.followers:
+    """Collective over pp: adds every follower's gradient to that of its original, and clears the follower's."""
+    for follower in cut.followers:
         _move(
             cut,
             tensors,
             topology,
-            (one.copy_stage, one.original_stage),
-            lambda name=one.copy: _taken(tensors[name]),
-            lambda value, name=one.original: _add(tensors[name], value),
-            one.original,
+            (follower.copy_stage, follower.original_stage),
+            lambda name=follower.copy: _taken(tensors[name]),
+            lambda value, name=follower.original: _add(tensors[name], value),
+            follower.original,
         )
 
 
 def check(cut: StageSplit, tensors: Named, shapes: Mapping[str, tuple[int, ...]], topology: Topology) -> None:
-    """Collective: compares where copies and originals are cut; all ranks of pp enter, and all see the same.
+    """Collective over pp: checks on all ranks that followers and originals are sharded in the same way.
 
     Raises:
-        PlanError: a transform laid them out differently.
+        PlanError: a transform has sharded them differently.
     """
-    for one in cut.followers:
-        boxes = torch.zeros(2, 3 * len(shapes[one.original]), dtype=torch.int64, device=topology.device)
-        for row, name, stage in ((0, one.copy, one.copy_stage), (1, one.original, one.original_stage)):
+    for follower in cut.followers:
+        boxes = torch.zeros(2, 3 * len(shapes[follower.original]), dtype=torch.int64, device=topology.device)
+        rows = ((0, follower.copy, follower.copy_stage), (1, follower.original, follower.original_stage))
+        for row, name, stage in rows:
             if stage in cut.local:
                 box = local_box(tensors[name])
                 boxes[row] = torch.tensor([*box.shape, *box.offset, *box.local.shape])
         dist.all_reduce(boxes, group=topology.group("pp"))
         if not torch.equal(boxes[0], boxes[1]):
-            raise PlanError(f"{one.copy} and {one.original} are tied, but a transform laid them out differently")
+            raise PlanError(
+                f"{follower.copy} and {follower.original} are tied, but a transform sharded them differently; shard them alike, "
+                "or untie them"
+            )
 
 
 def _move(
@@ -217,7 +221,7 @@ def _move(
     take: Callable[[torch.Tensor], object],
     like: str,
 ) -> None:
-    """Brings `give()` from the first stage's rank to `take` on the second's, where it looks as the tensor `like`."""
+    """Sends `give()` from the first stage's rank to `take` on the second stage's rank, in the local shape of tensor `like`."""
     source, target = (cut.placement[stage] for stage in stages)
     if source == target:
         if source == cut.rank:
@@ -240,7 +244,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _taken(tensor: torch.Tensor) -> torch.Tensor:
-    """The local gradient, which the tensor loses; zeros where there is none."""
+    """Returns and clears the local gradient; zeros if there is none."""
     gradient, tensor.grad = tensor.grad, None
     return torch.zeros_like(_local(tensor)) if gradient is None else _local(gradient)
 
@@ -254,21 +258,21 @@ def _add(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 class StagedModel(nn.Module):
-    """What a rank calls in the place of the whole model, with a cache: each stage takes the stream of the one before, and logits
-    come to all ranks.
+    """The model that a rank of a pipeline calls to generate, with a cache: each stage takes the hidden states of the previous
+    one, and all ranks get the logits.
 
-    Every rank of a pipeline makes the same calls. Stages wait for each other: text is made token by token, so there is nothing to
-    run meanwhile. It stays usable as long as its model does, inside `ParallelModel.inference(whole_sequences=True)`.
+    Every rank of a pipeline makes the same calls. Stages run one after the other, because each token depends on the previous one.
+    Use it inside `ParallelModel.inference(whole_sequences=True)`.
 
     Args:
-        parts: of this rank, in order.
-        cut: which stages they are.
-        topology: where this rank is.
-        compute: dtype of the stream between stages.
-        needs: what parts want to be told of a batch, as in `Specs.needs`.
+        parts: this rank's parts, in order.
+        cut: the stages of the parts.
+        topology: this rank's coordinates and process groups.
+        compute: dtype of the hidden states between stages.
+        needs: inputs of the parts from a batch, see `Specs.needs`.
 
     Raises:
-        PlanError: the parts have no `new_cache`, `shape` and `cache_limit`, which generation needs.
+        PlanError: the parts lack `new_cache`, `shape` or `cache_limit`, which generation needs.
     """
 
     def __init__(
@@ -278,7 +282,7 @@ class StagedModel(nn.Module):
         first: Any = parts[0]
         if missing := [name for name in ("new_cache", "shape", "cache_limit") if not hasattr(first, name)]:
             raise PlanError(
-                f"{type(first).__name__} has no {', '.join(missing)}, so it cannot generate; see forge_models.decoder"
+                f"{type(first).__name__} has no {', '.join(missing)}, which generation needs; see forge_models.decoder"
             )
         self.parts = nn.ModuleDict({str(stage): part for stage, part in zip(cut.local, parts, strict=True)})
         self.shape = first.shape
@@ -287,18 +291,18 @@ class StagedModel(nn.Module):
         self.cache_limit = self._least([part.cache_limit for part in self._own().values()])
 
     def new_cache(self, batch: int, capacity: int) -> dict[int, Any]:
-        """An empty cache for each part: `batch` rows of up to `capacity` tokens."""
+        """Returns an empty cache for each part: `batch` rows of up to `capacity` tokens."""
         return {stage: part.new_cache(batch, capacity) for stage, part in self._own().items()}
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, *, positions: Tensor | None, cache: dict[int, Any], at: Tensor | None = None) -> Tensor:
-        """Collective over a pipeline: logits (B, T, vocab) of the tokens (B, T) that follow those in the cache, on every rank.
+        """Collective over pp: returns logits (B, T, vocab) of the tokens (B, T) that follow those in the cache, on every rank.
 
         Args:
             tokens: the same on all ranks.
-            positions: (B, T); None = the cache's next ones.
-            cache: from `new_cache`; it is extended.
-            at: (B,) index of the one token per row whose logits are wanted, which are then (B, 1, vocab).
+            positions: (B, T); None: the positions after those in the cache.
+            cache: from `new_cache`; extended by this call.
+            at: (B,) index of one token per row; if given, only its logits are returned, (B, 1, vocab).
         """
         own, last = self._own(), len(self.placement) - 1
         stream, logits = (
@@ -307,9 +311,9 @@ class StagedModel(nn.Module):
         )
         for stage, rank in enumerate(self.placement):
             if rank == self.rank:
-                given = {"tokens": tokens} if stage > 0 and "tokens" in self.needs else {}
-                given |= {"at": at} if stage == last else {}
-                stream = own[stage](stream, positions=positions, cache=cache[stage], **given)
+                inputs = {"tokens": tokens} if stage > 0 and "tokens" in self.needs else {}
+                inputs |= {"at": at} if stage == last else {}
+                stream = own[stage](stream, positions=positions, cache=cache[stage], **inputs)
             if stage == last:
                 if rank == self.rank:
                     logits.copy_(stream)
@@ -330,9 +334,9 @@ class StagedModel(nn.Module):
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _least(self, limits: list[int | None]) -> int | None:
-        """Collective over a pipeline: the smallest limit of any stage, so that all ranks refuse the same texts."""
+        """Collective over pp: returns the smallest limit of all stages, so that all ranks refuse the same texts."""
         none = torch.iinfo(torch.int64).max
-        mine = min((limit for limit in limits if limit is not None), default=none)
-        found = torch.full((), mine, dtype=torch.int64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MIN, self.group)
-        return None if int(found) == none else int(found)
+        own = min((limit for limit in limits if limit is not None), default=none)
+        smallest = torch.full((), own, dtype=torch.int64, device=self.device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, self.group)
+        return None if int(smallest) == none else int(smallest)

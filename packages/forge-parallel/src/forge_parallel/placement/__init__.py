@@ -1,1 +1,1 @@
-"""Which rank holds what: coordinates, meshes, boxes of tensors, owners, and the collectives between them."""
+"""Where tensors live: coordinates of ranks, meshes, boxes of tensors and their owners, and collectives."""

@@ -1,6 +1,6 @@
-"""The box of a global tensor that each rank holds, and which rank owns it.
+"""The box of a global tensor that each rank holds, and the rank that owns it.
 
-Each element has one owner. Norms, checkpoints, digests and parameter counts take an element from its owner only.
+Each element has one owner. Norms, checkpoints, digests and parameter counts use an element only on its owner.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,26 +19,26 @@ from forge_parallel.torch_private import StridedShard
 
 @dataclass(frozen=True)
 class Box:
-    """The part of a global tensor of `shape` that starts at `offset` and is held in `local`."""
+    """The part of a global tensor of `shape` that starts at `offset`; `local` holds its values."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     local: torch.Tensor
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """The view of `whole`, a tensor of the global shape, that this box is."""
+        """Returns the view of `whole`, a tensor of the global shape, at the place of this box."""
         extents = zip(self.offset, self.local.shape, strict=True)
         return whole[tuple(slice(start, start + size) for start, size in extents)]
 
 
 def local_box(tensor: torch.Tensor) -> Box:
-    """The box of this rank. A plain tensor is held whole. `local` shares memory with `tensor`."""
+    """Returns this rank's box; for a plain tensor the whole tensor. `local` shares memory with `tensor`."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box(shape, (0,) * tensor.dim(), tensor.detach())
     mesh, local = tensor.device_mesh, plain(tensor.to_local()).detach()
     at = mesh.get_coordinate()
-    assert at is not None, "a tensor lives on the mesh of its rank"
+    assert at is not None, "this rank is not in the tensor's mesh"
     span = _span(tensor, at)
     if span.extent != tuple(local.shape):
         raise AssertionError(f"{tensor.placements} of {shape} should give {span.extent}, but torch holds {tuple(local.shape)}")
@@ -46,14 +46,14 @@ def local_box(tensor: torch.Tensor) -> Box:
 
 
 class Span(NamedTuple):
-    """Where a box begins in the global tensor, and its size in every dimension."""
+    """The offset of a box in the global tensor, and its extent in every dimension."""
 
     offset: tuple[int, ...]
     extent: tuple[int, ...]
 
 
 def span_on(tensor: torch.Tensor, layout: Layout, rank: int) -> Span:
-    """The box of another rank of the same pipeline stage, from the layout alone: nothing is exchanged."""
+    """Returns the box of another rank of the same pipeline stage, from the layout alone, without communication."""
     if not isinstance(tensor, DTensor):
         return Span((0,) * tensor.dim(), tuple(tensor.shape))
     coordinates, names = layout.coordinates(rank), tensor.device_mesh.mesh_dim_names
@@ -61,7 +61,7 @@ def span_on(tensor: torch.Tensor, layout: Layout, rank: int) -> Span:
     at = []
     for name in names:
         index = 0
-        for axis in name.split("+"):  # a dimension of several axes is named by all of them
+        for axis in name.split("+"):  # the name of a flattened dimension lists its axes
             index = index * layout.size(axis) + coordinates[axis]
         at.append(index)
     return _span(tensor, at)
@@ -76,15 +76,15 @@ def _span(tensor: DTensor, at: Sequence[int]) -> Span:
 
 
 def plain(local: torch.Tensor) -> torch.Tensor:
-    """The numbers that a rank holds: a strategy that changes how a tensor is gathered wraps it, and calls them `plain`."""
+    """Returns the values that a rank holds. Transforms that wrap a shard expose its values as the attribute `plain`."""
     return getattr(local, "plain", local)
 
 
 def _cuts(placements: tuple[Placement, ...]) -> Iterator[tuple[int, int]]:
-    """(mesh dimension, tensor dimension) of every cut, in the order in which the cuts were made.
+    """Yields (mesh dimension, tensor dimension) of every shard, in the order in which the tensor was sharded.
 
-    Plain cuts were made from left to right. A strided one was made by FSDP after tensor parallelism, to its right, had cut
-    the same dimension.
+    Plain shards are ordered from left to right. A strided shard is from FSDP, which sharded the dimension after tensor
+    parallelism to its right had done so.
     """
     late = []
     for axis, placement in enumerate(placements):
@@ -98,7 +98,7 @@ def _cuts(placements: tuple[Placement, ...]) -> Iterator[tuple[int, int]]:
 
 
 def owns(tensor: torch.Tensor, topology: Topology) -> bool:
-    """Whether this rank owns its box of `tensor`. Pipeline parts hold different tensors, so `pp` never replicates."""
+    """Whether this rank owns its box of `tensor`. Pipeline stages hold different tensors, so `pp` never replicates."""
     at = topology.coordinates
     return all(at[axis] == 0 for axis in replicating_axes(tensor, topology))
 
@@ -110,7 +110,7 @@ def replicating_axes(tensor: torch.Tensor, topology: Topology) -> frozenset[str]
 
 
 def _sharding_axes(tensor: torch.Tensor) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Axes over which `tensor` is cut, and the view that they belong to."""
+    """Returns the axes over which `tensor` is sharded, and the view (dense or sparse) to which they belong."""
     if not isinstance(tensor, DTensor):
         return frozenset(), DENSE
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -120,5 +120,5 @@ def _sharding_axes(tensor: torch.Tensor) -> tuple[frozenset[str], tuple[str, ...
 
 
 def _expanded(name: str) -> tuple[str, ...]:
-    """A flattened mesh dimension is named by its axes, joined by `+`."""
+    """Returns the axes of a mesh dimension; the name of a flattened one joins its axes with `+`."""
     return tuple(name.split("+"))

@@ -1,17 +1,17 @@
-"""Collectives over a group of ranks that a compiler can trace, with and without gradients.
+"""Collectives over a group of ranks that the compiler can trace, with and without gradients.
 
-Functions named as torch's have no gradient. Those with one pair a collective with its transpose (p ranks, sums over them):
+Functions with torch's names have no gradient. The others pair a collective with its transpose (p ranks, sums over ranks):
 
                     forward                         backward
-    Gather          gather along a dimension        sum, keep the own part of that dimension
-    GatherWide      gather along dimension 0        the same, summed in at least fp32
-    Scatter         sum, keep the own part          gather
+    Gather          all-gather along a dimension    sum, keep this rank's part of the dimension
+    GatherWide      all-gather along dimension 0    the same, summed in at least fp32
+    Scatter         sum, keep this rank's part      all-gather
     Copy            identity                        sum
     Sum             sum                             identity
-    Join            gather for one use              keep the own part
+    Join            all-gather for one use          keep this rank's part
     all_to_all      send rows to every rank         send them back
 
-Every result is waited for: one that is still on its way may not enter a compiled block.
+Every result is waited for, because an asynchronous result may not enter a compiled block.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from forge_parallel.torch_private import functional
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group as the compiler can hold it: constants."""
+    """A process group in the form of constants, which the compiler can trace."""
 
     name: str
     size: int
@@ -36,20 +36,20 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "Ranks":
-        """The group that this rank is in."""
+        """Returns the constants of a group that contains this rank."""
         return cls(str(group.group_name), group.size(), group.rank())
 
 
 def all_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Collective: concatenates the tensors of all ranks, which have one shape, along `dim`. No gradient."""
+    """Collective: concatenates tensors of equal shapes along `dim`. No gradient."""
     out = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.name))
     if dim == 0:
         return out
-    return torch.cat(out.chunk(ranks.size), dim)  # the form that the compiler's asynchronous tensor parallelism looks for
+    return torch.cat(out.chunk(ranks.size), dim)  # the pattern that the compiler's asynchronous tensor parallelism matches
 
 
 def reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Collective: sums over ranks; each keeps its part of `dim`, which the number of ranks divides. No gradient."""
+    """Collective: sums over ranks and returns this rank's part of `dim`, which the number of ranks divides. No gradient."""
     if dim:
         x = torch.cat(x.chunk(ranks.size, dim))
     return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks.size, ranks.name))
@@ -61,22 +61,22 @@ def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def all_to_all_single(x: Tensor, send: Sequence[int], receive: Sequence[int], ranks: Ranks) -> Tensor:
-    """Collective: (sum(send), ...) -> (sum(receive), ...). The next send[i] rows go to rank i, receive[i] rows come from it, in
-    rank order. No gradient."""
+    """Collective: (sum(send), ...) -> (sum(receive), ...). In rank order, send[i] rows are sent to rank i, and receive[i] rows
+    come from it. No gradient."""
     return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), list(receive), list(send), ranks.name))
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], ranks: Ranks) -> Tensor:
-    """Collective: `all_to_all_single` with its gradient, which goes back the same way.
+    """Collective: `all_to_all_single` with a gradient, which is sent back the same way.
 
-    Splits may be uneven, and 0. What a rank sends to another one must be what that one expects: ranks see to that themselves,
-    a difference is an error or a hang of the backend.
+    Splits may be uneven, and 0. The number of rows that a rank sends to another must be the number that the other expects;
+    otherwise the backend fails or hangs.
     """
     return _AllToAll.apply(x, tuple(send), tuple(receive), ranks)
 
 
 def evenly(x: Tensor, ranks: Ranks) -> list[int]:
-    """Splits of dimension 0, which the number of ranks divides, into equal shares."""
+    """Returns equal splits of dimension 0, which the number of ranks divides."""
     return [x.shape[0] // ranks.size] * ranks.size
 
 
@@ -95,8 +95,8 @@ class Gather(torch.autograd.Function):
 
 
 class GatherWide(torch.autograd.Function):
-    """Collective: all-gather along dimension 0; backward: shares are exchanged and summed here, in at least fp32, which moves the
-    bytes of a reduce-scatter and rounds once."""
+    """Collective: all-gather along dimension 0; backward: an all-to-all of shares, summed locally in at least fp32. It sends as
+    much as a reduce-scatter and rounds once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -108,7 +108,7 @@ class GatherWide(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         splits = evenly(grads[0], ctx.ranks)
         shares = all_to_all_single(grads[0], splits, splits, ctx.ranks).unflatten(0, (ctx.ranks.size, -1))
-        return shares.sum(0), None  # torch sums low precision in fp32
+        return shares.sum(0), None  # torch sums narrow dtypes in fp32
 
 
 class Scatter(torch.autograd.Function):
@@ -153,7 +153,8 @@ class Sum(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """Collective: all-gather along the last dimension of what all ranks use alike, cut to `width`; backward: the own part."""
+    """Collective: all-gather along the last dimension, cut to `width`, of a tensor that all ranks use equally; backward: slices
+    out this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, width: int) -> Tensor:
@@ -164,8 +165,8 @@ class Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         start = ctx.ranks.rank * ctx.share
-        mine = grads[0][..., start : start + ctx.share]
-        return torch.nn.functional.pad(mine, (0, ctx.share - mine.shape[-1])), None, None
+        part = grads[0][..., start : start + ctx.share]
+        return torch.nn.functional.pad(part, (0, ctx.share - part.shape[-1])), None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -1,6 +1,7 @@
-"""How ranks share sizes, and which they cannot share: pure numbers, asked by `check` before torch is imported and by strategies.
+"""How sizes are shared among ranks, and which sizes cannot be: pure numbers for `check`, before torch is imported, and
+transforms.
 
-A function `..._refusal` returns why it cannot be done, with the keys to change; None when it can.
+A function `..._refusal` returns why a size cannot be shared, with the keys to change; None if it can.
 """
 
 from collections import defaultdict
@@ -10,14 +11,14 @@ from forge_core.layout import Layout
 from forge_core.specs import Dim, Matrix, Specs
 
 CUT: frozenset[Dim] = frozenset({"heads", "kv_heads", "ffn", "vocab"})
-"""Logical dimensions that are cut over tp ranks."""
+"""Logical dimensions that are split over tp ranks."""
 
 FLOAT8_MULTIPLE = 16
-"""Float8 kernels read rows of 16 bytes: every dimension of a product is a multiple of it."""
+"""Float8 kernels read rows of 16 bytes, so every dimension of a product must be a multiple of 16."""
 
 
 def chunk(size: int, pieces: int, index: int) -> tuple[int, int]:
-    """(start, length) of piece `index` when torch cuts `size` elements: all pieces are equal but the last ones, which may be
+    """Returns (start, length) of piece `index` when torch splits `size` elements: equal pieces, except that the last ones may be
     shorter or empty."""
     full = -(-size // pieces)
     start = min(full * index, size)
@@ -25,36 +26,36 @@ def chunk(size: int, pieces: int, index: int) -> tuple[int, int]:
 
 
 def rows_refusal(name: str, size: int, tp: int) -> str | None:
-    """Whether every tp rank gets a part of `size` rows of what `name` says."""
+    """Checks that every tp rank gets some of the `size` rows of `name`."""
     if chunk(size, tp, tp - 1)[1]:
         return None
-    return f"{name} has {size} rows to cut, which leaves none for the last of {tp} ranks"
+    return f"{name} has {size} rows, too few for {tp} ranks: the last one would get none; use a smaller parallel.tp"
 
 
 def heads_refusal(units: Mapping[str, int], tp: int) -> str | None:
-    """Whether tp ranks share query heads evenly, and key-value heads too or as copies."""
+    """Checks that tp ranks share query heads evenly, and key-value heads evenly or as copies."""
     heads, kv_heads = units.get("heads"), units.get("kv_heads")
     if heads is not None and heads % tp:
         return f"{heads} heads cannot be divided among parallel.tp = {tp} ranks; choose a tp that divides them"
     if kv_heads is not None and kv_heads % tp and tp % kv_heads:
-        return f"{kv_heads} key-value heads with parallel.tp = {tp}: one must divide the other"
+        return f"{kv_heads} key-value heads do not fit parallel.tp = {tp}; choose values of which one divides the other"
     return None
 
 
 def stream_refusal(whole_stream: Iterable[str]) -> str | None:
-    """Whether the residual stream may be cut along the sequence."""
+    """Checks that the residual stream may be split along the sequence."""
     needs = "; ".join(whole_stream)
-    return f"sequences are cut between blocks, but the model needs them whole: {needs}" if needs else None
+    return f"sequences are split between blocks, but the model needs them whole: {needs}" if needs else None
 
 
 def whole_rows_refusal(whole_rows: Iterable[str]) -> str | None:
-    """Whether rows may be cut over cp ranks."""
+    """Checks that rows may be split over cp ranks."""
     needs = "; ".join(whole_rows)
-    return f"parallel.cp cuts rows, but the model needs them whole: {needs}" if needs else None
+    return f"parallel.cp splits rows, but the model needs them whole: {needs}; set parallel.cp = 1" if needs else None
 
 
 def ulysses_refusal(heads: int, cp: int, tp: int) -> str | None:
-    """Whether ranks that exchange heads for places all get some, and as many."""
+    """Checks that ranks that exchange heads for positions get equally many heads."""
     if heads % (cp * tp) == 0:
         return None
     others = f" * parallel.tp = {tp}" if tp > 1 else ""
@@ -65,17 +66,17 @@ def ulysses_refusal(heads: int, cp: int, tp: int) -> str | None:
 
 
 def ring_refusal(core: str, capped: bool) -> str | None:
-    """Whether an attention core, named `core`, can be run block by block around a ring."""
+    """Checks that the attention core named `core` can run block by block in a ring."""
     if not capped:
         return None
     return f"transforms.context.kind = 'ring' does not support the soft cap of {core}; use 'all_gather' or 'ulysses'"
 
 
 def mtp_refusal(schedule: str, splits_backward: bool, depth: int) -> str | None:
-    """Whether a schedule can run a model with `depth` MTP modules."""
+    """Checks that a schedule supports a model with `depth` MTP modules."""
     if not splits_backward or depth < 2:
         return None
-    # A table that two modules look into, of which one builds on the other, takes a backward that is whole.
+    # Two MTP modules that depend on each other look up the same embedding, whose gradient needs a full backward.
     return (
         f"pipeline schedule {schedule!r} splits the backward pass, which multi-token prediction of depth {depth} does not "
         "support; set model.mtp.depth = 1, or use schedule 1f1b or interleaved"
@@ -83,24 +84,24 @@ def mtp_refusal(schedule: str, splits_backward: bool, depth: int) -> str | None:
 
 
 def held(matrix: Matrix, units: Mapping[str, int], tp: int) -> tuple[tuple[int, int], ...]:
-    """The different shapes (outputs, inputs) that tp ranks hold of a matrix and multiply."""
+    """Returns the different shapes (outputs, inputs) of a matrix that tp ranks hold and multiply with."""
     dim = next((index for index, name in enumerate(matrix.dims) if name in CUT), None)
     if tp == 1 or dim is None:
         return (matrix.shape,)
     if dim == 0 and matrix.dims[0] == "kv_heads" and units["kv_heads"] % tp:
-        return ((matrix.shape[0] // units["kv_heads"], matrix.shape[1]),)  # the weight is whole, one head of it is used
+        return ((matrix.shape[0] // units["kv_heads"], matrix.shape[1]),)  # every rank holds all heads and uses one
     sizes = dict.fromkeys(chunk(matrix.shape[dim], tp, rank)[1] for rank in range(tp))
     return tuple((size, matrix.shape[1]) if dim == 0 else (matrix.shape[0], size) for size in sizes)
 
 
 def float8_refusal(matrices: Mapping[str, Matrix], units: Mapping[str, int], tp: int) -> str | None:
-    """Whether each layer, by path, can be multiplied in float8 as every one of `tp` ranks will hold it."""
+    """Checks that each of `tp` ranks can multiply with its part of each layer (by path) in float8."""
     bad: dict[str, list[str]] = defaultdict(list)
     for path, matrix in matrices.items():
         local = held(matrix, units, tp)
         if any(size % FLOAT8_MULTIPLE for pair in local for size in pair):
             sizes = " and ".join(f"{outputs} x {inputs}" for outputs, inputs in local)
-            bad[sizes + (f" (cut by parallel.tp = {tp})" if tp > 1 else "")].append(path)
+            bad[sizes + (f" (split by parallel.tp = {tp})" if tp > 1 else "")].append(path)
     if not bad:
         return None
     lines = (f"{', '.join(collapsed(paths))}: {sizes}" for sizes, paths in bad.items())
@@ -112,8 +113,7 @@ def float8_refusal(matrices: Mapping[str, Matrix], units: Mapping[str, int], tp:
 
 
 def float8_experts_refusal(experts: Mapping[str, Matrix], etp: int) -> str | None:
-    """Whether stacked experts, by the name of their parameter, can be multiplied in float8 as every one of `etp` ranks holds
-    them."""
+    """Checks that each of `etp` ranks can multiply with its part of stacked experts (by parameter name) in float8."""
     bad: dict[str, None] = {}
     for name, matrix in experts.items():
         sizes = [size // etp if dim == "ffn" else size for size, dim in zip(matrix.shape, matrix.dims, strict=True)]
@@ -121,7 +121,7 @@ def float8_experts_refusal(experts: Mapping[str, Matrix], etp: int) -> str | Non
             bad[f"{collapsed([name])[0]}: {sizes[0]} x {sizes[1]}"] = None
     if not bad:
         return None
-    cut = f" (cut by parallel.etp = {etp})" if etp > 1 else ""
+    cut = f" (split by parallel.etp = {etp})" if etp > 1 else ""
     return (
         f"float8 needs outputs and inputs of every expert to be multiples of {FLOAT8_MULTIPLE}, but: {', '.join(bad)}{cut}. "
         "Choose other sizes, or transforms.float8.experts = false"
@@ -129,16 +129,16 @@ def float8_experts_refusal(experts: Mapping[str, Matrix], etp: int) -> str | Non
 
 
 def collapsed(paths: Iterable[str]) -> tuple[str, ...]:
-    """Paths with `*` for their numbers, each once: as patterns they match all that were given."""
+    """Replaces numbers in paths by `*`, and returns each resulting pattern once."""
     return tuple(dict.fromkeys(".".join("*" if step.isdecimal() else step for step in path.split(".")) for path in paths))
 
 
 def stacks(specs: Specs) -> tuple[str, ...]:
-    """Paths of the modules whose parameters are stacked experts, in the order of the model."""
+    """Returns the paths of modules whose parameters are stacked experts, in the order of the model."""
     return tuple(dict.fromkeys(name.rpartition(".")[0] for name, spec in specs.tensors.items() if "expert" in spec.dims))
 
 
 def apart(specs: Specs, layout: Layout) -> tuple[str, ...]:
-    """The stacks that are sharded separately from their block: where tensor parallel ranks, or those that share
-    experts, see different tokens. Elsewhere experts are sharded with the block that they are in."""
+    """Returns the stacks that are sharded separately from their block: those of layouts in which tensor-parallel ranks, or ranks
+    that share experts, see different tokens. In other layouts experts are sharded with their block."""
     return stacks(specs) if layout.tp * layout.ep * layout.etp > 1 else ()

@@ -1,8 +1,8 @@
-"""The place of this rank in a layout: its coordinates, its device, and the process groups of every axis.
+"""The place of this rank in a layout: its coordinates, its device, and the process groups of all axes.
 
-Groups are opened with the limit of the world's group and connected at once. torch gives them another limit, of ten or thirty
-minutes, and NCCL connects a group in its first collective, which would be somewhere in the first step; docs/adr/0025 says why
-not by `device_id`. Groups of gloo have one thread: with the two that torch gives them, they corrupt the heap (docs/adr/0036).
+Groups get the timeout of the world's group and are connected when they are created. By default, torch would use a timeout of ten
+or thirty minutes, and NCCL would connect in the first collective, somewhere in the first step; docs/adr/0025 explains why
+`device_id` is not used. gloo groups get one thread, because torch's default of two corrupts the heap (docs/adr/0036).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -23,20 +23,20 @@ from forge_parallel.torch_private import gloo_threads, limit_of, one_gloo_thread
 
 
 def open_mesh(sizes: Mapping[str, int], device: torch.device, unused: Collection[str] = ()) -> DeviceMesh:
-    """Collective: a mesh of all ranks, its dimensions by name. Those that are `unused` are not connected: that takes memory.
+    """Collective: opens a mesh of all ranks with named dimensions. Dimensions in `unused` are not connected, to save memory.
 
     Raises:
         LayoutError: see `connect`.
     """
     limit = _limit(device)
-    # A dimension of all ranks takes the world's group, which a program may have opened itself, with torch's two threads.
+    # A dimension of all ranks would use the world's group, which a program may have opened with torch's default of two threads.
     anew = device.type == "cpu" and gloo_threads(world()) > 1
     apart: dict[int | str, Any] = {name: "gloo" for name, size in sizes.items() if anew and size == world().size()}
     with one_gloo_thread():
         mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=apart)
     for name in sizes:
         group = mesh.get_group(name)
-        if group == world():  # of a dimension of all ranks; it has both
+        if group == world():  # it has its timeout and is connected
             continue
         if limit is not None:
             set_timeouts(limit, [group])
@@ -46,7 +46,7 @@ def open_mesh(sizes: Mapping[str, int], device: torch.device, unused: Collection
 
 
 def open_group(parts: Iterable[tuple[int, ...]], name: str, device: torch.device) -> dist.ProcessGroup:
-    """Collective: this rank's group, of `parts` that together have every rank once. All ranks enter.
+    """Collective over all ranks: opens groups for `parts`, which together contain every rank once; returns this rank's group.
 
     Raises:
         LayoutError: see `connect`.
@@ -60,52 +60,52 @@ def open_group(parts: Iterable[tuple[int, ...]], name: str, device: torch.device
 
 
 def connect(group: dist.ProcessGroup, name: str, device: torch.device) -> None:
-    """Collective: the ranks of a group of NCCL reach each other, or say which ones did not. Others are connected once open.
+    """Collective: connects the ranks of an NCCL group. Groups of other backends are connected already.
 
     Raises:
-        LayoutError: NCCL cannot; names the group and its ranks.
-        RuntimeError: a connection broke, as it does when a rank ends or is late; the group is noted.
+        LayoutError: NCCL cannot connect; names the group and its ranks.
+        RuntimeError: a connection broke, for example because a rank ended or is late; a note names the group.
     """
     if group.size() == 1 or COLLECTIVES.get(device.type, "no") not in dist.get_backend_config(group):
         return
     ones = torch.ones((), dtype=torch.int64, device=device)
     try:
         dist.all_reduce(ones, group=group)
-        found = int(ones)  # waits for it
+        total = int(ones)  # waits for the result
     except RuntimeError as cause:
         ranks = dist.get_process_group_ranks(group)
         which = f"the group of {name}, ranks {', '.join(map(str, ranks))}"
         if is_broken_connection(cause):
-            cause.add_note(f"it was to connect {which}")
+            cause.add_note(f"the collective was to connect {which}")
             raise
         raise LayoutError(
             f"{which}, could not connect: {cause}; NCCL_DEBUG=INFO shows what NCCL tries, NCCL_SOCKET_IFNAME names its interface"
         ) from cause
-    if found != group.size():
-        raise LayoutError(f"the group of {name}: {group.size()} ones are {found}; run `forge-train doctor` on its hosts")
+    if total != group.size():
+        raise LayoutError(f"the group of {name}: {group.size()} ones sum to {total}; run `forge-train doctor` on its hosts")
 
 
 def world() -> dist.ProcessGroup:
-    """The group of all ranks, which is open."""
+    """Returns the group of all ranks, which must be open."""
     everyone = dist.group.WORLD
     assert everyone is not None
     return everyone
 
 
 def _limit(device: torch.device) -> timedelta | None:
-    """Of the world's group. None where its backend keeps none, such as that of a dry run."""
+    """Returns the timeout of the world's group; None if its backend has none, such as that of a dry run."""
     return limit_of(world(), device)
 
 
 SHARD_AND_CP = "dp_shard+cp"
-"""Mesh dimension of all ranks of dp_shard and cp."""
+"""Name of the mesh dimension that combines dp_shard and cp."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One rank's view of a layout. Made by every rank at the same point, since meshes open process groups.
+    """One rank's view of a layout. Collective: create it on all ranks at the same point, since meshes open process groups.
 
-    A world of one has no process group and no mesh.
+    A world of one rank has no process group and no mesh.
     """
 
     layout: Layout
@@ -114,14 +114,16 @@ class Topology:
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> "Topology":
-        """Collective: the topology of the running process group, which is connected here if it was not before.
+        """Collective: returns the topology of the running process group, and connects the group if needed.
 
         Raises:
-            LayoutError: the layout does not have as many ranks as there are processes, or they do not reach each other.
+            LayoutError: the layout's number of ranks differs from the world size, or ranks cannot connect.
         """
         size = dist.get_world_size() if dist.is_initialized() else 1
         if layout.world != size:
-            raise LayoutError(f"layout {layout} has {layout.world} ranks, but {size} processes are running")
+            raise LayoutError(
+                f"layout {layout} has {layout.world} ranks, but {size} processes are running; start {layout.world} processes"
+            )
         if size == 1:
             return cls(layout, device)
         connect(world(), "the world", device)
@@ -134,24 +136,24 @@ class Topology:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the global batch this rank reads."""
+        """Index of the share of the global batch that this rank reads."""
         return self.layout.data_rank(self.rank)
 
     @property
     def data_size(self) -> int:
-        """Into how many shares the global batch is cut."""
+        """Number of shares into which the global batch is split."""
         return self.layout.data
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's coordinate on every axis of both views."""
+        """This rank's coordinate on every axis of the dense and the sparse view."""
         return self.layout.coordinates(self.rank)
 
     @property
     def dense(self) -> DeviceMesh:
-        """Mesh on which dense parameters live: (pp, dp_replicate, dp_shard, tp) without axes of size 1, but for dp_shard:
-        replication without sharding is (dp_replicate, dp_shard = 1), since FSDP2 shards over the last dimension that it is
-        given. Ranks that split a sequence shard parameters, too: dp_shard is then `dp_shard+cp`."""
+        """Mesh of dense parameters: (pp, dp_replicate, dp_shard, tp) without axes of size 1, except dp_shard, since FSDP2 shards
+        over the last dimension: replication without sharding is (dp_replicate, dp_shard = 1). Ranks that split sequences also
+        shard parameters: with cp, the dimension is `dp_shard+cp` instead of dp_shard."""
         return self._dense
 
     @cached_property
@@ -165,36 +167,35 @@ class Topology:
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """Mesh over which the shard transform works: dp_shard (with cp), after dp_replicate where there is one."""
+        """Mesh of the shard transform: dp_shard (with cp), after dp_replicate if that is larger than 1."""
         shard = SHARD_AND_CP if self.layout.cp > 1 else "dp_shard"
         return self.dense["dp_replicate", shard] if self.layout.dp_replicate > 1 else self.dense[shard]
 
     @property
     def sparse(self) -> DeviceMesh:
-        """Mesh of the same ranks on which experts live: (pp, dp_replicate, efsdp, ep, etp) without axes of size 1, but for
-        efsdp."""
+        """Mesh of experts over the same ranks: (pp, dp_replicate, efsdp, ep, etp) without axes of size 1, except efsdp."""
         return self._sparse
 
     @cached_property
     def _sparse(self) -> DeviceMesh:
         kept = {name: size for name in SPARSE if (size := self.layout.size(name)) > 1 or name == "efsdp"}
-        return open_mesh(kept, self.device, unused=("pp",))  # stages talk over the group of the dense mesh
+        return open_mesh(kept, self.device, unused=("pp",))  # stages use the pp group of the dense mesh
 
     @property
     def experts_mesh(self) -> DeviceMesh:
-        """Mesh over which the shard transform works on experts: efsdp, after dp_replicate where there is one."""
+        """Mesh of the shard transform for experts: efsdp, after dp_replicate if that is larger than 1."""
         return self.sparse["dp_replicate", "efsdp"] if self.layout.dp_replicate > 1 else self.sparse["efsdp"]
 
     def open_for_experts(self) -> None:
-        """Collective: opens the mesh of experts, and the group of this rank's pipeline stages. All ranks enter, also those whose
-        stages have no expert, so no rank may open them later."""
+        """Collective: opens the mesh of experts and the groups of pipeline stages. All ranks must call it, including those whose
+        stages have no experts, because they would never open the groups later."""
         if self.size > 1:
             _ = self.sparse
             if self.layout.pp > 1:
                 _ = self._stage_group
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one on `axis` only, in the order of their coordinates. `axis` is larger than 1."""
+        """Returns the group of ranks that differ from this one only on `axis` (larger than 1), in the order of coordinates."""
         if axis == "cp":
             return self._cp_group
         if axis == "dp_shard" and self.layout.cp > 1:  # the mesh has both as one dimension
@@ -209,7 +210,7 @@ class Topology:
 
     @cached_property
     def _experts_group(self) -> dist.ProcessGroup:
-        """Of all ranks. A mesh would take the world's, in which tokens would wait for gathered parameters."""
+        """Group of all ranks. A mesh would use the world's group, in which tokens would wait for gathered parameters."""
         name = "mesh_ep" if self.layout.ep > 1 else "mesh_etp"
         return open_group([tuple(range(self.size))], name, self.device)
 
@@ -223,12 +224,13 @@ class Topology:
         return open_group(self.layout.groups(within), "stages", self.device)
 
     def stage_group(self) -> dist.ProcessGroup:
-        """Collective: the ranks that together hold the pipeline stages of this one, in rank order; all ranks without a pipeline.
-        There are several."""
+        """Collective: returns the group of ranks with the same pipeline stages as this one, in rank order; without a pipeline the
+        world's group. For several ranks only."""
         return world() if self.layout.pp == 1 else self._stage_group
 
     def across(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """Collective: the ranks that differ from this one on dense `axes` only, in rank order. There are several ranks."""
+        """Collective: returns the group of ranks that differ from this one only on dense `axes`, in rank order. For several ranks
+        only."""
         if axes not in self._across:
             self._across[axes] = open_group(self.layout.groups(axes), "+".join(axes), self.device)
         return self._across[axes]
@@ -238,8 +240,8 @@ class Topology:
         return {}
 
     def nodes(self, axis: str, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Collective: of the ranks of `axis`, `size` neighbors of which are in one node, this one's node, and its peers in all
-        nodes."""
+        """Collective: splits the ranks of `axis` into nodes of `size` neighboring ranks. Returns the group of this rank's node,
+        and the group of its peers in all nodes."""
         if (axis, size) not in self._nodes:
             groups = list(self.layout.groups((axis,)))
             inside = [ranks[start : start + size] for ranks in groups for start in range(0, len(ranks), size)]
@@ -255,7 +257,7 @@ class Topology:
         return {}
 
     def stage_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Collective: sums `tensor` in place over the ranks of the same pipeline stages; of all without a pipeline."""
+        """Collective: sums `tensor` in place over the ranks with the same pipeline stages; without a pipeline over all ranks."""
         if self.layout.pp == 1:
             return self.all_reduce(tensor)
         dist.all_reduce(tensor, group=self._stage_group)
@@ -267,14 +269,6 @@ class Topology:
         if self.size > 1:
             dist.broadcast(there, 0)
         return there
-
-    def least(self, number: int) -> int:
-        """Collective: the smallest of the world's numbers."""
-        if self.size == 1:
-            return number
-        smallest = torch.full((), number, dtype=torch.int64, device=self.device)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        return int(smallest)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Collective: sums `tensor` in place over the world; the identity in a world of one."""

@@ -1,1 +1,1 @@
-"""One optimizer step: forward, backward, reductions, clipping, statistics."""
+"""One optimizer step: forward, backward, reductions, gradient clipping, statistics."""

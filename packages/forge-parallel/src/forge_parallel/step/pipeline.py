@@ -1,4 +1,4 @@
-"""Runs the pipeline stages of one rank in the order of a schedule of torch."""
+"""Runs the pipeline stages of one rank in the order of a torch schedule."""
 
 import json
 from collections import deque
@@ -19,15 +19,15 @@ from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.torch_private import after_backward, is_view, stage_backward_input, stage_backward_weight
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
-"""(stage, micro-batch, hidden states from the stage before) -> hidden states, or from the last stage the loss (1,)."""
+"""(stage, micro-batch, hidden states of the previous stage) -> hidden states; of the last stage the loss (1,)."""
 
 
 class ScheduledStage(PipelineStage):
-    """A part of the model on its stage. Made while the part's parameters are in their places.
+    """One part of the model as a pipeline stage. Create it while the part's own parameters are in place.
 
-    Only hidden states travel from stage to stage. A schedule hands on the number of the micro-batch, and `forward` looks up
-    what else the part reads: every stage has its tokens, positions, documents and labels from its own data rank. Shapes are
-    given, so no stage sends an object to tell another what will come.
+    Only hidden states are sent between stages. The schedule passes the index of the micro-batch, by which `forward` finds the
+    part's other inputs: every stage has tokens, positions, documents and labels from its own data rank. Shapes are given in
+    advance, so stages do not exchange metadata.
     """
 
     def __init__(
@@ -56,20 +56,20 @@ class ScheduledStage(PipelineStage):
         self._weights = list(part.parameters())
 
     def forward_maybe_with_nosync(self, *args: Tensor, micro_batch: Tensor) -> Tensor:
-        """Runs the part on one micro-batch."""
+        """Runs the part on the micro-batch whose index is `micro_batch`."""
         hidden = args[0] if args else None
         if hidden is not None and hidden.requires_grad:
             hidden = hidden.view_as(hidden)
             hidden.register_hook(Tensor.contiguous)  # only contiguous gradients can be sent
         out = self._forward(self.stage_index, int(micro_batch), hidden)
-        # The schedule detaches outputs in place when they are sent and done with, which a view does not allow.
+        # The schedule detaches outputs in place after sending them, which torch does not allow for views.
         return out if out.is_contiguous() and not is_view(out) else out.clone(memory_format=torch.contiguous_format)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
-        """As torch's, but for the halves of a backward.
+        """Like torch's method, except for the two halves of a backward.
 
-        While a part computes in another precision its slots hold casts, and a gradient given to a cast would be lost: so
-        they are told the parameters themselves.
+        While a part computes in another dtype, its slots hold casts, and gradients accumulated into casts would be lost. So
+        both halves get the parameters themselves.
         """
         if not isinstance(self.submod, FSDPModule):
             if backward_type == "input":
@@ -86,10 +86,10 @@ class ScheduledStage(PipelineStage):
 
 
 def _gather(part: nn.Module) -> None:
-    """Gathers what the forward of another micro-batch, or its own, freed again (`transforms.shard.reshard = true`).
+    """Gathers parameters that the forward of this or another micro-batch has freed (`transforms.shard.reshard = true`).
 
-    A whole backward gathers in its hooks. Halves of one look for the parameters in the graph by those that the part shows, which
-    are shards while it is not gathered: the gradients of whole blocks would be left out.
+    A full backward gathers them in its hooks. The halves of a backward look up the module's current parameters in the graph; if
+    these are shards, gradients of whole blocks would be missing.
     """
     for module in part.modules():
         if isinstance(module, FSDPModule):
@@ -97,10 +97,10 @@ def _gather(part: nn.Module) -> None:
 
 
 def _accumulate(part: nn.Module) -> None:
-    """Moves gradients of gathered parameters to where FSDP sums them, in the precision in which it reduces.
+    """Moves gradients of gathered parameters to where FSDP sums them, in its reduction dtype.
 
-    A whole backward does so in its hooks, but gradients of weights alone do not run them, and those of several
-    micro-batches would be summed in the precision of compute.
+    A full backward does so in its hooks, but the weight half of a backward does not run them, and gradients of several
+    micro-batches would be summed in the compute dtype.
     """
     for module in part.modules():
         if isinstance(module, FSDPModule):
@@ -112,9 +112,9 @@ Agree = Callable[[list[str]], list[str]]
 
 @dataclass
 class _Scored:
-    """A training step: keeps the terms of each micro-batch by its number, and returns what backward starts from.
+    """The micro-batches of a training step: stores the loss terms of each by index and returns the loss for the backward.
 
-    A stage returns a tensor with a dimension, so the loss has shape (1,).
+    The loss has shape (1,), because a stage must return a tensor with a dimension.
     """
 
     divisor: Tensor
@@ -127,12 +127,12 @@ class _Scored:
 
 
 class PipelineRunner:
-    """The stages of one rank, for one objective.
+    """Runs the stages of one rank for one objective.
 
     Args:
-        model: whose stages they are.
-        objective: what is minimized.
-        agree: names of the objective's metrics on this rank -> those of the last stage; by default all ranks ask that one.
+        model: the model to which the stages belong.
+        objective: the loss to minimize.
+        agree: maps this rank's names of the objective's metrics to those of the last stage; by default by a broadcast.
     """
 
     def __init__(self, model: ParallelModel, objective: Objective, agree: Agree | None = None) -> None:
@@ -149,17 +149,18 @@ class PipelineRunner:
         self._names: tuple[str, ...] | None = None
 
     def train(self, batches: Sequence[Batch], divisor: Tensor) -> list[LossTerms]:
-        """Collective: forward and backward of a step's micro-batches; the terms of each on the rank of the last stage, else none.
+        """Collective: runs forward and backward of a step's micro-batches. Returns their loss terms on the last stage's rank, and
+        an empty list on other ranks.
 
         Raises:
-            PlanError: micro-batches differ in shape, or the schedule cannot run that many.
+            PlanError: micro-batches differ in shape, or the schedule does not support their number.
         """
         self._work = work = _Scored(divisor, batches)
         numbers = torch.arange(len(batches))
         schedule = self._schedule(batches)
         try:
             with self._model.computing():
-                # The last stage returns the loss, so torch's loss function has only to hand it on; its target is not read.
+                # The last stage returns the loss, so torch's loss function only returns its argument; the target is not used.
                 schedule.step(micro_batch=numbers, target=numbers)
         except RuntimeError as error:
             if isinstance(error.__cause__, ForgeError):  # torch wraps what a stage raises
@@ -169,17 +170,18 @@ class PipelineRunner:
         return [terms for _, terms in sorted(work.terms.items())]
 
     def metric_names(self, terms: Sequence[LossTerms]) -> list[str]:
-        """Names of the objective's metrics: all ranks learn them from the last stage, in the first step and once."""
-        found = sorted(terms[0].metrics) if terms else []
+        """Returns the names of the objective's metrics. Collective in the first step, when all ranks get them from the last
+        stage."""
+        current = sorted(terms[0].metrics) if terms else []
         if self._names is None:
-            self._names = tuple(self._agree(found))
+            self._names = tuple(self._agree(current))
         names = list(self._names)
-        if self._cut.last and found != names:
-            raise PlanError(f"the objective's metrics were {names} in the first step and are {found} now; keep them the same")
+        if self._cut.last and current != names:
+            raise PlanError(f"the objective's metrics were {names} in the first step, but are {current} now; keep them the same")
         return names
 
     def _told(self, names: list[str]) -> list[str]:
-        """Collective: the last stage's names, on all ranks of its pipeline."""
+        """Collective: returns the last stage's names on all ranks of its pipeline."""
         payload = json.dumps(names).encode()
         device, last = self._model.topology.device, dist.get_global_rank(self._group, self._cut.placement[-1])
         size = torch.tensor(len(payload), device=device)
@@ -191,11 +193,11 @@ class PipelineRunner:
         return json.loads(bytes(letters.tolist()))
 
     def evaluate(self, batches: Iterable[Batch], objective: Objective | None = None) -> Iterator[LossTerms]:
-        """Collective: forward passes only, for any number of batches; yields their terms on the last stage's rank, else nothing.
-        By another `objective` than that of training where one is given.
+        """Collective: runs forward passes on any number of batches. Yields loss terms on the last stage's rank, otherwise
+        nothing.
 
-        Stages send to each other directly, in an order that no schedule decides. With one stage per rank the batches
-        follow each other through the pipeline; with several, a batch waits for the one before.
+        Stages send to each other directly, without a schedule. With one stage per rank, batches follow each other through the
+        pipeline; with several, a batch waits for the previous one. `objective` replaces the training objective.
         """
         ahead = 1 if self._order.stages_per_rank > 1 else self._ranks
         under_way: deque[tuple[Any, Tensor]] = deque()
@@ -213,19 +215,19 @@ class PipelineRunner:
                 else:
                     sent = self._checked(stage, out, batch).contiguous()
                     work = dist.isend(sent, self._peer(stage + 1), self._group)
-                    under_way.append((work, sent))  # kept alive until it has arrived
+                    under_way.append((work, sent))  # keeps the tensor alive until it is received
             while len(under_way) > ahead:
                 _arrived(*under_way.popleft())
         while under_way:
             _arrived(*under_way.popleft())
 
     def _schedule(self, batches: Sequence[Batch]) -> Any:
-        """The schedule for batches like these; stages keep buffers of their shape."""
+        """Returns the schedule for batches of this number and shape; its stages keep buffers of the shape."""
         shapes = {tuple(batch.tokens.shape) for batch in batches}
         if why := self._order.refusal(self._ranks, len(batches)):
             raise PlanError(why)
         if len(shapes) > 1:
-            raise PlanError(f"the micro-batches of a step have shapes {sorted(shapes)}; a pipeline needs equal shapes")
+            raise PlanError(f"a pipeline needs micro-batches of equal shapes, but got {sorted(shapes)}; pad the rows")
         key = (len(batches), shapes.pop())
         if key not in self._schedules:
             hidden = self._hidden(batches[0])
@@ -238,7 +240,7 @@ class PipelineRunner:
         return self._schedules[key]
 
     def _forward(self, stage: int, number: int, hidden: Tensor | None) -> Tensor:
-        """What a stage of the schedule calls."""
+        """Runs one stage on one micro-batch; called by the schedule."""
         work = self._work
         assert work is not None
         part, batch = self._parts[stage], work.batches[number]
@@ -248,34 +250,36 @@ class PipelineRunner:
         return work(number, out) if stage == len(self._cut.placement) - 1 else self._checked(stage, out, batch)
 
     def _call(self, stage: int, part: Any, hidden: Tensor | None, batch: Batch, objective: Any) -> Any:
-        given = batch.inputs(self._model.specs.needs)
+        inputs = batch.inputs(self._model.specs.needs)
         if stage == len(self._cut.placement) - 1:
-            given |= {"labels": batch.labels, "objective": objective}
-            given |= {} if batch.mtp_targets is None else {"mtp_targets": batch.mtp_targets}
+            inputs |= {"labels": batch.labels, "objective": objective}
+            inputs |= {} if batch.mtp_targets is None else {"mtp_targets": batch.mtp_targets}
         if hidden is not None:
             length = batch.tokens.shape[1]
-            if batch.positions is None and hidden.shape[1] != length:  # cut along the sequence, so they do not tell its length
-                given["positions"] = torch.arange(length, device=hidden.device).expand_as(batch.tokens)
+            if batch.positions is None and hidden.shape[1] != length:  # split, so shorter than the row
+                inputs["positions"] = torch.arange(length, device=hidden.device).expand_as(batch.tokens)
             if "tokens" in self._model.specs.needs:
-                given["tokens"] = batch.tokens
-        return part(batch.tokens if hidden is None else hidden, **given)
+                inputs["tokens"] = batch.tokens
+        return part(batch.tokens if hidden is None else hidden, **inputs)
 
     def _hidden(self, batch: Batch) -> tuple[int, ...]:
-        """Local shape of the hidden states between stages."""
+        """Returns the local shape of the hidden states between stages."""
         model = self._model
         if "embed" not in model.specs.units:
-            raise PlanError("a pipeline needs the width of the hidden states; name it in specs().units['embed']")
+            raise PlanError("a pipeline needs the width of the hidden states; add it as specs().units['embed']")
         shape = (*batch.tokens.shape, model.specs.units["embed"])
         for transform in model.plan.transforms:
             shape = transform.hidden_shape(shape, model.contexts[0])
         return shape
 
     def _checked(self, stage: int, out: Any, batch: Batch) -> Tensor:
-        """Raises where a part returns something else than the next stage will take for it."""
+        """Returns `out`, or raises `PlanError` if it is not what the next stage expects."""
         shape, dtype = self._hidden(batch), self._model.compute
         if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != dtype:
-            found = f"{tuple(out.shape)} in {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
-            raise PlanError(f"stage {stage} returned {found}, but hidden states between stages are {shape} in {dtype}")
+            output = f"{tuple(out.shape)} in {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
+            raise PlanError(
+                f"pipeline stage {stage} returned {output}, but must return hidden states {shape} in {dtype}; correct the model"
+            )
         return out
 
     def _peer(self, stage: int) -> int:

@@ -1,9 +1,8 @@
-"""The numbers of a step that are summed over all ranks, in two small all-reduces; gradient norm, clipping and losses by
-source.
+"""Sums over all ranks in a step, in two small all-reduces; gradient norm, gradient clipping and losses by source.
 
-Before the first forward: the number of valid tokens of the whole step. After the backward: one packed sum of the squared
-gradient norm, the losses and the stop requests. So no two ranks can see different ones. Models that count something over a
-step add an all-reduce before and after it (`step_statistics`), and a pipeline exchanges the names of its metrics once.
+Before the first forward, the number of valid tokens of the step is summed. After the backward, one packed all-reduce sums the
+squared gradient norm, the losses and the stop requests, so all ranks see the same values. Models that count statistics add one
+all-reduce before and one after the step, and a pipeline exchanges the names of its metrics once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,27 +20,28 @@ from forge_parallel.torch_private import foreach_mul_, foreach_norm
 
 
 def valid_tokens(batches: Iterable[Batch], topology: Topology) -> torch.Tensor:
-    """Collective: scalar int64, labels with a loss in all micro-batches of all data ranks."""
+    """Collective: returns the number of labels with a loss in all micro-batches of all data ranks, a scalar int64."""
     counts = [(batch.labels != IGNORE).sum() for batch in batches]
     count = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=topology.device)
-    # Ranks that share rows (tensor and pipeline ranks) read the same labels; one of them speaks for all.
+    # Tensor-parallel ranks and pipeline ranks read the same labels, so only one of them counts.
     at = topology.coordinates
     return topology.all_reduce(count if at["tp"] == 0 and at["pp"] == 0 else torch.zeros_like(count))
 
 
 def reports(model: ParallelModel) -> bool:
-    """Whether this rank's losses are counted: of the ranks that read the same rows, the first one with the last part."""
+    """True on one rank per set of rows, for which losses are counted: the first tensor-parallel rank of the last stage."""
     return model.scores and model.topology.coordinates["tp"] == 0
 
 
 def local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """This rank's box of the gradient."""
+    """Returns this rank's part of the gradient."""
     gradient = parameter.grad
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def squared_grad_norm(model: ParallelModel) -> torch.Tensor:
-    """Scalar fp64 on the device: sum of squares of the gradient elements that this rank owns; over the world, of the whole."""
+    """Returns the sum of squares of the gradient elements that this rank owns, a scalar fp64 on the device; the sum over all
+    ranks is that of the whole gradient."""
     owned = [parameter for _, parameter, _ in model.trainable() if owns(parameter, model.topology)]
     gradients = [gradient for parameter in owned if (gradient := local_grad(parameter)) is not None and gradient.numel()]
     if not gradients:
@@ -51,7 +51,7 @@ def squared_grad_norm(model: ParallelModel) -> torch.Tensor:
 
 
 def world_sum(values: Sequence[torch.Tensor], topology: Topology) -> list[torch.Tensor]:
-    """Collective: sums tensors over the world in one all-reduce, in fp64. Their shapes are the same on every rank."""
+    """Collective: sums tensors over the world in one all-reduce, in fp64. Shapes must be the same on every rank."""
     packed = topology.all_reduce(torch.cat([value.detach().double().flatten() for value in values]))
     parts = packed.split([value.numel() for value in values])
     return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
@@ -59,10 +59,9 @@ def world_sum(values: Sequence[torch.Tensor], topology: Topology) -> list[torch.
 
 @torch.no_grad()
 def clip_grad_norm(model: ParallelModel, norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """Scales all gradients by min(1, limit / norm) and returns that coefficient, without a host synchronization unless
-    gradients lie on the host.
+    """Scales all gradients by min(1, limit / norm) and returns this coefficient. Synchronizes only for gradients on the host.
 
-    `norm` is the global 2-norm; where it is not finite the step is skipped anyway.
+    `norm` is the global 2-norm. If it is not finite, the step is skipped anyway.
     """
     coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
     gradients = [gradient for _, parameter, _ in model.trainable() if (gradient := local_grad(parameter)) is not None]
@@ -72,22 +71,23 @@ def clip_grad_norm(model: ParallelModel, norm: torch.Tensor, limit: float) -> to
 
 
 def sources_of(batches: Sequence[Batch]) -> tuple[str, ...]:
-    """Names of the sources of the data; none where the batches do not say.
+    """Returns the names of the data sources; an empty tuple if the batches do not name any.
 
     Raises:
-        ForgeError: micro-batches of one step disagree.
+        ForgeError: micro-batches of one step name different sources.
     """
-    found = {() if batch.sources is None else batch.sources.names for batch in batches}
-    if len(found) > 1:
-        raise ForgeError(f"micro-batches of one step name different sources: {sorted(found)}; give all of them the same names")
-    return found.pop() if found else ()
+    names = {() if batch.sources is None else batch.sources.names for batch in batches}
+    if len(names) > 1:
+        raise ForgeError(f"micro-batches of one step name different sources: {sorted(names)}; give all of them the same names")
+    return names.pop() if names else ()
 
 
 def sums_by_source(batches: Sequence[Batch], terms: Sequence[LossTerms], device: torch.device) -> torch.Tensor:
-    """(2, sources) fp64: loss and valid tokens of each source in this rank's micro-batches; zeros where no row is counted.
+    """Returns loss and valid tokens of each source in this rank's micro-batches, (2, sources) fp64; zeros if the objective does
+    not return losses of rows.
 
     Raises:
-        ForgeError: the objective's rows are not those of the batch.
+        ForgeError: the objective returns losses for another number of rows than the batch has.
     """
     total = torch.zeros(2, len(sources_of(batches)), dtype=torch.float64, device=device)
     if any(term.rows is None for term in terms):
@@ -98,18 +98,18 @@ def sums_by_source(batches: Sequence[Batch], terms: Sequence[LossTerms], device:
         if term.rows.shape != batch.sources.rows.shape:
             raise ForgeError(
                 f"the objective's `rows` have shape {tuple(term.rows.shape)}, but the batch has {len(batch.sources.rows)} rows; "
-                "they are what each row adds to the sum"
+                "return the summed loss of each row"
             )
         counts = (batch.labels != IGNORE).flatten(1).sum(1)
-        # By index, not by a product with zeros: a loss that is not finite stays with its source.
+        # By index, not as a product with a mask: 0 * inf would spread a non-finite loss to other sources.
         total.index_add_(1, batch.sources.rows, torch.stack((term.rows.double(), counts.double())))
     return total
 
 
 def loss_shares(names: Sequence[str], losses: Sequence[float], counts: Sequence[float], tokens: float) -> dict[str, float]:
-    """`source/NAME/loss`, the mean over its valid tokens in nats, and `source/NAME/tokens` of each source that has any.
+    """Returns, for each source with valid tokens, `source/NAME/loss`, its mean loss in nats, and `source/NAME/tokens`.
 
-    Nothing where the sources do not account for every token: then some rank's objective did not count rows.
+    Returns an empty dict if the sources do not account for every token: then an objective did not return losses of rows.
     """
     if sum(counts) != tokens:
         return {}
@@ -122,12 +122,12 @@ def loss_shares(names: Sequence[str], losses: Sequence[float], counts: Sequence[
 
 
 def observers(model: ParallelModel) -> tuple[Observer, ...]:
-    """The observers of this rank's parts in the order of their modules."""
+    """Returns the observers among this rank's modules, in order."""
     return tuple(module for part in model.parts for module in part.modules() if isinstance(module, Observer))
 
 
 def begin_statistics(found: Sequence[Observer], model: ParallelModel, batches: Sequence[Batch]) -> None:
-    """Collective: before the first forward of a step, whose micro-batches on this rank are `batches`; one all-reduce."""
+    """Collective: prepares observers before the first forward of a step with micro-batches `batches`; one all-reduce."""
     if not found:
         return
     topology = model.topology
@@ -143,13 +143,14 @@ def begin_statistics(found: Sequence[Observer], model: ParallelModel, batches: S
 
 @torch.no_grad()
 def finish_statistics(found: Sequence[Observer], model: ParallelModel, skip: torch.Tensor) -> None:
-    """Collective: after the last backward; `skip` is 1 where there will be no update. All counts cross ranks in one all-reduce.
+    """Collective: sums the observers' statistics after the last backward, in one all-reduce; `skip` is 1 if the update is
+    skipped.
 
-    Tensor parallel ranks see different tokens, too: without sequence parallelism such models are refused.
+    Tensor-parallel ranks see different tokens as well, because models with observers need sequence parallelism.
     """
     if not found:
         return
-    mine = [observer.statistics() for observer in found]
-    packed = model.topology.stage_sum(torch.cat(mine))
-    for observer, totals in zip(found, packed.split([len(each) for each in mine]), strict=True):
+    statistics = [observer.statistics() for observer in found]
+    packed = model.topology.stage_sum(torch.cat(statistics))
+    for observer, totals in zip(found, packed.split([len(counts) for counts in statistics]), strict=True):
         observer.after_step(totals, skip)

@@ -1,7 +1,7 @@
-"""One optimizer step up to the update: count, forward and backward, reduce.
+"""One optimizer step up to the update: count tokens, run forward and backward, reduce.
 
-The loss is the sum over all valid tokens of the step, over every rank and micro-batch, divided by their number. It is the
-same number in every layout, and so are its gradients.
+The loss is the sum over all valid tokens of the step, over all ranks and micro-batches, divided by their number. So loss and
+gradients are the same in every layout.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,18 +32,18 @@ from forge_parallel.step.timing import DeferredRead, StepTimer
 
 @dataclass(frozen=True)
 class StepResult:
-    """Numbers of one step, the same on every rank; scalars on the device, so nothing waits until `numbers` is called.
+    """Numbers of one step, the same on every rank. They are scalars on the device; only `numbers` waits for them.
 
     Attributes:
-        loss: mean over valid tokens, in nats; 0 when there are none.
-        tokens: valid tokens.
+        loss: mean over valid tokens, in nats; 0 without valid tokens.
+        tokens: number of valid tokens.
         norm: 2-norm of the whole gradient before clipping.
-        skip: 1 where loss or norm is not finite: the update must not happen; else 0.
-        stop: number of ranks that asked to stop.
-        trace: number of ranks that asked for a profile.
-        metrics: the objective's further sums, per valid token.
-        sources: names of the data's sources, where a run mixes several.
-        by_source: (2, sources) fp64, loss and valid tokens of each; zeros where the objective does not count rows.
+        skip: 1 if loss or norm is not finite, so that the update must be skipped; otherwise 0.
+        stop: number of ranks that requested a stop.
+        trace: number of ranks that requested a profile.
+        metrics: further sums of the objective, per valid token.
+        sources: names of the data sources, if there are several.
+        by_source: (2, sources) fp64, loss and valid tokens of each source; zeros if the objective does not return losses of rows.
     """
 
     loss: torch.Tensor
@@ -57,15 +57,15 @@ class StepResult:
     by_source: torch.Tensor | None = None
 
     def numbers(self) -> dict[str, float]:
-        """All numbers on the host, with the losses of sources (`reduce.loss_shares`). The first call is the step's one
-        synchronization.
+        """Returns all numbers on the host, with the losses of sources (see `reduce.loss_shares`).
 
-        It waits for what was queued before `send`, which the first call does itself if it has not happened.
+        The first call blocks until the device has computed what was queued before `send`; without an earlier `send`, it calls
+        `send` itself. It is the only synchronization of a step.
         """
         return dict(self._host)
 
     def send(self) -> None:
-        """Queues the numbers' way to the host, behind all that was queued so far; the host does not wait."""
+        """Queues the copy of the numbers to the host, without waiting."""
         _ = self._reading
 
     @cached_property
@@ -86,17 +86,17 @@ class StepResult:
 
     @cached_property
     def _host(self) -> dict[str, float]:
-        found, alone, count = self._reading.numbers(), len(self._named), len(self.sources)
-        numbers = dict(zip(self._named, found, strict=False))  # sources follow
+        values, named, count = self._reading.numbers(), len(self._named), len(self.sources)
+        numbers = dict(zip(self._named, values, strict=False))  # values of sources follow
         if self.by_source is None:
             return numbers
-        rest = found[alone:]
+        rest = values[named:]
         return numbers | loss_shares(self.sources, rest[:count], rest[count:], numbers["tokens"])
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Token-weighted mean loss over all ranks, in nats, the number of valid tokens behind it, and sums of metrics over these."""
+    """Mean loss per valid token over all ranks, in nats, the number of these tokens, and sums of metrics over them."""
 
     loss: float
     tokens: int
@@ -105,14 +105,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Step:
-    """Runs a model on the micro-batches of one optimizer step.
+    """Runs forward and backward of one optimizer step.
 
     Attributes:
-        model: what is run.
-        objective: what is minimized.
-        agree: how ranks of a pipeline learn the names of the objective's metrics, see `PipelineRunner`; for worlds without other
-            ranks.
-        phases: named in profiles, and timed when asked for.
+        model: the model.
+        objective: the loss to minimize.
+        agree: how ranks of a pipeline get the names of the objective's metrics, see `PipelineRunner`; set for simulated worlds.
+        phases: names the parts of a step in profiles and times them on request.
     """
 
     model: ParallelModel
@@ -123,8 +122,8 @@ class Step:
     def __call__(self, batches: Sequence[Batch], stop: bool = False, trace: bool = False) -> StepResult:
         """Collective: leaves complete gradients in `.grad` and returns the step's numbers.
 
-        Every rank must bring the same number of micro-batches; rows and valid tokens may differ. `stop` and `trace` are wishes of
-        this rank, of which all ranks learn.
+        Every rank must pass the same number of micro-batches; rows and valid tokens may differ. `stop` and `trace` are requests
+        of this rank; the result counts those of all ranks.
         """
         topology = self.model.topology
         with self.phases("count"):
@@ -145,18 +144,19 @@ class Step:
         counted: tuple[torch.Tensor, torch.Tensor],
         wishes: tuple[bool, bool],
     ) -> StepResult:
-        """Collective: the numbers of all ranks; `counted` are the step's tokens, and what its sums are divided by."""
+        """Collective: returns the numbers of all ranks. `counted` is (valid tokens, divisor of the sums)."""
         topology, (tokens, divisor) = self.model.topology, counted
         after_backward(self.model)
         sources = sources_of(moved)
         if reports(self.model):
-            mine = [_sum(terms, lambda term: term.sum), *(_sum(terms, lambda term, n=name: term.metrics[n]) for name in names)]
+            sums = [_sum(terms, lambda term: term.sum), *(_sum(terms, lambda term, n=name: term.metrics[n]) for name in names)]
             rows = sums_by_source(moved, terms, topology.device)
         else:
-            mine = [torch.zeros((), dtype=torch.float64, device=topology.device) for _ in ("loss", *names)]
+            sums = [torch.zeros((), dtype=torch.float64, device=topology.device) for _ in ("loss", *names)]
             rows = torch.zeros(2, len(sources), dtype=torch.float64, device=topology.device)
-        asked = [torch.full((), float(wish), device=topology.device) for wish in wishes]
-        square, stop, trace, by_source, loss, *metrics = world_sum([squared_grad_norm(self.model), *asked, rows, *mine], topology)
+        requests = [torch.full((), float(wish), device=topology.device) for wish in wishes]
+        square = squared_grad_norm(self.model)
+        square, stop, trace, by_source, loss, *metrics = world_sum([square, *requests, rows, *sums], topology)
         skip = (~(torch.isfinite(square) & torch.isfinite(loss))).float()
         finish_statistics(self._observers, self.model, skip)
         means = {name: value / divisor for name, value in zip(names, metrics, strict=True)}
@@ -164,12 +164,13 @@ class Step:
         return StepResult(loss / divisor, tokens, square.sqrt(), skip, stop, trace, means, sources, by_source)
 
     def _forward_backward(self, batches: Sequence[Batch], divisor: torch.Tensor) -> tuple[list[LossTerms], list[str]]:
-        """The terms of each micro-batch where they are computed, and the names of their metrics everywhere."""
+        """Returns the loss terms of this rank's micro-batches (empty except on the last stage) and, on all ranks, the names of
+        their metrics."""
         if self._pipeline is not None:
-            with self.phases("forward_backward"):  # of several micro-batches at once
+            with self.phases("forward_backward"):  # a schedule interleaves several micro-batches
                 terms = self._pipeline.train(batches, divisor)
             return terms, self._pipeline.metric_names(terms)
-        with self.model.computing():  # around all of them: parameters are cast once a step
+        with self.model.computing():  # around all micro-batches, so that parameters are cast once per step
             terms = [self._train(batch, divisor, last=index == len(batches) - 1) for index, batch in enumerate(batches)]
         return terms, sorted(terms[0].metrics) if terms else []
 
@@ -200,8 +201,8 @@ class Step:
         )
 
     def evaluate(self, batches: Iterable[Batch], objective: Objective | None = None, metrics: Sequence[str] = ()) -> Evaluation:
-        """Collective: mean loss without gradients, by another `objective` than the step's where one is given. Every rank must
-        bring the same number of batches, and the same names of `metrics` of the objective, whose sums are wanted."""
+        """Collective: returns the mean loss, computed without gradients. `objective` replaces that of the step. Every rank must
+        pass the same number of batches, and the same `metrics`: names of the objective's metrics to sum."""
         topology = self.model.topology
         total = torch.zeros(2 + len(metrics), dtype=torch.float64, device=topology.device)
         local = (local_batch(self.model, batch) for batch in batches)
@@ -221,13 +222,13 @@ def _sum(terms: Sequence[LossTerms], take: Callable[[LossTerms], torch.Tensor]) 
 
 
 def refresh(model: ParallelModel) -> None:
-    """Collective: gives tied copies on other pipeline stages the value of their originals; before a step or an evaluation."""
+    """Collective: copies tied parameters to other pipeline stages; call it before a step or an evaluation."""
     if model.cut is not None:
         stages.refresh(model.cut, model.everything, model.topology)
 
 
 def local_batch(model: ParallelModel, batch: Batch, mtp_depth: int = 0) -> Batch:
-    """This rank's share of what its data rank read, on the device; with labels of `mtp_depth` tokens beyond the next one."""
+    """Returns this rank's share of its data rank's batch, on the device, with labels up to `mtp_depth` tokens beyond the next."""
     batch = batch.to(str(model.topology.device)).with_mtp_targets(mtp_depth)
     for transform in model.plan.transforms:
         batch = transform.local_batch(batch, model.contexts[0])
@@ -235,14 +236,14 @@ def local_batch(model: ParallelModel, batch: Batch, mtp_depth: int = 0) -> Batch
 
 
 def before_micro_batch(model: ParallelModel, last: bool) -> None:
-    """Tells every strategy that a micro-batch begins, and whether it is the step's last one."""
+    """Notifies all transforms that a micro-batch begins, and whether it is the last one of the step."""
     for transform in model.plan.transforms:
         for part in model.parts:
             transform.before_micro_batch(part, last)
 
 
 def after_backward(model: ParallelModel) -> None:
-    """Collective: tells every strategy that the step's last backward is over: gradients are complete afterwards."""
+    """Collective: notifies all transforms that the step's last backward is done; afterwards gradients are complete."""
     for transform in reversed(model.plan.transforms):
         for part, context in zip(model.parts, model.contexts, strict=True):
             transform.after_backward(part, context)

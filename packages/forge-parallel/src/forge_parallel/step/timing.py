@@ -1,8 +1,8 @@
-"""Timed parts of a step, and numbers of the device that are read one step late.
+"""Times the parts of a step, and reads numbers from the device one step late.
 
-Parts are named in profiles and timed in the steps that ask for it; in all other steps they cost nothing. On an accelerator a
-time is that of the device, between two events in its queue, so work of the host, such as reading data ahead, does not count.
-On a CPU it is that of the clock.
+Parts are named in profiles, and timed only in the steps that request it; otherwise they cost nothing. On an accelerator, the time
+is measured on the device between two events in its queue, so work of the host, such as reading data ahead, does not count. On a
+CPU it is measured by the clock.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,11 +18,11 @@ from forge_parallel.torch_private import profiling
 T = TypeVar("T")
 
 PREFIX = "forge/"
-"""Of the names in profiles."""
+"""Prefix of the names in profiles."""
 
 
 class StepTimer:
-    """The parts of the steps of one rank, one after another.
+    """Times the parts of one rank's steps.
 
     Attributes:
         timed: whether parts that begin from now on are timed.
@@ -34,11 +34,11 @@ class StepTimer:
         self._noted: list[tuple[str, Any, Any]] = []
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """The part of this name: `data`, `forward`, `backward`, `reduce`, `optimizer`, ..."""
+        """Returns a context for the part `name`: `data`, `forward`, `backward`, `reduce`, `optimizer`, ..."""
         return self._noting(name) if self.timed or profiling() else nullcontext()
 
     def drawn(self, name: str, items: Iterable[T]) -> Iterator[T]:
-        """The items of an iterator; drawing one is a part of the step."""
+        """Yields the items of an iterator and counts the time to get each of them as the part `name`."""
         source = iter(items)
         while True:
             with self(name):
@@ -48,23 +48,23 @@ class StepTimer:
             yield item
 
     def _mark(self) -> Any:
-        """A moment: of the device's queue, or of the clock."""
+        """Returns a timestamp: an event in the device's queue, or the clock."""
         return perf_counter() if self._device.type == "cpu" else timed_event(self._device)
 
     def _between(self, before: Any, after: Any) -> float:
         return after - before if self._device.type == "cpu" else before.elapsed_time(after) / 1000
 
     def take(self) -> dict[str, float]:
-        """Seconds of each part since the last call, and `other`, what lies between them: with it they sum to the time from the
-        first one's begin to the last one's end. The device has passed that: read a number of the step first."""
+        """Returns the seconds of each part since the last call, and the time between parts as `other`; together they are the time
+        from the start of the first part to the end of the last. Read a number of the step first, so that the device is done."""
         if not self._noted:
             return {}
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for name, before, after in self._noted:
-            found[name] = found.get(name, 0.0) + self._between(before, after)
+            seconds[name] = seconds.get(name, 0.0) + self._between(before, after)
         whole = self._between(self._noted[0][1], self._noted[-1][2])
         self._noted.clear()
-        return {**found, "other": max(0.0, whole - sum(found.values()))}
+        return {**seconds, "other": max(0.0, whole - sum(seconds.values()))}
 
     @contextmanager
     def _noting(self, name: str) -> Iterator[None]:
@@ -78,10 +78,10 @@ class StepTimer:
 
 
 class DeferredRead:
-    """A few numbers that the host wants later.
+    """Numbers of the device that the host reads later.
 
-    On an accelerator a copy into pinned memory is queued behind what makes them, and an event behind the copy: the device goes on
-    while the host waits for that event. On a CPU there is nothing to wait for.
+    On an accelerator, a copy into pinned memory is queued, followed by an event: the host waits for this event only, while the
+    device goes on. On a CPU nothing waits.
 
     Args:
         values: (n,) of any dtype.
@@ -90,12 +90,12 @@ class DeferredRead:
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._arrived = values, None
         if values.device.type != "cpu":
-            # The memory is used again as soon as this object is gone and the copy over: torch's allocator waits for it.
+            # torch's allocator reuses the pinned memory only after the copy is done, even if this object is deleted before.
             self._values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
             self._arrived = event_behind(values.device)
 
     def numbers(self) -> list[float]:
-        """They, as soon as they are there."""
+        """Returns the numbers; blocks until they are on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.tolist()

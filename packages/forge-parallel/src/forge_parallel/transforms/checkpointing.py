@@ -1,7 +1,7 @@
-"""Activation recomputation: keep less between forward and backward, and compute the rest again (Chen et al., 2016).
+"""Activation recomputation: saves less between forward and backward, and computes the rest again (Chen et al., 2016).
 
-The wrapper sits on a block's `forward`, inside all that is attached to the call of the block. So sharding gathers a block's
-parameters before its backward begins, which is when the forward runs again, and no module or parameter changes its name.
+The wrapper replaces a block's `forward`, inside all hooks of the block's call. So FSDP gathers a block's parameters before its
+backward, in which the forward runs again, and modules and parameters keep their names.
 """
 
 import importlib
@@ -35,17 +35,19 @@ KEPT = {
         "torch_attn::_varlen_attn",
     ),
 }
-"""Operators whose outputs `selective` may keep, by the name that a recipe uses; without a namespace they are of aten."""
+"""Name in recipes -> operators whose outputs `selective` can save; without a namespace they belong to aten."""
 
 CHOICES = frozenset({aten.topk.default})
-"""Operators that choose. `selective` always keeps their results: ties broken otherwise would send tokens to other experts."""
+"""Operators that choose. `selective` always saves their results, because other choices among ties would route tokens
+differently."""
 
 COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "forge_parallel"})
-"""Namespaces of operators that exchange data. `selective` always keeps their results: no byte crosses ranks twice."""
+"""Namespaces of operators that communicate. `selective` always saves their results, so that nothing is sent twice."""
 
 
 def checkpoint_blocks(part: nn.Module, context: "Context", *, keep: tuple[str, ...] | None, every: int) -> None:
-    """Wraps every n-th block in place. `keep` is None to keep a block's input only, else the kinds of operators of `KEPT`."""
+    """Wraps every n-th block in place. `keep` has the kinds of operators (keys of `KEPT`) to save; None saves only block
+    inputs."""
     settings: dict[str, Any] = {"use_reentrant": False}
     if keep is not None:
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _Kept(keep))
@@ -56,18 +58,18 @@ def checkpoint_blocks(part: nn.Module, context: "Context", *, keep: tuple[str, .
 
 
 def inside(forward: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., Any]:
-    """`forward` with `wrap`, which makes compiled functions, around what is computed again and not around the recomputation.
+    """Applies `wrap`, which compiles functions, inside the recomputation wrapper of `forward`.
 
     Raises:
-        PlanError: some results are kept, which needs to see every operator.
+        PlanError: the recomputation is selective, which has to see every operator.
     """
     if not (isinstance(forward, partial) and forward.func is _checkpointed):
         return wrap(forward)
     block, settings = forward.args
     if "context_fn" in settings:
         raise PlanError(
-            "selective recomputation does not support blocks that transforms.compile compiles in pieces: those whose experts are "
-            "sharded separately; set transforms.recompute.policy = 'full', or remove transforms.compile"
+            "selective recomputation does not support blocks that transforms.compile compiles in pieces, which are those with "
+            "separately sharded experts; set transforms.recompute.policy = 'full', or remove transforms.compile"
         )
     return partial(_checkpointed, wrap(block), settings)
 
@@ -75,30 +77,30 @@ def inside(forward: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Cal
 def _checkpointed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    found = checkpoint(forward, *args, **settings, **kwargs)
+    output = checkpoint(forward, *args, **settings, **kwargs)
     if "context_fn" in settings and not torch.compiler.is_compiling():
         settings["context_fn"].args[0].tell()
-    return found
+    return output
 
 
 def operators(kinds: tuple[str, ...]) -> frozenset[Any]:
-    """The operators of some kinds that this version of torch has."""
+    """Returns the operators of these kinds that exist in this version of torch."""
     packets = (_packet(name) for kind in kinds for name in KEPT[kind])
-    found = {getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()}
+    overloads = {getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()}
     if "attention" in kinds:
-        found.add(torch.ops.higher_order.flex_attention)
-    return frozenset(found)
+        overloads.add(torch.ops.higher_order.flex_attention)
+    return frozenset(overloads)
 
 
 def _packet(name: str) -> Any:
     namespace, _, operator = name.rpartition("::")
     if namespace == "torch_attn":
-        importlib.import_module("torch.nn.attention.varlen")  # registers it
+        importlib.import_module("torch.nn.attention.varlen")  # registers the operator
     return getattr(getattr(torch.ops, namespace or "aten"), operator, None)
 
 
 class _Kept:
-    """The policy of selective recomputation, which notices what it was never asked about."""
+    """The policy of selective recomputation; records which kinds of operators have run."""
 
     def __init__(self, kinds: tuple[str, ...]) -> None:
         self._operators = {kind: operators((kind,)) for kind in kinds}
@@ -114,11 +116,12 @@ class _Kept:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     def tell(self) -> None:
-        """Once, after the first forward of a block: a kernel that is not known is computed again, which shows in no number."""
+        """Warns once, after the first forward of a block, about kinds of operators that never ran and so are not saved."""
         if self._missing and not self._told:
             _log.warning(
-                "transforms.recompute keeps %s, but no operator of that kind ran in a block: its results are computed again. A "
-                "soft cap and fp64 have no kernel of attention; for a core of your own, name its operator in KEPT",
+                "transforms.recompute.keep contains %s, but no operator of that kind ran in a block, so its results are computed "
+                "again. Attention with a soft cap or in fp64 has no kernel; for an attention core of your own, add its operator "
+                "to KEPT",
                 " and ".join(sorted(self._missing)),
             )
         self._told = True

@@ -1,11 +1,11 @@
-"""torch.compile, block by block: blocks share one graph, so the time to compile does not grow with depth.
+"""torch.compile, block by block: equal blocks share one graph, so compile time does not grow with depth.
 
-On an accelerator the loss head is compiled, too, which otherwise reads its logits in each of a dozen operators. Only a
-block's `forward` is compiled. What is attached to the call of the block (gathering a shard) runs outside the graph, and
-no module or parameter changes its name.
+On an accelerator, the loss head is compiled as well; otherwise each of a dozen operators would read its logits. Only a block's
+`forward` is compiled. Hooks of the block's call, such as gathering a shard, run outside the graph, and modules and parameters
+keep their names.
 
-Experts that are sharded separately are gathered, and given tokens whose number is known at run time only, in the
-middle of a block. Their dispatcher, and all that it runs, stays outside the graphs: one before it and one behind it.
+Separately sharded experts are gathered in the middle of a block, and the number of their tokens is known only at run time. So
+their dispatcher, and everything that it calls, stays outside the graphs: there is one graph before and one after it.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def compile_blocks(part: nn.Module, context: "Context", *, fullgraph: bool, mode: str, budget: float) -> None:
-    """Compiles every block of `part` in place, with inductor.
+    """Compiles every block of `part` in place with inductor.
 
-    `budget` is the share of activations that the compiler may keep between forward and backward (1 keeps all that it likes);
-    it decides what to recompute by solving a knapsack problem on its graph.
+    `budget` is the share of activations that the compiler may save for the backward (1: all that it chooses). The compiler
+    decides what to recompute by solving a knapsack problem on the graph.
     """
     outside = apart(context.specs, context.topology.layout)
     for stack in outside:
@@ -38,12 +38,13 @@ def compile_blocks(part: nn.Module, context: "Context", *, fullgraph: bool, mode
         block = part.get_submodule(path)
         broken = any(stack.startswith(f"{path}.") for stack in outside)
         wrap = partial(_compiled, fullgraph=fullgraph and not broken, mode=mode, budget=budget)
-        # The compiler takes recomputation into a graph, but none that is broken: it would give up on the whole block.
+        # The compiler includes recomputation in a graph, but gives up on a whole block if the recomputed part has a graph break.
         block.forward = inside(block.forward, wrap) if broken else wrap(block.forward)  # type: ignore[method-assign]
 
 
 def compile_loss_heads(part: nn.Module, context: "Context") -> None:
-    """Replaces the loss heads of `part` that have a compiled form, on an accelerator; a CPU's are made for its cache."""
+    """Replaces loss heads of `part` by their compiled form, if they have one, on an accelerator; CPU heads use the cache
+    instead."""
     if context.topology.device.type == "cpu":
         return
     for path in context.specs.exit:
@@ -59,6 +60,6 @@ def _compiled(forward: Callable[..., Any], fullgraph: bool, mode: str, budget: f
 
 
 def _within(budget: float, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # The compiler reads its budget when it compiles, which is inside some call of the block.
+    # The compiler reads its budget when it compiles, during some call of the block.
     with within_budget(budget):
         return compiled(*args, **kwargs)

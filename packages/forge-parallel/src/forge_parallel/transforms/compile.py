@@ -1,4 +1,4 @@
-"""torch.compile, block by block: what a recipe chooses. See `transforms.compiled`."""
+"""The transform `compile`: torch.compile, block by block. See `transforms.compilation`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -24,19 +24,16 @@ class Compile(Component, Transform):
     phase = Order.COMPILE
     axes = frozenset()
     plane = "graph"
-    # Measured: errors, hangs, and with donated buffers off once a gradient that was silently wrong by 4e-3.
+    # Measured with split backwards: errors, hangs, and without donated buffers once a gradient that was wrong by 4e-3.
     whole_backward = True
     key_class: ClassVar = FREE
 
     fullgraph: Annotated[bool, Neutral("where a graph may end; blocks exchange the same")] = True
-    """A graph break is an error instead of a silent loss of speed; but for the one around experts that are shared over ranks."""
+    """Make a graph break an error instead of a silent slowdown; the break around separately sharded experts is allowed."""
     mode: Annotated[Literal["default", "max-autotune-no-cudagraphs"], Neutral("which kernels a rank runs")] = "default"
-    """How long the compiler may look for fast kernels."""
+    """How long the compiler searches for fast kernels."""
     budget: Annotated[float, Gt(0), Le(1), Feature("compile_budget", unless=1.0, plane="graph")] = 1.0
-    """Share of the activations that the compiler may keep for the backward; below 1 it recomputes the cheapest ones."""
-
-    def build(self) -> "Compile":
-        return self
+    """Share of the activations that the compiler may save for the backward; below 1 it recomputes the cheapest ones."""
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Replaces the forward of each block of `part` in place, and on an accelerator the loss head.

@@ -1,4 +1,4 @@
-"""Activation recomputation: what a recipe chooses. See `transforms.checkpointed`."""
+"""The transform `recompute`: activation recomputation. See `transforms.checkpointing`."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Component, Transform):
-    """Keeps less between forward and backward and computes the rest again: memory for time.
+    """Saves less between forward and backward and computes the rest again: less memory for more time.
 
-    Elements that a block keeps per token: `full` dim; `matmul` adds the outputs of its matrices, for the Llama shape
+    Elements saved per token and block: `full` saves dim; `matmul` adds the outputs of the block's matrices, for the Llama shape
     3 dim + 2 dim kv_heads / heads + 2 ffn_dim; `attention` adds dim + heads (its output, and the log-sum-exp in fp32 or wider).
     """
 
@@ -31,22 +31,19 @@ class Recompute(Component, Transform):
     key_class: ClassVar = FREE
 
     policy: Annotated[Literal["full", "selective"], Feature("recompute_full", when="full", plane="graph")] = "selective"
-    """`full` keeps the input of a block only; `selective` keeps the results of the operators named by `keep`, too."""
+    """`full` saves only the input of a block; `selective` also saves the results of the operators in `keep`."""
     keep: Annotated[
         list[Literal["matmul", "attention"]],
         Neutral("results of collectives and choices of routers are kept in any case, and made once"),
     ] = field(default_factory=lambda: ["matmul", "attention"])
-    """Operators whose results `selective` keeps: what is expensive to compute again."""
+    """Operators whose results `selective` saves: those that are expensive to compute again."""
     every: Annotated[int, Gt(0), Neutral("each block is wrapped by itself")] = 1
-    """Recompute in every n-th block, from the first one on."""
+    """Recompute every n-th block, starting with the first."""
 
     @property
     def whole_backward(self) -> bool:  # type: ignore[override]
-        """Results that were kept can be used by one backward only."""
+        """Whether split backwards are not supported: saved results can be used by one backward only."""
         return self.policy == "selective"
-
-    def build(self) -> "Recompute":
-        return self
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Wraps every n-th block of `part` in place."""

@@ -1,4 +1,4 @@
-"""Bytes that stay allocated, counted exactly and on any device: by watching which storages are still alive."""
+"""Counts the bytes that stay allocated, exactly and on any device, by observing which storages are alive."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,9 @@ from forge_parallel.torch_private import TorchDispatchMode, storage_key, tree_le
 
 
 class Storages(TorchDispatchMode):
-    """Inside, every storage that an operator allocates is noted; `held` counts those that are still needed.
+    """Context that records every storage that an operator allocates; `held` returns the bytes of those that are still alive.
 
-    A view, or a result written into an argument, allocates nothing: so parameters and inputs are not counted.
+    Views and results that are written into an argument allocate nothing, so parameters and inputs are not counted.
     """
 
     def __init__(self) -> None:
@@ -20,20 +20,20 @@ class Storages(TorchDispatchMode):
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        inputs = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and _address(leaf) not in given:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and _address(leaf) not in inputs:
                 self._seen[_address(leaf)] = (StorageWeakRef(leaf.untyped_storage()), leaf.untyped_storage().nbytes())
         return out
 
     def held(self) -> int:
-        """Bytes of the storages that are still alive."""
+        """Returns the bytes of the storages that are still alive."""
         return sum(size for reference, size in self._seen.values() if not reference.expired())
 
 
 def held_after(forward: Callable[[], Any]) -> tuple[Any, int]:
-    """The result of `forward`, and the bytes that it keeps alive: its outputs and what its backward needs."""
+    """Returns the result of `forward` and the bytes that it keeps alive: its outputs and the tensors saved for backward."""
     with Storages() as storages:
         result = forward()
         return result, storages.held()

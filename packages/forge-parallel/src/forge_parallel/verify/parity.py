@@ -1,9 +1,9 @@
-"""The gate: a layout is right when it gives the numbers that one process gives.
+"""Parity: a layout is correct if it computes the same numbers as one process.
 
-Every rank reads other rows, with other numbers of valid tokens, packed documents, and one micro-batch without a single
-valid token. Compared are the loss, as a whole and by source of the rows, the gradient norm, every gradient, and every
-parameter after updates. In fp64 the tolerance is 1e-10; in fp32 only loss, norm and gradients are held to 2e-6 of the
-parameter's largest, since Adam turns a tiny g / |g| into a whole step.
+Every rank reads different rows, with different numbers of valid tokens, packed documents, and one micro-batch without a valid
+token. Compared are the loss, in total and by source, the gradient norm, every gradient, and every parameter after updates. In
+fp64 the tolerance is 1e-10. In fp32 it is 2e-6 of a parameter's largest element, and only loss, norm and gradients are compared,
+since Adam turns a tiny g / |g| into a full update.
 """
 
 import math
@@ -30,10 +30,10 @@ from forge_parallel.verify.proofs import TOLERANCE, within
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured in every layout. The first `silent` rows of a global batch have no label at all.
+    """The model and data that every layout runs. The first `silent` rows of a global batch have no labels.
 
-    `optimizer` is given the settings of parameters too, where there are `groups` of them, `stages`, or widths scaled from a
-    `narrow` model.
+    `optimizer` also gets the settings of parameters if there are `groups`, `stages`, or learning rates scaled from a `narrow`
+    model.
     """
 
     build: Callable[[], nn.Module]
@@ -54,17 +54,17 @@ class Case:
     stages: tuple[Stage, ...] = ()
 
     def blueprint(self) -> tuple[Blueprint, Settings]:
-        """The model, with the settings of its parameters."""
-        made = Blueprint.of(self.build)
+        """Returns the model and the settings of its parameters."""
+        blueprint = Blueprint.of(self.build)
         narrow = None if self.narrow is None else Blueprint.of(self.narrow)
-        settings = settings_of(made, self.groups, narrow, self.stages)
-        return apply(made, settings), settings
+        settings = settings_of(blueprint, self.groups, narrow, self.stages)
+        return apply(blueprint, settings), settings
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Numbers of one layout: per step loss, norm and token count, loss and token count by source; full gradients of the first
-    step; full weights at the start and after all updates, by global name."""
+    """Numbers of one layout: per step loss, norm and token count, in total and by source; full gradients of the first step; full
+    weights before the first and after the last update, by global name."""
 
     loss: list[float]
     norm: list[float]
@@ -76,9 +76,9 @@ class Measurement:
 
 
 def synthetic(case: Case, step: int) -> Batch:
-    """The global batch of one step: random tokens in packed documents, rows with very different numbers of labels.
+    """Returns the global batch of one step: random tokens in packed documents, rows with very different numbers of labels.
 
-    With as many silent rows as a micro-batch has, one micro-batch is without any label.
+    If `case.silent` is the size of a micro-batch, one micro-batch has no labels.
     """
     generator = torch.Generator().manual_seed(1000 * case.seed + step)
     shape = (case.rows, case.length)
@@ -98,10 +98,13 @@ def synthetic(case: Case, step: int) -> Batch:
 
 
 def share(batch: Batch, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
-    """The micro-batches of one data rank, as a loader hands them out: its contiguous rows of the global batch."""
+    """Returns the micro-batches of one data rank, as a loader yields them: contiguous rows of the global batch."""
     rows = batch.tokens.shape[0] // ranks
     if rows % micro_batch or batch.tokens.shape[0] % ranks:
-        raise ForgeError(f"{batch.tokens.shape[0]} rows cannot be cut into micro-batches of {micro_batch} on {ranks} data ranks")
+        raise ForgeError(
+            f"{batch.tokens.shape[0]} rows cannot be split into micro-batches of {micro_batch} on {ranks} data ranks; "
+            "choose a global batch that is a multiple of both together"
+        )
     first = rank * rows
 
     def cut(tensor: torch.Tensor | None, start: int) -> torch.Tensor | None:
@@ -122,25 +125,25 @@ def share(batch: Batch, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
 
 
 def measure(case: Case, plan: Plan, device: torch.device) -> Measurement:
-    """Collective: runs the case in one layout. Every rank of the running process group calls this and gets the same result."""
+    """Collective: runs the case in one layout; returns the same result on every rank."""
     topology = Topology.of(plan.layout, device)
     blueprint, settings = case.blueprint()
     with_extras = getattr(blueprint.module, "with_extras", lambda batch: batch)
     model = realize(blueprint, plan, topology, case.seed, case.compute, case.state)
-    # An optimizer is not told of what is frozen: the model does not show it.
-    told = bool(settings.each or settings.stages)
-    optimizer: Any = case.optimizer(model, settings) if told else case.optimizer(model)
+    # Optimizers get no settings for frozen parameters alone: they see only parameters that require gradients.
+    with_settings = bool(settings.each or settings.stages)
+    optimizer: Any = case.optimizer(model, settings) if with_settings else case.optimizer(model)
     step = Step(model, case.objective)
     initial = gathered(model, _weights(model))
     gradients: dict[str, torch.Tensor] = {}
     numbers = []
     for index in range(case.steps):
         batch = synthetic(case, index)
-        mine = share(batch, topology.data_rank, topology.data_size, case.micro_batch)
+        micro_batches = share(batch, topology.data_rank, topology.data_size, case.micro_batch)
         if settings.stages:
             optimizer.at_step(index)
             optimizer.set_factor(1.0)
-        result = step([with_extras(batch) for batch in mine])
+        result = step([with_extras(micro_batch) for micro_batch in micro_batches])
         if index == 0:
             gradients = gathered(model, {name: tensor.grad for name, tensor, _ in model.trainable()})
         clip_grad_norm(model, result.norm, case.grad_clip)
@@ -159,7 +162,7 @@ def _weights(model: ParallelModel) -> dict[str, torch.Tensor | None]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative errors of one layout against one process; `worst` names the tensor behind the largest."""
+    """Largest relative errors of a layout compared with one process; `worst` is the name of the tensor with the largest error."""
 
     loss: float
     norm: float
@@ -169,12 +172,12 @@ class Difference:
     worst: str
 
     def accepted(self, state: str) -> bool:
-        """Whether the gate lets the layout pass; weights count in fp64 only."""
+        """Whether the errors are within tolerance; weights are compared in fp64 only."""
         return self.initial and within(asdict(self), state)
 
 
 def compare(reference: Measurement, other: Measurement) -> Difference:
-    """`other` against the one-process `reference`; a number that is not finite is an infinite error."""
+    """Compares `other` with the one-process `reference`. A number that is not finite is an infinite error."""
     gradients, worst_gradient = _largest(reference.gradients, other.gradients)
     weights, worst_weight = _largest(reference.weights, other.weights)
     same = reference.initial.keys() == other.initial.keys() and all(
@@ -195,12 +198,13 @@ def compare(reference: Measurement, other: Measurement) -> Difference:
 
 
 def within_rounding(exact: Measurement, alone: Measurement, found: Measurement) -> bool:
-    """Whether a layout in a narrow format is as near to one process as that format's rounding lets it be.
+    """Whether a layout in a narrow format is as close to one process as the rounding of the format allows.
 
-    A sum in another order differs in its last bit, and where it is then rounded to float8 it may become the neighboring number:
-    1/8 away, not 2^-24. So the format sets the bound: no gradient may be farther from the exact one than twice the distance of
-    one process in that format (2-norms), and no loss or norm farther from one process's than twice what rounding moved it until
-    then. The tolerance of fp32 holds where rounding moved less. A sum that is missing, or made twice, is far outside.
+    Sums in a different order differ in their last bit; when they are then rounded to float8, the result may be the adjacent
+    value, 1/8 away instead of 2^-24. So the bound depends on the format: the error of a gradient may be at most twice that of one
+    process in the same format (2-norms, relative to the exact gradient), and a loss or norm may differ from that of one process
+    by at most twice the change that rounding has caused so far. The tolerance of fp32 applies if rounding caused less. A missing
+    or repeated sum is far outside this bound.
 
     Args:
         exact: one process without the narrow format.
@@ -223,16 +227,16 @@ def within_rounding(exact: Measurement, alone: Measurement, found: Measurement) 
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """2-norm of the difference relative to that of `a`; infinite where a number is not finite."""
+    """Returns the 2-norm of the difference relative to that of `a`; infinite if a number is not finite."""
     difference, whole = float((a.double() - b.double()).norm()), float(a.double().norm())
-    found = difference / whole if whole else difference
-    return found if math.isfinite(found) else math.inf
+    distance = difference / whole if whole else difference
+    return distance if math.isfinite(distance) else math.inf
 
 
 def _scalars(reference: Sequence[float], other: Sequence[float]) -> float:
     if len(reference) != len(other):
         return float("inf")
-    # Python's floats are fp64, and torch.tensor would round them to fp32.
+    # Python's floats are fp64; torch.tensor would round them to fp32 by default.
     pairs = torch.tensor([*zip(reference, other, strict=True)], dtype=torch.float64)
     return max((_relative(one, two) for one, two in pairs), default=0.0)
 
@@ -245,7 +249,7 @@ def _largest(reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Te
 
 
 def _relative(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Largest absolute difference relative to the largest element; infinite where anything is not finite."""
+    """Returns the largest absolute difference relative to the largest element; infinite if a number is not finite."""
     a, b = reference.double(), other.double()
     if a.shape != b.shape or not (torch.isfinite(a).all() and torch.isfinite(b).all()):
         return float("inf")

@@ -1,10 +1,9 @@
-"""Features of a recipe, proven combinations of them, and receipts of measured ones.
+"""Features of a recipe, combinations of features that tests prove, and receipts of measured combinations.
 
-A feature is declared where its option is (`forge_core.features`). These are features too: each component of the model that
-names one (`feature`), each transform, each pipeline schedule, each optimizer whose update of an element depends on others,
-gradient accumulation, and each part of the model or the objective that another package brings, under its own name
-(`forge_lionize:clip`). `rows.json` lists combinations that tests have compared with one process; `parity --record` writes
-receipts of others.
+A feature is declared at its option (`forge_core.features`). The following are features as well: model components with a
+`feature` name, transforms, pipeline schedules, optimizers whose update of an element depends on others, gradient accumulation,
+and parts of the model or objective from other packages, with the package in their name (`forge_lionize:clip`). `rows.json` lists
+the combinations that tests compare with one process; `parity --record` writes receipts of others.
 """
 
 import dataclasses
@@ -40,14 +39,14 @@ from forge_parallel.transforms.tensor.transform import TensorParallel
 DEFAULTS = MappingProxyType(
     {"shard": FullyShard(), "tensor": TensorParallel(), "context": ContextParallel(), "expert": ExpertParallel()}
 )
-"""What an axis larger than 1 pulls in when the recipe names nothing."""
+"""Transforms that an axis larger than 1 implies, with default options."""
 
-OURS = frozenset(f"forge_{name}" for name in ("core", "parallel", "models", "data", "ckpt", "vlm", "train"))
-"""Packages whose parts are proven by the tests of this repository."""
+OURS = frozenset(f"forge_{name}" for name in ("core", "parallel", "models", "data", "ckpt", "vlm", "interp", "train", "lab"))
+"""Packages whose parts are proven by this repository's tests."""
 
 
 class ParallelJob(Job, Protocol):
-    """A recipe whose `[parallel]` and `[precision]` are this package's."""
+    """A job whose sections `[parallel]` and `[precision]` are those of this package."""
 
     @property
     def parallel(self) -> Parallel: ...
@@ -56,47 +55,47 @@ class ParallelJob(Job, Protocol):
 
 
 def features(job: ParallelJob, layout: Layout) -> list[Use]:
-    """What a job, or any object with its sections, uses in a layout; each feature once."""
+    """Returns the features that a job, or any object with its sections, uses in a layout; each once."""
     sizes = layout.sizes()
-    found = used(Parallel, sizes, sizes, "parallel")
-    found += _options(job.precision, "precision", sizes, Precision)
+    uses = used(Parallel, sizes, sizes, "parallel")
+    uses += _options(job.precision, "precision", sizes, Precision)
     for name, transform in job.transforms.items():
         if name not in DEFAULTS:  # those are features of their axes
-            found.append(_of(type(transform), Use(name, getattr(transform, "plane", "layout"), f"[transforms.{name}]")))
+            uses.append(_of(type(transform), Use(name, getattr(transform, "plane", "layout"), f"[transforms.{name}]")))
     for key, component in strategies(job, layout).items():
-        found += _options(component, key, sizes)
+        uses += _options(component, key, sizes)
     if layout.pp > 1:
         schedule = job.parallel.pipeline.schedule
         name = schedule.build().name
-        found.append(_of(type(schedule), Use(f"pp_{name}", "layout", f"parallel.pipeline.schedule = {{name = '{name}'}}")))
+        uses.append(_of(type(schedule), Use(f"pp_{name}", "layout", f"parallel.pipeline.schedule = {{name = '{name}'}}")))
     if job.train.global_batch > job.train.micro_batch * layout.data:
-        found.append(Use("accumulate", "layout", "train.global_batch larger than one micro-batch per data rank"))
+        uses.append(Use("accumulate", "layout", "train.global_batch larger than one micro-batch per data rank"))
     optimizer = getattr(job, "optimizer", None)
     if layout.world > 1 and getattr(optimizer, "shards", None) in PROVEN:
-        name = type(optimizer).__name__.lower()
-        found.append(_of(type(optimizer), Use(name, "optimizer", f"optimizer.name = {name!r}")))
+        name = getattr(optimizer, "feature", type(optimizer).__name__.lower())
+        uses.append(_of(type(optimizer), Use(name, "optimizer", f"optimizer.name = {name!r}")))
     groups = getattr(getattr(job, "parameters", None), "groups", ())
-    found += [use for index, group in enumerate(groups) for use in _options(group, f"parameters.groups.{index}", sizes)]
+    uses += [use for index, group in enumerate(groups) for use in _options(group, f"parameters.groups.{index}", sizes)]
     stages = getattr(job.train, "stages", ())
-    found += [use for index, stage in enumerate(stages) for use in _options(stage, f"train.stages.{index}", sizes)]
-    found += _options(job.model, "model", sizes)
-    found += _options(getattr(job, "objective", None), "objective", sizes)
-    found += _named(job.model, "model")
+    uses += [use for index, stage in enumerate(stages) for use in _options(stage, f"train.stages.{index}", sizes)]
+    uses += _options(job.model, "model", sizes)
+    uses += _options(getattr(job, "objective", None), "objective", sizes)
+    uses += _named(job.model, "model")
     if layout.world > 1:
         for section in ("model", "objective"):
-            found += _brought(getattr(job, section, None), section)
-    return list({use.name: use for use in found}.values())
+            uses += _brought(getattr(job, section, None), section)
+    return list({use.name: use for use in uses}.values())
 
 
 def strategies(job: ParallelJob, layout: Layout) -> dict[str, Any]:
-    """By key: the transforms that a job switches on or its axes pull in, and its pipeline's schedule."""
-    pulled = {name: DEFAULTS[name] for name in default_transforms(layout, job.transforms) if name in DEFAULTS}
-    options = {f"transforms.{name}": component for name, component in {**pulled, **job.transforms}.items()}
+    """Returns, by key, the transforms that a job names or its axes imply, and its pipeline schedule."""
+    implied = {name: DEFAULTS[name] for name in default_transforms(layout, job.transforms) if name in DEFAULTS}
+    options = {f"transforms.{name}": component for name, component in {**implied, **job.transforms}.items()}
     return options | ({"parallel.pipeline.schedule": job.parallel.pipeline.schedule} if layout.pp > 1 else {})
 
 
 def origin(cls: type) -> str:
-    """The package that defines a class; of a plugin file its name."""
+    """Returns the package that defines a class, or the name of its plugin file."""
     root = cls.__module__.partition(".")[0]
     if root.startswith("forge_file_"):
         return Path(getattr(sys.modules.get(root), "__file__", None) or root).name
@@ -104,12 +103,12 @@ def origin(cls: type) -> str:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a feature is one of this repository's, by its name."""
+    """Whether a feature name belongs to this repository."""
     return ":" not in name
 
 
 def _of(cls: type, use: Use) -> Use:
-    """What a class brings, named after its package where that is a plugin's."""
+    """Returns the use of a feature of `cls`, with the package in its name if a plugin defines the class."""
     package = origin(cls)
     if package in OURS:
         return use
@@ -123,7 +122,7 @@ def _options(instance: Any, key: str, sizes: Mapping[str, int], cls: type | None
 
 
 def _named(part: Any, key: str) -> Iterator[Use]:
-    """Components of a model that are features themselves: those with a `feature`, its name."""
+    """Yields the uses of a model's components that are features themselves, those with a name in `feature`."""
     for info in fields_of(type(part)) if dataclasses.is_dataclass(part) else ():
         inner = getattr(part, info.name)
         if isinstance(inner, Component) and (name := getattr(inner, "feature", "")):
@@ -133,7 +132,7 @@ def _named(part: Any, key: str) -> Iterator[Use]:
 
 
 def _brought(part: Any, key: str) -> Iterator[Use]:
-    """Parts of other packages, in a component and all below it."""
+    """Yields the uses of components from other packages, in `part` and all components below it."""
     if not dataclasses.is_dataclass(part) or isinstance(part, type):
         return
     if isinstance(part, Component) and origin(type(part)) not in OURS:
@@ -151,28 +150,29 @@ TESTS = MappingProxyType(
         "fusions_slow": "tests/vlm/test_layouts.py::test_the_remaining_fusions_equal_one_process",
     }
 )
-"""Kind of row -> the test that runs its rows. Fast and slow ones take at most four ranks, but for pairs that need eight."""
+"""Kind of row -> the test that runs its rows. Fast and slow tests use at most four ranks, except for pairs that need eight."""
 
 
 @cache
 def rows() -> MappingProxyType[str, tuple[frozenset[str], ...]]:
-    """Kind of row -> the features of each of its runs. Runs of the kind `gpu` prove nothing: they do not run on every change."""
-    read = json.loads(Path(__file__).with_name("rows.json").read_text())
-    return MappingProxyType({kind: tuple(frozenset(row.split()) for row in runs) for kind, runs in read.items()})
+    """Returns {kind of row: the features of each of its runs}. Rows of the kind `gpu` prove nothing, as they run only on
+    request."""
+    runs_of = json.loads(Path(__file__).with_name("rows.json").read_text())
+    return MappingProxyType({kind: tuple(frozenset(row.split()) for row in runs) for kind, runs in runs_of.items()})
 
 
 def is_proven(features: Collection[str]) -> bool:
-    """Whether a test runs these together: one feature, or several."""
+    """Whether a test runs all of these features together."""
     together = frozenset(features)
     return any(together <= row for kind in TESTS for row in rows()[kind])
 
 
 def unproven(uses: Iterable[Use], brought: Collection[frozenset[str]] = ()) -> list[tuple[Use, ...]]:
-    """Features, or pairs of proven ones that interact, that no test proves; sorted by name.
+    """Returns the features, and the pairs of proven features that interact, that no test proves; sorted by name.
 
     Args:
-        uses: of a job in a layout.
-        brought: features that receipts prove together, where a plugin brings one of them.
+        uses: the features of a job in a layout.
+        brought: sets of features that receipts prove together; they count for features of plugins only.
     """
 
     def proven(*uses: Use) -> bool:
@@ -180,34 +180,35 @@ def unproven(uses: Iterable[Use], brought: Collection[frozenset[str]] = ()) -> l
         return is_proven(names) or (any(not is_ours(name) for name in names) and any(names <= row for row in brought))
 
     ordered = sorted(uses, key=lambda use: use.name)
-    alone = [(use,) for use in ordered if not proven(use)]
-    known = [use for use in ordered if (use,) not in alone]
-    return [*alone, *(pair for pair in combinations(known, 2) if _meet(*pair) and not proven(*pair))]
+    single = [(use,) for use in ordered if not proven(use)]
+    known = [use for use in ordered if (use,) not in single]
+    return [*single, *(pair for pair in combinations(known, 2) if _meet(*pair) and not proven(*pair))]
 
 
 def _meet(one: Use, other: Use) -> bool:
-    """Whether a pair has to be proven. Of a plugin only what it does in layouts: the rest is what it does on one process."""
+    """Whether a pair has to be proven. For a plugin's feature only pairs with layouts: other effects are the same on one
+    process."""
     ours = is_ours(one.name) and is_ours(other.name)
     return interact(one.plane, other.plane) and (ours or "layout" in (one.plane, other.plane))
 
 
 GROUP = "forge.proofs"
 FORGE = ("forge_core", "forge_models", "forge_parallel")
-"""Packages in which numbers are made."""
+"""Packages whose code determines the numbers."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """One layout that gave the numbers of one process.
+    """The record of a layout that had the numbers of one process.
 
     Attributes:
-        features: names of all that was used together.
+        features: names of all features that were used together.
         layout: as text, such as `dp2tp2`.
         mode: format of the numbers, such as `fp64`.
-        tolerance: largest accepted relative error, for people to read: `within` knows it.
-        errors: what was measured, by name.
+        tolerance: largest accepted relative error, for readers only; `within` has the limits that apply.
+        errors: measured errors by name.
         digests: package or plugin file -> digest of its code.
-        versions: of torch and Forge, for people to read.
+        versions: versions of torch and Forge, for readers only.
     """
 
     features: tuple[str, ...]
@@ -219,18 +220,18 @@ class Receipt:
     versions: Mapping[str, str]
 
     def holds(self, now: Mapping[str, str]) -> bool:
-        """Whether its numbers are within tolerance, and of code that is still the same: `now` is what `digests` says of a job."""
+        """Whether the errors are within tolerance and the code is unchanged; `now` is what `digests` returns for a job."""
         return not self.changed(now) and within(self.errors, self.mode)
 
     def changed(self, now: Mapping[str, str]) -> list[str]:
-        """Packages whose code is not what was measured, of which the receipt says no digest, or that the job does not use."""
+        """Returns the packages whose code has changed, for which the receipt has no digest, or which the job does not use."""
         brought = {name.partition(":")[0] for name in self.features if ":" in name}
         needed = {*FORGE, *brought, *self.digests}
         return sorted(name for name in needed if name not in self.digests or now.get(name) != self.digests[name])
 
 
 def write(receipt: Receipt, folder: Path) -> Path:
-    """Writes a receipt; one of the same features, layout and mode is replaced."""
+    """Writes a receipt; replaces one with the same features, layout and mode."""
     what = sha256(json.dumps([sorted(receipt.features), receipt.mode]).encode()).hexdigest()[:8]
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{receipt.layout}-{receipt.mode}-{what}.json"
@@ -239,39 +240,39 @@ def write(receipt: Receipt, folder: Path) -> Path:
 
 
 def read(folder: Path) -> list[Receipt]:
-    """The receipts in a folder.
+    """Returns the receipts in a folder.
 
     Raises:
         ForgeError: the folder does not exist, or a file in it is not a receipt.
     """
     if not folder.is_dir():
         raise ForgeError(f"folder {folder} of parallel.proofs does not exist; record receipts with forge-train parity --record")
-    found = []
+    receipts = []
     for file in sorted(folder.glob("*.json")):
         try:
-            said = json.loads(file.read_text())
-            found.append(Receipt(**{**said, "features": tuple(said["features"])}))
+            values = json.loads(file.read_text())
+            receipts.append(Receipt(**{**values, "features": tuple(values["features"])}))
         except (ValueError, TypeError, KeyError) as error:
-            raise ForgeError(f"{file} is not a receipt of forge-train parity --record: {error}") from error
-    return found
+            raise ForgeError(f"{file} is not a receipt of forge-train parity --record ({error}); remove it") from error
+    return receipts
 
 
 def offered(folders: Iterable[Path], registry: Registry) -> list[Receipt]:
-    """Receipts in these folders, and those that installed plugins offer; a plugin that cannot be loaded proves nothing."""
-    brought = []
+    """Returns the receipts in these folders and those of installed plugins; a plugin that cannot be loaded is skipped."""
+    plugin_folders = []
     for entry in registry.of(GROUP):
         with suppress(BrokenPlugin):
-            brought.append(Path(registry.load_entry(entry)))
-    return [receipt for folder in (*folders, *brought) for receipt in read(folder)]
+            plugin_folders.append(Path(registry.load_entry(entry)))
+    return [receipt for folder in (*folders, *plugin_folders) for receipt in read(folder)]
 
 
 def digests(uses: Iterable[Use]) -> dict[str, str]:
-    """Name of each package of Forge, and of each plugin that brings one of these features -> digest of its Python sources."""
+    """Returns {package of Forge, or plugin with one of these features: digest of its Python sources}."""
     modules = {name: {name} for name in FORGE}
     for use in uses:
-        if use.module:  # two files of one name are measured together
+        if use.module:  # two plugin files with the same name get one digest
             modules.setdefault(use.name.partition(":")[0], set()).add(use.module)
-    return {name: _digest(found) for name, found in modules.items()}
+    return {name: _digest(sources) for name, sources in modules.items()}
 
 
 def _digest(modules: set[str]) -> str:
@@ -281,18 +282,17 @@ def _digest(modules: set[str]) -> str:
 
 def _sources(module: Any) -> list[Path]:
     folders = [Path(folder) for folder in getattr(module, "__path__", ())]
-    alone = getattr(module, "__file__", None)
-    return sorted(file for folder in folders for file in folder.rglob("*.py")) or ([Path(alone)] if alone else [])
+    single = getattr(module, "__file__", None)
+    return sorted(file for folder in folders for file in folder.rglob("*.py")) or ([Path(single)] if single else [])
 
 
 TOLERANCE = MappingProxyType({"fp64": 1e-10, "fp32": 2e-6, "bf16": 2**-6})
-"""Largest accepted error relative to the largest element of the tensor, by the format of the state. Gradients that are kept
-in bf16 are rounded once a micro-batch, by 2^-9 each time, so that format can only be held to a few of these; its loss is
-held to fp32's."""
+"""Largest accepted error relative to a tensor's largest element, by the dtype of the state. Gradients in bf16 are rounded by 2^-9
+in every micro-batch, so the bf16 limit allows a few of these roundings; the loss has the limit of fp32."""
 
 
 def within(errors: Mapping[str, float], state: str) -> bool:
-    """Whether `loss`, `norm`, `gradients` and, in fp64, `weights` are close enough; what is absent or unknown is not."""
+    """Whether `loss`, `norm`, `gradients` and, in fp64, `weights` are within tolerance; a missing error counts as infinite."""
     limit = TOLERANCE.get(state, -1.0)
     compared = ("norm", "gradients", *(["weights"] if state == "fp64" else []))
     loss = errors.get("loss", math.inf) <= min(limit, TOLERANCE["fp32"])

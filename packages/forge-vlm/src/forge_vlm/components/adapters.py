@@ -34,7 +34,7 @@ def projection(context: AdapterContext, inputs: int, hidden: int, hidden_dim: in
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Component):
+class LinearConfig(Component):
     """One matrix; every feature becomes a token (LLaVA, Liu et al., 2023)."""
 
     key_class: ClassVar = IDENTITY
@@ -52,7 +52,7 @@ class Linear(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLP(Component):
+class MLPConfig(Component):
     """A feed-forward network with exact gelu; every feature becomes a token (LLaVA-1.5, Liu et al., 2024)."""
 
     key_class: ClassVar = IDENTITY
@@ -66,7 +66,7 @@ class MLP(Component):
     """Every matrix has a bias."""
 
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[MLP]":
+    def examples(cls, folder: "Path") -> "Iterable[MLPConfig]":
         """One hidden layer, and two."""
         return (cls(), cls(hidden=2, hidden_dim=12, bias=False))
 
@@ -79,7 +79,7 @@ class MLP(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AveragePool(Component):
+class AveragePoolConfig(Component):
     """The mean of each window of the grid, then a projection. Windows at the edges may be smaller."""
 
     key_class: ClassVar = IDENTITY
@@ -94,7 +94,7 @@ class AveragePool(Component):
     """Every matrix of the projection has a bias."""
 
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[AveragePool]":
+    def examples(cls, folder: "Path") -> "Iterable[AveragePoolConfig]":
         """Windows that fit, and windows that do not."""
         return (cls(), cls(window=3, hidden=1))
 
@@ -112,7 +112,7 @@ class AveragePool(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionPool(Component):
+class AttentionPoolConfig(Component):
     """Attention inside of each window, whose query is the window's mean, then a projection (Molmo, Deitke et al., 2024)."""
 
     key_class: ClassVar = IDENTITY
@@ -147,7 +147,7 @@ class AttentionPool(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixelShuffle(Component):
+class PixelShuffleConfig(Component):
     """The features of each window side by side, then a projection: fewer tokens, nothing lost before it (Idefics3, 2024)."""
 
     key_class: ClassVar = IDENTITY
@@ -174,7 +174,7 @@ class PixelShuffle(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Perceiver(Component):
+class PerceiverConfig(Component):
     """Learned tokens attend to all features in each layer (Jaegle et al., 2021): the same number of tokens for any image."""
 
     key_class: ClassVar = IDENTITY
@@ -190,7 +190,7 @@ class Perceiver(Component):
     """Hidden width of the feed-forward part; 4 times the decoder's width when absent."""
 
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[Perceiver]":
+    def examples(cls, folder: "Path") -> "Iterable[PerceiverConfig]":
         """A small one."""
         return (cls(latents=3, layers=2, heads=2),)
 

@@ -280,6 +280,7 @@ class Features(Component):
     """Features that were computed before. A batch has them, (N, tokens, width), in place of images."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_vlm.encoders.vit:StoredFeatures"
 
     count: Annotated[int, Gt(0)]
     """Features of one image."""
@@ -325,8 +326,3 @@ class Features(Component):
     def std(self) -> tuple[float, ...]:
         """Empty: features are taken as they are."""
         return ()
-
-    def build(self) -> "nn.Module":
-        from forge_vlm.encoders import vit
-
-        return vit.StoredFeatures(self.count, self.dim)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from forge_vlm.context import FusionContext
-    from forge_vlm.fusion.fusion import Fusion
 
 ImageAttention = Literal["causal", "bidirectional_image", "prefix"]
 
@@ -27,6 +25,7 @@ class JointDecoder(Component):
     """Images are tokens of the sequence, in one decoder with one set of weights (LLaVA, Liu et al., 2023)."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_vlm.fusion.early:JointFusion"
     feature: ClassVar[str] = "fusion_joint"
     in_stream: ClassVar[bool] = True
 
@@ -40,11 +39,6 @@ class JointDecoder(Component):
         """One for each mask."""
         return (cls(), cls(image_attention="bidirectional_image"), cls(image_attention="prefix"))
 
-    def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.early import JointFusion
-
-        return JointFusion(context, image_attention=self.image_attention)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttention(Component):
@@ -52,6 +46,7 @@ class CrossAttention(Component):
     2022; Llama 3, 2024, section 7.3). Text without images has exactly the text model's logits."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_vlm.fusion.cross:CrossAttentionFusion"
     feature: ClassVar[str] = "fusion_cross"
     in_stream: ClassVar[bool] = False
 
@@ -69,11 +64,6 @@ class CrossAttention(Component):
         """Layers with a cross block before them."""
         return tuple(layer for layer in range(layers) if (layer + 1) % self.every == 0)
 
-    def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.cross import CrossAttentionFusion
-
-        return CrossAttentionFusion(context, every=self.every)
-
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfTransformers(Component):
@@ -85,16 +75,12 @@ class MixtureOfTransformers(Component):
     """
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_vlm.fusion.modalities:MoTFusion"
     feature: ClassVar[str] = "fusion_mot"
     in_stream: ClassVar[bool] = True
 
     image_attention: ImageAttention = "causal"
     """As for `joint_decoder`."""
-
-    def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.modalities import MoTFusion
-
-        return MoTFusion(context, image_attention=self.image_attention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +89,7 @@ class MoMa(Component):
     describes the experts of one modality; `shared` experts serve all modalities."""
 
     key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_vlm.fusion.routed:MoMaFusion"
     in_stream: ClassVar[bool] = True
     needs_experts: ClassVar[bool] = True
 
@@ -136,8 +123,3 @@ class MoMa(Component):
         return {"token_choice": "fusion_moma", "expert_choice": "fusion_moma_choice", "threshold": "fusion_moma_threshold"}[
             self.routing
         ]
-
-    def build(self, context: "FusionContext") -> "Fusion":
-        from forge_vlm.fusion.routed import MoMaFusion
-
-        return MoMaFusion(context, routing=self.routing, rate=self.rate)

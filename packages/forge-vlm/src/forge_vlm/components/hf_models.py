@@ -1,44 +1,32 @@
 """Models with images in the Hugging Face format, chosen by `--family` and by the `model_type` of a folder.
 
-`own_code` says that a folder brings code of ours with it; such a folder is only written where it is asked for by name.
+`own_code` says that only classes of ours open a folder; such a folder is only written where it is asked for by name.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from forge_core.component import Component
 
-if TYPE_CHECKING:
-    from forge_core.protocols.weights import HfModel
-
 
 @dataclass(frozen=True, kw_only=True)
-class Llava(Component):
+class LlavaConfig(Component):
     """A joint decoder with a published tower as `LlavaForConditionalGeneration` (Liu et al., 2023)."""
 
-    def build(self) -> "HfModel":
-        from forge_vlm.hf.llava import Llava
-
-        return Llava()
+    implementation: ClassVar[str] = "forge_vlm.hf.llava:Llava"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mllama(Component):
-    """Cross-attention with the text part as `MllamaForCausalLM` (Llama 3.2, 2024); encoder and adapter bring code of ours."""
+class MllamaConfig(Component):
+    """Cross-attention with the text part as `MllamaForCausalLM` (Llama 3.2, 2024); classes of ours open encoder and adapter."""
 
-    def build(self) -> "HfModel":
-        from forge_vlm.hf.mllama import Mllama
-
-        return Mllama()
+    implementation: ClassVar[str] = "forge_vlm.hf.mllama:Mllama"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standalone(Component):
-    """Any fusion but cross-attention, with code in plain PyTorch in the folder: for what no class of transformers can hold."""
+class AutoModelFormatConfig(Component):
+    """Any fusion but cross-attention, for Auto classes of transformers that forge-vlm registers (`forge_vlm.hf.register`)."""
+
+    implementation: ClassVar[str] = "forge_vlm.hf.auto:AutoModelFormat"
 
     own_code: ClassVar[bool] = True
-
-    def build(self) -> "HfModel":
-        from forge_vlm.hf.standalone.folder import Standalone
-
-        return Standalone()

@@ -10,7 +10,7 @@ from forge_core.specs import Outline
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.outline import outline
-from forge_vlm.components.adapters import MLP
+from forge_vlm.components.adapters import MLPConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
 from forge_vlm.context import WHOLE_STREAM, AdapterContext, FusionContext, Modalities
@@ -66,7 +66,7 @@ class VLM(DecoderConfig):
             "vocab_size": 40,
             "max_length": 64,
         }
-        vision = small | {"encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2), "adapter": MLP()}
+        vision = small | {"encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2), "adapter": MLPConfig()}
         experts = MoEConfig(experts=4, kernel="loop")
         return (
             cls(**vision, fusion=JointDecoder()),
@@ -142,7 +142,7 @@ class VLM(DecoderConfig):
     @property
     def chosen_adapter(self) -> Any:
         """The component of the adapter, or its default."""
-        return MLP() if self.adapter is None else self.adapter
+        return MLPConfig() if self.adapter is None else self.adapter
 
     @property
     def placeholder(self) -> int | None:

@@ -274,9 +274,9 @@ def _interpolation_weights(index: Tensor, count: Tensor, side: int) -> Tensor:
 class StoredFeatures(nn.Module):
     """Features that were computed before, in place of images: the identity, with a check of their size."""
 
-    def __init__(self, tokens: int, width: int) -> None:
+    def __init__(self, count: int, dim: int) -> None:
         super().__init__()
-        self.size = (tokens, width)
+        self.size = (count, dim)
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, tokens, width) -> the same.

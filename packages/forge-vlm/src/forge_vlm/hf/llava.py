@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.component import Component
+from forge_core.component import Component, class_name
 from forge_core.protocols.weights import NO_EXTRAS, Weights
 from forge_models.hf.config import ANY_VALUE, CONFIG, Allowed, Keys, Unsupported, read_config
 from forge_models.hf.converter import opened
@@ -18,7 +18,7 @@ from forge_models.hf.family import Family, config_of, decoder_of
 from forge_models.hf.names import DERIVED, Place
 from forge_models.hf.reader import CheckpointTensors, facts_in, family_of
 from forge_models.hf.writer import special_tokens, usage_of, write_folder, write_json
-from forge_vlm.components.adapters import MLP, Linear
+from forge_vlm.components.adapters import LinearConfig, MLPConfig
 from forge_vlm.components.encoders import CLIP, SigLIP
 from forge_vlm.components.fusions import JointDecoder, MoMa
 from forge_vlm.components.model import VLM
@@ -95,7 +95,7 @@ class Llava:
         config["text_config"] |= special_tokens(weights, MODEL_TYPE, tokenizer or weights.facts.tokenizer)
         prefix = TOWER if config["vision_config"]["model_type"] == "dinov2" else TOWER + INNER
         constants, dtype = tower_constants(model.vision, prefix), weights.tensors["embed.weight"].dtype
-        if isinstance(model.chosen_adapter, Linear):
+        if isinstance(model.chosen_adapter, LinearConfig):
             constants |= _identity(model)
 
         def texts_of(folder: Path) -> None:
@@ -160,7 +160,7 @@ class LlavaFolder(CheckpointTensors):
         if self.model.tied_embeddings and HEAD in left:
             left.remove(HEAD)
             self.check_tie(HEAD, TABLE)
-        if isinstance(self.model.chosen_adapter, Linear):
+        if isinstance(self.model.chosen_adapter, LinearConfig):
             left -= self._checked(_identity(self.model))
         self.match(places, left)
         skipped = sum(name.startswith(unused) for name in self.names)
@@ -190,11 +190,11 @@ def _misfits(model: VLM) -> Iterator[str]:
     yield from tower_misfits(encoder)
     if getattr(encoder, "feature_layers", None) == () and encoder.shape.last_norm:
         yield "encoder.feature_layers is empty, so features are normed, and LLaVA takes hidden states; train with [-1]"
-    if type(adapter) not in (MLP, Linear):
-        yield f"adapter = {type(adapter).__name__}: LLaVA has an MLP of two matrices, or Linear"
-    elif isinstance(adapter, MLP) and adapter.hidden != 1:
+    if type(adapter) not in (MLPConfig, LinearConfig):
+        yield f"adapter = {class_name(adapter)}: LLaVA has an MLP of two matrices, or Linear"
+    elif isinstance(adapter, MLPConfig) and adapter.hidden != 1:
         yield f"adapter.hidden = {adapter.hidden}: LLaVA's projector has one hidden layer"
-    elif isinstance(adapter, MLP) and adapter.hidden_dim not in (None, model.dim):
+    elif isinstance(adapter, MLPConfig) and adapter.hidden_dim not in (None, model.dim):
         yield f"adapter.hidden_dim = {adapter.hidden_dim}: LLaVA's projector is as wide as the decoder, {model.dim}"
     if model.soft_cap is not None:
         yield f"soft_cap = {model.soft_cap}: the head of LLaVA has none"
@@ -212,7 +212,7 @@ def _config(model: VLM) -> dict[str, Any]:
         "vision_config": tower_config(encoder),
         "image_token_index": model.placeholder,
         "image_seq_length": model.per_image,
-        "projector_hidden_act": "gelu" if isinstance(adapter, MLP) else "linear",
+        "projector_hidden_act": "gelu" if isinstance(adapter, MLPConfig) else "linear",
         "multimodal_projector_bias": adapter.bias,
         "vision_feature_layer": outputs[0] if len(outputs) == 1 else list(outputs),
         "vision_feature_select_strategy": "default" if encoder.shape.class_token and not encoder.class_feature else "full",
@@ -274,7 +274,7 @@ def model_of(values: Mapping[str, Any], folder: Path, where: str, ignore: Sequen
         path=str(folder), feature_layers=tuple(layers), class_feature=strategy == "full" and kind != "siglip_vision_model"
     )
     fields = {item: getattr(decoder, item) for item in vars(decoder)}
-    adapter = MLP(bias=bias) if act == "gelu" else Linear(bias=bias)
+    adapter = MLPConfig(bias=bias) if act == "gelu" else LinearConfig(bias=bias)
     try:
         return family, VLM(**fields, encoder=encoder, adapter=adapter, fusion=JointDecoder(), image_token=token)
     except ValueError as cause:

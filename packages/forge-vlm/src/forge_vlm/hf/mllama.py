@@ -4,12 +4,13 @@
     blocks.3                       model.layers.4: before the last of every 4 layers stands a cross layer, which counts
     blocks.3.cross                 model.layers.3
     embed                          model.embed_tokens, with 8 rows more, which are 0
-    encoder, adapter               vision/, with their own code: the tower of Llama 3.2 is another one
+    encoder, adapter               vision/, which `load_vision` opens: the tower of Llama 3.2 is another one
 
 transformers lets text before the first image of a row see images in part (its issue 39379); here such text sees nothing. Rows
 that are compared begin with their image, or have none.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,17 +26,19 @@ from forge_models.hf.family import Family, config_of, decoder_of, misfits, read_
 from forge_models.hf.names import DERIVED, Place, shapes_of
 from forge_models.hf.reader import SINGLE, CheckpointTensors, facts_in
 from forge_models.hf.writer import usage_of, write_folder, write_json
-from forge_vlm.components.adapters import MLP
+from forge_vlm.components.adapters import MLPConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention
 from forge_vlm.components.model import VLM
-from forge_vlm.hf import processors
-from forge_vlm.hf.standalone import folder as standalone
-from forge_vlm.hf.standalone import plain, shapes
+from forge_vlm.hf.auto import vision_keys, vision_misfits, write_preprocessor
+from forge_vlm.hf.component_tables import DESCRIPTION, component_of, table_of
+from forge_vlm.hf.component_tables import MODEL_TYPE as VISION_MODEL_TYPE
+from forge_vlm.hf.processors import NONE, tell
 from forge_vlm.hf.text_and_vision import text_decoder, text_places
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
 MODEL_TYPE, ARCHITECTURE = "mllama_text_model", "MllamaForCausalLM"
 VISION = "vision"
@@ -52,12 +55,9 @@ CROSS = {
 }
 """Parts of a cross block -> their names there."""
 USAGE = f"""{usage_of(ARCHITECTURE)}
-import sys
+from forge_vlm.hf import load_vision  # pip install forge-vlm
 
-sys.path.insert(0, "path/of/this/folder/{VISION}")
-from modeling_forge import load
-
-states = load("path/of/this/folder/{VISION}")(images)  # cross_attention_states of rows with one image
+states = load_vision("path/of/this/folder")(images)  # cross_attention_states of rows with one image
 """
 
 
@@ -136,21 +136,19 @@ class Mllama:
         )
 
     def reference(self, path: Path, tokens: "Tensor", extras: "Mapping[str, Tensor]" = NO_EXTRAS) -> "Tensor | str":
-        """See `HfModel`: transformers for the text part, the code of the folder for images. Rows begin with their images."""
+        """See `HfModel`: transformers for the text part, `load_vision` for images. Rows begin with their images."""
         import torch
 
-        if fault := standalone.foreign(path / VISION):
-            return fault
         model = opened(path, ARCHITECTURE)
         if isinstance(model, str):
             return model
-        logits = torch.zeros(*tokens.shape, model.vocab_size)
+        vision, logits = load_vision(path, torch.float32), torch.zeros(*tokens.shape, model.vocab_size)
         rows = extras.get("image_rows", torch.full((len(tokens), 1), -1))
         with torch.no_grad():
             for row, numbers in enumerate(rows):
                 given = {}
                 if (shown := numbers[numbers >= 0]).numel():
-                    states = standalone.code_of(path / VISION).load(path / VISION, torch.float32)(extras["images"][shown])
+                    states = vision(extras["images"][shown])
                     seen = _seen(tokens[row].tolist(), read_config(path)["image_token_index"], states.shape[1])
                     mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
                     given = {"cross_attention_states": states.flatten(0, 1)[None], "cross_attention_mask": mask[None, None]}
@@ -160,7 +158,7 @@ class Mllama:
     def examples(self, folder: Path) -> Iterable[Component]:
         """See `HfModel`."""
         sizes: dict[str, Any] = {"dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "vocab_size": 40}
-        vision: dict[str, Any] = {"encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2), "adapter": MLP()}
+        vision: dict[str, Any] = {"encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2), "adapter": MLPConfig()}
         yield VLM(**sizes, max_length=64, **vision, fusion=CrossAttention(every=2))
 
 
@@ -180,7 +178,7 @@ class MllamaFolder:
             raise Unsupported(
                 f"{folder} is the text part of a model alone; encoder and adapter are in {VISION}/ of a folder that Forge wrote"
             )
-        parts = plain.made(read_config(folder / VISION).get(standalone.DESCRIPTION), folder / VISION)
+        parts = component_of(read_config(folder / VISION).get(DESCRIPTION), folder / VISION)
         fields = {name: getattr(decoder, name) for name in vars(decoder)}
         fields |= {"encoder": parts["encoder"], "adapter": parts["adapter"]}
         self.model: Component = VLM(**fields, fusion=CrossAttention(every=family.every), image_token=token)
@@ -204,6 +202,30 @@ class MllamaFolder:
         return self._parts[_of_vision(name)].box(name, offset, extent)
 
 
+def load_vision(folder: str | Path, dtype: "torch.dtype | None" = None) -> "nn.Module":
+    """Encoder and adapter of a folder, in evaluation: images (n, channels, height, width) to (n, per_image, dim), the
+    `cross_attention_states` of the text part.
+
+    Args:
+        folder: as Forge wrote it, with text part and `vision`.
+        dtype: of the parameters; by default the one that each was stored in.
+
+    Raises:
+        ConfigError, Unsupported: see `MllamaFolder`.
+    """
+    import torch
+    from torch import nn
+
+    weights = MllamaFolder(Path(folder))
+    model: Any = weights.model
+    with torch.device("meta"):
+        built = model.build()
+    vision = nn.Sequential(OrderedDict(encoder=built.encoder, adapter=built.adapter))
+    tensors = weights.read([name for name in weights.tensors if _of_vision(name)])
+    vision.load_state_dict({name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}, assign=True)
+    return vision.eval()
+
+
 def cross_layers(layers: int, every: int) -> list[int]:
     """Places of cross layers among all, with one before the last of every `every` of `layers` layers."""
     return [layer + number for number, layer in enumerate(range(every - 1, layers, every))]
@@ -220,7 +242,7 @@ def _misfits(model: VLM) -> Iterator[str]:
         yield f"tied_embeddings = True: the embedding of Mllama has {MORE_ROWS} rows more than its head"
     untied = replace(text_decoder(model), tied_embeddings=False)
     yield from misfits(Text(model.chosen_fusion.every), untied)
-    yield from shapes.vision_misfits(model)
+    yield from vision_misfits(model)
 
 
 def _of_vision(name: str) -> bool:
@@ -251,21 +273,21 @@ def _places(model: VLM) -> dict[str, Place]:
 
 def _write_others(folder: Path, weights: Weights, model: VLM) -> None:
     _write_vision(folder / VISION, weights, model)
-    why = f"the processor of Mllama cuts images for another tower, and that of this model is code of ours in {VISION}/"
-    processors.tell(folder, processors.NONE.format(why=why))
+    why = "the processor of Mllama cuts images for another tower"
+    tell(folder, NONE.format(why=why))
 
 
 def _write_vision(folder: Path, weights: Weights, model: VLM) -> None:
-    """Writes encoder and adapter with the code that runs them."""
+    """Writes encoder and adapter."""
     from safetensors.torch import save_file
 
     folder.mkdir()
     tensors = weights.read([name for name in weights.tensors if _of_vision(name)])
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(folder / SINGLE), metadata={"format": "pt"})
-    parts = {"encoder": plain.plain(model.vision), "adapter": plain.plain(model.chosen_adapter)}
-    config = {"architectures": ["Vision"], "model_type": standalone.MODEL_TYPE, "model": shapes.vision_of(model)}
-    write_json(folder / CONFIG, {**config, standalone.DESCRIPTION: parts, **standalone.vision_keys(model)})
-    standalone.write_code(folder, model)
+    parts = {"encoder": table_of(model.vision), "adapter": table_of(model.chosen_adapter)}
+    config = {"architectures": ["Vision"], "model_type": VISION_MODEL_TYPE}
+    write_json(folder / CONFIG, {**config, DESCRIPTION: parts, **vision_keys(model)})
+    write_preprocessor(folder, model)
 
 
 def _seen(tokens: list[int], image_token: int, per_image: int) -> "Tensor":

@@ -81,14 +81,14 @@ class SigmoidTopK(nn.Module):
         normalize: bool = True,
         scaling: float = 1.0,
         n_group: int = 1,
-        topk_group: int = 1,
+        topk_group: int | None = None,
         bias_rate: float = 1e-3,
         bias_schedule: Literal["constant", "cosine", "warmup"] = "constant",
         bias_steps: int | None = None,
     ) -> None:
         super().__init__()
         self.context, self.normalize, self.scaling = context, normalize, scaling
-        self.n_group, self.topk_group = n_group, topk_group
+        self.n_group, self.topk_group = n_group, n_group if topk_group is None else topk_group
         self.bias_rate, self.bias_schedule, self.bias_steps = bias_rate, bias_schedule, bias_steps
         self.weight = unfilled(context.experts, context.dim)
         self.register_buffer("bias", torch.full((context.experts,), torch.nan))

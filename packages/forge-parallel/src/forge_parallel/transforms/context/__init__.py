@@ -1,1 +1,1 @@
-"""Context parallelism: ranks split the positions of a row and meet in the attention cores."""
+"""Context parallelism: ranks split the positions of each row, and exchange keys and values in the attention cores."""

@@ -1,7 +1,7 @@
-"""Attention cores of context parallelism: how a model's cores are replaced, and the core that gathers all keys and values.
+"""Attention cores for context parallelism: replaces a model's cores, and defines the core that gathers all keys and values.
 
-`AllGatherAttention` gathers the keys and values of the whole row and attends to them from its own queries (Llama 3, 2024,
-3.3.2).
+`AllGatherAttention` gathers the keys and values of the whole row and attends to them from this rank's queries (Llama 3, 2024,
+section 3.3.2).
 """
 
 from collections.abc import Callable
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class AllGatherAttention:
-    """Leaves the softmax to the model's own core, which is told at which places queries and keys lie.
+    """Gathers keys and values, and runs the model's own core with the positions of queries and keys.
 
-    For R ranks, rows of S places, kv_heads heads of head_dim + width numbers and B rows, a rank receives
-    (R - 1) / R * B * S * kv_heads * (head_dim + width) numbers per layer in the forward and as many in the backward, and
-    keeps the gathered keys and values, R / (R - 1) of that, in between.
+    For R ranks, rows of S positions, kv_heads heads of head_dim + width numbers and B rows, a rank receives
+    (R - 1) / R * B * S * kv_heads * (head_dim + width) numbers per layer in the forward and equally many in the backward, and
+    saves the gathered keys and values, R / (R - 1) of that, in between.
 
     Attributes:
         inner: the model's own core.
-        order: which places each rank holds.
+        order: which positions each rank holds.
         ranks: the group that shares a row.
     """
 
@@ -53,7 +53,7 @@ class AllGatherAttention:
     ranks: Ranks
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:
-        """What `inner` needs for the T = `length` queries of this rank against the keys of all ranks."""
+        """Returns what `inner` needs for the T = `length` queries of this rank and the keys of all ranks."""
         order, where = self.order, torch.device(device)
         whole = gathered_documents(documents, self.ranks)
         queries = PositionedTokens(held_places(order, self.ranks.rank, length * order.ranks, where), documents)
@@ -61,7 +61,7 @@ class AllGatherAttention:
         return self.inner.prepare_placed(queries, keys, window)
 
     def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Alone:
-        """For calls with a cache, which are not split."""
+        """Prepares calls with a cache, which are not split over ranks."""
         return prepare_alone(self.inner, slots, extent, window)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: Any, scale: float, soft_cap: float | None = None) -> Tensor:
@@ -76,21 +76,21 @@ class AllGatherAttention:
 
 
 def replace_cores(part: nn.Module, context: "Context", kind: str, order: SequenceOrder) -> None:
-    """Replaces `core` in the modules of each block of `part` that have one.
+    """Replaces `core` in all modules of each block of `part` that have one.
 
     Raises:
-        PlanError: a block has no attention core, the model needs whole rows elsewhere, or this kind cannot do what a
-            core or the number of heads asks for.
+        PlanError: a block has no attention core, the model needs whole rows elsewhere, or `kind` does not support a core or
+            the number of heads.
     """
     if why := whole_rows_refusal(context.specs.whole_rows):
         raise PlanError(why)
     replaced = _replacement(context, kind, order)
     for path in context.specs.blocks:
         modules = part.get_submodule(path).named_modules(prefix=path)
-        found = {name: module for name, module in modules if isinstance(getattr(module, "core", None), AttentionCore)}
-        if not found:
+        cores = {name: module for name, module in modules if isinstance(getattr(module, "core", None), AttentionCore)}
+        if not cores:
             raise PlanError(f"parallel.cp: {path} has no attention core to replace; set parallel.cp = 1")
-        for name, module in found.items():
+        for name, module in cores.items():
             module.core = replaced(name, module.core)  # type: ignore[assignment]
 
 
@@ -109,20 +109,20 @@ def _replacement(context: "Context", kind: str, order: SequenceOrder) -> Callabl
 
 
 def cut_rows(batch: Batch, order: SequenceOrder, rank: int, kind: str) -> Batch:
-    """The places of each row that `rank` holds, with their positions.
+    """Returns the part of each row that `rank` holds, with positions.
 
     Raises:
-        ForgeError: the length cannot be cut, or there are further inputs, of which nothing is known.
+        ForgeError: the length cannot be split, or the batch has extra inputs, for which no rule is known.
     """
     ranks, (rows, length) = order.ranks, batch.tokens.shape
     if length % order.pieces:
         raise ForgeError(
-            f"rows of {length} tokens cannot be cut for parallel.cp = {ranks}, transforms.context.kind = {kind!r}; "
+            f"rows of {length} tokens cannot be split for parallel.cp = {ranks} and transforms.context.kind = {kind!r}; "
             f"data.sequence_length must be a multiple of {order.pieces}"
         )
     if batch.extras:
         fields = ", ".join(sorted(batch.extras))
-        raise ForgeError(f"parallel.cp = {ranks} cannot cut {fields} of the batch along rows; set parallel.cp = 1")
+        raise ForgeError(f"parallel.cp = {ranks} cannot split {fields} of the batch along rows; set parallel.cp = 1")
 
     def cut(tensor: Tensor) -> Tensor:
         return held(order, rank, tensor)
@@ -136,15 +136,15 @@ def cut_rows(batch: Batch, order: SequenceOrder, rank: int, kind: str) -> Batch:
     documents = None if batch.documents is None else cut(batch.documents)
     mtp_targets = None if batch.mtp_targets is None else MTPTargets(*map(cut, batch.mtp_targets))
     token_mask = None if batch.token_mask is None else cut(batch.token_mask)
-    kept = replace(batch, positions=positions, documents=documents, mtp_targets=mtp_targets, token_mask=token_mask)
-    return replace(kept, tokens=cut(batch.tokens), labels=cut(batch.labels))
+    local = replace(batch, positions=positions, documents=documents, mtp_targets=mtp_targets, token_mask=token_mask)
+    return replace(local, tokens=cut(batch.tokens), labels=cut(batch.labels))
 
 
 def _placed(name: str, core: Any) -> PositionedCore:
     if not isinstance(core, PositionedCore):
         raise PlanError(
-            f"transforms.context.kind = 'all_gather': {name}.core, a {type(core).__name__}, does not take positions of keys "
-            "belong (it has no prepare_placed); use 'ulysses' or 'ring'"
+            f"transforms.context.kind = 'all_gather': {name}.core ({type(core).__name__}) does not accept key positions, because "
+            "it has no prepare_placed; use 'ulysses' or 'ring'"
         )
     return core
 

@@ -1,8 +1,8 @@
-"""Attention to one block of keys on CUDA by flex attention, with what it takes to join the results of several blocks.
+"""Attention to one block of keys on CUDA with flex attention, and the log-sum-exp that joins the results of several blocks.
 
-No mask of T x S exists: a sparse list of 128 x 128 blocks is made once for all layers. The kernel's own gradient knows only the
-softmax over this block, so the backward runs the block again and differentiates the formula that joins it to the others: with
-l its log-sum-exp and L that of all blocks, out = sum of exp(l - L) * part, which is a function of part and l.
+No mask of T x S is created; a sparse list of 128 x 128 blocks is built once for all layers. The kernel's own gradient covers only
+the softmax over this block. So the backward runs the block again and differentiates the formula that joins it with the others:
+with l its log-sum-exp and L that of all blocks, out = sum of exp(l - L) * part, a function of part and l.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from forge_core.protocols.model import PositionedTokens
 from forge_parallel.torch_private import recording
 
 CAUSAL_IS_A_MASK = True
-"""Own keys of a rank need a mask even where only the future is hidden."""
+"""True: causal attention to a rank's own keys needs a mask."""
 
 Mask = list[Tensor]
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
@@ -31,17 +31,17 @@ def _compiled(name: str) -> Callable[..., Any]:
 
 
 def mask_between(queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Mask:
-    """The tensors of a block mask, then places of queries and keys and, if there are any, their documents.
+    """Returns the tensors of a block mask, the window, the positions of queries and keys and, if there are any, their documents.
 
-    The window is the first of them, as a scalar: 0 stands for none.
+    The window is a scalar; 0 means no window.
     """
     limit = torch.full((), window or 0, device=queries.places.device)
     documents = [] if queries.documents is None or keys.documents is None else [queries.documents, keys.documents]
     seen = [limit, queries.places, keys.places, *documents]
     rows = documents[0].shape[0] if documents else None
     lengths = len(queries.places), len(keys.places)
-    made = _compiled("create_block_mask")(_visible(seen), rows, None, *lengths, device=queries.places.device)
-    return [*(getattr(made, name) for name in (*LISTS, *LISTS_OF_QUERIES)), *seen]
+    mask = _compiled("create_block_mask")(_visible(seen), rows, None, *lengths, device=queries.places.device)
+    return [*(getattr(mask, name) for name in (*LISTS, *LISTS_OF_QUERIES)), *seen]
 
 
 def _visible(seen: Mask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -64,16 +64,16 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tupl
     if mask:
         count = len(LISTS) + len(LISTS_OF_QUERIES)
         blocks = BlockMask((q.shape[2], k.shape[2]), *mask[:count], mask_mod=_visible(mask[count:]))  # type: ignore[arg-type]
-    out, further = _compiled("flex_attention")(
+    out, aux = _compiled("flex_attention")(
         q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
     )
-    return out, further.lse
+    return out, aux.lse
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(B, heads, T, width) and the log-sum-exp (B, heads, T), minus infinity where nothing is seen.
+    """Returns output (B, heads, T, width) and log-sum-exp (B, heads, T), minus infinity for queries that see no key.
 
-    Without a mask each query sees all keys; what is causal has one.
+    Without a mask each query sees all keys; causal attention needs a mask.
     """
     assert mask or not causal
     with torch.no_grad():
@@ -83,7 +83,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, causal: bool, scale: fl
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, mask: Mask, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's share of the gradients of q, k and v. `out` and `sums` are those over all blocks."""
+    """Returns this block's share of the gradients of q, k and v. `out` and `sums` are over all blocks."""
     assert mask or not causal
     with recording():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))

@@ -1,10 +1,11 @@
-"""Keys and values travel around the ranks, each of which attends to one block at a time (Liu et al., 2023).
+"""Ring attention: keys and values are passed around the ranks, and each rank attends to one block at a time (Liu et al., 2023).
 
-The places of a row are dealt in the balanced order: two pieces a rank. Against the keys of an earlier rank only their first
-piece is seen, by all queries; against those of a later rank all are seen, by the second piece of the queries. So every step
-but the first is half a square without a mask, on every rank (to deal places for balance is Brandon et al.'s idea, 2023).
+Each rank holds two pieces of a row, in the balanced order. Of an earlier rank's keys, all queries see the first piece; of a later
+rank's keys, the second piece of queries sees all. So every step but the first is half a square without a mask, on every rank
+(balancing the pieces is an idea of Brandon et al., 2023).
 
-Both passes are one operator to a compiler and to recomputation: what travels is never kept, and never travels twice.
+The compiler and recomputation see forward and backward as one operator each, so blocks in transit are neither saved nor sent
+twice.
 """
 
 from collections.abc import Iterator
@@ -24,11 +25,11 @@ from forge_parallel.transforms.context.rows import Alone, attend_alone, gathered
 
 
 class Masks(NamedTuple):
-    """What all layers share for a batch.
+    """The masks of a batch, shared by all layers.
 
     Attributes:
-        tensors: of the masks of all steps, one after the other.
-        counts: how many of them belong to each step; 0 = nothing is masked (on the first step: causal), -1 = nothing is seen.
+        tensors: the masks of all steps, one after the other.
+        counts: number of tensors of each step; 0: nothing is masked (first step: causal), -1: no query sees a key.
     """
 
     tensors: list[Tensor]
@@ -36,7 +37,7 @@ class Masks(NamedTuple):
 
 
 class RingStep(NamedTuple):
-    """Which queries of a rank see which of the keys that it holds at a step, as slices of its T places."""
+    """The queries (rows) of a rank that see keys (columns) in a step, as slices of its T positions."""
 
     rows: slice
     columns: slice
@@ -44,7 +45,7 @@ class RingStep(NamedTuple):
 
 
 def steps(rank: int, ranks: int, length: int) -> Iterator[RingStep]:
-    """What `rank` of `ranks`, each with `length` places, does while the keys of every rank pass by."""
+    """Yields the steps of `rank` of `ranks` with `length` positions each, one for the keys of each rank."""
     for index in range(ranks):
         source = (rank - index) % ranks
         rows = slice(length // 2, length) if source > rank else slice(0, length)
@@ -54,17 +55,17 @@ def steps(rank: int, ranks: int, length: int) -> Iterator[RingStep]:
 
 @dataclass(frozen=True, eq=False)
 class RingAttention:
-    """Online softmax over the blocks that pass by.
+    """Online softmax over the blocks of all ranks.
 
-    For R ranks, rows of S places, B rows, n = B * S / R * kv_heads * (head_dim + width), a rank receives (R - 1) * n numbers
-    per layer in the forward, in the backward again and as many more for the gradients, in at least fp32; it keeps nothing
-    but its own q, k, v, output and one number per query and head. While one block is worked on, the next one is on its way.
+    For R ranks, rows of S positions, B rows and n = B * S / R * kv_heads * (head_dim + width), a rank receives (R - 1) * n
+    numbers per layer in the forward, again in the backward, and equally many for the gradients, in at least fp32. It saves only
+    its own q, k, v, output and one number per query and head. While one block is computed, the next one is received.
 
-    Soft caps are not offered: calls do not take one.
+    Soft caps are not supported.
 
     Attributes:
         inner: the model's own core, for calls with a cache.
-        order: which places each rank holds; balanced.
+        order: which positions each rank holds; balanced.
         ranks: the group that shares a row.
     """
 
@@ -73,34 +74,34 @@ class RingAttention:
     ranks: Ranks
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Masks:
-        """Masks of this rank's T = `length` queries against each block."""
+        """Returns the masks of this rank's T = `length` queries for each block."""
         where, rank, ranks = torch.device(device), self.ranks.rank, self.ranks.size
         kernel = _kernel(where)
         whole = gathered_documents(documents, self.ranks)
         if window is not None and window >= ranks * length:
             window = None
         held = [
-            PositionedTokens(held_places(self.order, one, ranks * length, where), _share(whole, one, length))
-            for one in range(ranks)
+            PositionedTokens(held_places(self.order, source, ranks * length, where), _share(whole, source, length))
+            for source in range(ranks)
         ]
         tensors: list[Tensor] = []
         counts = []
         for step in steps(rank, ranks, length):
             own = step.source == rank
-            # So far apart are the nearest two pieces; on its own places a rank's query sees itself.
+            # Distance of the nearest query and key; in the first step, a query sees itself.
             apart = (abs(step.source - rank) - 1) * (length // 2) + 1
             if window is not None and apart >= window:
                 counts.append(-1)
             elif whole is None and window is None and not (own and kernel.CAUSAL_IS_A_MASK):
                 counts.append(0)
             else:
-                made = kernel.mask_between(_cut(held[rank], step.rows), _cut(held[step.source], step.columns), window)
-                tensors += made
-                counts.append(len(made))
+                mask = kernel.mask_between(_cut(held[rank], step.rows), _cut(held[step.source], step.columns), window)
+                tensors += mask
+                counts.append(len(mask))
         return Masks(tensors, counts)
 
     def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Alone:
-        """For calls with a cache, which are not split."""
+        """Prepares calls with a cache, which are not split over ranks."""
         return prepare_alone(self.inner, slots, extent, window)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: Masks | Alone, scale: float) -> Tensor:
@@ -112,7 +113,7 @@ class RingAttention:
 
 
 def _kernel(device: torch.device) -> Any:
-    """The module whose functions attend to one block: `mask_between`, `forward` and `backward`."""
+    """Returns the module with `mask_between`, `forward` and `backward` for one block."""
     return flash_cpu if device.type == "cpu" else flex_blocks
 
 
@@ -125,13 +126,13 @@ def _cut(held: PositionedTokens, span: slice) -> PositionedTokens:
 
 
 def _split(masks: list[Tensor], counts: list[int]) -> list[list[Tensor] | None]:
-    """The tensors of each step; None where nothing is seen."""
+    """Returns the tensors of each step; None if no query sees a key."""
     rest = iter(masks)
     return [None if count < 0 else [next(rest) for _ in range(count)] for count in counts]
 
 
 class _Journey:
-    """A tensor on its way to the next rank, and another one on its way from the previous rank into the same shape."""
+    """Sends a tensor to the next rank and receives one of the same shape from the previous rank."""
 
     def __init__(self, tensor: Tensor, rank: int, ranks: int, group: str) -> None:
         self.sent, self.received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -144,7 +145,7 @@ class _Journey:
         )
 
     def end(self) -> Tensor:
-        """What has arrived."""
+        """Returns the received tensor."""
         for work in self.works:
             work.wait()
         return self.received
@@ -158,7 +159,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], counts: list[int], scale: float, rank: int, ranks: int, group: str
 ) -> tuple[Tensor, Tensor]:
-    """(B, heads, T, width), and the log-sum-exp of each query's scores over all keys, (B, heads, T), at least fp32."""
+    """Returns (B, heads, T, width), and the log-sum-exp of each query's scores over all keys, (B, heads, T), at least fp32."""
     out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=_wide(q.dtype))
     sums = q.new_full(q.shape[:3], float("-inf"), dtype=_wide(q.dtype))
     held = torch.cat((k, v), dim=-1)
@@ -174,9 +175,9 @@ def attend(
 
 
 def _merge(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> None:
-    """Adds, in place, what a further block gives: softmax over both is their mean, weighted by the sums of exponentials.
+    """Merges the result of another block in place: the softmax over both is their mean, weighted by the sums of exponentials.
 
-    The first block holds each query's own key, so `sums` is finite once something has been merged.
+    The first block contains each query's own key, so `sums` is finite after the first merge.
     """
     total = torch.logaddexp(sums, part_sums)
     out.mul_((sums - total).exp_().unsqueeze(-1)).add_(part * (part_sums - total).exp_().unsqueeze(-1))
@@ -198,8 +199,8 @@ def attend_backward(
     ranks: int,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. Those of keys and values travel with them from the next rank on and come home at the end, where
-    this rank's own share waits for them."""
+    """Returns the gradients of q, k and v. Gradients of keys and values are passed along with them and arrive back at the end,
+    where this rank's own share is added."""
     grad = grad.contiguous()
     dq = torch.zeros_like(q, dtype=_wide(q.dtype), memory_format=torch.contiguous_format)
     held = torch.cat((k, v), dim=-1)

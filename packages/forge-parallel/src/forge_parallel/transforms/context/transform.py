@@ -1,4 +1,4 @@
-"""Context parallelism: what a recipe chooses. See `context.cores`."""
+"""The transform `context`: context parallelism. See `context.cores`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -20,9 +20,10 @@ Kind = Literal["all_gather", "ring", "ulysses"]
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel(Component, Transform):
-    """Splits each row over `parallel.cp` ranks: for sequences too long for one device.
+    """Splits each row over `parallel.cp` ranks, for sequences that are too long for one device.
 
-    `parallel.cp` has to divide `data.sequence_length`, twice except for `ulysses`, so that causal work is the same on every rank.
+    `parallel.cp` must divide `data.sequence_length`; except for `ulysses`, 2 * `parallel.cp` must, so that causal attention is
+    balanced.
     """
 
     name = "context"
@@ -37,23 +38,20 @@ class ContextParallel(Component, Transform):
         Feature("cp_ring", when="ring", axis="cp"),
         Feature("cp_ulysses", when="ulysses", axis="cp"),
     ] = "all_gather"
-    """How attention sees the whole row. `all_gather` gathers keys and values, which is little with grouped key-value heads;
-    `ring` passes them around while it works and never holds more than two blocks; `ulysses` exchanges heads for places, and
-    `parallel.cp` has to divide the heads."""
-
-    def build(self) -> "ContextParallel":
-        return self
+    """How attention covers the whole row. `all_gather` gathers keys and values, which are small with grouped key-value heads;
+    `ring` passes them around while computing and never holds more than two blocks; `ulysses` exchanges heads for positions, and
+    `parallel.cp` must divide the heads."""
 
     def order(self, ranks: int) -> SequenceOrder:
-        """Which places each rank holds. Ulysses works on whole rows, which need no balance."""
+        """Returns which positions each rank holds. Ulysses needs no balance, because it works on whole rows."""
         return SequenceOrder(ranks, balanced=self.kind != "ulysses")
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Replaces `core` in the modules of each block of `part` that have one. On one rank of `cp` it does nothing.
 
         Raises:
-            PlanError: a block has no attention core, the model needs whole rows elsewhere, or this kind cannot do what a
-                core or the number of heads asks for.
+            PlanError: a block has no attention core, the model needs whole rows elsewhere, or this kind does not support a core
+                or the number of heads.
         """
         ranks = context.topology.layout.cp
         if ranks > 1:
@@ -63,10 +61,10 @@ class ContextParallel(Component, Transform):
         return part
 
     def local_batch(self, batch: "Batch", context: "Context") -> "Batch":
-        """This rank's places of each row. Positions are made explicit: they no longer follow from the index.
+        """Returns this rank's part of each row, with explicit positions, because these do not follow from the index any more.
 
         Raises:
-            ForgeError: the length cannot be cut, or there are further inputs, of which nothing is known.
+            ForgeError: the length cannot be split, or the batch has extra inputs, for which no rule is known.
         """
         ranks = context.topology.layout.cp
         if ranks == 1:

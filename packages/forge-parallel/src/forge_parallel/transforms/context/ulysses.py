@@ -1,4 +1,4 @@
-"""Ranks exchange heads for places: each attends over the whole row for its share of the heads (Jacobs et al., 2023)."""
+"""Ulysses attention: ranks exchange heads for positions, and each attends over the whole row (Jacobs et al., 2023)."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -14,40 +14,40 @@ from forge_parallel.transforms.context.rows import Alone, attend_alone, gathered
 
 @dataclass(frozen=True, eq=False)
 class UlyssesAttention:
-    """The model's own core on whole rows in their natural order, between two exchanges.
+    """Runs the model's own core on whole rows in their natural order, between two exchanges.
 
-    Heads must divide by the ranks. Key-value heads that do not are repeated up to the least common multiple of both numbers:
-    for R ranks, m = lcm(kv_heads, R), B rows of S places, a rank receives
-    (R - 1) / R^2 * B * S * (heads * head_dim + m * (head_dim + width) + heads * width) numbers per layer in the forward, as
-    many in the backward, and keeps as much as one process does for its share of the heads.
+    The number of ranks must divide the heads. If it does not divide the key-value heads, these are repeated up to the least
+    common multiple of both numbers. For R ranks, m = lcm(kv_heads, R), B rows of S positions, a rank receives
+    (R - 1) / R^2 * B * S * (heads * head_dim + m * (head_dim + width) + heads * width) numbers per layer in the forward, and
+    equally many in the backward. It saves as much as one process does for its share of the heads.
 
     Attributes:
         inner: the model's own core.
-        ranks: the group that shares a row; rank r holds its places r * T to (r + 1) * T - 1.
+        ranks: the group that shares a row; rank r holds positions r * T to (r + 1) * T - 1.
     """
 
     inner: AttentionCore
     ranks: Ranks
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:
-        """What `inner` prepares for whole rows, of which this rank holds `length` places."""
+        """Returns what `inner` prepares for whole rows, of which this rank holds `length` positions."""
         return self.inner.prepare(gathered_documents(documents, self.ranks), length * self.ranks.size, window, device)
 
     def prepare_packed(self, documents: Tensor | None, starts: Tensor | None, length: int, window: int | None, x: Tensor) -> Any:
-        """The same where the starts of documents are known: they are those of whole rows on every rank."""
+        """Like `prepare`, with known starts of documents; these are those of whole rows on every rank."""
         if not isinstance(self.inner, PackedCore):
             return self.prepare(documents, length, window, x.device)
         return self.inner.prepare_packed(gathered_documents(documents, self.ranks), starts, length * self.ranks.size, window, x)
 
     def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Alone:
-        """For calls with a cache, which are not split."""
+        """Prepares calls with a cache, which are not split over ranks."""
         return prepare_alone(self.inner, slots, extent, window)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: Any, scale: float, soft_cap: float | None = None) -> Tensor:
         """q (B, heads, T, head_dim), k (B, kv_heads, T, head_dim), v (B, kv_heads, T, width) -> (B, heads, T, width).
 
         Raises:
-            ValueError: the ranks do not divide the heads.
+            ValueError: the number of ranks does not divide the heads.
         """
         capped = () if soft_cap is None else (soft_cap,)
         if isinstance(shared, Alone):
@@ -64,18 +64,18 @@ class UlyssesAttention:
         return self._to_places(self.inner(q, k, v, shared, scale, *capped))
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """(B, h, T, d) of all heads -> (B, h / ranks, S, d) of all places, in one exchange."""
-        # (ranks, T, B, h / ranks * d): the share of each rank, then what makes received shares follow each other in a row
+        """Exchanges (B, h, T, d) of all heads for (B, h / ranks, S, d) of all positions, in one all-to-all."""
+        # (ranks, T, B, h / ranks * d): dimension 0 is the receiving rank, so received shares follow each other in a row
         shares = [x.unflatten(1, (self.ranks.size, -1)).permute(1, 3, 0, 2, 4).flatten(3) for x in tensors]
         received = self._exchanged(torch.cat(shares, dim=-1).flatten(0, 1))
         pieces = received.split([share.shape[-1] for share in shares], dim=-1)
         return [piece.unflatten(-1, (-1, x.shape[-1])).permute(1, 2, 0, 3) for piece, x in zip(pieces, tensors, strict=True)]
 
     def _to_places(self, out: Tensor) -> Tensor:
-        """(B, heads / ranks, S, width) -> (B, heads, T, width)."""
+        """Exchanges (B, heads / ranks, S, width) for (B, heads, T, width)."""
         received = self._exchanged(out.permute(2, 0, 1, 3)).unflatten(0, (self.ranks.size, -1))
         return received.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
     def _exchanged(self, x: Tensor) -> Tensor:
-        """(ranks * n, ...) -> the same shape: share i goes to rank i, what rank i sends here becomes share i."""
+        """(ranks * n, ...) -> the same shape: share i is sent to rank i, and rank i's share arrives at index i."""
         return all_to_all(x, shares := evenly(x, self.ranks), shares, self.ranks)

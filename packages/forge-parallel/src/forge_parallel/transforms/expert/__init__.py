@@ -1,1 +1,1 @@
-"""Expert parallelism: tokens travel to the ranks that hold their experts."""
+"""Expert parallelism: tokens are sent to the ranks that hold their experts."""

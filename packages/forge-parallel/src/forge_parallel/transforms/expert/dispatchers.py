@@ -1,10 +1,10 @@
-"""Dispatchers: tokens travel to the ranks that hold their experts, and results travel back.
+"""Dispatchers: send tokens to the ranks that hold their experts, and send results back.
 
-Rows are sent at most once to each rank, and what comes back is summed. The two directions are each other's transpose, so each
-is the gradient of the other:
+A token is sent at most once to each rank, and the results that come back are summed. The two directions are each other's
+transpose, so each is the gradient of the other:
 
-    spread   (N, ...) -> rows that arrived here      token t is copied to every rank that it goes to
-    collect  rows that arrived here -> (N, ...)      what the ranks computed for token t comes back and is summed
+    spread   (N, ...) -> rows received here      token t is copied to every rank that has one of its experts
+    collect  rows received here -> (N, ...)      the ranks' results for token t are sent back and summed
 """
 
 from collections.abc import Callable
@@ -21,21 +21,21 @@ from forge_parallel.placement.collectives import GatherWide, Ranks, all_gather, 
 
 
 def on_host(counts: Tensor) -> Any:
-    """A small tensor as numbers; the host waits for the device."""
+    """Returns a small tensor as numbers; synchronizes with the device."""
     return counts.tolist()
 
 
 @dataclass(frozen=True)
 class Route:
-    """Which of this rank's tokens go where.
+    """Which of this rank's tokens are sent where.
 
     Attributes:
-        token: (sent,) of each row that leaves, in the order of ranks.
-        places: (N, columns) row in which a token leaves for its next destination; 0 where `goes` is False.
+        token: (sent,) token of each row that is sent, in rank order.
+        places: (N, columns) row in which a token is sent to its next destination; 0 where `goes` is False.
         goes: (N, columns) whether there is a destination.
-        send: rows for each rank.
-        receive: rows from each rank.
-        slots: how many slots arrive with them.
+        send: number of rows for each rank.
+        receive: number of rows from each rank.
+        slots: number of slots that arrive with them.
         ranks: the group.
     """
 
@@ -49,20 +49,20 @@ class Route:
 
     @classmethod
     def of(cls, owners: Tensor, ranks: Ranks, read: Callable[[Tensor], Any] = on_host) -> "Route":
-        """From the rank that each slot (N, top_k) goes to, or -1.
+        """Builds a route from the rank of each slot (N, top_k), or -1.
 
-        One small exchange tells every rank what will arrive; the host waits for its result, the only time in a layer. `read`
-        makes numbers of (2, 2, ranks): rows and slots, each sent and received.
+        One small exchange tells every rank how much it will receive. The host waits for its result, its only wait in a layer.
+        `read` converts (2, 2, ranks) to numbers: rows and slots, each sent and received.
         """
         slots = owners.new_zeros(ranks.size + 1).scatter_add_(0, owners.where(owners >= 0, ranks.size).flatten(), _ones(owners))
         goes, destinations = _distinct(owners, ranks.size)
         keys, order = destinations.where(goes, ranks.size).flatten().sort(stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         borders = torch.searchsorted(keys, torch.arange(ranks.size + 1, device=keys.device))
-        mine = torch.stack([borders.diff(), slots[: ranks.size]], 1)
+        outgoing = torch.stack([borders.diff(), slots[: ranks.size]], 1)
         even = [1] * ranks.size
-        theirs = all_to_all_single(mine, even, even, ranks)
-        (send, _), (receive, arriving) = read(torch.stack([mine, theirs]).mT)
+        incoming = all_to_all_single(outgoing, even, even, ranks)
+        (send, _), (receive, arriving) = read(torch.stack([outgoing, incoming]).mT)
         token = order[: sum(send)] // destinations.shape[1]
         return cls(token, places.view_as(goes).where(goes, 0), goes, send, receive, sum(arriving), ranks)
 
@@ -72,7 +72,8 @@ def _ones(owners: Tensor) -> Tensor:
 
 
 def _distinct(owners: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """(whether, where) a token goes, (N, columns) each, every rank once; as few columns as tokens can have destinations."""
+    """Returns (whether, where) a token is sent, (N, columns) each, every rank once; columns are the most possible
+    destinations."""
     if ranks <= owners.shape[1]:
         wanted = owners.new_zeros(len(owners), ranks + 1).scatter_(1, owners.where(owners >= 0, ranks), 1)
         return wanted[:, :ranks] > 0, torch.arange(ranks, device=owners.device).expand(len(owners), ranks)
@@ -83,8 +84,8 @@ def _distinct(owners: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def depart(x: Tensor, route: Route) -> Tensor:
-    """Sends the rows off. The result may not be read before `Arrive` has waited for it; no gradient."""
-    rows = x.detach().index_select(0, route.token)  # several times as fast as indexing, on a CPU
+    """Starts to send the rows. The result must not be read before `Arrive` has waited for it; no gradient."""
+    rows = x.detach().index_select(0, route.token)  # several times faster than indexing on a CPU
     return functional.all_to_all_single(rows, route.receive, route.send, route.ranks.name)
 
 
@@ -93,13 +94,13 @@ def _collect(rows: Tensor, route: Route) -> Tensor:
     total = back.new_zeros(len(route.goes), back.shape[1], dtype=torch.promote_types(back.dtype, torch.float32))
     if len(back):
         for places, goes in zip(route.places.unbind(1), route.goes.unbind(1), strict=True):
-            # In the order of ranks, so the same bits every time; an index_add would not be, on a GPU.
+            # Summed in rank order, so results are bitwise reproducible; index_add is not, on a GPU.
             total += back.index_select(0, places).masked_fill_(~goes.unsqueeze(1), 0)
     return total.to(rows.dtype)
 
 
 class Arrive(torch.autograd.Function):
-    """The second half of `spread`: (x, what `depart` returned, route) -> rows; backward: `collect`."""
+    """The second half of `spread`: (x, result of `depart`, route) -> rows; backward: `collect`."""
 
     @staticmethod
     def forward(ctx: Any, _x: Tensor, departed: Tensor, route: Route) -> Tensor:
@@ -114,7 +115,7 @@ class Arrive(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Rows that arrived here -> sums over the ranks that a token went to; backward: `spread`."""
+    """Rows received here -> sums over the ranks to which a token was sent; backward: `spread`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
@@ -132,10 +133,10 @@ Run = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class AllToAllDispatcher:
-    """Sends each token to every rank that has one of its experts, once, however many those are.
+    """Sends each token once to every rank that has one or more of its experts.
 
-    A rank adds up what its experts make of a token, with the token's weights, before it sends the sum back. With `overlap`
-    `overlap_with` is called while tokens travel. `route` finds out which ranks those are.
+    A rank sums its experts' weighted results for a token before it sends the sum back. With `overlap`, `overlap_with` is called
+    while tokens are being sent. `route` computes the destinations.
     """
 
     ranks: Ranks
@@ -153,7 +154,7 @@ class AllToAllDispatcher:
         slots: int | None = None,
         overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """See `ExpertDispatcher`; `run` gets the experts of this rank."""
+        """See `ExpertDispatcher`; `run` receives the experts of this rank."""
         share = count // self.ranks.size
         route = self.route(experts.div(share, rounding_mode="floor"), self.ranks)
         told = _told(experts, weights)
@@ -161,8 +162,8 @@ class AllToAllDispatcher:
         added = overlap_with() if overlap_with is not None and self.overlap else None
         rows = Arrive.apply(x, under_way[0], route)
         arrived, chosen = _read(Arrive.apply(told, under_way[1], route))
-        made = self.inner(rows, _own(chosen, share, self.ranks), arrived, run, share, route.slots)
-        y = Collect.apply(made, route)
+        results = self.inner(rows, _own(chosen, share, self.ranks), arrived, run, share, route.slots)
+        y = Collect.apply(results, route)
         if overlap_with is not None and added is None:
             added = overlap_with()
         return y if added is None else y + added
@@ -170,10 +171,11 @@ class AllToAllDispatcher:
 
 @dataclass(frozen=True)
 class AllGatherDispatcher:
-    """Brings all tokens to all ranks. `divided`: each rank has other experts; else each has a part of every expert's matrices.
+    """Gathers all tokens on all ranks. `divided`: ranks have different experts; otherwise each has a part of every expert's
+    matrices.
 
-    More bytes than `AllToAllDispatcher` unless tokens have experts on most ranks, but every rank's share is of one size. `read`
-    brings the numbers of all ranks' tokens and slots (2, ranks) to the host.
+    Sends more bytes than `AllToAllDispatcher`, unless tokens have experts on most ranks, but all shares have equal sizes. `read`
+    copies the numbers of all ranks' tokens and slots (2, ranks) to the host.
     """
 
     ranks: Ranks
@@ -191,7 +193,7 @@ class AllGatherDispatcher:
         slots: int | None = None,
         overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """See `ExpertDispatcher`; `run` gets the experts of this rank."""
+        """See `ExpertDispatcher`; `run` receives the experts of this rank."""
         lengths, known = self._agreed(x, -1 if slots is None else slots)
         more = (0, 0, 0, max(lengths) - len(x))
         rows = GatherWide.apply(F.pad(x, more), self.ranks)
@@ -202,23 +204,23 @@ class AllGatherDispatcher:
             chosen = _own(chosen, share, self.ranks)
         elif -1 not in known:
             total = sum(known)
-        made = self.inner(rows, chosen, arrived, run, share, total)
-        splits = evenly(made, self.ranks)
-        sums = all_to_all(made, splits, splits, self.ranks).unflatten(0, (self.ranks.size, -1))
+        results = self.inner(rows, chosen, arrived, run, share, total)
+        splits = evenly(results, self.ranks)
+        sums = all_to_all(results, splits, splits, self.ranks).unflatten(0, (self.ranks.size, -1))
         wide = torch.promote_types(x.dtype, torch.float32)
         y = sums.sum(0, dtype=wide).to(x.dtype)[: len(x)]
         return y if overlap_with is None else y + overlap_with()
 
     def _agreed(self, x: Tensor, slots: int) -> tuple[list[int], list[int]]:
-        """Tokens and slots of every rank: ranks may have different numbers of them. The host waits for the result, once."""
-        # Filled in by the device: a tensor made from numbers on the host would be a second wait.
-        mine = torch.cat([torch.full((1, 1), number, device=x.device) for number in (len(x), slots)], 1)
-        lengths, known = self.read(all_gather(mine, self.ranks, 0).mT)
+        """Returns tokens and slots of every rank, which may differ between ranks. The host waits for the result, once."""
+        # Filled on the device: a tensor built from numbers on the host would be a second wait.
+        own = torch.cat([torch.full((1, 1), number, device=x.device) for number in (len(x), slots)], 1)
+        lengths, known = self.read(all_gather(own, self.ranks, 0).mT)
         return lengths, known
 
 
 def _told(experts: Tensor, weights: Tensor) -> Tensor:
-    """(N, 2 top_k): weights and experts of each token in one tensor, since a float of 32 bits holds any number of an expert."""
+    """Packs weights and experts of each token into one tensor (N, 2 top_k); fp32 represents every expert index exactly."""
     return torch.cat([weights, experts.to(weights.dtype)], 1)
 
 
@@ -228,5 +230,5 @@ def _read(told: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _own(experts: Tensor, share: int, ranks: Ranks) -> Tensor:
-    """Numbers among this rank's `share` experts; -1 for those of other ranks."""
+    """Returns indices among this rank's `share` experts; -1 for experts of other ranks."""
     return (experts - ranks.rank * share).where(experts.div(share, rounding_mode="floor") == ranks.rank, -1)

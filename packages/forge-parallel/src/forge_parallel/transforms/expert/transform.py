@@ -1,4 +1,4 @@
-"""Expert parallelism: what a recipe chooses. See `experts.cut`."""
+"""The transform `expert`: expert parallelism. See `expert.cut`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -20,8 +20,7 @@ Kind = Literal["all_to_all", "all_gather", "hierarchical"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel(Component, Transform):
-    """Shares experts over `parallel.ep` ranks, to which tokens travel, and each expert's width over `parallel.etp` (expert
-    parallelism)."""
+    """Splits experts over `parallel.ep` ranks, to which tokens are sent, and each expert's width over `parallel.etp`."""
 
     name = "expert"
     phase = Order.EXPERT
@@ -35,12 +34,12 @@ class ExpertParallel(Component, Transform):
         Feature("ep_all_gather", when="all_gather", axis="ep"),
         Feature("ep_hierarchical", when="hierarchical", axis="ep"),
     ] = "all_to_all"
-    """How tokens travel. `all_to_all` sends each token to the ranks that have its experts; `all_gather` sends all to all;
-    `hierarchical` sends each token at most once to each other node, and there on to its experts."""
+    """How tokens are sent. `all_to_all` sends each token to the ranks that have its experts; `all_gather` sends all tokens to all
+    ranks; `hierarchical` sends each token at most once to each other node, and from there to its experts."""
     ranks_per_node: Annotated[Annotated[int, Gt(1)] | None, Neutral("a size of groups, as that of an axis")] = None
-    """For `hierarchical`: neighboring ranks of `ep` that are in one node."""
+    """For `hierarchical`: number of neighboring `ep` ranks in one node."""
     overlap: Annotated[bool, Feature("ep_in_turn", when=False, axis="ep")] = True
-    """Compute shared experts while tokens travel."""
+    """Compute shared experts while tokens are being sent."""
 
     def __post_init__(self) -> None:
         if self.dispatcher == "hierarchical" and self.ranks_per_node is None:
@@ -48,14 +47,11 @@ class ExpertParallel(Component, Transform):
         if self.dispatcher != "hierarchical" and self.ranks_per_node is not None:
             raise ValueError(f"dispatcher = '{self.dispatcher}' does not use ranks_per_node; remove it, or use 'hierarchical'")
 
-    def build(self) -> "ExpertParallel":
-        return self
-
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
-        """Cuts stacked experts over `ep` and `etp` and replaces their layers' dispatchers. Where both are 1 it does nothing.
+        """Splits stacked experts over `ep` and `etp` and replaces their layers' dispatchers. Does nothing if both are 1.
 
         Raises:
-            PlanError: a layer has no dispatcher to replace, experts cannot be shared evenly, or nodes do not divide ep.
+            PlanError: a layer has no dispatcher to replace, experts cannot be split evenly, or ranks per node do not divide ep.
         """
         if context.topology.layout.ep * context.topology.layout.etp > 1:
             from forge_parallel.transforms.expert.cut import share_experts

@@ -1,1 +1,1 @@
-"""Float8 matrix products by torchao: which layers, how they cast, and how their weights are gathered."""
+"""Float8 matrix products with torchao: the converted layers, their casts, and how their weights are gathered."""

@@ -1,4 +1,4 @@
-"""Conversion of layers to float8 by torchao: which are chosen, how they cast, and whether the device multiplies or emulates."""
+"""Converts layers to float8 with torchao: selects layers, their casts, and whether products are native or emulated."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -28,25 +28,25 @@ def require_torchao() -> None:
     """Imports torchao's float8.
 
     Raises:
-        ForgeError: it is not installed; says what to install.
+        ForgeError: torchao is not installed; the message says how to install it.
     """
     torchao_library.require("torchao.float8", KEY, EXTRA)
 
 
 def emulates(wanted: Literal["auto"] | bool, device: torch.device) -> bool:
-    """Whether products are computed in fp32 on values that were rounded to float8.
+    """Whether products are computed in fp32 on values rounded to float8.
 
     Raises:
-        PlanError: the device's own float8 products were asked for, and it has none.
+        PlanError: `wanted` is False, but the device has no float8 products.
     """
     return _emulates(wanted, device, accelerator.float8_fault(device))
 
 
 def emulates_experts(wanted: Literal["auto"] | bool, device: torch.device, compute: torch.dtype) -> bool:
-    """The same for the products of stacked experts, whose kernel fewer GPUs have, and which gives bf16 only.
+    """Like `emulates` for products of stacked experts, whose kernel fewer GPUs support and which returns bf16 only.
 
     Raises:
-        PlanError: as above, or the device has them, but in another precision than `compute`.
+        PlanError: see `emulates`; or the device has the kernel, but `compute` is not bf16.
     """
     chosen = _emulates(wanted, device, accelerator.float8_groups_fault(device))
     if not chosen and compute != torch.bfloat16:
@@ -62,7 +62,7 @@ def _emulates(wanted: Literal["auto"] | bool, device: torch.device, fault: str) 
         raise PlanError(f"transforms.float8.emulate = false, but {fault}; use 'auto' or true")
     if wanted == "auto" and fault and device.type != accelerator.CPU.type:
         warnings.warn(
-            f"{fault}: they are emulated, which is slower than bf16; leave out transforms.float8, or say emulate = true",
+            f"{fault}: they are emulated, which is slower than bf16; remove transforms.float8, or set emulate = true",
             stacklevel=3,
         )
     return bool(fault) if wanted == "auto" else wanted
@@ -79,10 +79,10 @@ def convert(
     all_gather: bool,
     experts: bool,
 ) -> None:
-    """Converts layers of `part` in place: each module stays, with its parameters and hooks, and changes its class.
+    """Converts layers of `part` in place: modules keep their parameters and hooks, but get another class.
 
     Raises:
-        PlanError: a pattern matches nothing, a layer's shape or class does not allow it, or the precision is fp64.
+        PlanError: a pattern matches no layer, float8 does not support a layer's shape or class, or the precision is fp64.
         ForgeError: torchao is not installed.
     """
     if context.compute == torch.float64:
@@ -92,8 +92,8 @@ def convert(
     stacked = stacks(context.whole or context.specs) if experts else ()
     chosen = selected([*known, *stacked], include, exclude)
     if experts and chosen.isdisjoint(stacked):
-        there = "include and exclude leave none of them" if stacked else "the model has none"
-        raise PlanError(f"transforms.float8.experts = true converts stacked experts, but {there}; remove it")
+        why = "include and exclude select none of them" if stacked else "the model has none"
+        raise PlanError(f"transforms.float8.experts = true converts stacked experts, but {why}; remove it")
     linear = {path: _plain(path, module) for path, module in modules.items() if path in chosen}
     layout = context.topology.layout
     check_shapes({path: (m.out_features, m.in_features) for path, m in linear.items()}, context.specs, layout.tp)
@@ -112,7 +112,7 @@ def convert(
 
 
 def _convert_experts(modules: Mapping[str, nn.Module], emulate: Literal["auto"] | bool, context: "Context") -> None:
-    """Cuts over `ep` and `etp` come later, and derive from what the class is then."""
+    """Converts stacked experts. `ep` and `etp` shard them later, with a class that derives from the converted one."""
     if not modules:
         return
     emulated = emulates_experts(emulate, context.topology.device, context.compute)
@@ -133,7 +133,7 @@ def _convert_experts(modules: Mapping[str, nn.Module], emulate: Literal["auto"] 
 
 
 def find_scales(part: nn.Module) -> None:
-    """Finds the scales of all weights that will be gathered, at once."""
+    """Computes the scales of all weights that will be gathered, together."""
     if _weights(part):
         from forge_parallel.transforms.float8.weights import look_ahead
 
@@ -141,16 +141,16 @@ def find_scales(part: nn.Module) -> None:
 
 
 def forget_scales(part: nn.Module) -> None:
-    """Weights change next, and their scales with them."""
+    """Discards the scales, because the weights change next."""
     for weight in _weights(part):
         weight.scale = None
 
 
 def _shared(casting: "Casting", recipe: str, path: str, context: "Context") -> "Casting":
-    """Says which operands of a layer ranks hold parts of.
+    """Returns the casts of a layer with the groups of ranks that hold parts of each operand.
 
-    Each row has a scale, a power of two: those of a part differ from those of the whole by such a factor, and the
-    numbers only in what is too small for float8.
+    In recipe `rowwise`, each row has a power of two as its scale, so scales of a part and of the whole differ by a power of two,
+    and results only in values too small for float8.
     """
     topology = context.topology
     layout = topology.layout
@@ -161,7 +161,7 @@ def _shared(casting: "Casting", recipe: str, path: str, context: "Context") -> "
     roles = rules(context.specs, layout.tp, True).roles if features else {}
     role = roles.get(path)
     if role is Role.STREAM and not any(roles.get(above) is Role.REGION for above in ancestors(path)):
-        tokens = features + tokens  # a layer on the residual stream itself, which is cut along the sequence
+        tokens = features + tokens  # a layer on the residual stream itself, which is split along the sequence
     if role is Role.ROW:
         return replace(casting, input=features + tokens, weight=features, gradient=tokens)
     if role in (Role.COLUMN, Role.KV_COPY):
@@ -170,7 +170,7 @@ def _shared(casting: "Casting", recipe: str, path: str, context: "Context") -> "
 
 
 def _without(modules: Mapping[str, nn.Module], paths: Iterable[str]) -> list[str]:
-    """Those of `paths` that are linear layers as far as this part can tell: what is none here is none in another block."""
+    """Returns the `paths` of linear layers. A path missing in this part is judged by the same path in another block."""
     others = {path for path, module in modules.items() if not isinstance(module, nn.Linear)}
     kinds = set(collapsed(others))
     return [path for path in paths if path not in others and (path in modules or collapsed([path])[0] not in kinds)]
@@ -187,7 +187,7 @@ def _plain(path: str, module: nn.Module) -> nn.Linear:
 
 
 def _gather_in_float8(part: nn.Module, converted: list[nn.Linear], casting: "Casting", context: "Context") -> None:
-    """Wraps the weights of converted layers, but for those that other modules use as well."""
+    """Wraps the weights of converted layers, except those that other modules use as well."""
     from forge_parallel.transforms.float8.weights import Float8Shard, GatheredWeight, Gathering
 
     topology = context.topology
@@ -209,5 +209,5 @@ def _gather_in_float8(part: nn.Module, converted: list[nn.Linear], casting: "Cas
 
 
 def _weights(part: nn.Module) -> list[Any]:
-    """The weights of a part that are gathered in float8."""
+    """Returns the weights of a part that are gathered in float8."""
     return getattr(part, "float8_weights", [])

@@ -1,15 +1,15 @@
-"""What stacked experts become: a subclass of their class, whose matrix products are in float8, rowwise.
+"""Float8 experts: a subclass of the class of stacked experts, with rowwise float8 matrix products.
 
-With rows x sorted by expert, the matrix w of each expert, and d the gradient of what comes out, all in E4M3:
+With rows x sorted by expert, the matrix w of each expert, and the gradient d of the output, all in E4M3:
 
     out = x w^T    a scale for each row of x, and for each output of each expert
     dx  = d w      a scale for each row of d, and for each input of each expert
-    dw  = d^T x    a scale for each column of what an expert has of d, and of x
+    dw  = d^T x    a scale for each column of an expert's rows of d, and of x
 
-Scales are powers of two. So what a token becomes depends on the token and its experts only, however tokens are spread over ranks
-and micro-batches, and so does its gradient; how the gradient of a matrix is rounded depends on the tokens that it sums at once.
-Kernels take a multiple of 16 rows for each expert, and none of 0: rows of zeros fill them up, which change no sum.
-Imports torchao, which `conversion.require_torchao` has to bring first.
+Scales are powers of two. So a token's result and its gradient depend only on the token and its experts, however tokens are spread
+over ranks and micro-batches; the rounding of a matrix's gradient depends on the tokens that are summed together. Kernels need a
+multiple of 16 rows for each expert, and not 0: rows of zeros, which change no sum, are added.
+Imports torchao, which `conversion.require_torchao` must check first.
 """
 
 from collections.abc import Callable
@@ -28,23 +28,23 @@ from forge_parallel.torch_private import scaled_grouped_mm
 E4M3 = torch.float8_e4m3fn
 
 Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
-"""(a, b, scale of a, scale of b, ends, dtype) -> product, in groups of which group e ends before ends[e]. Of rows: a (n, k) and
-b (count, k, m), scales (n,) and (count, m) -> (n, m). Of what is summed over: a (m, n) and b (n, k), scales (count, m) and
-(count, k) -> (count, m, k)."""
+"""(a, b, scale of a, scale of b, ends, dtype) -> product, in groups of which group e ends before ends[e]. If rows are grouped:
+a (n, k) and b (count, k, m), scales (n,) and (count, m) -> (n, m). If the contracted dimension is grouped: a (m, n) and b (n, k),
+scales (count, m) and (count, k) -> (count, m, k)."""
 
 
 class Float8Experts(nn.Module):
-    """Mixed into the class of a module of stacked experts (`ExpertStack`); its parameters, hooks and every other method stay."""
+    """Mixed into the class of stacked experts (`ExpertStack`); parameters, hooks and all other methods stay."""
 
     multiply: Multiply
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """As without float8."""
+        """Runs the original forward on rows padded to multiples of 16."""
         places, filled, rows = padding(counts, len(tokens))
         return _Back.apply(super().forward(_Apart.apply(tokens, places, rows), filled), places)
 
     def products(self, tokens: Tensor, counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-        """Of rows of which every expert has a multiple of 16, and not 0."""
+        """Returns the product for rows of which every expert has a positive multiple of 16."""
         multiply = self.multiply
 
         def product(rows: Tensor, weight: Tensor) -> Tensor:
@@ -55,14 +55,14 @@ class Float8Experts(nn.Module):
 
 @cache
 def float8_experts_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The converted class of a class of stacked experts. One per class, so that compiled blocks share a graph."""
+    """Returns the converted class of stacked experts, one per original class, so that compiled blocks share a graph."""
     return type(f"{original.__name__}Float8", (Float8Experts, original), {})
 
 
 def padding(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
-    """Where each of `rows` rows goes, (rows,), so that expert e has filled[e] rows, (count,), of how many in all.
+    """Returns the new index of each of `rows` rows, (rows,), the padded number of rows of each expert, (count,), and their total.
 
-    The last is known on the host: as many as any counts could need. Rows without an expert stay behind those of all experts.
+    The total is known on the host: it suffices for any counts. Rows without an expert come after those of all experts.
     """
     filled = (counts + MULTIPLE - 1).div(MULTIPLE, rounding_mode="floor").clamp(min=1) * MULTIPLE
     experts = torch.searchsorted(counts.cumsum(0), torch.arange(rows, device=counts.device), right=True)
@@ -72,14 +72,14 @@ def padding(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
 
 
 def native(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """By the device's kernel, whose results are bf16. `a` is row-major, `b` column-major."""
+    """Multiplies with the device's kernel, whose results are bf16. `a` is row-major, `b` column-major."""
     a_scale, b_scale = (scale.reciprocal() if b.ndim == 3 else scale.reciprocal().flatten() for scale in (a_scale, b_scale))
     return scaled_grouped_mm(a, b, a_scale, b_scale, ends, out_dtype=dtype, use_fast_accum=True)
 
 
 @torch.library.custom_op("forge_float8::grouped_mm", mutates_args=())
 def emulated(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """In fp32. A separate operator, since torch's in fp32 can be neither compiled nor estimated."""
+    """Multiplies in fp32. A custom operator, because torch's fp32 operator can be neither compiled nor estimated."""
     left, right = a.float(), b.float()
     if b.ndim == 3:
         return F.grouped_mm(left / a_scale.unsqueeze(1), right / b_scale.unsqueeze(1), offs=ends).to(dtype)
@@ -93,8 +93,8 @@ def _(a: Tensor, b: Tensor, _a_scale: Tensor, _b_scale: Tensor, ends: Tensor, dt
 
 
 class _Product(torch.autograd.Function):
-    """(rows (n, inputs), weight (count, outputs, inputs), counts, multiply) -> (n, outputs). Keeps both operands as they came,
-    since the backward casts each along its other dimension."""
+    """(rows (n, inputs), weight (count, outputs, inputs), counts, multiply) -> (n, outputs). Saves both operands uncast, because
+    the backward casts each along its other dimension."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, multiply: Multiply) -> Tensor:
@@ -130,23 +130,23 @@ def _scale(largest: Tensor) -> Tensor:
 
 
 def _cast(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """`x` in float8, and its scales, one for all numbers along `dim`."""
+    """Returns `x` in float8 and its scales, one for all elements along `dim`."""
     scale = _scale(x.abs().amax(dim, keepdim=True))
     return to_fp8_saturated(x.float() * scale, E4M3), scale.squeeze(dim)
 
 
 def _cast_columns(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` (n, width) in float8, and the scales (count, width) of what each expert has of each column."""
-    tiles = x.abs().unflatten(0, (-1, MULTIPLE)).amax(1)  # no tile is of two experts
-    held = counts.div(MULTIPLE, rounding_mode="floor")
-    scale = _scale(torch.segment_reduce(tiles, "max", lengths=held, axis=0, unsafe=True))
-    owners = torch.searchsorted(held.cumsum(0), torch.arange(len(tiles), device=x.device), right=True)
-    by_tile = scale[owners.clamp(max=len(counts) - 1)]  # rows without an expert are not read
+    """Returns `x` (n, width) in float8 and scales (count, width), one for each column of each expert's rows."""
+    tiles = x.abs().unflatten(0, (-1, MULTIPLE)).amax(1)  # all rows of a tile belong to one expert
+    per_expert = counts.div(MULTIPLE, rounding_mode="floor")
+    scale = _scale(torch.segment_reduce(tiles, "max", lengths=per_expert, axis=0, unsafe=True))
+    owners = torch.searchsorted(per_expert.cumsum(0), torch.arange(len(tiles), device=x.device), right=True)
+    by_tile = scale[owners.clamp(max=len(counts) - 1)]  # rows without an expert are never read
     return to_fp8_saturated(x.float().unflatten(0, (-1, MULTIPLE)) * by_tile.unsqueeze(1), E4M3).flatten(0, 1), scale
 
 
 class _Apart(torch.autograd.Function):
-    """(n, width) -> (rows, width), row i in places[i], all others zero."""
+    """(n, width) -> (rows, width) with row i at places[i]; all other rows are zero."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor, rows: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""What a linear layer becomes: a subclass of its class, whose three matrix products are in float8.
+"""Float8 linear layers: a subclass of a layer's class, whose three matrix products are in float8.
 
-The products and casts are torchao's. Added is that ranks which hold parts of one operand, of its features (tensor parallelism) or
-of its tokens (context parallelism), cast them with one scale: the numbers are those of one process. Imports torchao, which
-`conversion.require_torchao` has to bring first.
+Products and casts are torchao's. In addition, ranks that hold parts of one operand, of its features (tensor parallelism) or of
+its tokens (context parallelism), cast them with a common scale, so that results equal those of one process. Imports torchao,
+which `conversion.require_torchao` must check first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,11 +32,11 @@ from forge_parallel.torch_private import functional
 
 @dataclass(frozen=True)
 class Casting:
-    """How one layer casts.
+    """The casts of one layer.
 
     Attributes:
-        config: torchao's recipe.
-        products: how its three products are computed.
+        config: torchao's configuration.
+        products: how the three products are computed.
         input, weight, gradient: groups of ranks that hold parts of this operand and share its scale.
     """
 
@@ -48,7 +48,7 @@ class Casting:
 
     @classmethod
     def of(cls, recipe: str, emulate: bool) -> "Casting":
-        """A recipe of torchao: `tensorwise` (E4M3, gradients E5M2) or `rowwise` (E4M3, scales powers of two)."""
+        """Returns the casts of a torchao recipe: `tensorwise` (E4M3, gradients E5M2) or `rowwise` (E4M3, power-of-two scales)."""
         config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
         products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
         return cls(config, LinearMMConfig(*(ScaledMMConfig(emulate, product.use_fast_accum) for product in products)))
@@ -60,7 +60,7 @@ class Casting:
 
 
 class Float8Linear(nn.Linear):
-    """Mixed into the class of a linear layer; its parameters, hooks and every other method stay."""
+    """Mixed into the class of a linear layer; parameters, hooks and all other methods stay."""
 
     casting: Casting
 
@@ -68,18 +68,18 @@ class Float8Linear(nn.Linear):
         """(..., inputs) -> (..., outputs), in the dtype of `input`.
 
         Raises:
-            ForgeError: the gradient of the weight would sum over a number of tokens that float8 kernels do not take.
+            ForgeError: the number of tokens, over which the weight's gradient sums, is not supported by float8 kernels.
         """
         casting, x, weight = self.casting, input, self.weight.t()
         tokens = x.shape[:-1].numel()
         if torch.is_grad_enabled() and not casting.emulated and tokens % MULTIPLE:
             raise ForgeError(
-                f"a micro-batch has {tokens} tokens on this rank; float8 needs a multiple of {MULTIPLE}: choose another "
+                f"a micro-batch has {tokens} tokens on this rank, but float8 needs a multiple of {MULTIPLE}; choose another "
                 "data.sequence_length or train.micro_batch"
             )
         ready = tensor_already_casted_to_fp8(weight)
         ranks = casting.input if ready else tuple(dict.fromkeys((*casting.weight, *casting.input)))
-        if ranks:  # a rank that has all of an operand gives the same number as the others
+        if ranks:  # a rank with the whole operand computes the same scale as the others
             scales = _scales((x,) if ready else (x, weight), ranks, GemmInputRole.INPUT, casting)
             x = _cast(x, scales[0], GemmInputRole.INPUT, casting)
             weight = weight if ready else _cast(weight, scales[1], GemmInputRole.WEIGHT, casting)
@@ -92,12 +92,12 @@ class Float8Linear(nn.Linear):
 
 @cache
 def float8_class(original: type[nn.Linear]) -> type[nn.Linear]:
-    """The converted class of a layer's class. One per class, so that compiled blocks share a graph."""
+    """Returns the converted class of a layer, one per original class, so that compiled blocks share a graph."""
     return type(f"{original.__name__}Float8", (Float8Linear, original), {})
 
 
 class _GradientScale(torch.autograd.Function):
-    """Identity; backward casts the gradient with the scale of all ranks, so that the product before it need not."""
+    """Identity; the backward casts the gradient with the scale of all ranks, so that the product before need not."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, casting: Casting) -> Tensor:
@@ -119,7 +119,7 @@ def _dtype(role: GemmInputRole, casting: Casting) -> torch.dtype:
 
 
 def _scales(tensors: Sequence[Tensor], groups: Iterable[Ranks], role: GemmInputRole, casting: Casting) -> tuple[Tensor, ...]:
-    """The scale of each tensor, of which every rank has a part: an all-reduce of as many numbers per group."""
+    """Returns the scale of each tensor, of which every rank has a part; one all-reduce per group."""
     largest = torch.stack([tensor.detach().abs().amax() for tensor in tensors])
     for ranks in groups:
         largest = functional.wait_tensor(functional.all_reduce(largest, "max", ranks.name))

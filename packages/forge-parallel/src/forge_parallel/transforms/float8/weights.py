@@ -1,8 +1,8 @@
-"""Weights that FSDP shards in the state's precision and gathers in float8: half the bytes of bf16.
+"""Weights that FSDP shards in the state's dtype and gathers in float8: half the bytes of bf16.
 
-A tensor around the rank's own (`plain`), because FSDP asks the tensor how it is gathered. What comes out is bit for bit what
-each rank would have made of a weight gathered in the compute precision: rounded to that first, and with one scale for the whole.
-Imports torchao, which `conversion.require_torchao` has to bring first.
+A tensor subclass wraps the rank's shard (`plain`), because FSDP asks the tensor how to gather it. The result equals, bit for bit,
+a weight that is gathered in the compute dtype and then cast: rounded to that dtype first, with one scale for the whole weight.
+Imports torchao, which `conversion.require_torchao` must check first.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ KEEPING = frozenset(
         aten.view.default,
     }
 )
-"""Operators by which tensors are allocated, cut and moved: their results are wrapped again. All others compute on `plain`."""
+"""Operators that allocate, split and move tensors: their results are wrapped again. All others compute on `plain`."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Gathering:
     """How the weights of a part are gathered.
 
     Attributes:
-        casting: of their layers.
-        compute: what they are rounded to first.
-        groups: the ranks that hold parts of the same matrix: over which FSDP shards, and those of tensor parallelism.
+        casting: casts of their layers.
+        compute: dtype to which they are rounded first.
+        groups: groups of ranks that hold parts of the same matrix: those of FSDP and of tensor parallelism.
     """
 
     casting: Casting
@@ -65,35 +65,35 @@ class Gathering:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Format of the numbers that are exchanged."""
+        """dtype in which weights are exchanged."""
         dtype = self.casting.config.cast_config_weight.target_dtype
         assert dtype is not None
         return dtype
 
     def scales(self, parts: Sequence[Tensor]) -> Tensor:
-        """(n,) fp32: the scale of each whole weight, from this rank's parts. One all-reduce per group."""
+        """Returns the scale of each whole weight, (n,) fp32, from this rank's parts. One all-reduce per group."""
         filled = [part for part in parts if part.numel()]
         norms, nothing = iter(foreach_norm(filled, inf) if filled else ()), parts[0].new_zeros(())
         largest = torch.stack([next(norms) if part.numel() else nothing for part in parts])
         for group in self.groups:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        # Rounding keeps order: the largest one rounded is the largest of the rounded ones.
+        # Rounding is monotonic, so the largest value rounded is the largest rounded value.
         return amax_to_scale(largest.to(self.compute), self.dtype)
 
 
 @dataclass(eq=False)
 class GatheredWeight:
-    """One weight, behind all tensors made of it: FSDP cuts and pads it, each rank as often as its share asks for, and ranks
-    must agree on whether `scale` is known. It is from a step's first forward to its last backward, when no weight changes."""
+    """State shared by all tensors that FSDP derives from one weight. FSDP slices and pads it differently often on each rank, and
+    ranks must agree on whether `scale` is known: from a step's first forward to its last backward, when no weight changes."""
 
     gathering: Gathering
     scale: Tensor | None = None
 
 
 def look_ahead(part: nn.Module) -> None:
-    """Computes the scales of all weights of a part that are sharded at the moment. Those that are gathered need none."""
-    found = [local_part(p) for p in part.parameters() if isinstance(p, DTensor)]
-    shards = [local for local in found if isinstance(local, Float8Shard)]
+    """Computes the scales of all weights of a part that are sharded now; gathered ones need no scale."""
+    parts = [local_part(p) for p in part.parameters() if isinstance(p, DTensor)]
+    shards = [local for local in parts if isinstance(local, Float8Shard)]
     if shards:
         scales = shards[0].weight.gathering.scales([shard.plain for shard in shards])
         for shard, scale in zip(shards, scales, strict=True):
@@ -101,7 +101,7 @@ def look_ahead(part: nn.Module) -> None:
 
 
 class Float8Shard(Tensor):
-    """A rank's part of a weight."""
+    """A rank's shard of a weight."""
 
     plain: Tensor
     weight: GatheredWeight
@@ -154,7 +154,7 @@ class Float8Shard(Tensor):
         module: nn.Module,
         policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What is sent, as bytes since not every backend knows float8, and what the rank keeps until the rest has come."""
+        """Returns the tensor to send, as bytes because not every backend supports float8, and the scale."""
         kind, scale = self.weight.gathering, self.weight.scale
         scale = kind.scales([self.plain])[0] if scale is None else scale
         rounded = self.plain.to(kind.compute)
@@ -168,7 +168,7 @@ class Float8Shard(Tensor):
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], kept: tuple[Tensor, ...], dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The whole weight in float8, and the memory that it lies in; or new numbers for the one that is there."""
+        """Returns the whole weight in float8 and its memory; with `out`, updates the scale of the existing weight."""
         (data,), (scale,) = gathered, kept
         if out is not None:
             there: Any = local_part(out) if isinstance(out, DTensor) else out

@@ -1,1 +1,1 @@
-"""Tensor parallelism: rules over logical dimensions, and the layers that they make."""
+"""Tensor parallelism: rules over logical dimensions, and the parallel layers."""

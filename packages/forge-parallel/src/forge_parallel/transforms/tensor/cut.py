@@ -1,7 +1,7 @@
-"""Tensor parallelism: single matrices are cut over ranks (Shoeybi et al., 2019), the residual stream along the sequence
+"""Applies tensor parallelism: splits matrices over ranks (Shoeybi et al., 2019), and the residual stream along the sequence
 (Korthikanti et al., 2022).
 
-What is cut, and how, is data (`tensor.rules`); what modules become is in `tensor.modules`.
+`tensor.rules` decides what is split and how, as data; `tensor.layers` defines the classes of the modules.
 """
 
 from functools import partial
@@ -26,23 +26,24 @@ from forge_parallel.transforms.tensor.rules import Role, Rules, kv_copies
 
 
 def cut(part: nn.Module, table: Rules, context: Context, sequence_parallel: bool) -> None:
-    """Makes every parameter of `part` a DTensor on the tp mesh, and every module what its role in `table` says.
+    """Replaces every parameter of `part` by a DTensor on the tp mesh, and the class of every module according to its role in
+    `table`.
 
     Raises:
-        PlanError: the model's specs do not tell how to cut a parameter, or a cut would leave a rank without any.
+        PlanError: the specs do not say how to split a parameter, or a rank would get no part of one.
     """
     topology = context.topology
     ranks, mesh = Ranks.of(topology.group("tp")), topology.dense["tp"]
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    local: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in list(part.named_modules()):
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         slots = {name: p for name, p in parameters.items() if f"{path}.{name}" not in table.apart}
         for slot, parameter in slots.items():
-            if parameter not in made:
-                made[parameter] = _cut_parameter(f"{path}.{slot}".removeprefix("."), parameter, table, mesh)
-            module._parameters[slot] = made[parameter]
+            if parameter not in local:
+                local[parameter] = _cut_parameter(f"{path}.{slot}".removeprefix("."), parameter, table, mesh)
+            module._parameters[slot] = local[parameter]
         role = table.roles.get(path)
-        if role in (Role.REGION, Role.SIDE_INPUTS) or (role is not None and slots):  # another stage may have the parameters
+        if role in (Role.REGION, Role.SIDE_INPUTS) or (role is not None and slots):  # parameters may be on another stage
             summed = any(f"{path}.{slot}" in table.summed for slot in slots)
             packed = tuple(slot for slot in slots if f"{path}.{slot}" in table.packed)
             module.__class__ = split_class(type(module), role, tuple(slots), summed, packed)
@@ -51,19 +52,19 @@ def cut(part: nn.Module, table: Rules, context: Context, sequence_parallel: bool
 
 
 def cut_sequences(part: nn.Module, on: bool) -> None:
-    """Whether the residual stream is cut along the sequence; without, the same modules work on sequences of any length."""
+    """Sets whether the residual stream is split along the sequence; if not, sequences may have any length."""
     for module in part.modules():
         if isinstance(module, Split):
             module.sequence = on
 
 
 def sum_partial_gradients(part: nn.Module, topology: Topology) -> None:
-    """Collective: sums over tp the gradients of parameters that every rank holds and used for its own share."""
+    """Collective: sums over tp the gradients of parameters that every rank holds whole but used only for its own share."""
     if topology.layout.tp == 1:
         return
     split = (module for module in part.modules() if isinstance(module, Split))
-    found = [local_grad(p) for module in split for slot in module.partial if (p := module._parameters[slot]) is not None]
-    gradients = [gradient for gradient in found if gradient is not None]
+    local = [local_grad(p) for module in split for slot in module.partial if (p := module._parameters[slot]) is not None]
+    gradients = [gradient for gradient in local if gradient is not None]
     if not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients]).to(topology.device)
@@ -73,23 +74,23 @@ def sum_partial_gradients(part: nn.Module, topology: Topology) -> None:
 
 
 def overlap(topology: Topology) -> None:
-    """Lets the compiler fuse gathers and scatters of the sequence with the adjacent matrix products.
+    """Lets the compiler fuse gathers and scatters of sequences with adjacent matrix products.
 
     Raises:
-        PlanError: on a device that has no symmetric memory.
+        PlanError: the device has no symmetric memory.
     """
     if not shares_memory(topology.device):
         raise PlanError(
-            "tensor: asynchronous tensor parallelism needs GPUs of NVIDIA that reach each other's memory; "
+            "tensor: asynchronous tensor parallelism needs NVIDIA GPUs that can access each other's memory; "
             "set transforms.tensor.asynchronous = false"
         )
     overlap_tensor_parallelism(topology.group("tp"))
 
 
 def _cut_parameter(name: str, parameter: nn.Parameter, table: Rules, mesh: DeviceMesh) -> nn.Parameter:
-    """The parameter on the meta device, as this rank will hold it."""
+    """Returns this rank's parameter, on the meta device."""
     if name not in table.cut:
-        raise PlanError(f"tensor: {name} is not in the model's specs(); give it a TensorSpec in Specs.tensors")
+        raise PlanError(f"tensor: {name} is not in the model's specs(); add a TensorSpec for it to Specs.tensors")
     whole = parameter.detach()
     if name in table.packed:
         whole = whole.unflatten(1, (table.packed[name], -1))
@@ -99,14 +100,14 @@ def _cut_parameter(name: str, parameter: nn.Parameter, table: Rules, mesh: Devic
         if why := rows_refusal(name, size, mesh.size()):
             raise PlanError(f"tensor: {why}")
         shape[dim] = chunk(size, mesh.size(), mesh.get_local_rank())[1]
-    local = whole.new_empty(shape)  # keeps the class of a tensor that another strategy wrapped
+    local = whole.new_empty(shape)  # keeps the class of a tensor that another transform has wrapped
     placement = Replicate() if dim is None else Shard(dim)
     laid_out = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(laid_out, requires_grad=parameter.requires_grad)
 
 
 def _settle(module: Any, path: str, role: Role, ranks: Ranks, specs: Specs, sequence: bool) -> None:
-    """Tells a module where in the split it is."""
+    """Sets the attributes with this rank's share of a module."""
     module.tp, module.sequence = ranks, sequence
     if role in (Role.TABLE, Role.HEAD, Role.GATHERED):
         size = module._parameters["weight"].shape[0]
@@ -114,13 +115,13 @@ def _settle(module: Any, path: str, role: Role, ranks: Ranks, specs: Specs, sequ
         first, rows = chunk(size, ranks.size, ranks.rank)
         if role is Role.TABLE:
             module.first, module.rows = first, rows
-            if getattr(module, "padding_idx", None) is not None:  # of which the gradient is dropped, here on one rank only
+            if getattr(module, "padding_idx", None) is not None:  # its gradient is dropped on the rank that holds the row
                 module.padding_idx = module.padding_idx - first if first <= module.padding_idx < first + rows else None
         elif role is Role.GATHERED:
             module.width, module.share = size, share
         else:
             if not hasattr(getattr(module, "core", None), "split"):
-                raise PlanError(f"tensor: {path} makes logits but has no `core` that computes the loss (LossHead); give it one")
+                raise PlanError(f"tensor: {path} computes logits, but has no `core` (LossHead) that computes the loss; add one")
             module.vocab, module.share = size, share
             module.core = module.core.split(first, partial(_of_all, ranks=ranks))
     elif role is Role.ACROSS:
@@ -129,10 +130,10 @@ def _settle(module: Any, path: str, role: Role, ranks: Ranks, specs: Specs, sequ
     elif role is Role.KV_COPY:
         kv_heads = specs.units["kv_heads"]
         width = module._parameters["weight"].shape[0] // kv_heads
-        mine = ranks.rank * kv_heads // ranks.size
-        module.rows = slice(mine * width, (mine + 1) * width)
+        head = ranks.rank * kv_heads // ranks.size
+        module.rows = slice(head * width, (head + 1) * width)
 
 
 def _of_all(numbers: Tensor, ranks: Ranks) -> Tensor:
-    """Collective: (3, n) -> (ranks, 3, n)."""
+    """Collective: gathers (3, n) into (ranks, 3, n)."""
     return all_gather(numbers[None], ranks, 0)

@@ -1,7 +1,7 @@
-"""What modules become under tensor parallelism: a subclass of their class, so that no name and no other method changes.
+"""Classes of modules under tensor parallelism: subclasses of the modules' classes, so that names and other methods stay.
 
-A parameter stays in its slot, as a DTensor on the tp mesh. Reading it as an attribute gives this rank's local tensor, so a
-module computes on plain tensors, in eager mode, inside recomputation and inside a compiled graph alike.
+A parameter stays in its slot, as a DTensor on the tp mesh. Read as an attribute, it is this rank's local tensor. So a module
+computes on plain tensors in eager mode, in recomputation and in compiled graphs.
 """
 
 from functools import cache
@@ -15,16 +15,16 @@ from forge_parallel.placement.collectives import Copy, Gather, Join, Ranks, Scat
 from forge_parallel.transforms.tensor.rules import Role
 
 SEQUENCE = 1
-"""Dimension of the residual stream (B, T, embed) that sequence parallelism cuts."""
+"""Dimension of the residual stream (B, T, embed) that sequence parallelism splits."""
 
 
 class Split(nn.Module):
-    """A module whose place in the split `tp` says. Mixed into the class of each module that has parameters or a role.
+    """Mixed into the class of each module that has parameters or a role.
 
     Attributes:
-        tp: the ranks.
-        sequence: whether the residual stream is cut along the sequence outside regions.
-        partial: slots of parameters whose gradients are complete only as a sum over tp ranks, made once a step.
+        tp: the tp ranks.
+        sequence: whether the residual stream is split along the sequence outside regions.
+        partial: slots of parameters whose gradients have to be summed over tp ranks once per step.
     """
 
     tp: Ranks
@@ -32,16 +32,16 @@ class Split(nn.Module):
     partial: tuple[str, ...]
 
     def enter(self, x: Tensor) -> Tensor:
-        """From the residual stream to the whole sequence on every rank."""
+        """Converts the residual stream to the whole sequence on every rank."""
         return Gather.apply(x, self.tp, SEQUENCE) if self.sequence else Copy.apply(x, self.tp)
 
     def leave(self, x: Tensor) -> Tensor:
-        """From each rank's summand of the whole sequence to the residual stream."""
+        """Sums each rank's contribution to the whole sequence into the residual stream."""
         if not self.sequence:
             return Sum.apply(x, self.tp)
         if x.shape[SEQUENCE] % self.tp.size:
             raise ValueError(
-                f"{x.shape[SEQUENCE]} tokens cannot be cut into {self.tp.size} equal parts for sequence parallelism; choose a "
+                f"{x.shape[SEQUENCE]} tokens cannot be split into {self.tp.size} equal parts for sequence parallelism; choose a "
                 "length that parallel.tp divides, or transforms.tensor.sequence_parallel = false"
             )
         return Scatter.apply(x, self.tp, SEQUENCE)
@@ -51,12 +51,12 @@ class Region(Split):
     """Gathers the sequence on entry; a `RowParallelLinear` inside scatters it again."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own, on the whole sequence."""
+        """Runs the module's own forward on the whole sequence."""
         return super().forward(self.enter(x), *args, **kwargs)
 
 
 class ColumnParallelLinear(Split):
-    """A column that takes the residual stream itself."""
+    """A linear layer split along its outputs, whose input is the residual stream itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, embed), the same on all ranks -> (B, T, this rank's features)."""
@@ -64,7 +64,8 @@ class ColumnParallelLinear(Split):
 
 
 class GatheredColumnLinear(Split):
-    """A column whose outputs every rank gets whole, and uses for the same: the gradient is not summed."""
+    """A linear layer split along its outputs, which are then gathered. All ranks use them equally, so gradients are not
+    summed."""
 
     width: int
     share: int
@@ -77,7 +78,8 @@ class GatheredColumnLinear(Split):
 
 
 class TensorParallelExperts(Split):
-    """Stacked experts, each cut along its features. What a token's experts make of it is summed over them, so also over ranks."""
+    """Stacked experts, each split along its features. A token's results are summed over its experts, and so over ranks as
+    well."""
 
     def forward(self, *args: Any) -> Tensor:
         """(N, embed), expert indices, weights, the same on all ranks -> (N, embed)."""
@@ -86,7 +88,7 @@ class TensorParallelExperts(Split):
 
 
 class RowParallelLinear(Split):
-    """Sums the products of all ranks. The bias is added once, to the sum."""
+    """A linear layer split along its inputs. Products of all ranks are summed, and the bias is added once, to the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, this rank's features) -> residual stream."""
@@ -96,7 +98,7 @@ class RowParallelLinear(Split):
 
 
 class VocabParallelEmbedding(Split):
-    """Looks up the rows that this rank has; other tokens give zero."""
+    """Looks up the embedding rows that this rank holds; other tokens are zero."""
 
     first: int
     rows: int
@@ -109,7 +111,7 @@ class VocabParallelEmbedding(Split):
 
 
 class VocabParallelHead(Split):
-    """The loss, or whole logits, from this rank's share of the vocabulary."""
+    """Computes the loss, or whole logits, from this rank's share of the vocabulary."""
 
     vocab: int
     share: int
@@ -119,13 +121,13 @@ class VocabParallelHead(Split):
         out = super().forward(self.enter(hidden), labels, objective)
         if not isinstance(out, Tensor) or objective is not None:
             return out
-        # Shares are equal but the last ones: those are filled up for the exchange.
+        # All shares are equally large except the last ones, which are padded for the exchange.
         padded = torch.nn.functional.pad(out, (0, self.share - out.shape[-1]))
         return all_gather(padded, self.tp, out.dim() - 1)[..., : self.vocab]
 
 
 class Across(Split):
-    """Gathers all features, of which `copies` neighboring ranks have the same, and keeps this rank's share of the result."""
+    """Gathers all features, of which `copies` neighboring ranks hold the same, and keeps this rank's share of the result."""
 
     copies: int
 
@@ -136,10 +138,10 @@ class Across(Split):
 
 
 class SideInputs(Split):
-    """Takes its own part of tensors (B, T, ...) that come whole with the residual stream."""
+    """Slices this rank's part out of tensors (B, T, ...) that accompany the residual stream whole."""
 
     def forward(self, x: Tensor, *args: Any) -> Any:
-        """As the module's own, on this rank's part of the sequence."""
+        """Runs the module's own forward on this rank's part of the sequence."""
         if self.sequence:
             args = tuple(self._own(arg, x.shape[SEQUENCE]) if isinstance(arg, Tensor) else arg for arg in args)
         return super().forward(x, *args)
@@ -149,7 +151,7 @@ class SideInputs(Split):
 
 
 class KVCopy(Split):
-    """Uses the rows of one key-value head of a whole weight."""
+    """Uses the rows of one key-value head of a weight that every rank holds whole."""
 
     rows: slice
 
@@ -172,10 +174,11 @@ _MIXINS = {
 def split_class(
     original: type[nn.Module], role: Role, parameters: tuple[str, ...], summed: bool = False, packed: tuple[str, ...] = ()
 ) -> type[nn.Module]:
-    """The class of a module of class `original` in a role. One class per kind, so that compiled blocks share a graph.
+    """Returns the class of modules of class `original` in a role; the same class for equal arguments, so that compiled blocks
+    share a graph.
 
-    With `summed`, gradients of the module's parameters are summed over ranks inside each backward. `packed` parameters have a
-    dimension more than their module knows.
+    With `summed`, gradients of the module's parameters are summed over ranks in each backward. `packed` parameters have one more
+    dimension than in the original module.
     """
     mixin = _MIXINS.get(role, Split)
     local: Any = _rows_of if role is Role.KV_COPY else _summed_of if summed else _whole_of
@@ -185,7 +188,7 @@ def split_class(
 
 
 def _local(parameter: Tensor, rows: slice | None = None) -> Tensor:
-    # Outside of its module's forward FSDP shows a shard, on a mesh of more dimensions, and asks for that shard itself.
+    # Outside the module's forward the parameter is an FSDP shard on a mesh of more dimensions, which FSDP itself reads.
     if not isinstance(parameter, DTensor) or len(parameter.placements) > 1:
         return parameter
     local = parameter.to_local()
@@ -193,7 +196,7 @@ def _local(parameter: Tensor, rows: slice | None = None) -> Tensor:
 
 
 def _hidden(self: nn.Module) -> Tensor | None:
-    """A row's bias: its module's own forward must not add it, but FSDP still has to find its shard."""
+    """Hides the bias of a row-parallel layer from the layer's own forward, but not from FSDP, which reads its shard."""
     parameter = self._parameters["bias"]
     return parameter if isinstance(parameter, DTensor) and len(parameter.placements) > 1 else None
 

@@ -1,8 +1,9 @@
-"""From logical dimensions to tensor parallelism: which dimension of each parameter is cut, and what each module becomes.
+"""Derives tensor parallelism from logical dimensions: which dimension of each parameter is split, and the role of each module.
 
-Pure data over `Specs`, so a model is laid out, or refused, before anything is built. The table is that of Shoeybi et al. (2019)
-with the sequence parallelism of Korthikanti et al. (2022): a matrix that makes heads, hidden features or logits is cut by its
-outputs (column), one that consumes them by its inputs (row); what lies between works on its own heads and features.
+Pure data over `Specs`, so a layout is decided, or refused, before anything is built. The rules are those of Shoeybi et al.
+(2019), with the sequence parallelism of Korthikanti et al. (2022): a matrix that outputs heads, hidden features or logits is
+split along its outputs (column), one that takes them as input along its inputs (row); modules in between work on their own heads
+and features.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
 
 
 class Role(Enum):
-    """What a module becomes."""
+    """Role of a module under tensor parallelism."""
 
     REGION = "takes the whole sequence; a row module inside gives it back"
     COLUMN = "makes this rank's share of heads or features"
@@ -35,16 +36,16 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Rules:
-    """How a part is laid out over tp ranks.
+    """How a part is split over tp ranks.
 
     Attributes:
-        cut: per parameter the dimension that is cut; None where every rank holds the whole.
-        roles: per path of a module; a region may be a head at the same time, then it is listed as the head.
-        partial: parameters whose gradients are complete only as a sum over tp ranks, made once a step.
-        summed: such parameters whose gradients are summed inside each backward, for loops that know nothing of steps.
-        apart: parameters that stack experts; their tokens differ from rank to rank, so they are kept as by data ranks.
-        packed: parameters whose dimension 1 holds so many matrices one after the other (gate and up). That counts as two, so that
-            `cut` names the inner one, and each rank has its rows of every one.
+        cut: parameter -> the dimension that is split; None if every rank holds the whole parameter.
+        roles: path -> role of the module; a region that is also a head is listed as the head.
+        partial: parameters whose gradients have to be summed over tp ranks once per step.
+        summed: such parameters whose gradients are summed in each backward, for loops without Forge's step.
+        apart: parameters of stacked experts; ranks have different tokens for them, so they are sharded as over data ranks.
+        packed: parameter -> number of matrices that are concatenated along its dimension 1 (gate and up). They become a separate
+            dimension, `cut` names the inner one, and each rank holds its rows of every matrix.
     """
 
     cut: Mapping[str, int | None]
@@ -56,11 +57,11 @@ class Rules:
 
 
 def rules(specs: Specs, tp: int, sequence: bool) -> Rules:
-    """Applies the table to a part's description. `sequence` says that the residual stream is cut along the sequence.
+    """Returns the rules for the specs of a part. `sequence`: the residual stream is split along the sequence.
 
     Raises:
-        PlanError: heads do not divide, a parameter has a dimension to cut but no rule covers its module, or the rules
-            match nothing.
+        PlanError: heads do not divide, no rule covers the module of a parameter that has to be split, or there is nothing to
+            split.
     """
     copied = kv_copies(specs, tp) > 1
     cut: dict[str, int | None] = {}
@@ -73,7 +74,7 @@ def rules(specs: Specs, tp: int, sequence: bool) -> Rules:
         if "expert" in spec.dims:
             if not sequence:
                 raise PlanError(
-                    f"tensor: {name} stacks experts, whose ranks have to see different tokens; "
+                    f"tensor: {name} contains stacked experts, whose ranks must have different tokens; "
                     "set transforms.tensor.sequence_parallel = true, or parallel.tp = 1"
                 )
             apart.add(name)
@@ -88,18 +89,21 @@ def rules(specs: Specs, tp: int, sequence: bool) -> Rules:
         if role is Role.COLUMN and copied and spec.dims[dim] == "kv_heads":
             role = Role.KV_COPY
         if roles.setdefault(path, role) is not role:
-            raise PlanError(f"tensor: the parameters of {path} ask for different roles: {roles[path].name} and {role.name}")
+            raise PlanError(
+                f"tensor: the parameters of {path} need different roles, {roles[path].name} and {role.name}; split the module, "
+                "or set parallel.tp = 1"
+            )
         cut[name] = None if role is Role.KV_COPY else dim
     heads = (path for path, module in specs.modules.items() if module.inputs[0] == STREAM and module.outputs[0][-1] == "vocab")
     with_side_inputs = (path for path, module in specs.modules.items() if module.inputs[0] == STREAM and len(module.inputs) > 1)
     roles |= dict.fromkeys(with_side_inputs, Role.SIDE_INPUTS)
-    roles |= dict.fromkeys(heads, Role.HEAD)  # a tied head has no separate tensor
-    for copy, original in specs.ties.items():  # neither has a table that is looked up under a second name
+    roles |= dict.fromkeys(heads, Role.HEAD)  # a tied head has no tensor of its own
+    for copy, original in specs.ties.items():  # nor has an embedding that is looked up under a second name
         path = copy.rpartition(".")[0]
         if path in specs.modules and roles.get(original.rpartition(".")[0]) is Role.TABLE:
             roles.setdefault(path, _role(copy, specs.tensors[original], specs.modules[path]))
     if not roles and specs.blocks:
-        raise PlanError("tensor: no parameter has a dimension to cut (heads, kv_heads, ffn, vocab); set parallel.tp = 1")
+        raise PlanError("tensor: no parameter has a dimension to split (heads, kv_heads, ffn, vocab); set parallel.tp = 1")
     regions = {_region(path, specs) for path, role in roles.items() if role in (Role.COLUMN, Role.KV_COPY)}
     for name in cut:
         roles.setdefault(name.rpartition(".")[0], Role.STREAM)
@@ -110,10 +114,10 @@ def rules(specs: Specs, tp: int, sequence: bool) -> Rules:
 
 
 def kv_copies(specs: Specs, tp: int) -> int:
-    """How many ranks hold the same key-value head.
+    """Returns the number of ranks that hold the same key-value head.
 
     Raises:
-        PlanError: heads cannot be shared evenly.
+        PlanError: heads cannot be split evenly.
     """
     if why := heads_refusal(specs.units, tp):
         raise PlanError(f"tensor: {why}")
@@ -122,7 +126,7 @@ def kv_copies(specs: Specs, tp: int) -> int:
 
 
 def _dimension(spec: TensorSpec) -> int | None:
-    """The first dimension to cut."""
+    """Returns the first dimension to split; None if there is none."""
     return next((index for index, dim in enumerate(spec.dims) if dim in CUT), None)
 
 
@@ -138,8 +142,8 @@ def _role(name: str, spec: TensorSpec, module: ModuleSpec | None) -> Role:
     if into and not out:
         return Role.ROW
     raise PlanError(
-        f"tensor: no rule covers {name}: its module takes {enters[-1]} and makes {leaves[-1]}, so it would need all of a "
-        "dimension that is cut over tp ranks; set parallel.tp = 1"
+        f"tensor: no rule covers {name}: its module maps {enters[-1]} to {leaves[-1]}, so it would need the whole of a "
+        "dimension that is split over tp ranks; set parallel.tp = 1"
     )
 
 
@@ -148,19 +152,19 @@ def _across(module: ModuleSpec | None) -> bool:
 
 
 def _region(path: str, specs: Specs) -> str:
-    """The innermost module around `path` through which the residual stream passes."""
+    """Returns the innermost module around `path` whose input and output are the residual stream."""
     for ancestor in ancestors(path):
         module = specs.modules.get(ancestor)
         if module is not None and module.inputs[0] == STREAM and module.outputs[0] == STREAM:
             return ancestor
     raise PlanError(
-        f"tensor: {path} is cut by its outputs, but no module around it is known to take the residual stream; add that module to "
-        "Specs.modules"
+        f"tensor: {path} is split along its outputs, but the specs name no module around it that takes the residual stream; add "
+        "that module to Specs.modules"
     )
 
 
 def ancestors(path: str) -> Iterator[str]:
-    """Paths of the modules around `path`, innermost first."""
+    """Yields the paths of the modules around `path`, innermost first."""
     while path:
         path = path.rpartition(".")[0]
         if path:
@@ -168,6 +172,6 @@ def ancestors(path: str) -> Iterator[str]:
 
 
 def _inside(name: str, regions: set[str], roles: Mapping[str, Role]) -> bool:
-    """Whether a whole parameter is used on this rank's heads or features only. A row module's bias is added to the sum."""
+    """Whether a whole parameter is used only for this rank's heads or features. Biases of row modules are added to the sum."""
     path = name.rpartition(".")[0]
     return roles[path] is not Role.ROW and any(path == region or path.startswith(f"{region}.") for region in regions)

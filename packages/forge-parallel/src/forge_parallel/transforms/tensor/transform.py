@@ -1,4 +1,4 @@
-"""Tensor parallelism: what a recipe chooses. See `tensor.cut`."""
+"""The transform `tensor`: tensor parallelism. See `tensor.cut`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel(Component, Transform):
-    """Cuts single matrices over `parallel.tp` ranks: heads, hidden features and vocabulary (tensor parallelism)."""
+    """Splits matrices over `parallel.tp` ranks along heads, hidden features and vocabulary (tensor parallelism)."""
 
     name = "tensor"
     phase = Order.TENSOR
@@ -26,30 +26,27 @@ class TensorParallel(Component, Transform):
     key_class: ClassVar = LAYOUT
 
     sequence_parallel: Annotated[bool, Feature("tp_whole", when=False, axis="tp")] = True
-    """Cut the residual stream along the sequence between the cut matrices: less memory, the same bytes on the wire. `parallel.tp`
-    has to divide the length then."""
+    """Split the residual stream along the sequence between split matrices: less memory for equally many bytes sent. `parallel.tp`
+    must divide the length."""
     asynchronous: Annotated[bool, Feature("tp_asynchronous", when=True, axis="tp")] = False
-    """Overlap the exchanges with the adjacent matrix products: on CUDA devices that reach each other's memory, with
-    sequence parallelism, in compiled blocks."""
+    """Overlap communication with adjacent matrix products: on CUDA devices that can access each other's memory, with sequence
+    parallelism, in compiled blocks."""
 
     def __post_init__(self) -> None:
         if self.asynchronous and not self.sequence_parallel:
-            raise ValueError("asynchronous = true overlaps the exchanges of sequence parallelism: keep sequence_parallel = true")
-
-    def build(self) -> "TensorParallel":
-        return self
+            raise ValueError("asynchronous = true overlaps communication of sequence parallelism; set sequence_parallel = true")
 
     def rules(self, specs: "Specs", tp: int) -> "Rules":
-        """What is cut, and how, over `tp` ranks."""
+        """Returns which parameters are split over `tp` ranks, and how."""
         from forge_parallel.transforms.tensor.rules import rules
 
         return rules(specs, tp, self.sequence_parallel)
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
-        """Cuts the parameters of a part over tp ranks. On one tp rank it does nothing.
+        """Splits the parameters of a part over tp ranks. Does nothing on one tp rank.
 
         Raises:
-            PlanError: the model's specs do not tell how to cut a parameter, or a cut would leave a rank without any.
+            PlanError: the specs do not say how to split a parameter, or a rank would get no part of one.
         """
         tp = context.topology.layout.tp
         if tp > 1:
@@ -61,7 +58,7 @@ class TensorParallel(Component, Transform):
         return part
 
     def hidden_shape(self, shape: tuple[int, ...], context: "Context") -> tuple[int, ...]:
-        """Between pipeline stages the residual stream stays cut along the sequence."""
+        """Returns the shape between pipeline stages, where the residual stream stays split along the sequence."""
         from forge_parallel.placement.shares import chunk
 
         topology = context.topology
@@ -72,13 +69,13 @@ class TensorParallel(Component, Transform):
         return batch, chunk(length, tp, topology.coordinates["tp"])[1], width
 
     def whole_sequences(self, part: "nn.Module", on: bool) -> None:
-        """Without sequence parallelism the same modules work on sequences of any length."""
+        """Sets whether sequences are whole; without sequence parallelism they always are, and may have any length."""
         from forge_parallel.transforms.tensor.cut import cut_sequences
 
         cut_sequences(part, self.sequence_parallel and not on)
 
     def after_backward(self, part: "nn.Module", context: "Context") -> None:
-        """Collective: sums over tp the gradients of parameters that every rank holds and used for its own share."""
+        """Collective: sums over tp the gradients of parameters that every rank holds whole but used only for its own share."""
         from forge_parallel.transforms.tensor.cut import sum_partial_gradients
 
         sum_partial_gradients(part, context.topology)

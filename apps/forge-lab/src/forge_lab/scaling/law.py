@@ -1,0 +1,461 @@
+"""The scaling law L(N, D) = E + A/N^alpha + B/D^beta, its fit to runs with resamples, and the frontier of compute.
+
+The objective is that of Hoffmann et al. (2022, approach 3): the Huber loss, with delta = 1e-3, of the residuals
+log L(N, D) - log L, where log L(N, D) is the log-sum-exp of the terms. They minimized it by L-BFGS from a grid of starts. Here
+each step solves the least-squares problem with the weights that make its gradient that of the Huber loss, damped as by Levenberg
+and Marquardt. It takes all starts and all weightings of the runs in one batch, and converges to the last digits, on which the
+exponents depend (Besiroglu et al., 2024). A test compares it with torch's L-BFGS.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from forge_core.errors import DataError
+
+_LARGEST = math.log(1e300)
+FLOPS = 6
+"""Of forward and backward for each parameter and token: the compute of a run is C = 6 N D."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """Constants of the law; losses in nats per token. N and D of the formulas are parameters and tokens.
+
+    Attributes:
+        irreducible: E, the loss that neither parameters nor tokens lower.
+        a, alpha: A and alpha, of the parameters.
+        b, beta: B and beta, of the tokens.
+    """
+
+    irreducible: float
+    a: float
+    b: float
+    alpha: float
+    beta: float
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """L(N, D)."""
+        return self.irreducible + self.a / parameters**self.alpha + self.b / tokens**self.beta
+
+    @property
+    def parameters_exponent(self) -> float:
+        """a in N*(C) ~ C^a: beta / (alpha + beta)."""
+        return self.beta / (self.alpha + self.beta)
+
+    @property
+    def tokens_exponent(self) -> float:
+        """b in D*(C) ~ C^b: alpha / (alpha + beta)."""
+        return self.alpha / (self.alpha + self.beta)
+
+    @property
+    def loss_exponent(self) -> float:
+        """gamma in L*(C) - E ~ C^-gamma: alpha beta / (alpha + beta)."""
+        return self.alpha * self.beta / (self.alpha + self.beta)
+
+    def best_parameters(self, flops: float) -> float:
+        """N*(C) = G (C / 6)^a with G = (alpha A / (beta B))^(1 / (alpha + beta)): the least loss for C = 6 N D.
+
+        Raises:
+            OverflowError: it is no positive finite number, as where a term does not fall.
+        """
+        terms = self.alpha * self.a, self.beta * self.b
+        if min(*terms, self.alpha, self.beta) > 0 and max(terms) < math.inf:
+            power = math.log(terms[0]) - math.log(terms[1]) + self.beta * math.log(flops / FLOPS)
+            if abs(power := power / (self.alpha + self.beta)) < _LARGEST:
+                return math.exp(power)
+        raise OverflowError(f"the law has no best size for {flops:g} FLOPs that is a finite number: {self}")
+
+    def best_tokens(self, flops: float) -> float:
+        """D*(C) = C / (6 N*(C))."""
+        return flops / (FLOPS * self.best_parameters(flops))
+
+    def best_loss(self, flops: float) -> float:
+        """The least loss that C FLOPs can reach."""
+        return self.loss(self.best_parameters(flops), self.best_tokens(flops))
+
+
+DELTA = 1e-3
+"""Residuals below count squared, those above by their size: a run that went wrong pulls no more than any other."""
+_STEPS = 2000
+_STILL = 12
+"""Steps in a row with no gain to speak of, after which a problem is done."""
+_GAIN = 1e-9
+
+
+@dataclass(frozen=True)
+class Terms:
+    """log of a sum of terms exp(c - p x), for n runs.
+
+    Attributes:
+        inputs: (terms, n) logarithms of what each term falls with, zero for the constant; centered, so that c and p do not
+            point in almost the same direction.
+    """
+
+    inputs: Tensor
+
+    def __call__(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """(..., n) logarithms of the sum, and (..., n, terms) shares of the terms in it, for (..., 2 terms - 1) constants of all
+        terms and powers of all but the first."""
+        count = self.inputs.shape[0]
+        powers = torch.cat([torch.zeros_like(at[..., :1]), at[..., count:]], -1)
+        each = at[..., :count, None] - powers[..., None] * self.inputs
+        return torch.logsumexp(each, -2), torch.softmax(each, -2).transpose(-1, -2)
+
+
+def huber(residuals: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum over the last dimension of r^2 / 2 within DELTA and of DELTA (|r| - DELTA / 2) outside."""
+    size = residuals.abs()
+    return (weights * torch.where(size <= DELTA, 0.5 * residuals**2, DELTA * (size - 0.5 * DELTA))).sum(-1)
+
+
+@torch.no_grad()
+def minimize(terms: Terms, losses: Tensor, weights: Tensor, start: Tensor, steps: int = _STEPS) -> tuple[Tensor, Tensor]:
+    """(problems, 2 terms - 1) constants and powers, and (problems,) objectives, of the minimum that each start leads to.
+
+    Args:
+        terms: the first of them is the constant one, which has no power.
+        losses: (problems, n) logarithms of what was observed.
+        weights: (problems, n) of the runs.
+        start: (problems, 2 terms - 1) constants of all terms, then powers of all but the first.
+        steps: after which a problem ends in any case.
+    """
+    best, least = start.clone(), torch.empty_like(start[:, 0])
+    left = torch.arange(start.shape[0])
+    state = _begin(terms, losses, weights, start)
+    for step in range(steps):
+        state = _moved(terms, state)
+        if step % _STILL == 0 or step == steps - 1:
+            done = (state.still >= _STILL) | (step == steps - 1)
+            best[left[done]], least[left[done]] = state.at[done], state.value[done]
+            left, state = left[~done], state.only(~done)
+            if not len(left):
+                break
+    return best, least
+
+
+@dataclass(frozen=True)
+class _State:
+    """Where the problems stand that are not done; every tensor has one row for each of them."""
+
+    losses: Tensor
+    weights: Tensor
+    at: Tensor
+    residuals: Tensor
+    shares: Tensor
+    value: Tensor
+    damping: Tensor
+    still: Tensor
+
+    def only(self, kept: Tensor) -> "_State":
+        return replace(self, **{name: tensor[kept] for name, tensor in vars(self).items()})
+
+
+def _begin(terms: Terms, losses: Tensor, weights: Tensor, start: Tensor) -> _State:
+    fitted, shares = terms(start)
+    residuals = fitted - losses
+    value = huber(residuals, weights)
+    return _State(losses, weights, start, residuals, shares, value, torch.full_like(value, 1e-2), torch.zeros_like(value))
+
+
+def _moved(terms: Terms, state: _State) -> _State:
+    """One step of every problem, taken where it lowers the objective; elsewhere the next one is shorter."""
+    slopes = torch.cat([state.shares, -state.shares[..., 1:] * terms.inputs[1:].T], -1)
+    pull = state.weights * torch.clamp(DELTA / state.residuals.abs().clamp_min(1e-300), max=1.0)
+    curvature = slopes.transpose(-1, -2) @ (pull[..., None] * slopes)
+    gradient = (slopes * (pull * state.residuals)[..., None]).sum(-2)
+    scale = torch.diagonal(curvature, dim1=-2, dim2=-1).clamp_min(1e-30)
+    damped = curvature + torch.diag_embed(state.damping[..., None] * scale)
+    proposed = state.at - torch.linalg.solve_ex(damped, gradient[..., None])[0][..., 0]
+    fitted, shares = terms(proposed)
+    residuals = fitted - state.losses
+    value = huber(residuals, state.weights)
+    better = value < state.value  # false of NaN
+    gained = better & (state.value - value > _GAIN * state.value)
+    return replace(
+        state,
+        at=torch.where(better[:, None], proposed, state.at),
+        residuals=torch.where(better[:, None], residuals, state.residuals),
+        shares=torch.where(better[:, None, None], shares, state.shares),
+        value=torch.where(better, value, state.value),
+        damping=torch.where(better, state.damping / 5, state.damping * 3).clamp(1e-14, 1e8),
+        still=torch.where(gained, torch.zeros_like(state.still), state.still + 1),
+    )
+
+
+FEWEST_RUNS = 6
+"""Runs, one more than the law has constants."""
+DISTINCT = 3
+"""Parameter counts, and token counts: with two of either, E and the constants of that term cannot be told apart."""
+_ALIKE = 0.99
+"""Correlation of log N and log D from which on the two terms cannot be told apart."""
+
+CHANCE = 0.05
+"""Where a term lowers the objective no more than chance would do so often, it means nothing."""
+_PERMUTATIONS = 59
+_FEWER_STEPS = 120
+"""Of the minimizations of one permutation, whose last digits do not matter."""
+_ROUNDING = 1e-12
+"""Of an objective: what losses in fp32 that follow a law exactly leave over."""
+
+# Fractions of the lowest loss at which E starts, of the mean loss at which the terms do, and exponents.
+_LEVELS, _TERMS, _POWERS = (0.2, 0.5, 0.8), (0.1, 0.4), (0.1, 0.3, 0.6, 1.0)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What was observed: of n runs the parameters, tokens and losses, fp64 tensors of shape (n,)."""
+
+    parameters: Tensor
+    tokens: Tensor
+    losses: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[float, float, float]]) -> "Losses":
+        """From (parameters, tokens, loss) of each run.
+
+        Raises:
+            DataError: too few runs, or parameters and tokens that do not vary enough to tell the constants apart.
+        """
+        columns = torch.tensor([tuple(map(float, row)) for row in rows], dtype=torch.float64).reshape(-1, 3).T
+        made = cls(*columns)
+        if faults := list(_faults(made)):
+            raise DataError("a scaling law cannot be fitted: " + "; ".join(faults))
+        return made
+
+    @property
+    def flops(self) -> Tensor:
+        """C = 6 N D of each run."""
+        return FLOPS * self.parameters * self.tokens
+
+
+def _faults(given: Losses) -> list[str]:
+    count, faults = len(given.losses), []
+    if count < FEWEST_RUNS:
+        faults.append(f"{count} runs, and {FEWEST_RUNS} are needed for the five constants")
+    if bool((given.losses <= 0).any()) or not bool(torch.isfinite(given.losses).all()):
+        faults.append("a loss is not a positive number")
+    for what, values in (("parameters", given.parameters), ("tokens", given.tokens)):
+        distinct = len(values.unique())
+        if distinct < DISTINCT:
+            said = f"all runs have the same number of {what}" if distinct < 2 else f"the runs have {distinct} numbers of {what}"
+            faults.append(f"{said}, and {DISTINCT} different ones are needed")
+    if not faults and _correlation(given) > _ALIKE:
+        faults.append(
+            "tokens grow in step with parameters, so their effects cannot be told apart: add runs with more or fewer tokens for "
+            "the same parameters"
+        )
+    return faults
+
+
+def _correlation(given: Losses) -> float:
+    return abs(float(torch.corrcoef(torch.stack([given.parameters.log(), given.tokens.log()]))[0, 1]))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The law of all runs, and those of `resamples` of as many runs, drawn with replacement.
+
+    Attributes:
+        objective: the Huber loss at the minimum, summed over runs.
+        starts: of the minimization, and how many of them led to this minimum.
+        chance: how often chance alone lowers the objective as much as the term of the parameters does, and that of the tokens.
+    """
+
+    law: Law
+    resampled: tuple[Law, ...]
+    objective: float
+    starts: tuple[int, int]
+    chance: tuple[float, float]
+
+
+def fit(given: Losses, resamples: int = 1000, seed: int = 0) -> Fit:
+    """Minimizes from a grid of starts; each resample from the minimum of all runs.
+
+    Raises:
+        DataError: the losses do not fall with parameters, or with tokens; a law without them fits as well; or a constant is no
+            finite number.
+    """
+    middle = given.parameters.log().mean(), given.tokens.log().mean()
+    inputs = [torch.zeros_like(given.losses), given.parameters.log() - middle[0], given.tokens.log() - middle[1]]
+    terms, losses = Terms(torch.stack(inputs)), given.losses.log()
+    start = _starts(given.losses)
+    found, objectives = minimize(terms, losses.expand(len(start), -1), torch.ones(len(start), len(losses)).double(), start)
+    objectives = torch.where(objectives.isfinite(), objectives, torch.inf)
+    best = int(objectives.argmin())
+    reached = int((objectives <= objectives[best] * (1 + 1e-6) + 1e-20).sum())
+    law = _law(found[best], middle)
+    for what, power in (("parameters", law.alpha), ("tokens", law.beta)):
+        if not power > 0:
+            raise DataError(f"a scaling law cannot be fitted: the losses do not fall with more {what} (exponent {power:.3g})")
+    if not all(math.isfinite(value) for value in vars(law).values()):
+        raise DataError(f"a scaling law cannot be fitted: its constants are no finite numbers ({law})")
+    chance = chance_of(terms, losses, float(objectives[best]), seed)
+    for what, often in zip(("parameters", "tokens"), chance, strict=True):
+        if often > CHANCE:
+            raise DataError(
+                f"a scaling law cannot be fitted: a law without {what} fits the losses as well. Their term lowers the Huber loss "
+                f"as much in {often:.0%} of {_PERMUTATIONS} permutations of what that law leaves over, and may in "
+                f"{CHANCE:.0%}. Add runs whose {what} differ more, or runs that train longer"
+            )
+    weights = draw_resamples(given, resamples, seed)
+    again, _ = minimize(terms, losses.expand(resamples, -1), weights, found[best].expand(resamples, -1).contiguous())
+    return Fit(law, tuple(_law(one, middle) for one in again), float(objectives[best]), (len(start), reached), chance)
+
+
+def chance_of(terms: Terms, losses: Tensor, objective: float, seed: int) -> tuple[float, float]:
+    """Of the parameters' term and of the tokens': how often what the law without it leaves over, dealt out to the runs anew,
+    gains as much from it. The permutation test of Freedman and Lane (1983); the statistic is the ratio of both objectives, that
+    of a likelihood ratio, and needs no assumption about the noise.
+
+    Args:
+        terms: of the law.
+        losses: (n,) logarithms.
+        objective: of the law at its minimum.
+        seed: of the permutations.
+    """
+    generator, count = torch.Generator().manual_seed(seed), len(losses)
+    orders = torch.stack([torch.randperm(count, generator=generator) for _ in range(_PERMUTATIONS)])
+    found = []
+    for place in (1, 2):
+        rest = Terms(terms.inputs[[0, 3 - place]])
+        without, least = _least(rest, losses.expand(1, -1), steps=2000)
+        fitted = rest(without)[0]
+        dealt = fitted + (losses - fitted)[0][orders]
+        gains = (_least(rest, dealt)[1] + _ROUNDING) / (_least(terms, dealt)[1] + _ROUNDING)
+        gain = (float(least) + _ROUNDING) / (objective + _ROUNDING)
+        found.append((1 + int((gains >= gain).sum())) / (1 + _PERMUTATIONS))
+    return found[0], found[1]
+
+
+def _least(terms: Terms, losses: Tensor, steps: int = _FEWER_STEPS) -> tuple[Tensor, Tensor]:
+    """(problems, 2 terms - 1) and (problems,): the minimum of each row of `losses`, from fewer starts than a law's."""
+    level, powers = losses.exp().mean(-1), len(terms.inputs) - 1
+    grid = [[math.log(0.6), *[math.log(0.2)] * powers, *each] for each in product((0.1, 1.0), repeat=powers)]
+    start = torch.tensor(grid, dtype=torch.float64)
+    shifted = start.repeat(len(losses), 1)
+    shifted[:, : powers + 1] += level.log().repeat_interleave(len(start)).unsqueeze(1)
+    rows = losses.repeat_interleave(len(start), 0)
+    found, objectives = minimize(terms, rows, torch.ones_like(rows), shifted, steps)
+    objectives = torch.where(objectives.isfinite(), objectives, torch.inf).view(len(losses), -1)
+    least = objectives.min(-1)
+    return found.view(len(losses), len(start), -1)[torch.arange(len(losses)), least.indices], least.values
+
+
+def draw_resamples(given: Losses, resamples: int, seed: int) -> Tensor:
+    """(resamples, n) how often each run is in each resample: the bootstrap of Efron (1979) over runs. A resample that could not
+    tell the constants apart is drawn again."""
+    generator, count = torch.Generator().manual_seed(seed), len(given.losses)
+    kept: list[Tensor] = []
+    while len(kept) < resamples:
+        chosen = torch.randint(count, (count,), generator=generator)
+        runs = chosen.unique()
+        several = min(len(given.parameters[runs].unique()), len(given.tokens[runs].unique())) >= DISTINCT
+        if several and len(runs) >= FEWEST_RUNS - 1:
+            kept.append(torch.bincount(chosen, minlength=count).double())
+    return torch.stack(kept)
+
+
+def _starts(losses: Tensor) -> Tensor:
+    """(starts, 5): constants of E and both terms, then both exponents."""
+    least, mean = float(losses.min()), float(losses.mean())
+    grid = product(_LEVELS, _TERMS, _TERMS, _POWERS, _POWERS)
+    rows = [[math.log(level * least), math.log(n * mean), math.log(d * mean), alpha, beta] for level, n, d, alpha, beta in grid]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _law(found: Tensor, middle: tuple[Tensor, Tensor]) -> Law:
+    """The law in parameters and tokens themselves, not relative to their middle."""
+    irreducible, a, b, alpha, beta = found
+    made = irreducible.exp(), (a + alpha * middle[0]).exp(), (b + beta * middle[1]).exp(), alpha, beta
+    return Law(*(float(value) for value in made))
+
+
+FEWEST_ON_FRONTIER = 4
+"""Runs on the frontier, one more than the power law has constants."""
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """L(C) = irreducible + k C^-gamma, in nats per token and FLOPs."""
+
+    irreducible: float
+    k: float
+    gamma: float
+
+    def loss(self, flops: float) -> float:
+        """L(C)."""
+        return self.irreducible + self.k * flops**-self.gamma
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The power law of all runs on the frontier, and those of resamples.
+
+    Attributes:
+        runs: indexes of the runs on the frontier, by compute.
+    """
+
+    law: PowerLaw
+    resampled: tuple[PowerLaw, ...]
+    runs: tuple[int, ...]
+
+
+def on_frontier(flops: Tensor, losses: Tensor) -> list[int]:
+    """Indexes of the runs that no run with as little compute beats, by compute."""
+    order = sorted(range(len(losses)), key=lambda index: (float(flops[index]), float(losses[index])))
+    found: list[int] = []
+    for index in order:
+        if not found or losses[index] < losses[found[-1]]:
+            found.append(index)
+    return found
+
+
+def fit_frontier(given: Losses, resamples: int = 1000, seed: int = 0) -> Frontier | None:
+    """As `forge_lab.scaling.law.fit`, of the runs on the frontier; each resample has a frontier too. None where
+    the frontier has too few runs."""
+    runs = on_frontier(given.flops, given.losses)
+    if len(runs) < FEWEST_ON_FRONTIER:
+        return None
+    middle = given.flops.log().mean()
+    terms = Terms(torch.stack([torch.zeros_like(given.losses), given.flops.log() - middle]))
+    losses = given.losses.log()
+    least, highest = float(given.losses.min()), float(given.losses.max())
+    start = torch.tensor(
+        [
+            [math.log(level * least), math.log(part * highest), power]
+            for level in (0.2, 0.5, 0.8, 0.95)
+            for part in (0.1, 0.4)
+            for power in (0.05, 0.15, 0.3, 0.6)
+        ],
+        dtype=torch.float64,
+    )
+    weights = _mask(runs, len(losses))
+    found, objectives = minimize(terms, losses.expand(len(start), -1), weights.expand(len(start), -1), start)
+    best = found[int(torch.where(objectives.isfinite(), objectives, torch.inf).argmin())]
+    counts = draw_resamples(given, resamples, seed)
+    masks = [_frontier_of(given, one) for one in counts]
+    usable = torch.stack([mask for mask in masks if mask.sum() >= FEWEST_ON_FRONTIER - 1] or [weights])
+    again, _ = minimize(terms, losses.expand(len(usable), -1), usable, best.expand(len(usable), -1).contiguous())
+    return Frontier(_power(best, middle), tuple(_power(one, middle) for one in again), tuple(runs))
+
+
+def _frontier_of(given: Losses, count: Tensor) -> Tensor:
+    present = torch.nonzero(count)[:, 0]
+    inside = on_frontier(given.flops[present], given.losses[present])
+    return _mask([int(present[index]) for index in inside], len(count))
+
+
+def _mask(runs: list[int], count: int) -> Tensor:
+    mask = torch.zeros(count, dtype=torch.float64)
+    mask[runs] = 1.0
+    return mask
+
+
+def _power(found: Tensor, middle: Tensor) -> PowerLaw:
+    irreducible, k, gamma = found
+    return PowerLaw(float(irreducible.exp()), float((k + gamma * middle).exp()), float(gamma))

@@ -1,0 +1,244 @@
+"""A sweep's file, read: typed, its points made, and each of them checked as `forge-train check` does, before anything starts."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from forge_core.config.layers import find_recipe
+from forge_core.config.toml import read_toml
+from forge_core.config.tree import Table, origin_at
+from forge_core.config.validation import walk
+from forge_core.errors import ConfigError, Fault, did_you_mean
+from forge_core.registry import Registry
+from forge_lab.sweep.points import SEED, Axis, Grid, Point, Search, axes_of, grid, named, sample_points
+from forge_train.recipe.checks import final_metrics
+from forge_train.recipe.load import Resolved, load
+
+MOST = 1000
+"""Points of one sweep."""
+STOP = "train.stop_at"
+OURS = ("job.name", "job.dir", STOP)
+"""Keys that a sweep sets itself."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep without faults.
+
+    Attributes:
+        file: the sweep's TOML file.
+        directory: where everything of it lies.
+        grid: the typed tree.
+        recipe: what all runs are based on, as the commands take it.
+        points: in their order, which an index of a job array counts.
+        resolved: the recipe of each point, by its name.
+        warnings: what stops nothing, each once.
+    """
+
+    file: Path
+    directory: Path
+    grid: Grid
+    recipe: str
+    points: tuple[Point, ...]
+    resolved: dict[str, Resolved]
+    warnings: tuple[str, ...] = field(default=())
+
+    def folder(self, point: Point) -> Path:
+        """The run's directory of a point."""
+        return self.directory / "points" / point.name
+
+    def recipe_of(self, point: Point) -> Path:
+        """The file with the whole recipe of a point."""
+        return self.directory / "recipes" / f"{point.name}.toml"
+
+    def steps(self, point: Point) -> int:
+        """Optimizer steps of a point's whole run."""
+        return self.resolved[point.name].job.train.max_steps
+
+
+def read_sweep(
+    file: Path, overrides: Sequence[str] = (), directory: Path | None = None, registry: Registry | None = None
+) -> Sweep:
+    """Reads a sweep and checks every point of it.
+
+    Args:
+        file: the sweep's TOML file.
+        overrides: `--section.key=value`, laid over the recipe of every point.
+        directory: of the sweep, instead of what the file says.
+
+    Raises:
+        ConfigError: everything that is wrong with the file, and with the recipe of any point.
+    """
+    registry = registry or Registry()
+    tree = read_toml(file)
+    outcome = walk(Grid, tree, registry)
+    faults = list(outcome.faults)
+    vary = tree.items.get("vary")
+    parts: dict[str, Any] = dict(outcome.parts)
+    axes: list[Axis] = []
+    if isinstance(vary, Table):
+        axes, wrong = axes_of(vary, parts.get("together", []), registry)
+        faults += [_placed(fault, tree) for fault in wrong]
+        faults += _own_keys(axes, vary)
+    recipe = ""
+    if "recipe" in parts:
+        recipe, wrong = _recipe(parts["recipe"], tree, file.parent, registry)
+        faults += wrong
+    if not recipe:
+        raise ConfigError(faults)
+    given = parts.get("search")
+    search = given if isinstance(given, Search) else Search()  # with faults there is only a part of it
+    rest = Grid(recipe=recipe, vary={}, processes=parts.get("processes", 1), search=search)
+    made: Grid = rest if outcome.faults else outcome.value
+    if isinstance(vary, Table) and isinstance(given, Search):
+        faults += [_placed(fault, tree) for fault in _search_faults(made, axes)]
+    # Keys and values are checked even where the sweep has faults itself, so that all are told at once.
+    usable = [axis for axis in axes if (axis.values or axis.range is not None) and not set(axis.keys) & set(OURS)]
+    seeds = _seeds(made, recipe, overrides, registry)
+    points = named(_each_value(usable)) if faults else named(_settings(made, usable), seeds)
+    target = directory or Path(made.dir or Path("sweeps") / file.stem)
+    resolved, warnings, found = _checked(made, target, recipe, overrides, points, tree, registry)
+    faults += found
+    if faults:
+        raise ConfigError(dict.fromkeys(faults))
+    return Sweep(file, target, made, recipe, tuple(points), resolved, tuple(dict.fromkeys(warnings)))
+
+
+def _recipe(given: str, tree: Table, folder: Path, registry: Registry) -> tuple[str, list[Fault]]:
+    """The recipe as commands take it; empty, with the fault, where there is none."""
+    try:
+        path = find_recipe(given, registry, "recipe", origin_at(tree, "recipe"), folder)
+        load(path, (), None, registry)
+    except ConfigError as refusal:
+        return "", list(refusal.faults)
+    return (given if not (given.endswith(".toml") or "/" in given) else str(path)), []
+
+
+def _own_keys(axes: Sequence[Axis], vary: Table) -> Iterator[Fault]:
+    for key in (key for axis in axes for key in axis.keys if key in OURS):
+        yield Fault(f"vary.{key}", "is set by the sweep itself", origin_at(vary, key), "leave it out")
+
+
+def _search_faults(made: Grid, axes: Sequence[Axis]) -> Iterator[Fault]:
+    """What no single key of `[search]` shows."""
+    search, keys = made.search, [key for axis in axes for key in axis.keys]
+    ranges = [axis.keys[0] for axis in axes if axis.range is not None]
+    uncounted = [axis.keys[0] for axis in axes if axis.range is not None and axis.range.count is None]
+    draws = search.kind == "random" or (search.kind == "halving" and search.samples is not None)
+    if not keys:
+        yield Fault("vary", "nothing varies", hint="name a key of the recipe: [vary] optimizer.lr = [1e-3, 3e-3]")
+    if search.kind == "random" and search.samples is None:
+        yield Fault("search.samples", "is missing: how many points does kind = 'random' draw?")
+    if search.kind == "grid" and search.samples is not None:
+        yield Fault("search.samples", "is not for kind = 'grid', which trains every combination", hint="leave it out")
+    for key in uncounted if not draws else ():
+        hint = "give the range a count = N, or a list" + ("" if search.kind == "grid" else ", or set search.samples")
+        yield Fault(f"vary.{key}", f"is a range without an end of values for kind = {search.kind!r}", hint=hint)
+    for key in [key for key in ranges if key not in uncounted] if draws else ():
+        yield Fault(f"vary.{key}.count", "is for a grid, and here values are drawn", hint="leave it out")
+    if search.repeats > 1 and SEED in keys:
+        yield Fault("search.repeats", f"{search.repeats} runs of each point vary {SEED}, which varies already", hint="keep one")
+    count = search.repeats * (search.samples or math.prod(len(axis.every()) for axis in axes if axis.keys[0] not in uncounted))
+    if count > MOST:
+        key, hint = ("vary", "use kind = 'random', or fewer values") if search.samples is None else ("search.samples", "lower it")
+        yield Fault(key, f"{count:,} runs are more than the {MOST:,} that a sweep may have", hint=hint)
+    if search.kind != "halving":
+        if search.rungs:
+            yield Fault("search.rungs", f"is for kind = 'halving', not {search.kind!r}", hint="leave it out")
+        return
+    if not search.rungs:
+        yield Fault("search.rungs", "is missing: after which steps are points compared?", hint="such as rungs = [100, 300]")
+    if sorted(set(search.rungs)) != list(search.rungs):
+        yield Fault("search.rungs", f"{list(search.rungs)} must ascend")
+    if search.repeats > 1:
+        yield Fault(
+            "search.repeats", "is not for kind = 'halving', which compares runs", hint="repeat the best points afterwards"
+        )
+    if "train.max_steps" in keys:
+        message = "varies, and kind = 'halving' compares runs of one length after the same steps"
+        yield Fault("vary.train.max_steps", message, hint="leave it out, or use kind = 'grid'")
+
+
+def _placed(fault: Fault, tree: Table) -> Fault:
+    """The fault with the line of the sweep's file that it is about."""
+    return fault if fault.origin else replace(fault, origin=origin_at(tree, fault.key))
+
+
+def _settings(made: Grid, axes: Sequence[Axis]) -> list[dict[str, Any]]:
+    """The settings that the search tries."""
+    return grid(axes) if made.search.samples is None else sample_points(axes, made.search.samples, made.search.seed)
+
+
+def _each_value(axes: Sequence[Axis]) -> list[dict[str, Any]]:
+    """As few settings as have every value once."""
+    return [dict(zip(axis.keys, values, strict=True)) for axis in axes for values in axis.ends()]
+
+
+def _seeds(made: Grid, recipe: str, overrides: Sequence[str], registry: Registry) -> Sequence[int]:
+    """The seeds of repeated runs; none where each point is run once."""
+    if made.search.repeats == 1:
+        return ()
+    try:
+        first = load(recipe, overrides, None, registry).job.job.seed
+    except ConfigError:
+        return ()  # the points tell what is wrong with the overrides
+    return range(first, first + made.search.repeats)
+
+
+def _checked(
+    made: Grid,
+    target: Path,
+    recipe: str,
+    overrides: Sequence[str],
+    points: Sequence[Point],
+    tree: Table,
+    registry: Registry,
+) -> tuple[dict[str, Resolved], list[str], list[Fault]]:
+    """The recipe of every point, or what `check` refuses in it: each fault once, with the first point that has it."""
+    resolved: dict[str, Resolved] = {}
+    warnings: list[str] = []
+    faults: dict[tuple[str, str], tuple[Fault, list[str]]] = {}
+    if made.search.repeats > 1:  # the seed that is given is the first one
+        overrides = [given for given in overrides if not given.startswith(f"--{SEED}=")]
+    for point in points:
+        where = [f"--job.name={point.name}", f"--job.dir={target / 'points' / point.name}"]
+        try:
+            found = load(recipe, [*overrides, *point.overrides(), *where], made.processes, registry)
+        except ConfigError as refusal:
+            told: list[Fault] = list(refusal.faults)
+        else:
+            resolved[point.name] = found
+            warnings += found.warnings
+            told = list(_point_faults(made, found))
+        for fault in told:
+            faults.setdefault((fault.key, fault.message), (fault, []))[1].append(point.name)
+    keys = {key for point in points for key in point.values}
+    return resolved, warnings, [_told(fault, names, len(points), keys, tree) for fault, names in faults.values()]
+
+
+def _point_faults(made: Grid, found: Resolved) -> Iterator[Fault]:
+    """What the sweep needs of a point's recipe."""
+    known = final_metrics(found.job)
+    if known is not None and made.search.metric not in known:
+        message = f"{made.search.metric!r} is measured by no hook of the recipe"
+        yield Fault("search.metric", message, hint=did_you_mean(made.search.metric, known) or "add hook 'evaluate' or 'log'")
+    steps = found.job.train.max_steps
+    if made.search.kind == "halving" and made.search.rungs and made.search.rungs[-1] >= steps:
+        message = f"a rung at step {made.search.rungs[-1]} is not before the end of the run (train.max_steps = {steps})"
+        yield Fault("search.rungs", message, hint="lower it; the last comparison is at the end by itself")
+
+
+def _told(fault: Fault, names: Sequence[str], count: int, keys: set[str], tree: Table) -> Fault:
+    """A fault of points, with the line of the sweep's file behind it where a key that varies is at fault."""
+    key = fault.origin.removeprefix("--")
+    vary = tree.items.get("vary")
+    origin = fault.origin
+    if key in keys and isinstance(vary, Table):
+        origin = vary.items[key].origin if key in vary.items else origin_at(vary, key)
+    elif not origin:
+        origin = origin_at(tree, fault.key)
+    partly = len(names) < count and not fault.key.startswith("search.")
+    some = f" (point {names[0]}" + (f" and {len(names) - 1} more)" if len(names) > 1 else ")") if partly else ""
+    return replace(fault, message=fault.message + some, origin=origin)

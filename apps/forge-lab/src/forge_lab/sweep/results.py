@@ -1,0 +1,258 @@
+"""Results of a sweep: points in order of merit, the effect of each key, and `index.html`."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from forge_core.config.toml import read_toml, value_text
+from forge_core.durable_files import replace_file
+from forge_core.registry import Registry
+from forge_core.terminal import duration
+from forge_lab.figures import Series, number, plot
+from forge_lab.sweep.execution import outcomes
+from forge_lab.sweep.files import Outcome
+from forge_lab.sweep.grid import Sweep
+from forge_lab.sweep.points import SEED, Point
+from forge_train.plan import RunSize, run_size
+from forge_train.recipe.load import load
+from forge_train.report.html import document, rows
+from forge_train.report.page import REPORT
+
+LINES, BEST = "results.jsonl", "best.toml"
+_BINS = 4
+"""Groups of equal size into which the many values of a range are put."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One point. `rank` is its place from 1 on; None for one without a value."""
+
+    point: Point
+    outcome: Outcome
+    size: RunSize
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs that differ in their seed only; `deviation` is the sample standard deviation of their values, None of a single one."""
+
+    name: str
+    values: Mapping[str, Any]
+    runs: int
+    mean: float
+    deviation: float | None
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What the runs with one value of a key, or with values within one part of a range, came to."""
+
+    key: str
+    value: str
+    runs: int
+    mean: float
+    best: float
+
+
+@dataclass(frozen=True)
+class Results:
+    """A sweep's results.
+
+    Attributes:
+        results: of every point: those that finished by their value, then those of the highest rung, those without a value last.
+        settings: of points that finished, best first.
+        effects: per key in the order of the sweep's file; of points that finished, or of all with a value where none did.
+    """
+
+    results: tuple[Result, ...]
+    settings: tuple[Setting, ...]
+    effects: tuple[Effect, ...]
+
+    @property
+    def best(self) -> Result | None:
+        """The best run of the best setting."""
+        best = self.settings[0].name if self.settings else None
+        return next((item for item in self.results if item.outcome.status == "finished" and item.point.setting == best), None)
+
+
+def collect_results(sweep: Sweep) -> Results:
+    """Reads what became of every point."""
+    found = outcomes(sweep)
+    sign = 1 if sweep.grid.search.mode == "min" else -1
+
+    def place(index: int) -> tuple[int, int, float, int]:
+        outcome = found[sweep.points[index].name]
+        if outcome.value is None or outcome.status in ("failed", "diverged"):
+            return (2, 0, 0.0, index)
+        value = sign * outcome.value
+        return (0, 0, value, index) if outcome.status == "finished" else (1, -outcome.step, value, index)
+
+    results = []
+    for position, index in enumerate(sorted(range(len(sweep.points)), key=place), 1):
+        point = sweep.points[index]
+        rank = None if place(index)[0] == 2 else position
+        results.append(Result(point, found[point.name], run_size(sweep.resolved[point.name].job), rank))
+    finished = [item for item in results if item.rank is not None and item.outcome.status == "finished"]
+    return Results(
+        tuple(results),
+        tuple(sorted(_settings(finished), key=lambda setting: sign * setting.mean)),
+        tuple(_effects(finished or [item for item in results if item.rank is not None], sign)),
+    )
+
+
+def write_results(sweep: Sweep, found: Results, registry: Registry | None = None) -> None:
+    """Writes `results.jsonl`, a line for each point, and `best.toml`, which can be run as it is."""
+    lines = "".join(json.dumps(line_of(item, sweep.grid.search.metric)) + "\n" for item in found.results)
+    replace_file(sweep.directory / LINES, lines.encode())
+    if found.best is not None:
+        overrides = ["--job.dir=none", f"--job.name={sweep.file.stem}-best"]
+        recipe = load(read_toml(sweep.recipe_of(found.best.point)), overrides, None, registry)
+        head = f"# The best point of {sweep.file.name}: {found.best.point.name}\n"
+        replace_file(sweep.directory / BEST, (head + recipe.as_toml()).encode())
+
+
+def line_of(item: Result, metric: str) -> dict[str, Any]:
+    """A point as JSON."""
+    outcome = item.outcome
+    return {
+        "rank": item.rank,
+        "point": item.point.name,
+        "values": dict(item.point.values),
+        "status": outcome.status,
+        metric: outcome.value,
+        "step": outcome.step,
+        "tokens": outcome.tokens,
+        "seconds": outcome.seconds,
+        **{f"planned_{name}" if name == "tokens" else name: value for name, value in asdict(item.size).items()},
+    }
+
+
+def _settings(finished: Sequence[Result]) -> list[Setting]:
+    groups: dict[str, list[Result]] = {}
+    for item in finished:
+        groups.setdefault(item.point.setting, []).append(item)
+    found = []
+    for name, items in groups.items():
+        values = [item.outcome.value for item in items if item.outcome.value is not None]
+        shared = {key: value for key, value in items[0].point.values.items() if key != SEED or len(items) == 1}
+        found.append(Setting(name, shared, len(values), fmean(values), stdev(values) if len(values) > 1 else None))
+    return found
+
+
+def _effects(items: Sequence[Result], sign: int) -> list[Effect]:
+    """Means over everything else that varies: in a whole grid, the effect of one key alone."""
+    found = []
+    for key in items[0].point.values if items else ():
+        pairs = [(item.point.values[key], item.outcome.value) for item in items if item.outcome.value is not None]
+        for text, values in _groups(pairs):
+            found.append(Effect(key, text, len(values), fmean(values), sign * min(sign * value for value in values)))
+    return found
+
+
+def _groups(pairs: Sequence[tuple[Any, float]]) -> list[tuple[str, list[float]]]:
+    """Results by value; numbers that are too many for that by parts of their range."""
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value, _ in pairs)
+    distinct = {value_text(value) for value, _ in pairs}
+    if numbers and len(distinct) > 2 * _BINS:
+        ordered = sorted(pairs, key=lambda pair: pair[0])
+        size = math.ceil(len(ordered) / _BINS)
+        parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+        return [(f"{value_text(part[0][0])} to {value_text(part[-1][0])}", [result for _, result in part]) for part in parts]
+    if numbers:
+        pairs = sorted(pairs, key=lambda pair: pair[0])
+    groups: dict[str, list[float]] = {}
+    for value, result in pairs:
+        groups.setdefault(value_text(value), []).append(result)
+    return list(groups.items())
+
+
+PAGE = "index.html"
+_SHOWN = 6
+"""Keys whose results are plotted."""
+
+
+def write_page(sweep: Sweep, found: Results, law: Sequence[str] = ()) -> Path:
+    """Writes the page, one file that fetches nothing, with the parts of a scaling law where there is one; returns its path."""
+    search, points = sweep.grid.search, sweep.points
+    done = sum(item.outcome.ended for item in found.results)
+    head = f"{search.kind}, {done} of {len(points)} points done, {search.metric} ({search.mode})"
+    best = found.best
+    parts = [
+        f"<h1>{escape(sweep.file.stem)}</h1>",
+        f'<p class="dim">{escape(head)}</p>',
+        f"<p>Best: <strong>{escape(best.point.name)}</strong>, in <code>{BEST}</code>.</p>" if best else "",
+        "<h2>Points</h2>",
+        _points_table(sweep, found.results),
+        _settings_table(found),
+        _effects_table(sweep, found),
+        *law,
+        f'<p class="dim">The same as JSON lines: {LINES}</p>',
+    ]
+    target = sweep.directory / PAGE
+    replace_file(target, document(sweep.file.stem, parts).encode())
+    return target
+
+
+def results_table(results: Sequence[Result], metric: str) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of the points, for a terminal and for the page."""
+    keys = list(dict.fromkeys(key for item in results for key in item.point.values))
+    head = ["rank", "point", *keys, metric, "status", "step", "parameters", "tokens", "FLOPs", "time"]
+    body = []
+    for item in results:
+        outcome, size = item.outcome, item.size
+        values = [value_text(item.point.values[key]) if key in item.point.values else "" for key in keys]
+        result = f"{outcome.value:.6g}" if outcome.value is not None else ""
+        sizes = [number(size.parameters), number(size.tokens), number(size.flops)]
+        took = duration(outcome.seconds) if outcome.starts else ""
+        body.append([item.rank or "", item.point.name, *values, result, outcome.status, outcome.step, *sizes, took])
+    return head, body
+
+
+def _points_table(sweep: Sweep, results: Sequence[Result]) -> str:
+    head, body = results_table(results, sweep.grid.search.metric)
+    made = rows(head, body, numbers={0, *range(2, len(head))})
+    for item in results:  # names have no character that HTML changes, and fill their cells
+        if (sweep.folder(item.point) / REPORT).is_file():
+            name = item.point.name
+            made = made.replace(f"<td>{name}</td>", f'<td><a href="points/{name}/{REPORT}">{name}</a></td>', 1)
+    said = [
+        f"<details><summary>{escape(item.point.name)}: {item.outcome.status}, exit code {item.outcome.code}</summary>"
+        f"<pre>{escape(chr(10).join(item.outcome.said))}</pre></details>"
+        for item in results
+        if item.outcome.said
+    ]
+    return made + "".join(said)
+
+
+def _settings_table(found: Results) -> str:
+    if all(setting.runs == 1 for setting in found.settings):
+        return ""
+    body = [
+        [setting.name, setting.runs, f"{setting.mean:.6g}", f"{setting.deviation:.2g}" if setting.deviation is not None else ""]
+        for setting in found.settings
+    ]
+    return "<h2>Settings over seeds</h2>" + rows(["setting", "runs", "mean", "standard deviation"], body, numbers=range(1, 4))
+
+
+def _effects_table(sweep: Sweep, found: Results) -> str:
+    """Tables and pictures of what each key did."""
+    if not found.effects:
+        return ""
+    body = [[one.key, one.value, one.runs, f"{one.mean:.6g}", f"{one.best:.6g}"] for one in found.effects]
+    ranked = [item for item in found.results if item.rank is not None]
+    drawn = []
+    for key in list(dict.fromkeys(one.key for one in found.effects))[:_SHOWN]:
+        pairs = [(item.point.values[key], item.outcome.value) for item in ranked]
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value, _ in pairs):
+            positive = all(value > 0 for value, _ in pairs)
+            series = [Series("", [(float(value), result) for value, result in pairs if result is not None])]
+            drawn.append(plot(key, series, x=key, y=sweep.grid.search.metric, log_x=positive, log_y=False))
+    note = '<p class="dim">Means over all that varies besides: in a whole grid, the effect of one key alone.</p>'
+    pictures = f'<div class="charts">{"".join(drawn)}</div>' if drawn else ""
+    return "<h2>Keys</h2>" + note + rows(["key", "value", "runs", "mean", "best"], body, numbers=range(2, 5)) + pictures

@@ -1,1 +1,0 @@
-"""Experiments of many runs: sweeps, scaling laws, and comparisons of runs."""

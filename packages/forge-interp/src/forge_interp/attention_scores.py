@@ -1,0 +1,223 @@
+"""Scores and patterns of attention, computed again from queries and keys: the model keeps its fast kernels and its bits."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.batch import PADDING
+from forge_core.protocols.model import PositionedTokens
+from forge_interp.captures import listening_to
+from forge_interp.selection import Forward
+from forge_interp.tap_names import InterpError, choose, layer_of, taps
+from forge_models.blocks.attention_core import LocalAttention, placed_mask
+from forge_models.inner_values import is_from
+
+QUERY_CHUNK = 256
+"""Queries at a time for what needs no whole matrix of scores."""
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How a layer makes weights of queries and keys.
+
+    Attributes:
+        scale: factor of the products.
+        soft_cap: bound of the scores; None = none.
+        window: positions that one position sees; None = all.
+    """
+
+    scale: float
+    soft_cap: float | None
+    window: int | None
+
+
+class AttentionScores:
+    """Queries and keys of the newest forward. Scores are made when they are asked for, of some heads and queries.
+
+    All results are in fp32, or fp64 for a model in fp64. `heads` are query heads, `queries` indices in the row; None = all.
+    A head of keys serves heads / kv_heads heads of queries.
+    """
+
+    def __init__(
+        self,
+        rules: dict[int, ScoreRule],
+        kept: dict[str, Tensor] | None = None,
+        documents: Tensor | None = None,
+        token_mask: Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            rules: by layer.
+            kept: (B, heads, T, head_dim) of each `blocks.N.attention.q` and `.k`.
+            documents: (B, T) of each token; None = each row is one.
+            token_mask: (B, T) bool, False for padding; None = only `documents` tell it, if anything does.
+        """
+        self._rules = rules
+        self._kept = {} if kept is None else kept
+        self._documents, self._token_mask = documents, token_mask
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers of which there are queries and keys."""
+        return list(self._rules)
+
+    def scores(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
+        """(B, heads, queries, T): scale * q k^T, capped where the model caps; -inf for keys that a query does not see.
+
+        Raises:
+            InterpError: layer, head or query does not exist, or nothing ran.
+        """
+        q, k, at = self._chosen(layer, heads, queries)
+        rule = self._rules[layer]
+        scores = (q @ k.transpose(-1, -2)) * rule.scale
+        if rule.soft_cap is not None:
+            scores = rule.soft_cap * (scores / rule.soft_cap).tanh()
+        everywhere = torch.arange(k.shape[2], device=k.device)
+        documents = self._documents
+        mine = PositionedTokens(at, None if documents is None else documents[:, at])
+        return scores.masked_fill(~placed_mask(mine, PositionedTokens(everywhere, documents), rule.window), float("-inf"))
+
+    def pattern(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
+        """(B, heads, queries, T): the softmax of `scores`; rows sum to 1."""
+        return self.scores(layer, heads, queries).softmax(-1)
+
+    def entropy(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
+        """(B, heads, queries) in nats: - sum p ln p; 0 where a query sees one key only, NaN where the query is padding."""
+        return torch.cat(
+            [_entropy(part).masked_fill(~real, float("nan")) for part, real in self._parts(layer, heads, queries)], 2
+        )
+
+    def max_logit(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
+        """(heads,): the largest score of all rows and queries but padding, before the softmax and behind the cap."""
+        parts = [
+            part.masked_fill(~real[..., None], float("-inf")).amax((0, 2, 3)) for part, real in self._parts(layer, heads, queries)
+        ]
+        return torch.stack(parts).amax(0)
+
+    def _parts(
+        self, layer: int, heads: Sequence[int] | None, queries: Sequence[int] | range | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Scores of some queries at a time, and (B, 1, queries) bool: which of them are not padding."""
+        places = list(range(self._length(layer)) if queries is None else queries)
+        for start in range(0, len(places), QUERY_CHUNK):
+            some = places[start : start + QUERY_CHUNK]
+            scores = self.scores(layer, heads, some)
+            real = scores.new_ones((len(scores), 1, len(some)), dtype=torch.bool)
+            if self._documents is not None:
+                real &= self._documents[:, None, some] != PADDING
+            if self._token_mask is not None:
+                real &= self._token_mask[:, None, some]
+            yield scores, real
+
+    def _length(self, layer: int) -> int:
+        if layer not in self._rules:
+            raise InterpError(f"layer {layer} was not kept; kept: {', '.join(map(str, self._rules))}")
+        if not self._kept:
+            raise InterpError("no queries and keys were kept: no forward ran inside of the context")
+        return self._kept[f"blocks.{layer}.attention.q"].shape[2]
+
+    def _chosen(
+        self, layer: int, heads: Sequence[int] | None, queries: Sequence[int] | range | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        length = self._length(layer)
+        q, k = (self._kept[f"blocks.{layer}.attention.{one}"] for one in "qk")
+        wide = torch.promote_types(q.dtype, torch.float32)
+        count, shared = q.shape[1], q.shape[1] // k.shape[1]
+        picked = list(range(count) if heads is None else heads)
+        at = list(range(length) if queries is None else queries)
+        if wrong := [head for head in picked if not 0 <= head < count]:
+            raise InterpError(f"head {wrong[0]} of layer {layer} does not exist: it has {count}, from 0 to {count - 1}")
+        if wrong := [place for place in at if not 0 <= place < length]:
+            raise InterpError(f"query {wrong[0]} is beyond the {length} tokens of a row")
+        if not picked or not at:
+            raise InterpError("heads and queries must not be empty; leave them out for all")
+        places = torch.tensor(at, device=q.device)
+        keys = k[:, [head // shared for head in picked]]
+        return q[:, picked].index_select(2, places).to(wide), keys.to(wide), places
+
+
+@contextmanager
+def capture_qk(model: nn.Module, layers: Sequence[int] | None = None) -> Iterator[AttentionScores]:
+    """Keeps queries and keys behind norm and rotation (2 B T heads head_dim numbers a layer, not B heads T^2) of the newest
+    forward inside. What the model computes is the same bits as without.
+
+    Args:
+        layers: blocks, negative ones from the end; None = all.
+
+    Raises:
+        InterpError: an attention whose rule is not known, one whose core a strategy has replaced, or a forward with a cache.
+    """
+    wanted = choose(taps(model), ("attention.q", "attention.k"), range(_count(model)) if layers is None else layers)
+    kept = sorted({layer for name in wanted if (layer := layer_of(name)) is not None})
+    found = AttentionScores({layer: rule_of(model, layer) for layer in kept})
+
+    def note(forward: Forward | None) -> None:
+        if forward is None:
+            return
+        if forward.cached:
+            raise InterpError("scores are of whole rows, and this forward has a cache; run the model without one")
+        found._kept.clear()
+        found._documents, found._token_mask = forward.documents, forward.token_mask
+
+    def hear(name: str, x: Tensor) -> None:
+        if name in wanted and is_from(model):
+            found._kept[name] = x.detach().clone()
+
+    with listening_to(model, hear, note):
+        yield found
+
+
+def _count(model: nn.Module) -> int:
+    return len(getattr(model, "blocks", ()))
+
+
+def rule_of(model: nn.Module, layer: int) -> ScoreRule:
+    """How a layer of a model, or of a part of it, makes weights.
+
+    Raises:
+        InterpError: it is not known, or a strategy has replaced it.
+    """
+    attention: Any = model.get_submodule(f"blocks.{layer}.attention")
+    core = getattr(attention, "core", None)
+    if not isinstance(core, LocalAttention):
+        raise InterpError(
+            f"blocks.{layer}.attention: its core is {type(core).__name__}; scores can be recomputed for LocalAttention "
+            "only, which computes softmax(q k^T * scale) over whole rows in one process"
+        )
+    if not isinstance(getattr(attention, "scale", None), float):
+        raise InterpError(f"blocks.{layer}.attention has no `scale`, so its scores cannot be recomputed")
+    return ScoreRule(attention.scale, getattr(attention, "soft_cap", None), getattr(attention, "window", None))
+
+
+def _entropy(scores: Tensor) -> Tensor:
+    logs = scores.log_softmax(-1)
+    return -(logs.exp() * logs.masked_fill(logs == float("-inf"), 0)).sum(-1)
+
+
+@torch.no_grad()
+def induction_scores(model: nn.Module, tokens: Tensor) -> Tensor:
+    """(layers, heads): how much attention goes from a token of the second copy to the one behind its first occurrence
+    (Olsson et al., 2022), averaged over rows and positions.
+
+    Args:
+        tokens: (B, 2 n): each row is a sequence of n random tokens, twice.
+
+    Raises:
+        InterpError: a row is not a sequence twice.
+    """
+    half = tokens.shape[1] // 2
+    if tokens.shape[1] != 2 * half or not torch.equal(tokens[:, :half], tokens[:, half:]) or half < 2:
+        raise InterpError("each row must be a sequence of tokens twice, such as torch.cat((x, x), 1), to measure induction")
+    with capture_qk(model) as kept:
+        model(tokens)
+    queries = torch.arange(half, 2 * half)
+    found = []
+    for layer in kept.layers:
+        pattern = kept.pattern(layer, queries=queries.tolist())
+        keys = (queries - half + 1).to(pattern.device).expand(*pattern.shape[:2], -1).unsqueeze(3)
+        found.append(pattern.gather(3, keys).mean((0, 2, 3)))
+    return torch.stack(found)

@@ -1,0 +1,1 @@
+"""Commands and the hook that look inside a model, and capture over ranks. Only this folder imports the trainer."""

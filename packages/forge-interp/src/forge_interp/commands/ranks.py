@@ -1,0 +1,495 @@
+"""Reads and changes inner values of a model that is sharded over ranks.
+
+A capture selects on each rank what the rank holds and gathers only that; an edit sees whole values, and each rank takes its share
+of the result. What a rank holds depends on the layout: rows differ over data ranks; places of a row over ranks of cp, and of tp
+where the stream is cut along the sequence; heads and neurons over ranks of tp; layers over stages. Where several ranks hold the
+same value, the first of them answers.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
+from forge_core.batch import PADDING
+from forge_core.protocols.checkpoint import World
+from forge_interp.captures import refuse_recomputation, select_taps
+from forge_interp.edits import AcrossRows, Edit, changed, refuse_uneditable
+from forge_interp.tap_names import InterpError, TapInfo, as_passed, by_token
+from forge_models.inner_values import is_from, listening
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.placement.shares import chunk
+from forge_parallel.placement.topology import Topology
+from forge_parallel.transforms.context.transform import ContextParallel
+
+Places = str | int | Sequence[int] | slice
+"""`all`, `last`, or places of a row: integers, negative ones from its end, or a slice from 0 or later."""
+
+
+class Share(NamedTuple):
+    """What one rank has of a value in one forward: t places of a row, k of the first dimension behind them.
+
+    Attributes:
+        value: (B, t, k, ...).
+        rows: (B,) sample numbers.
+        places: (t,) of this rank in the whole row.
+        wanted: (B, t) bool, which of them are selected.
+        start: which of the first dimension is this rank's first.
+        tokens_cut: whether ranks of tp have other places.
+        sends: whether this rank is the one that answers for its share.
+    """
+
+    value: Tensor
+    rows: Tensor
+    places: Tensor
+    wanted: Tensor
+    start: int
+    tokens_cut: bool
+    sends: bool
+
+
+class _Running(NamedTuple):
+    """One forward of a part."""
+
+    rows: Tensor
+    places: Tensor
+    wanted: Tensor
+
+
+class Shares:
+    """Tells what this rank has of each inner value that it hears, inside of `heard_by`.
+
+    Args:
+        model: laid out by any of dp, hsdp, tp, cp, ep and pp.
+        infos: the inner values that are meant, of the whole model.
+        positions: see `Places`.
+        samples: for each forward the sample number of each of this rank's rows; None = counted over data ranks and forwards.
+        alike: all data ranks run the same rows, and the first one answers.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        infos: Mapping[str, TapInfo],
+        positions: Places = "all",
+        samples: Sequence[Sequence[int]] | None = None,
+        alike: bool = False,
+    ) -> None:
+        self.model, self.infos = model, infos
+        self.positions, self.samples, self.alike = positions, samples, alike
+        at, layout = model.topology.coordinates, model.topology.layout
+        self.tp, self.tp_rank, self.cp, self.cp_rank = layout.tp, at["tp"], layout.cp, at["cp"]
+        self.answers = not alike or model.topology.data_rank == 0
+        self.order = next((one.order(layout.cp) for one in model.plan.transforms if isinstance(one, ContextParallel)), None)
+        self.counts = [0] * len(model.parts)
+        self.running: _Running | None = None
+
+    @contextmanager
+    def heard_by(self, hear: Callable[[str, Tensor], Tensor | None]) -> Iterator[None]:
+        """`hear` is called with each value that the parts of the model pass inside, as `forge_models.inner_values.listening`."""
+        with listening(hear), ExitStack() as hooks:
+            for number, part in enumerate(self.model.parts):
+                handles = (
+                    part.register_forward_pre_hook(self._before(number), with_kwargs=True),
+                    part.register_forward_hook(self._behind, always_call=True),
+                )
+                for handle in handles:
+                    hooks.callback(handle.remove)
+            yield
+
+    def of(self, name: str, x: Tensor) -> Share | None:
+        """This rank's share of a value that was heard; None where it is not one that is meant.
+
+        Raises:
+            InterpError: it has a shape that no rule explains.
+        """
+        if name not in self.infos or self.running is None or not any(is_from(part) for part in self.model.parts):
+            return None
+        running, info = self.running, self.infos[name]
+        value = by_token(x, info.dims, len(running.rows))
+        places, wanted = running.places, running.wanted
+        cut = value.shape[1] != len(places)
+        if cut and value.shape[1] * self.tp == len(places):
+            mine = slice(self.tp_rank * value.shape[1], (self.tp_rank + 1) * value.shape[1])
+            places, wanted = places[mine], wanted[:, mine]
+        elif cut:
+            raise InterpError(f"{name} has {value.shape[1]} of {len(places)} tokens on this rank, which no layout explains")
+        start, first_of_copies = self._features(name, value, info)
+        return Share(value, running.rows, places, wanted, start, cut, self.answers and (cut or first_of_copies))
+
+    def _features(self, name: str, value: Tensor, info: TapInfo) -> tuple[int, bool]:
+        """Of the first dimension behind tokens: where this rank's share begins, and whether it is the first with this share."""
+        here, all_of = value.shape[2], info.shape[0]
+        if value.shape[3:] != torch.Size(info.shape[1:]):
+            raise InterpError(f"{name} is {tuple(value.shape[2:])} a token on this rank, and {info.shape} in the whole model")
+        if here == all_of:
+            return 0, self.tp_rank == 0
+        if "kv_heads" in info.dims and all_of < self.tp and here == 1:
+            copies = self.tp // all_of
+            return self.tp_rank // copies, self.tp_rank % copies == 0
+        start, count = chunk(all_of, self.tp, self.tp_rank)
+        if count != here:
+            raise InterpError(f"{name} has {here} of {all_of} features on this rank, which no layout explains")
+        return start, True
+
+    def _before(self, number: int) -> Any:
+        """A hook of part `number`: what its forward is about."""
+
+        def note(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+            x: Tensor = args[0] if args else given["x"]
+            if given.get("cache") is not None:
+                raise InterpError("a forward with a cache is not gathered from ranks, nor edited there; run rows as a whole")
+            positions, documents, token_mask = given.get("positions"), given.get("documents"), given.get("token_mask")
+            cut = x.dim() == 3 and positions is not None  # the stream of an earlier stage may be cut along the sequence
+            length = positions.shape[-1] if cut and positions is not None else x.shape[1]
+            forward, self.counts[number] = self.counts[number], self.counts[number] + 1
+            places = self._places(length)
+            real = token_mask if documents is None else documents != PADDING
+            wanted = self._wanted(places, length * self.cp, real, len(x))
+            self.running = _Running(self._rows(forward, len(x)), places, wanted)
+
+        return note
+
+    def _behind(self, *_: Any) -> None:
+        """A hook behind the forward of any part."""
+        self.running = None
+
+    def _rows(self, forward: int, rows: int) -> Tensor:
+        if self.samples is None:
+            data_size, data_rank = self.model.topology.data_size, self.model.topology.data_rank
+            first = forward * rows if self.alike else (forward * data_size + data_rank) * rows
+            return torch.arange(first, first + rows)
+        if forward >= len(self.samples) or len(self.samples[forward]) != rows:
+            raise InterpError(f"samples have no {rows} numbers for forward {forward}; give one for each row of each forward")
+        return torch.tensor(list(self.samples[forward]), dtype=torch.int64)
+
+    def _places(self, length: int) -> Tensor:
+        if self.order is None or self.cp == 1:
+            return torch.arange(length)
+        return torch.cat([torch.arange(one.start, one.stop) for one in self.order.spans(self.cp_rank, length * self.cp)])
+
+    def _wanted(self, places: Tensor, length: int, real: Tensor | None, rows: int) -> Tensor:
+        """(B, T) bool: the tokens that are meant. `real` (B, T) is False for padding; None = there is none."""
+        allowed = torch.ones(rows, len(places), dtype=torch.bool) if real is None else real.cpu()
+        positions = self.positions
+        if positions == "last":
+            return allowed & (places == self._ends(places, allowed, real is not None)[:, None])
+        if isinstance(positions, str):
+            return allowed
+        if isinstance(positions, slice):
+            chosen = range(length)[positions]
+        else:
+            chosen = [positions] if isinstance(positions, int) else list(positions)
+            if wrong := [place for place in chosen if not -length <= place < length]:
+                raise InterpError(f"position {wrong[0]} is beyond the {length} tokens of a row")
+        return allowed & torch.isin(places, torch.tensor([place % length for place in chosen], dtype=torch.int64))
+
+    def _ends(self, places: Tensor, allowed: Tensor, padded: bool) -> Tensor:
+        """(B,) the last place of each row that is allowed; where rows may have padding, ranks that share rows ask each other."""
+        ends = torch.where(allowed, places, -1).amax(1)
+        if self.cp == 1:
+            return ends
+        if not padded:
+            return torch.full_like(ends, self.cp * len(places) - 1)
+        ends = ends.to(self.model.topology.device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, self.model.topology.group("cp"))
+        return ends.cpu()
+
+
+class Piece(NamedTuple):
+    """What one rank has of a value in one forward.
+
+    Attributes:
+        tokens: (n, 2) int64 sample number and place.
+        features: (k,) int64 which of the value's first dimension.
+        value: (n, k, ...).
+    """
+
+    tokens: Tensor
+    features: Tensor
+    value: Tensor
+
+
+def pack(pieces: Sequence[Piece]) -> bytes:
+    """The pieces as bytes; what has no elements is left out."""
+    kept = [piece for piece in pieces if piece.value.numel()]
+    headers = [
+        [list(piece.tokens.shape), len(piece.features), list(piece.value.shape), str(piece.value.dtype).removeprefix("torch.")]
+        for piece in kept
+    ]
+    header = json.dumps(headers).encode()
+    return b"".join(
+        [len(header).to_bytes(8, "little"), header, *(_bytes(tensor) for piece in kept for tensor in piece)] if kept else []
+    )
+
+
+def unpack(payload: bytes) -> Iterator[Piece]:
+    """The pieces of `pack`."""
+    if not payload:
+        return
+    size = int.from_bytes(payload[:8], "little")
+    at = 8 + size
+    for tokens, features, value, dtype in json.loads(payload[8:at]):
+        parts = []
+        for shape, kind in ((tokens, torch.int64), ([features], torch.int64), (value, getattr(torch, dtype))):
+            length = torch.Size(shape).numel() * kind.itemsize
+            parts.append(torch.frombuffer(bytearray(payload[at : at + length]), dtype=kind).view(shape))
+            at += length
+        yield Piece(*parts)
+
+
+def assemble_pieces(name: str, pieces: Sequence[Piece], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(n, 2) tokens in ascending order, and the value (n, *shape).
+
+    Raises:
+        InterpError: some rank had no share, or two had the same one.
+    """
+    tokens, back = torch.cat([piece.tokens for piece in pieces]).unique(dim=0, return_inverse=True)
+    value = torch.empty(len(tokens), *shape, dtype=pieces[0].value.dtype)
+    times = torch.zeros(len(tokens), shape[0], dtype=torch.int64)
+    for piece, rows in zip(pieces, back.split([len(piece.tokens) for piece in pieces]), strict=True):
+        place = (rows[:, None], piece.features[None])
+        value[place] = piece.value
+        times.index_put_(place, torch.ones((), dtype=torch.int64), accumulate=True)
+    if not bool((times == 1).all()):
+        raise InterpError(
+            f"{name} did not come once from every rank that has a part of it (sample numbers given twice, or `alike` where rows "
+            "differ?)"
+        )
+    return tokens, value
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Gathered(Mapping[str, Tensor]):
+    """What was read, alike on all ranks once the context has ended. `gathered[name]` is (n, ...), a row for each token.
+
+    Attributes:
+        infos: the inner values by name.
+        tokens: (n, 2) int64: sample number and place in its row of each token, in ascending order.
+    """
+
+    def __init__(self, infos: Mapping[str, TapInfo]) -> None:
+        self.infos = dict(infos)
+        self.tokens = torch.empty(0, 2, dtype=torch.int64)
+        self._values: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        aliases = {one.alias: path for path, one in self.infos.items()}
+        path = aliases.get(name, name)
+        if path not in self.infos:
+            raise InterpError(f"{name} was not captured; captured: {', '.join(self.infos)}")
+        if path not in self._values:
+            raise InterpError(
+                f"{name} is there once the context has ended, if a forward passed it: one with a loss makes no logits, and one "
+                "without images nothing of them"
+            )
+        return self._values[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.infos)
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+
+class Kept:
+    """The shares of this rank that are selected, of every forward, for a gather.
+
+    Attributes:
+        pieces: by inner value.
+    """
+
+    def __init__(self, shares: Shares, heads: Sequence[int] | None) -> None:
+        self.shares, self.heads = shares, None if heads is None else list(heads)
+        self.pieces: dict[str, list[Piece]] = {name: [] for name in shares.infos}
+
+    def hear(self, name: str, x: Tensor) -> None:
+        """Keeps this rank's share of what is selected."""
+        share = self.shares.of(name, x.detach())
+        if share is None or not share.sends:
+            return
+        value, chosen = share.value, list(range(share.start, share.start + share.value.shape[2]))
+        if self.heads is not None:
+            here = [head for head in self.heads if head in chosen]
+            value = value[:, :, [head - share.start for head in here]]
+            chosen = [self.heads.index(head) for head in here]
+        tokens = share.wanted.nonzero()
+        rows = torch.stack([share.rows[tokens[:, 0]], share.places[tokens[:, 1]]], 1)
+        self.pieces[name].append(Piece(rows, torch.tensor(chosen), value[share.wanted].cpu()))
+
+    def gathered(self, world: World) -> Gathered:
+        """Collective over the world: what its ranks kept, put together. Nothing stays here.
+
+        Raises:
+            InterpError: some rank had no share, or two had the same one.
+        """
+        found = Gathered(self.shares.infos)
+        for name, info in found.infos.items():
+            sent = [piece for payload in world.all_gather(pack(self.pieces[name])) for piece in unpack(payload)]
+            self.pieces[name].clear()
+            if not sent:
+                continue
+            shape = info.shape if self.heads is None else (len(self.heads), *info.shape[1:])
+            tokens, found._values[name] = assemble_pieces(name, sent, shape)
+            if len(found.tokens) and not torch.equal(tokens, found.tokens):
+                raise InterpError(f"{name} was passed for other tokens than the values before it; capture it apart")
+            found.tokens = tokens
+        return found
+
+
+@contextmanager
+def capture_sharded(
+    model: ParallelModel,
+    whole: nn.Module,
+    names: str | Sequence[str],
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    positions: Places = "all",
+    samples: Sequence[Sequence[int]] | None = None,
+    alike: bool = False,
+) -> Iterator[Gathered]:
+    """Collective: reads inner values of every forward of `model` inside, and gathers what was selected where the context ends.
+
+    Selections are those of `forge_interp.captures.capture`. Forwards are those of a step, of its evaluation, or of the
+    model itself; the numbers of the run stay the same bits.
+
+    Args:
+        model: laid out by any of dp, hsdp, tp, cp, ep and pp.
+        whole: the same model on the meta device, which knows shapes; `run.job.model.build()` there.
+        samples: for each forward inside the sample number of each of this rank's rows, such as `batch.samples`; None = they are
+            counted over data ranks and forwards.
+        alike: all data ranks run the same rows, and the first one answers.
+
+    Raises:
+        InterpError: before a forward, what cannot be selected; what has a shape that no rule explains.
+    """
+    infos = select_taps(whole, names, layers, heads)
+    if isinstance(positions, str) and positions not in ("all", "last"):
+        raise InterpError(f"positions {positions!r} are not gathered from ranks; take 'all', and make it of what comes")
+    kept = Kept(Shares(model, infos, positions, samples, alike), heads)
+    found = Gathered(infos)
+    with kept.shares.heard_by(kept.hear):
+        yield found
+    every = kept.gathered(ProcessGroupWorld(device=model.topology.device) if model.topology.size > 1 else SingleProcessWorld())
+    found.tokens, found._values = every.tokens, every._values
+
+
+@contextmanager
+def edit_sharded(
+    model: ParallelModel,
+    whole: nn.Module,
+    names: str | Sequence[str],
+    how: Edit,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    positions: Places = "all",
+) -> Iterator[None]:
+    """Collective: changes inner values in every forward of `model` inside, as `forge_interp.edits.edit` on one process.
+
+    Each edit sees values (B, T, ...) with all places and features: of the rows of this rank, or of an `AcrossRows` those of all
+    data ranks, one after another. What a rank lacks comes from the others in each forward, so an edit of a value that ranks cut
+    has no gradient, and costs the bytes of the whole on each of them. Functions for `replace` make the same on all ranks.
+
+    Args:
+        model: laid out by any of dp, hsdp, tp, cp, ep and pp.
+        whole: the same model on the meta device, see `capture_sharded`.
+        how: one of those in `forge_interp.edits`, or a function like theirs.
+
+    Raises:
+        InterpError: before a forward, what cannot be selected; in it, an edit that does not fit, or that would need a gradient.
+    """
+    infos = select_taps(whole, names, layers, heads)
+    refuse_uneditable(infos, positions)
+    if isinstance(positions, str) and positions not in ("all", "last"):
+        raise InterpError(f"positions {positions!r} are not edited on ranks; take 'all', 'last' or places")
+    shares = Shares(model, infos, positions)
+    across = isinstance(how, AcrossRows)
+    world = _world(model.topology, across)
+
+    def hear(name: str, x: Tensor) -> Tensor | None:
+        share = shares.of(name, x)
+        if share is None:
+            return None
+        if torch.is_grad_enabled():
+            for part in model.parts:
+                refuse_recomputation(part)
+        info = infos[name]
+        if world.size == 1 or (not across and _is_whole(share, info, model.topology)):
+            if not bool(share.wanted.any()):
+                return None
+            return as_passed(changed(name, share.value, share.wanted.to(x.device), how, heads), info.dims)
+        if torch.is_grad_enabled():
+            raise InterpError(
+                f"{name} is cut over ranks, and an edit of it has no gradient; edit it in evaluation, or in a layout that does "
+                "not cut it"
+            )
+        every = _together(name, share, info, world)
+        if not bool(every.wanted.any()):
+            return None
+        made = changed(name, every.value.to(x.device), every.wanted.to(x.device), how, heads)
+        rows = torch.searchsorted(every.rows, share.rows).to(x.device)
+        made = made[rows][:, share.places.to(x.device)][:, :, share.start : share.start + share.value.shape[2]]
+        return as_passed(made, info.dims).contiguous()
+
+    with shares.heard_by(hear):
+        yield
+
+
+class _Together(NamedTuple):
+    """A value with all places and features.
+
+    Attributes:
+        value: (B, T, ...).
+        wanted: (B, T) bool.
+        rows: (B,) sample numbers, ascending.
+    """
+
+    value: Tensor
+    wanted: Tensor
+    rows: Tensor
+
+
+def _world(topology: Topology, across: bool) -> World:
+    """Collective: the ranks that bring what this one lacks."""
+    axes = ("dp_replicate", "dp_shard", "cp", "tp") if across else ("cp", "tp")
+    cut = tuple(axis for axis in axes if topology.layout.size(axis) > 1)
+    return ProcessGroupWorld(topology.across(cut), topology.device) if cut else SingleProcessWorld()
+
+
+def _is_whole(share: Share, info: TapInfo, topology: Topology) -> bool:
+    """Alike on all ranks that share a row."""
+    return topology.layout.cp == 1 and not share.tokens_cut and share.value.shape[2] == info.shape[0]
+
+
+def _together(name: str, share: Share, info: TapInfo, world: World) -> _Together:
+    """Collective over the world: the shares of its ranks, put together."""
+    value = share.value.detach()
+    tokens = torch.cartesian_prod(share.rows, share.places).view(-1, 2)
+    features = torch.arange(share.start, share.start + value.shape[2])
+    mine = [Piece(tokens, features, value.flatten(0, 1).cpu())] if share.sends else []
+    # Which places are meant is known where a place is; ranks of tp may have it alike.
+    first = share.sends and share.start == 0
+    marks = [Piece(tokens, torch.zeros(1, dtype=torch.int64), share.wanted.reshape(-1, 1))] if first else []
+    values, wanted = [], []
+    for payload in world.all_gather(_joined(pack(mine), pack(marks))):
+        size = int.from_bytes(payload[:8], "little")
+        values += unpack(payload[8 : 8 + size])
+        wanted += unpack(payload[8 + size :])
+    where, found = assemble_pieces(name, values, info.shape)
+    _, meant = assemble_pieces(name, wanted, (1,))
+    rows = where[:, 0].unique()
+    return _Together(found.unflatten(0, (len(rows), -1)), meant.view(len(rows), -1), rows)
+
+
+def _joined(first: bytes, second: bytes) -> bytes:
+    return len(first).to_bytes(8, "little") + first + second

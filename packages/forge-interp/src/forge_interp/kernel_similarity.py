@@ -1,0 +1,135 @@
+"""Similarity with any kernel, which sums over one pass do not give exactly.
+
+`KernelSums` estimates CKA from minibatches. The measures of few rows need their products X X' alone, which are small where rows
+are wide, so that they can be kept over a whole training run.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forge_interp.tap_names import InterpError
+
+ROUNDING = 1e-12
+"""Share of a kernel's mean square below which an HSIC of it with itself is rounding."""
+Kernel = Callable[[Tensor], Tensor]
+"""(n, width) -> (n, n)."""
+
+
+def rbf(bandwidth: float) -> Kernel:
+    """exp(- |x - x'|^2 / (2 bandwidth^2)). The bandwidth is fixed: one that is taken from each batch would be another kernel."""
+
+    def kernel(x: Tensor) -> Tensor:
+        return torch.exp(torch.cdist(x, x).square() / (-2 * bandwidth**2))
+
+    return kernel
+
+
+@dataclass(frozen=True)
+class KernelSums:
+    """Sums of HSIC1 over minibatches (Nguyen et al., 2021).
+
+    Each term is an unbiased estimate of HSIC, and so is their mean. CKA, a quotient with a root of them, is not: its bias falls
+    as 1 / minibatches, and in expectation the size of a minibatch has no part in it. Sums of ranks are added; other
+    minibatches give other values.
+    """
+
+    xy: Tensor
+    xx: Tensor
+    yy: Tensor
+    batches: int
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, kernel: Kernel, y_kernel: Kernel | None = None) -> "KernelSums":
+        """Of one minibatch x (n, p), y (n, q); n at least 4.
+
+        Raises:
+            InterpError: too few rows, or not of the same tokens.
+        """
+        if len(x) != len(y) or len(x) < 4:
+            raise InterpError(f"a minibatch needs at least 4 rows, and as many of y as of x, not {len(x)} and {len(y)}")
+        k, other = kernel(x.double()), (y_kernel or kernel)(y.double())
+        return cls(hsic1(k, other), _spread(k), _spread(other), 1)
+
+    def __add__(self, other: "KernelSums") -> "KernelSums":
+        return KernelSums(self.xy + other.xy, self.xx + other.xx, self.yy + other.yy, self.batches + other.batches)
+
+    def cka(self) -> Tensor:
+        """Mean HSIC1(x, y) / sqrt(mean HSIC1(x, x) mean HSIC1(y, y)).
+
+        Raises:
+            InterpError: one side does not vary.
+        """
+        if not min(float(self.xx), float(self.yy)) > 0:
+            raise InterpError("the rows of one side do not vary under this kernel; take another bandwidth or larger minibatches")
+        return self.xy / (self.xx * self.yy).sqrt()
+
+
+def _spread(k: Tensor) -> Tensor:
+    """HSIC1(k, k), and 0 where it is rounding."""
+    found = hsic1(k, k)
+    return found.where(found > ROUNDING * k.square().mean(), 0.0)
+
+
+def hsic1(k: Tensor, l_: Tensor) -> Tensor:
+    """The unbiased estimate of HSIC of two kernel matrices (n, n) of the same rows (Song et al., 2012)."""
+    n = len(k)
+    k, l_ = (one - torch.diag(one.diagonal()) for one in (k, l_))
+    rest = k.sum() * l_.sum() / ((n - 1) * (n - 2)) - 2 * (k.sum(0) @ l_.sum(0)) / (n - 2)
+    return ((k * l_).sum() + rest) / (n * (n - 3))
+
+
+def gram(x: Tensor) -> Tensor:
+    """(n, n) fp64 of rows (n, width): X X' of the rows without their mean."""
+    rows = x.detach().double()
+    rows = rows - rows.mean(0)
+    return rows @ rows.T
+
+
+def gram_cka(left: Tensor, right: Tensor) -> Tensor:
+    """Unbiased linear CKA (Nguyen et al., 2021), in fp64, as `linear.unbiased_cka`; NaN where it is not defined: one side does
+    not vary, or its rows all have the same distance from each other."""
+    return gram_cka_pairs([left], [right])[0, 0]
+
+
+class _Terms(NamedTuple):
+    """Of a kernel matrix (n, n), what HSIC1 (Song et al., 2012) takes of it without its diagonal."""
+
+    flat: Tensor
+    diagonal: Tensor
+    sums: Tensor
+
+    @classmethod
+    def of(cls, k: Tensor) -> "_Terms":
+        k = k.double()
+        return cls(k.flatten(), k.diagonal(), k.sum(0) - k.diagonal())
+
+    def own(self) -> Tensor:
+        """HSIC1 with itself; NaN where it is not positive, but for rounding."""
+        found = self.hsic1(self)
+        return found.where(found > ROUNDING * self.flat.square().mean(), float("nan"))
+
+    def hsic1(self, other: "_Terms") -> Tensor:
+        n = len(self.diagonal)
+        product = self.flat @ other.flat - self.diagonal @ other.diagonal
+        rest = self.sums.sum() * other.sums.sum() / ((n - 1) * (n - 2)) - 2 * (self.sums @ other.sums) / (n - 2)
+        return (product + rest) / (n * (n - 3))
+
+
+def gram_cka_pairs(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    """(l, r) fp64: `gram_cka` of each of `left` with each of `right`; NaN where it is not defined."""
+    first, second = [_Terms.of(one) for one in left], [_Terms.of(one) for one in right]
+    mine, others = (torch.stack([one.own() for one in side]) for side in (first, second))
+    pairs = torch.stack([torch.stack([one.hsic1(other) for other in second]) for one in first])
+    return pairs / torch.outer(mine, others).sqrt()
+
+
+def gram_rank(products: Tensor) -> Tensor:
+    """Effective rank in fp64, as `recipes.geometry.effective_rank` of the rows; NaN where they do not vary."""
+    sizes = torch.linalg.eigvalsh(products.double())
+    sizes = sizes.where(sizes > sizes[-1] * 1e-14, 0.0).sqrt()  # below is rounding
+    shares = sizes / sizes.sum()
+    return torch.special.entr(shares).sum().exp()

@@ -1,0 +1,17 @@
+"""What this distribution registers, by group and name. The registry reads the table and imports a part when it is used."""
+
+PARTS = {
+    "forge.hooks": {
+        "inside": "forge_interp.commands.inside:Inside",
+    },
+    "forge.checks": {
+        "inside_can_be_measured": "forge_interp.commands.inside:inside_can_be_measured",
+    },
+    "forge.commands": {
+        "probe": "forge_interp.commands.probe:probe",
+        "similarity": "forge_interp.commands.similarity:similarity",
+        "neuro": "forge_interp.commands.neuro:neuro",
+        "lens": "forge_interp.commands.lens:lens",
+        "sae": "forge_interp.commands.lens:sae",
+    },
+}

@@ -1,1 +1,0 @@
-"""Reading and editing inner values of a running model."""

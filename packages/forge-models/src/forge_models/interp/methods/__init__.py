@@ -1,1 +1,0 @@
-"""Methods of interpretability as functions of a decoder and tokens, made of `capture` and `edit`."""

@@ -1,0 +1,47 @@
+"""What this distribution registers, by group and name. The registry reads the table and imports a part when it is used."""
+
+PARTS = {
+    "forge.models": {
+        "decoder": "forge_models.components.decoder:DecoderConfig",
+    },
+    "forge.attentions": {
+        "gqa": "forge_models.components.attentions:GQA",
+        "mla": "forge_models.components.attentions:MLA",
+    },
+    "forge.mlps": {
+        "geglu": "forge_models.components.layers:GeGLU",
+        "gelu": "forge_models.components.layers:GELU",
+        "relu": "forge_models.components.layers:ReLU",
+        "relu2": "forge_models.components.layers:ReLU2",
+        "swiglu": "forge_models.components.layers:SwiGLU",
+    },
+    "forge.norms": {
+        "layernorm": "forge_models.components.layers:LayerNormConfig",
+        "rmsnorm": "forge_models.components.layers:RMSNormConfig",
+    },
+    "forge.routers": {
+        "hash": "forge_models.components.experts:HashConfig",
+        "sigmoid_topk": "forge_models.components.experts:SigmoidTopKConfig",
+        "softmax_topk": "forge_models.components.experts:SoftmaxTopKConfig",
+    },
+    "forge.checks": {
+        "experts_compile": "forge_models.checks:experts_compile",
+        "experts_fit": "forge_models.checks:experts_fit",
+        "experts_see_other_tokens": "forge_models.checks:experts_see_other_tokens",
+    },
+    "forge.converters": {
+        "hf": "forge_models.hf.converter:HfConverter",
+    },
+    "forge.objectives": {
+        "cross_entropy": "forge_models.objectives:CrossEntropy",
+    },
+    "forge.conformance": {
+        "forge.models": "forge_models.conformance.models",
+        "forge.attentions": "forge_models.conformance.attentions",
+        "forge.converters": "forge_models.conformance.converters",
+        "forge.mlps": "forge_models.conformance.mlps",
+        "forge.norms": "forge_models.conformance.norms",
+        "forge.routers": "forge_models.conformance.routers",
+        "forge.objectives": "forge_models.conformance.objectives",
+    },
+}

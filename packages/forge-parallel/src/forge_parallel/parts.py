@@ -1,0 +1,50 @@
+"""What this distribution registers, by group and name. The registry reads the table and imports a part when it is used."""
+
+PARTS = {
+    "forge.transforms": {
+        "shard": "forge_parallel.transforms.shard:FullyShard",
+        "float8": "forge_parallel.transforms.float8.transform:Float8",
+        "tensor": "forge_parallel.transforms.tensor.transform:TensorParallel",
+        "context": "forge_parallel.transforms.context.transform:ContextParallel",
+        "expert": "forge_parallel.transforms.expert.transform:ExpertParallel",
+        "recompute": "forge_parallel.transforms.recompute:Recompute",
+        "compile": "forge_parallel.transforms.compile:Compile",
+    },
+    "forge.pipeline_schedules": {
+        "gpipe": "forge_parallel.pipeline.schedules:GPipe",
+        "1f1b": "forge_parallel.pipeline.schedules:OneForwardOneBackward",
+        "interleaved": "forge_parallel.pipeline.schedules:Interleaved",
+        "interleaved_zero_bubble": "forge_parallel.pipeline.schedules:InterleavedZeroBubble",
+        "zbv": "forge_parallel.pipeline.schedules:ZeroBubbleV",
+        "dualpipev": "forge_parallel.pipeline.schedules:DualPipeV",
+    },
+    "forge.optimizers": {
+        "adamw": "forge_parallel.optim.optimizers:AdamWConfig",
+        "adamw8bit": "forge_parallel.optim.optimizers:AdamW8bitConfig",
+        "lion": "forge_parallel.optim.optimizers:LionConfig",
+        "muon": "forge_parallel.optim.optimizers:MuonConfig",
+        "schedule_free_adamw": "forge_parallel.optim.optimizers:ScheduleFreeAdamWConfig",
+    },
+    "forge.checks": {
+        "widths_can_be_scaled": "forge_parallel.checks:widths_can_be_scaled",
+        "batch_fits": "forge_parallel.checks:batch_fits",
+        "rows_can_be_cut": "forge_parallel.checks:rows_can_be_cut",
+        "float8_fits": "forge_parallel.checks:float8_fits",
+        "sequence_can_be_cut": "forge_parallel.checks:sequence_can_be_cut",
+        "compiled_recompute_fits": "forge_parallel.checks:compiled_recompute_fits",
+        "nodes_fit": "forge_parallel.checks:nodes_fit",
+        "pipeline_fits": "forge_parallel.checks:pipeline_fits",
+        "options_are_declared": "forge_parallel.checks:options_are_declared",
+        "tensors_can_be_cut": "forge_parallel.model_checks:tensors_can_be_cut",
+        "rows_can_be_shared": "forge_parallel.model_checks:rows_can_be_shared",
+        "float8_can_multiply": "forge_parallel.model_checks:float8_can_multiply",
+        "optimizer_takes_parts": "forge_parallel.checks:optimizer_takes_parts",
+        "optimizer_keeps_the_state": "forge_parallel.checks:optimizer_keeps_the_state",
+        "compositions_are_proven": "forge_parallel.checks:compositions_are_proven",
+    },
+    "forge.conformance": {
+        "forge.transforms": "forge_parallel.conformance.transforms",
+        "forge.pipeline_schedules": "forge_parallel.conformance.pipeline_schedules",
+        "forge.optimizers": "forge_parallel.conformance.optimizers",
+    },
+}

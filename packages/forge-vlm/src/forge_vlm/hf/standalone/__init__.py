@@ -1,1 +1,0 @@
-"""Models that no class of transformers can hold, as folders with the code that they need."""

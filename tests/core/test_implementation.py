@@ -1,0 +1,171 @@
+"""A component that names its implementation: when it is imported, what it is called with, and what is refused."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from core import sample
+from forge_core.conformance import examine, implementation_faults
+from forge_core.errors import BrokenPlugin
+from forge_core.registry import Registry
+
+SHELF = """
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+from annotated_types import Gt
+from forge_core.component import Component, Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader(Component):
+    '''Base of components with a field that is for the caller.'''
+
+    label: str = ""
+    '''For the caller.'''
+
+    @classmethod
+    def passed(cls):
+        return tuple(name for name in super().passed() if name != "label")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShelfConfig(Reader):
+    '''A shelf.'''
+
+    books: Annotated[int, Gt(0)] = 3
+    '''Number of books.'''
+    wood: Literal["oak", "pine"] = "oak"
+    '''Kind of wood.'''
+    inner: Annotated[Component | None, Slot("forge.norms")] = None
+    '''A component.'''
+    implementation: ClassVar[str] = "furniture:Shelf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wider(ShelfConfig):
+    '''Has a field of its own, and the implementation of its base.'''
+
+    width: int = 1
+    '''Width.'''
+"""
+
+FURNITURE = """
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nowhere import Inner
+
+class Shelf:
+    def __init__(self, size: int, *, books: int, wood: str, inner: "Inner" = None, feet: int = 4):
+        self.all = (size, books, wood, inner, feet)
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the import path with both modules; what was imported from it is forgotten afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "shelves.py").write_text(SHELF)
+    (tmp_path / "furniture.py").write_text(FURNITURE)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def load(name: str = "ShelfConfig", group: str = "norms") -> type:
+    return Registry([sample.entry(group, "shelf", f"shelves:{name}", "wood_works", "2.5")]).load(f"forge.{group}", "shelf")
+
+
+def test_build_imports_the_implementation_and_passes_the_fields(modules: Path) -> None:
+    component = load()(books=5, inner=sample.Adam(), label="mine")
+    assert "furniture" not in sys.modules
+    assert component.build(7).all == (7, 5, "oak", sample.Adam(), 4)
+
+
+def test_an_implementation_may_need_none_of_the_arguments_of_its_group(modules: Path) -> None:
+    (modules / "furniture.py").write_text(FURNITURE.replace("size: int, *", "*").replace("(size", "(None"))
+    assert implementation_faults(load(), ("dim",)) == []
+    assert load()().build(7).all == (None, 3, "oak", None, 4)
+
+
+def test_a_subclass_passes_what_the_class_with_the_implementation_has(modules: Path) -> None:
+    assert load("Wider")(width=9).build(7).all == (7, 3, "oak", None, 4)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("books: int", "pages: int", "'pages'"),
+        ("feet: int = 4", "feet: int", "'feet'"),
+        ("size: int, *", "size: int, depth: int, *", "'depth'"),
+        ("size: int", "books2: int, size: int", "'size'"),
+        ("class Shelf", "class Table", "furniture has no 'Shelf'"),
+    ],
+)
+def test_an_implementation_that_does_not_fit_is_refused(modules: Path, old: str, new: str, words: str) -> None:
+    """When it is built, and by the conformance checks; both say who offers it and what to change."""
+    (modules / "furniture.py").write_text(FURNITURE.replace(old, new))
+    info = modules / "wood_works-2.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wood_works\nVersion: 2.5\n")
+    (info / "entry_points.txt").write_text("[forge.norms]\nshelf = shelves:ShelfConfig\n")
+    with pytest.raises(BrokenPlugin) as caught:
+        load()().build(7)
+    for word in (words, "furniture", "shelves:ShelfConfig of wood_works 2.5", "`"):
+        assert word in str(caught.value)
+    registry = Registry()
+    verdict = examine(registry.find("forge.norms", "shelf"), registry)
+    assert [problem.check for problem in verdict.problems] == ["implementation"]
+    assert words in verdict.problems[0].message
+
+
+def test_a_module_that_does_not_exist_is_named(modules: Path) -> None:
+    (modules / "shelves.py").write_text(SHELF.replace("furniture:Shelf", "cabinets:Shelf"))
+    with pytest.raises(BrokenPlugin, match=r"shelves:ShelfConfig.*'cabinets:Shelf', but there is no module 'cabinets'"):
+        load()().build(7)
+
+
+def test_a_library_that_is_missing_is_not_blamed_on_the_component(modules: Path) -> None:
+    (modules / "furniture.py").write_text("import furniture_tools")
+    with pytest.raises(ModuleNotFoundError, match="furniture_tools"):
+        load()().build(7)
+    (modules / "furniture.py").write_text("import sys\nsys.no_such_attribute")
+    with pytest.raises(AttributeError, match="no_such_attribute"):
+        load()().build(7)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "refused"),
+    [
+        ("books: int", "books: float", False),
+        ("books: int", "books: int | None", False),
+        ("books: int", "books: str", True),
+        ("books: int", "books", False),
+        ("wood: str", "wood: 'str | None'", False),
+        ("wood: str", "wood: 'Oak'", False),  # a name for type checkers
+        ("wood: str", "wood: bytes", True),
+        ("wood: str", "wood: tuple[str, ...]", True),
+    ],
+)
+def test_types_of_fields_and_parameters_agree(modules: Path, old: str, new: str, refused: bool) -> None:
+    (modules / "furniture.py").write_text(FURNITURE.replace(old, new))
+    faults = implementation_faults(load(), ("dim",))
+    assert [old.partition(":")[0] in fault and "furniture:Shelf" in fault for fault in faults] == [True] * refused
+
+
+def test_a_component_may_be_the_thing_itself_where_its_group_takes_that(modules: Path) -> None:
+    source = SHELF.replace('    implementation: ClassVar[str] = "furniture:Shelf"\n', "")
+    (modules / "shelves.py").write_text(source)
+    with pytest.raises(BrokenPlugin, match=r"wood_works 2\.5 .*has no build method; define build\(self, dim\)"):
+        load()
+    with pytest.raises(BrokenPlugin, match=r"it is no Objective itself, because it has no __call__"):
+        load(group="objectives")
+    with pytest.raises(BrokenPlugin, match=r"has no build method; define build\(self\)"):
+        load(group="encoders")
+    (modules / "shelves.py").write_text(source + "\n    def __call__(self, head, hidden, labels): ...\n")
+    del sys.modules["shelves"]
+    component = load("Wider", group="objectives")()
+    assert component.build() is component
