@@ -80,7 +80,7 @@ def test_m8_a_run_its_checkpoints_or_one_of_them(root: Path, form: str) -> None:
 
 def test_m8_where_no_checkpoint_is_the_directory_is_named(tmp_path: Path) -> None:
     result = run("verify", tmp_path)
-    assert result.exit_code == 2 and str(tmp_path) in result.output and "give a run's directory" in result.output
+    assert result.exit_code == 2 and str(tmp_path) in result.output and "use a run's directory" in result.output
 
 
 def test_damage_is_exit_code_1_and_nothing_is_moved(root: Path) -> None:

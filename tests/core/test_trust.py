@@ -95,7 +95,7 @@ def test_trials_f4_a_sha256_grants_content_and_nothing_else(file: Path) -> None:
     assert not ran(file)
     assert Registry([]).load("forge.optimizers", f"{file}:Mine").__name__ == "Mine" and ran(file)
     for short in ("", "ab12", "g" * 64, sha256(b"").hexdigest() + " "):
-        with pytest.raises(ForgeError, match="expected a whole sha256"):
+        with pytest.raises(ForgeError, match="expected a complete sha256"):
             trust.trust_digest(short)
     assert len(os.environ[trust.GRANTED].split()) == 1
 

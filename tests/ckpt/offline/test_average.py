@@ -119,16 +119,16 @@ def test_facts_and_counters_are_those_of_the_newest_in_any_order(root: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ((10,), "two checkpoints or more"),
+        ((10,), "at least two checkpoints"),
         ((10, 10), "given twice"),
         ((10, 99), "available steps: 30, 20, 10"),
         ((10, 20, "--weights", "1"), "1 numbers for 2"),
-        ((10, 20, "--weights", "1,x"), "give numbers"),
+        ((10, 20, "--weights", "1,x"), "use numbers"),
         ((10, 20, "--weights", "1,-1"), "not negative"),
         ((10, 20, "--weights", "0,0"), "not all 0"),
         ((10, 20, "--weights", "1,nan"), "must be finite"),
         ((10, 20, "--ema", "1"), "less than 1"),
-        ((10, 20, "--ema", "0.5", "--weights", "1,1"), "leave one out"),
+        ((10, 20, "--ema", "0.5", "--weights", "1,1"), "exclude each other"),
     ],
 )
 def test_what_is_no_average_is_refused(root: Path, arguments: tuple[object, ...], why: str) -> None:

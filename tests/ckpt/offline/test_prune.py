@@ -136,7 +136,7 @@ def test_leftovers_of_an_interrupted_removal_go(root: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("{root}",), "no rule says what stays"),
+        (("{root}",), "no rule says which checkpoints to keep"),
         (("{root}/step-00000100", "--last", "1"), "is one checkpoint"),
         (("nowhere", "--last", "1"), "not a directory"),
     ],

@@ -40,12 +40,12 @@ def opened() -> RemoteStore:
         ("runs/x", "is not the URL of a folder"),
         ("s3://", "is not the URL of a folder"),
         ("://bucket", "is not the URL of a folder"),
-        ("file:///data/runs", "the store 'local' flushes"),
-        ("local:///data/runs", "the store 'local' flushes"),
+        ("file:///data/runs", "the store 'local', which flushes"),
+        ("local:///data/runs", "the store 'local', which flushes"),
         ("simplecache::s3://bucket/x", "a chain or a pattern"),
         ("s3://bucket/*", "a chain or a pattern"),
-        ("ftp://user:word@host/x", r"credentials; give them in the environment"),
-        ("abfs://box/x?token=word", r"credentials; give them in the environment"),
+        ("ftp://user:word@host/x", r"credentials; set them in the environment"),
+        ("abfs://box/x?token=word", r"credentials; set them in the environment"),
     ],
 )
 def test_a_url_that_cannot_be_a_store_is_refused(url: str, says: str) -> None:

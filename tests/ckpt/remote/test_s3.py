@@ -141,10 +141,10 @@ def test_fault_3_errors_of_the_server_pass(url: str, server: Server, status: int
 
 
 def test_fault_15_a_bucket_that_does_not_exist_or_may_not_be_written_is_named(server: Server) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot be written to s3://nowhere/x: .*does the bucket exist"):
+    with pytest.raises(CheckpointError, match=r"cannot be written to s3://nowhere/x: .*check that the bucket exists"):
         RemoteStore("s3://nowhere/x", pause=0.0).prepare()
     server.before = lambda method, path: 403 if method == "PUT" else None
-    with pytest.raises(CheckpointError, match=rf"cannot be written to s3://{BUCKET}/forbidden: .*may you write there"):
+    with pytest.raises(CheckpointError, match=rf"cannot be written to s3://{BUCKET}/forbidden: .*you may write to it"):
         RemoteStore(f"s3://{BUCKET}/forbidden", pause=0.0).prepare()
     server.before = lambda method, path: None
 
@@ -191,4 +191,4 @@ def test_m8_commands_take_urls(url: str, tmp_path: Path, kind: str) -> None:
 def test_commands_refuse_a_url_without_checkpoints(url: str) -> None:
     for given in (url, f"{url}/step-00000001", "s3://nowhere/x"):
         done = run("ls", given)
-        assert done.exit_code == 2 and f"{given} has no checkpoints; give the URL of a run" in done.output
+        assert done.exit_code == 2 and f"{given} has no checkpoints; use the URL of a run" in done.output

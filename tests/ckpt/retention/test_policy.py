@@ -129,5 +129,5 @@ def test_a_checkpoint_without_a_time_has_no_window() -> None:
 
 @pytest.mark.parametrize("rules", [{"last": -1}, {"every": -1}, {"log_spaced": -1}, {"hours": -1.0}, {"hours": math.nan}])
 def test_rules_are_not_negative(rules: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="not negative"):
+    with pytest.raises(ValueError, match="not be negative"):
         RetentionPolicy(**rules)

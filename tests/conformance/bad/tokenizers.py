@@ -79,17 +79,17 @@ class Drawn(ByteTokenizer):
 BAD = {
     "check_ids": [
         (made(vocab_size=100), "but vocab_size is 100"),
-        (made(encode=lambda text: ByteTokenizer().encode(text) - 40), "gives the id -"),
-        (made(encode=lambda text: ByteTokenizer().encode(text) / 1), "not whole numbers"),
+        (made(encode=lambda text: ByteTokenizer().encode(text) - 40), "returns the id -"),
+        (made(encode=lambda text: ByteTokenizer().encode(text) / 1), "not integers"),
         (made(encode=lambda text: ByteTokenizer().encode(text)[None]), "not one dimension"),
     ],
     "check_round_trip": [
-        (made(encode=lower), "comes back as"),
+        (made(encode=lower), "is decoded as"),
         (Part(make=lambda context: Made({"encode": upper}), says=(("lossless", False),)), "THE GRADIENT"),
     ],
     "check_special": [
         (made(eos=300), "eos is 300, but vocab_size is 257"),
-        (made(encode=special), "gives the id of the end of a document"),
+        (made(encode=special), "is encoded to the id of the end of document"),
     ],
     "check_pieces": [
         (made(encode_pieces=apart), "are not encoded as one text"),

@@ -230,12 +230,12 @@ def test_trials_f7_what_stands_too_deep_in_each_other_is_refused(tmp_path: Path,
     for depth in (70, 400, 5000):
         value = opened * depth + ("1" if opened != "[" else "") + closed * depth
         (tmp_path / "deep.toml").write_text(f'base = "debug"\n[model]\nx = {value}\n')
-        assert "60 deep" in faults(tmp_path / "deep.toml", 1).popitem()[1].message
+        assert "60 levels deep" in faults(tmp_path / "deep.toml", 1).popitem()[1].message
         (tmp_path / "plain.toml").write_text('base = "debug"\n')
-        assert "60 deep" in faults(tmp_path / "plain.toml", 1, f"--model.x={value}")["model.x"].message
+        assert "60 levels deep" in faults(tmp_path / "plain.toml", 1, f"--model.x={value}")["model.x"].message
     (tmp_path / "deep.toml").write_text(f'base = "debug"\n[{".".join("a" * 5000)}]\nx = 1\n')
-    assert "60 deep" in faults(tmp_path / "deep.toml", 1).popitem()[1].message
-    assert "60 deep" in faults(tmp_path / "plain.toml", 1, f"--{'.'.join('a' * 500)}=1").popitem()[1].message
+    assert "60 levels deep" in faults(tmp_path / "deep.toml", 1).popitem()[1].message
+    assert "60 levels deep" in faults(tmp_path / "plain.toml", 1, f"--{'.'.join('a' * 500)}=1").popitem()[1].message
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_trials_f7_what_stands_too_deep_in_each_other_is_refused(tmp_path: Path,
         ('[job]\ndir = "a\\u0000b"', "job.dir", "NUL"),
         ('[job]\ndir = "a\\u0085b"', "job.dir", "a line break"),
         ('[start]\nweights = "a\\rb"', "start.weights", "a line break"),
-        ('[data.evaluation."a\\nb"]\nname = "random"', 'data.evaluation."a\\nb"', "a key that holds a line break"),
+        ('[data.evaluation."a\\nb"]\nname = "random"', 'data.evaluation."a\\nb"', "a key that contains a line break"),
         ('[[data.sources]]\nname = "text"\npath = "a\\u0000*"', "data.sources.0.path", "NUL"),
         ('[[data.sources]]\nname = "text"\npath = "a\\u001bb"', "data.sources.0.path", "a control character"),
     ],

@@ -173,7 +173,7 @@ def test_marks_of_a_store(tmp_path: Path) -> None:
     assert (tmp_path / "best").read_text() == "step-00000001\n", "there is no step 9"
     assert locate(tmp_path / "best").name == "step-00000001", "what is named stays until another one is"
     shutil.rmtree(tmp_path / "step-00000001")
-    with pytest.raises(CheckpointError, match="names step-00000001, which is not there"):
+    with pytest.raises(CheckpointError, match="names step-00000001, which does not exist"):
         locate(tmp_path / "best")
     for wrong in ("latest", "owner", "step-00000001", "a/b", ".saving-x"):
         with pytest.raises(CheckpointError, match="cannot be the name of a mark"):

@@ -1,4 +1,4 @@
-"""The average of several checkpoints' weights, summed in fp64, a tensor at a time."""
+"""Averages the weights of several checkpoints in fp64, one tensor at a time."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,23 +17,24 @@ from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece
 
 SECTION = "model/"
-"""Which tensors of a checkpoint are weights."""
+"""Prefix of the names of weights in a checkpoint."""
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """The shares that sum to 1.
+    """Returns the weights scaled to a sum of 1.
 
     Raises:
         CheckpointError: a weight is negative or not finite, or all are 0.
     """
     total = sum(weights)
     if not all(isfinite(weight) and weight >= 0 for weight in weights) or not (total > 0 and isfinite(total)):
-        raise CheckpointError(f"weights {', '.join(map(str, weights))}: they must be finite, not negative, and not all 0")
+        raise CheckpointError(f"weights {', '.join(map(str, weights))}: weights must be finite, not negative, and not all 0")
     return [weight / total for weight in weights]
 
 
 def of_ema(count: int, decay: float) -> list[float]:
-    """Shares of checkpoints, oldest first, in `e = decay * e + (1 - decay) * weights`, which begins with the oldest.
+    """Returns the shares of checkpoints, oldest first, in the average `e = decay * e + (1 - decay) * weights`, where e starts
+    as the oldest checkpoint.
 
     Raises:
         CheckpointError: the decay is not between 0 and 1.
@@ -44,19 +45,20 @@ def of_ema(count: int, decay: float) -> list[float]:
 
 
 def write_average(sources: Sequence[StoredTensors], shares: Sequence[float], output: str | Path) -> str:
-    """Writes a checkpoint of weights alone: `sum of share * weights`, rounded to the dtype that they have.
+    """Writes a checkpoint with only weights: the sum of share * weights, rounded to the dtype of the weights.
 
-    What is not a floating-point number, such as a counter, is that of the newest. So are the facts, such as the recipe;
-    `averaged` says what was averaged. The result waits on the disk, next to `output` or where temporary files are, so that memory
-    holds a few copies of the largest tensor.
+    Tensors of other types than floating point, such as counters, and the metadata, such as the recipe, are copied from the newest
+    checkpoint; `averaged` in the metadata records the steps and shares. The average is first written to a temporary file next to
+    `output`, or in the system's temporary directory, so that only a few copies of the largest tensor are in memory.
 
     Args:
-        sources: opened with the tensors of `SECTION`.
-        shares: of the sources; they sum to 1.
-        output: the directory of checkpoints to make, or its URL.
+        sources: checkpoints, opened with the tensors of `SECTION`.
+        shares: share of each source; the sum is 1.
+        output: the directory of checkpoints to create, or its URL.
 
     Raises:
-        CheckpointError: the checkpoints are not of one model, naming every difference, or `output` is taken. Nothing was written.
+        CheckpointError: the checkpoints are of different models (the message lists all differences), or `output` exists. Nothing
+            was written.
     """
     store = new_store(output)
     _check_alike(sources)
@@ -77,18 +79,18 @@ def _pieces(sources: Sequence[StoredTensors], shares: Sequence[float], newest: S
         dtype = DTYPES[info.dtype]
         if info.bytes:
             flat = torch.from_file(str(scratch / f"{number}"), shared=True, size=info.bytes, dtype=torch.uint8)
-            made = flat.view(dtype).view(info.shape)
+            average = flat.view(dtype).view(info.shape)
         else:
-            made = torch.empty(info.shape, dtype=dtype)
+            average = torch.empty(info.shape, dtype=dtype)
         if dtype.is_floating_point or dtype.is_complex:
             wide = torch.complex128 if dtype.is_complex else torch.float64
             total = torch.zeros(info.shape, dtype=wide)
             for source, share in zip(sources, shares, strict=True):
                 total.add_(source.whole(name).to(wide), alpha=share)
-            made.copy_(total)
+            average.copy_(total)
         else:
-            made.copy_(newest.whole(name))
-        yield Piece(name, info.shape, (0,) * len(info.shape), made, owned=True)
+            average.copy_(newest.whole(name))
+        yield Piece(name, info.shape, (0,) * len(info.shape), average, owned=True)
 
 
 def _check_alike(sources: Sequence[StoredTensors]) -> None:
@@ -103,9 +105,9 @@ def _check_alike(sources: Sequence[StoredTensors]) -> None:
             elif (one.dtype, one.shape) != (two.dtype, two.shape):
                 faults.append(f"{name}: {one.dtype} {list(one.shape)} and, in {other.origin}, {two.dtype} {list(two.shape)}")
         if _model(first) != _model(other):
-            faults.append(f"[model] of the recipe: another one in {other.origin}; `ckpt diff` shows how")
+            faults.append(f"[model] of the recipe differs in {other.origin}; `ckpt diff` shows how")
     if faults:
-        raise CheckpointError("these checkpoints are not of one model; nothing was written:\n  " + "\n  ".join(faults))
+        raise CheckpointError("these checkpoints are of different models; nothing was written:\n  " + "\n  ".join(faults))
 
 
 def _model(source: StoredTensors) -> Any:

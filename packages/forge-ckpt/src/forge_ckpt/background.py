@@ -38,21 +38,21 @@ from forge_core.terminal import size
 _log = logging.getLogger(__name__)
 _ASKS, _HAS_ENDED = b"asks", b"has ended"
 _NOT_PICKLED = (OSError, pickle.PicklingError, AttributeError, TypeError)
-"""What `pickle` raises for a store that it cannot send, and the system for a process that it cannot start."""
+"""Errors of `pickle` for a store that cannot be pickled, and of the system for a process that cannot be started."""
 
 
 @dataclass
 class SaverProcess:
-    """Writes what lies in shared memory, one checkpoint after the other.
+    """Writes checkpoints from shared memory in a separate process, one after the other.
 
-    A saver that dies takes no other rank with it: before each collective of a save all parents tell each other whether theirs is
-    alive, and where one is not, the save ends on all ranks in the same words. The next save starts a new one.
+    A saver that dies does not block other ranks: before each collective of a save, all parents exchange whether their saver is
+    alive. If one is not, the save fails on all ranks with the same message. The next save starts a new saver.
 
     Attributes:
-        store: where to; it must be possible to pickle it.
+        store: the store, which must be picklable.
         world: the ranks that save together, in a group that nothing else uses at the same time.
-        memories: where drafts may lie.
-        mark: of the job's `Fence`, which the saver looks for before it changes anything; empty where there is none.
+        memories: shared memories of drafts.
+        mark: mark of the job's `Fence`, which the saver checks before it changes anything; empty without a fence.
     """
 
     store: Store
@@ -63,10 +63,10 @@ class SaverProcess:
     channel: Channel | None = None
 
     def write(self, draft: Draft, order: SaveRequest, memory: int) -> str:
-        """Collective: as `forge_ckpt.checkpoint.write.write`, with the bytes of `draft` in `memories[memory]`.
+        """Collective: does the same as `forge_ckpt.checkpoint.write.write`, with the bytes of `draft` in `memories[memory]`.
 
         Raises:
-            CheckpointError: the same on every rank.
+            CheckpointError: the save failed; the message is equal on all ranks.
         """
         try:
             end = self._supervise(draft, order, memory)
@@ -75,7 +75,7 @@ class SaverProcess:
         except _NOT_PICKLED as cause:
             end = {"stopped": self._tell(f"its saver could not be started: {describe_error(cause)}")}
         if "stopped" in end:
-            self.close()  # what it still has to say is about a save that has ended
+            self.close()  # its remaining messages concern a save that has ended
             raise CheckpointError(f"the checkpoint of step {order.step} was not saved: {end['stopped']}")
         if fault := self._fault(_HAS_ENDED):
             raise CheckpointError(f"the checkpoint of step {order.step} may not have been saved: {fault}")
@@ -84,7 +84,7 @@ class SaverProcess:
         return end["name"]
 
     def _supervise(self, draft: Draft, order: SaveRequest, memory: int) -> dict[str, str]:
-        """Collective: has one draft written; what its saver says in the end, or why it was stopped.
+        """Collective: sends one draft to the saver; returns the saver's result, or why it was stopped.
 
         Raises:
             EOFError: the saver has died.
@@ -100,9 +100,9 @@ class SaverProcess:
             "size": self.world.size,
         }
         rules = order.keep if isinstance(order.keep, RetentionPolicy) else RetentionPolicy(order.keep)
-        told = {"step": order.step, "meta": dict(order.meta), "keep": asdict(rules)}
-        told |= {"spare": sorted(order.spare), "marks": dict(order.marks)}
-        channel.send({**head, "order": told, "mark": self.mark}, pack(draft.table, with_signature=True))
+        request = {"step": order.step, "meta": dict(order.meta), "keep": asdict(rules)}
+        request |= {"spare": sorted(order.spare), "marks": dict(order.marks)}
+        channel.send({**head, "order": request, "mark": self.mark}, pack(draft.table, with_signature=True))
         while True:
             head, payloads = channel.receive()
             if "log" in head:
@@ -117,7 +117,7 @@ class SaverProcess:
                 channel.send({}, *self.world.all_gather(payloads[0]))
 
     def close(self) -> None:
-        """Ends the process; one that still writes is ended at once."""
+        """Ends the process, even if it is still writing."""
         if self.channel is not None:
             self.channel.close()
             self.channel = None
@@ -131,7 +131,7 @@ class SaverProcess:
 
     def _started(self) -> Channel:
         if self.process is not None and self.process.poll() is not None:
-            _log.warning("the process that writes checkpoints %s; another one is started", self._ended())
+            _log.warning("the process that writes checkpoints %s; a new one is started", self._ended())
             self.close()
         if self.channel is None:
             described = pickle.dumps(self.store)
@@ -148,19 +148,19 @@ class SaverProcess:
         return self.channel
 
     def _tell(self, fault: str) -> str:
-        """Collective: lets the other ranks know that this one's saver cannot go on; the first such fault of all."""
+        """Collective: reports to other ranks that this rank's saver has failed; returns the first such fault of all ranks."""
         return self._fault(f"rank {self.world.rank}: {fault}".encode())
 
     def _fault(self, state: bytes) -> str:
-        """Collective: why the ranks' savers cannot go on together; empty where all are in the same state."""
+        """Collective: returns why the savers of the ranks cannot continue; empty if all are in the same state."""
         states = self.world.all_gather(state)
-        died = next((found for found in states if found not in (_ASKS, _HAS_ENDED)), None)
+        died = next((reported for reported in states if reported not in (_ASKS, _HAS_ENDED)), None)
         if died is not None:
             return died.decode()
         return "" if len(set(states)) == 1 else "the savers of the ranks are at different points"
 
     def _ended(self) -> str:
-        """How the process came to its end."""
+        """Returns how the process ended."""
         if self.process is None:
             return "was not started"
         try:
@@ -174,12 +174,12 @@ Busy = Literal["wait", "skip", "queue"]
 
 
 class SaveResult(NamedTuple):
-    """How one save ended, the same on all ranks but for `seconds`.
+    """The result of one save; equal on all ranks except for `seconds`.
 
     Attributes:
-        name: its directory, once it is durable; None where it failed.
-        error: why it failed.
-        seconds: from the copy to the end.
+        name: directory of the durable checkpoint; None if the save failed.
+        error: why the save failed, or None.
+        seconds: time from the copy to the end.
     """
 
     step: int
@@ -189,16 +189,16 @@ class SaveResult(NamedTuple):
 
 
 class BackgroundSaves:
-    """Collective: the saves of one job, from its first to its last.
+    """Collective: all background saves of one job.
 
     Args:
-        store: where to. A saver process gets it pickled. This and `fence` can be set until the first save.
-        world: the ranks, for what `save` and `settled` agree on while training stands.
-        apart: the same ranks in a group that nothing else uses: collectives of a save run there at any time.
+        store: the store, which is pickled for a saver process. This and `fence` can be set until the first save.
+        world: the ranks, for the collectives of `save` and `settled`.
+        apart: the same ranks in a group that nothing else uses, for the collectives of saves in the background.
         by: `process` leaves the interpreter to training; `thread` shares it.
-        busy: what a save does when the one before is not finished. `wait` stops training until it is; `skip` saves nothing;
-            `queue` lets one wait, which takes the memory of a second copy, and skips further ones.
-        fence: of this job.
+        busy: what a save does if the previous one is not finished. `wait` stops training until it is; `skip` saves nothing;
+            `queue` queues one save, which needs the memory of a second copy, and skips further ones.
+        fence: fence of this job.
     """
 
     def __init__(
@@ -226,23 +226,23 @@ class BackgroundSaves:
         self._thread.start()
 
     def reserve(self, pieces: Iterable[Piece]) -> None:
-        """Collective: takes the memory for copies of this state now, so that what is missing is said before hours of training.
+        """Collective: allocates the memory for copies of this state now, so that a lack of memory is an error at the start.
 
         Raises:
-            CheckpointError: on every rank, when a host has too little for the ranks on it.
+            CheckpointError: on every rank, if a host has too little memory for its ranks.
         """
         draft = draft_of(pieces, self.store)
         needed = _bytes(draft) * len(self._memories)
-        mine = {"host": socket.gethostname(), "needed": needed, "free": available_memory(), "error": draft.error}
-        ranks = [json.loads(reply) for reply in self.world.all_gather(json.dumps(mine).encode())]
-        for host in dict.fromkeys(found["host"] for found in ranks):
-            there = [found for found in ranks if found["host"] == host]
-            wanted = sum(found["needed"] for found in there)
-            free = min((found["free"] for found in there if found["free"] is not None), default=None)
+        own = {"host": socket.gethostname(), "needed": needed, "free": available_memory(), "error": draft.error}
+        ranks = [json.loads(reply) for reply in self.world.all_gather(json.dumps(own).encode())]
+        for host in dict.fromkeys(rank["host"] for rank in ranks):
+            local = [rank for rank in ranks if rank["host"] == host]
+            wanted = sum(rank["needed"] for rank in local)
+            free = min((rank["free"] for rank in local if rank["free"] is not None), default=None)
             if free is not None and wanted > free:
                 other = ", or checkpoint.busy = 'wait'" if self.busy == "queue" else ""
                 raise CheckpointError(
-                    f"{host} has {size(free)} of memory left, but copies of the state of {len(there)} ranks take {size(wanted)}: "
+                    f"{host} has {size(free)} of memory left, but copies of the state of {len(local)} ranks take {size(wanted)}: "
                     f"set checkpoint.mode = 'sync'{other}"
                 )
         error = draft.error
@@ -256,9 +256,9 @@ class BackgroundSaves:
                 raise CheckpointError(f"rank {rank}: {reply.decode()}")
 
     def save(self, pieces: Iterable[Piece], order: SaveRequest) -> bool:
-        """Collective: copies this rank's boxes and returns; True when they will be written, False when the save is skipped.
+        """Collective: copies this rank's boxes; returns True if they will be written, False if the save is skipped.
 
-        What becomes of it is an outcome of `settled`.
+        `settled` returns the result of the save.
         """
         if self.busy != "wait" and self._is_full():
             return False
@@ -266,7 +266,7 @@ class BackgroundSaves:
         draft = draft_of(pieces, self.store)
         try:
             check_meta(dict(order.meta))
-            order = replace(order, meta=json.loads(json.dumps(dict(order.meta))))  # training changes what is in it
+            order = replace(order, meta=json.loads(json.dumps(dict(order.meta))))  # a copy, because training changes it
             draft = self._copied(draft, self._memories[index])
         except Exception as cause:  # noqa: BLE001 (every rank must learn of it, which it does when the draft is written)
             order = replace(order, meta={})
@@ -276,7 +276,8 @@ class BackgroundSaves:
         return True
 
     def settled(self, wait: bool = False) -> list[SaveResult]:
-        """Collective: outcomes that all ranks know and that were not given before, in order; with `wait`, of all saves so far."""
+        """Collective: returns, in order, the results that are known on all ranks and were not returned before; with `wait`, the
+        results of all saves so far."""
         while wait and self._given + len(self._outcomes) < self._begun:
             time.sleep(0.005)
         known = len(self._outcomes)
@@ -286,7 +287,7 @@ class BackgroundSaves:
         return [self._outcomes.popleft() for _ in range(known)]
 
     def close(self) -> None:
-        """Waits for what is being written, then ends the saver. Not collective; call `settled` first to learn how saves ended."""
+        """Waits for the saves in progress, then ends the saver. Not collective. Call `settled` before for the results."""
         if not self._thread.is_alive():
             return
         self._orders.put(None)
@@ -297,12 +298,12 @@ class BackgroundSaves:
             memory.close()
 
     def _is_full(self) -> bool:
-        """Collective: whether some rank has no room for a copy."""
+        """Collective: whether any rank has no free memory for a copy."""
         full = b"1" if self._free.empty() else b""
         return any(self.world.all_gather(full))
 
     def _copied(self, draft: Draft, memory: SharedMemory) -> Draft:
-        """The same draft, with its bytes in memory."""
+        """Returns the same draft with its bytes copied to shared memory."""
         if not _bytes(draft):
             return draft
         memory.grow(_bytes(draft))
@@ -316,7 +317,7 @@ class BackgroundSaves:
         return replace(draft, file=file, frozen=frozen)
 
     def _work(self) -> None:
-        """Writes what was copied, in order, until the last; runs in a thread."""
+        """Writes the copied drafts in order until `close`; runs in a thread."""
         while (work := self._orders.get()) is not None:
             draft, order, index, since = work
             name = error = None

@@ -27,10 +27,10 @@ from forge_core.protocols.checkpoint import Store
 
 
 class SharedMemory:
-    """Bytes without a name, known to the processes that have its descriptor; it grows and never shrinks.
+    """Anonymous memory, shared by the processes that have its descriptor. It grows and never shrinks.
 
     Args:
-        descriptor: of memory that another process made; None makes some.
+        descriptor: descriptor of the memory of another process; None creates new memory.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -39,11 +39,11 @@ class SharedMemory:
 
     @property
     def size(self) -> int:
-        """Bytes that this process sees."""
+        """Number of bytes that this process has mapped."""
         return len(self._view)
 
     def grow(self, size: int) -> None:
-        """At least `size` bytes; each of them is there afterwards, so that no copy waits for it.
+        """Grows to at least `size` bytes and allocates all of them now, so that no copy waits for an allocation.
 
         Raises:
             OSError: there is not enough memory.
@@ -55,13 +55,13 @@ class SharedMemory:
             self._attach(size)
 
     def view(self, size: int) -> memoryview:
-        """The first `size` bytes."""
+        """Returns the first `size` bytes."""
         if size > self.size:
             self._attach(size)
         return self._view[:size]
 
     def file(self, lengths: Sequence[int], begin: int = 0) -> RankFile:
-        """Pieces that lie in it back to back, from byte `begin` on."""
+        """Returns a file of the pieces that are stored back to back from byte `begin` on."""
 
         def source() -> Generator[memoryview]:
             with self.view(begin + sum(lengths)) as whole:
@@ -75,18 +75,18 @@ class SharedMemory:
         return RankFile(lengths, source)
 
     def close(self) -> None:
-        """This process no longer uses it."""
+        """Releases the memory in this process."""
         self._view = memoryview(b"")
         os.close(self.descriptor)
 
     def _attach(self, size: int) -> None:
-        # A view that is still in use keeps the map that it is of. Pages are mapped now; a first copy that has to touch them takes
-        # five times as long.
+        # A view that is still in use keeps its own map alive. MAP_POPULATE maps the pages now; otherwise the first copy would
+        # take five times as long.
         self._view = memoryview(mmap.mmap(self.descriptor, size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)))
 
 
 def files_in(memory: SharedMemory, moving: Sequence[int], frozen: Sequence[int]) -> tuple[RankFile | None, RankFile | None]:
-    """The two files of a draft whose pieces lie in memory one after the other; None for one without a piece."""
+    """Returns the two files of a draft whose pieces are in memory one after the other; None for a file without pieces."""
     first = memory.file(moving) if moving else None
     return first, memory.file(frozen, sum(moving)) if frozen else None
 
@@ -99,7 +99,7 @@ def _anonymous() -> int:
 
 
 def _lengthen(descriptor: int, start: int, size: int) -> None:
-    """As `os.posix_fallocate`, where a system has none; bytes come to be when they are written."""
+    """Replaces `os.posix_fallocate` on systems without it; bytes are allocated when they are written."""
     os.ftruncate(descriptor, start + size)
 
 
@@ -107,10 +107,10 @@ Message = tuple[dict[str, Any], list[bytes]]
 
 
 class Channel:
-    """One end of it.
+    """One end of the channel between parent and saver.
 
     Args:
-        incoming, outgoing: file descriptors of pipes, which this owns from now on.
+        incoming, outgoing: file descriptors of pipes; the channel owns and closes them.
     """
 
     def __init__(self, incoming: int, outgoing: int) -> None:
@@ -144,27 +144,27 @@ class Channel:
         return message["head"], self._payloads(message["sizes"])
 
     def close(self) -> None:
-        """The other end learns that no more comes."""
+        """Closes this end, which the other end receives as EOFError."""
         for end in (self._outgoing, self._incoming):
-            with suppress(BrokenPipeError):  # what was never read
+            with suppress(BrokenPipeError):  # from data that was never read
                 end.close()
 
     def _payloads(self, sizes: Sequence[int]) -> list[bytes]:
-        found = [self._incoming.read(size) for size in sizes]
-        if [len(payload) for payload in found] != list(sizes):
+        payloads = [self._incoming.read(size) for size in sizes]
+        if [len(payload) for payload in payloads] != list(sizes):
             raise EOFError("the other end of the channel is gone")
-        return found
+        return payloads
 
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 GIVES_WAY = 5
-"""Added to the niceness of the parent. Of a core that both want, training gets three quarters; with more, saves last many times
-as long on a machine that is full."""
+"""Niceness relative to the parent. Training gets three quarters of a core that both use. With a higher value, saves would take
+many times as long on a busy machine."""
 
 
 class RelayWorld:
-    """`World` of a saver: its parent takes part in every collective for it."""
+    """`World` of a saver, whose parent runs every collective for it."""
 
     def __init__(self, channel: Channel, rank: int, size: int) -> None:
         self.rank, self.size, self._channel = rank, size, channel
@@ -181,7 +181,7 @@ class RelayWorld:
 
 
 class LogForwarder(logging.Handler):
-    """Sends what is logged to the parent, which has the log files."""
+    """Sends log records to the parent, which has the log files."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(logging.INFO)
@@ -192,7 +192,8 @@ class LogForwarder(logging.Handler):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves saves until the channel ends. `arguments` are descriptors: incoming, outgoing, and those of the shared memories."""
+    """Writes saves until the channel is closed. `arguments` are the descriptors of the channel (incoming, outgoing) and of the
+    shared memories."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     os.nice(GIVES_WAY)
@@ -203,13 +204,13 @@ def main(arguments: Sequence[str]) -> None:
     try:
         _, (sent,) = channel.receive()
         try:
-            store: Store | str = pickle.loads(sent)  # noqa: S301 (from the parent, over a pipe that no one else has)
+            store: Store | str = pickle.loads(sent)  # noqa: S301 (from the parent, over a private pipe)
         except Exception as cause:  # noqa: BLE001 (a store is a plugin and may raise anything)
             store = f"the store cannot be used in another process ({describe_error(cause)}); set checkpoint.saver = 'thread'"
         while True:
             _serve(channel, store, shared)
     except EOFError:
-        os._exit(0)  # a thread of the store must not keep this process
+        os._exit(0)  # threads of the store must not keep this process alive
 
 
 def _serve(channel: Channel, store: Store | str, memories: Sequence[SharedMemory]) -> None:

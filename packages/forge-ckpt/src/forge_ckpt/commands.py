@@ -28,7 +28,7 @@ Foreign = Annotated[bool, typer.Option("--foreign", help="Accept a directory tha
 
 
 def opened(directory: str, foreign: bool) -> "tuple[AnyStore, str | None]":
-    """The checkpoints that a path or URL means, and the name of the one that it is, where it is one."""
+    """Opens the checkpoints at a path or URL; also returns the name of the checkpoint if the path is a single one."""
     from forge_ckpt.checkpoint.locate import store_of
 
     try:
@@ -38,7 +38,7 @@ def opened(directory: str, foreign: bool) -> "tuple[AnyStore, str | None]":
 
 
 def named(store: "AnyStore", step: str | None) -> str:
-    """The checkpoint that a step or a name means; the newest without one."""
+    """Returns the name of the checkpoint for a step or a name; without either, of the newest one."""
     from forge_ckpt.checkpoint.locate import resolve
     from forge_ckpt.world import SingleProcessWorld
 
@@ -51,10 +51,10 @@ def named(store: "AnyStore", step: str | None) -> str:
 
 
 def manifest_of(store: "AnyStore", name: str) -> "Manifest":
-    """The manifest of a checkpoint.
+    """Returns the manifest of a checkpoint.
 
     Raises:
-        Damaged: it is damaged; the message names the checkpoint.
+        Damaged: the checkpoint is damaged; the message names it.
     """
     from forge_ckpt.checkpoint.locate import CheckpointLocation
 
@@ -69,19 +69,19 @@ def manifest_of(store: "AnyStore", name: str) -> "Manifest":
 
 
 def read_manifest(store: "AnyStore", step: str | None) -> "tuple[str, Manifest]":
-    """`named` and its `manifest_of`."""
+    """Returns name and manifest of a checkpoint; see `named` and `manifest_of`."""
     name = named(store, step)
     return name, manifest_of(store, name)
 
 
 def refuse(cause: ForgeError) -> NoReturn:
-    """Says it and ends with the code of the error."""
+    """Prints an error and exits with its code."""
     typer.echo(f"error: {cause}", err=True)
     raise typer.Exit(cause.exit_code)
 
 
 def list_(directory: Directory, as_json: AsJson = False, foreign: Foreign = False) -> None:
-    """List every checkpoint of a directory, newest first; lengths and manifests are checked, contents are not."""
+    """List all checkpoints of a directory, newest first. Checks lengths and manifests, but not contents."""
     store, rows = opened(directory, foreign)[0], []
     from forge_ckpt.checkpoint.verification import open_manifest
     from forge_ckpt.format.names import DAMAGED, SUPERSEDED, committed
@@ -132,7 +132,7 @@ def show(directory: Directory, step: Step = None, as_json: AsJson = False, forei
 
 
 def verify(directory: Directory, step: Step = None, as_json: AsJson = False, foreign: Foreign = False) -> None:
-    """Read every byte of one checkpoint and compare it with its checksums; exit code 1 when it is damaged."""
+    """Read every byte of one checkpoint and verify its checksums. Exit code 1 if it is damaged."""
     store, only = opened(directory, foreign)
     from forge_ckpt.checkpoint.verification import agreed_fault
     from forge_ckpt.errors import Damaged
@@ -168,7 +168,7 @@ def diff(
     as_json: AsJson = False,
     foreign: Foreign = False,
 ) -> None:
-    """Compare two checkpoints: tensors, their values bit by bit, and metadata. Exit code 0 when equal, 1 when they differ."""
+    """Compare two checkpoints: tensors, their values bit by bit, and metadata. Exit code 0 if equal, 1 if they differ."""
     from dataclasses import asdict, replace
 
     from forge_ckpt.checkpoint.read import StoredTensors
@@ -225,31 +225,31 @@ def _cut(lines: list[str]) -> list[str]:
 
 def prune(
     directory: Directory,
-    last: Annotated[int | None, typer.Option(min=1, help="Keep so many of the newest steps. Default: 1.")] = None,
-    every: Annotated[int, typer.Option(min=0, help="Keep steps that this number divides.")] = 0,
+    last: Annotated[int | None, typer.Option(min=1, help="Number of newest steps to keep. Default: 1.")] = None,
+    every: Annotated[int, typer.Option(min=0, help="Keep steps that are multiples of this number.")] = 0,
     log_spaced: Annotated[
         int | None, typer.Option(metavar="START", min=0, help="Keep the first from START, and from 1, 2, 4, ... steps after it.")
     ] = None,
-    hours: Annotated[float, typer.Option(min=0.0, help="Keep the first of each so many hours of training.")] = 0.0,
-    spare: Annotated[list[int] | None, typer.Option(metavar="STEP", help="Keep this step; may be given several times.")] = None,
+    hours: Annotated[float, typer.Option(min=0.0, help="Keep the first checkpoint of every N hours of training.")] = 0.0,
+    spare: Annotated[list[int] | None, typer.Option(metavar="STEP", help="Keep this step; may be repeated.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove them. Without it, they are only listed.")] = False,
     ended: Annotated[bool, typer.Option("--ended", help="The job that wrote here on another host has ended.")] = False,
     as_json: AsJson = False,
     foreign: Foreign = False,
 ) -> None:
-    """List the checkpoints that no rule keeps, and remove them with --yes. What `best` and other marks name is kept.
+    """List the checkpoints that no rule keeps, and remove them with --yes. `best` and other marked checkpoints are kept.
 
-    One is removed only if a newer one that stays was read and verified. Refused while a job writes to the directory.
+    A checkpoint is removed only if a newer one that is kept was read and verified. Refused while a job writes to the directory.
     """
     from forge_ckpt.checkpoint.retention import RetentionPolicy, judged, retain, sweep
     from forge_ckpt.format.names import marked
     from forge_ckpt.world import SingleProcessWorld
 
     if last is None and not every and log_spaced is None and not hours:
-        refuse(CheckpointError("no rule says what stays; give --last, --every, --log-spaced or --hours"))
+        refuse(CheckpointError("no rule says which checkpoints to keep; add --last, --every, --log-spaced or --hours"))
     store, only = opened(directory, foreign)
     if only is not None:
-        refuse(CheckpointError(f"{directory} is one checkpoint; give the directory that holds it, {store.root}"))
+        refuse(CheckpointError(f"{directory} is one checkpoint; use the directory that contains it, {store.root}"))
     policy = RetentionPolicy(last or 1, every, log_spaced, hours)
     try:
         steps = {name: mark for mark, name in marked(store).items()}
@@ -276,18 +276,18 @@ def prune(
 
 
 def _guard(store: "AnyStore", ended: bool) -> Callable[[], None]:
-    """What is asked before each removal, and once now.
+    """Returns a check to call before each removal, and runs it once now.
 
     Raises:
-        CheckpointError: a job may be writing to the store, or has begun to since.
+        CheckpointError: a job may be writing to the store.
     """
     from forge_ckpt.checkpoint.fence import Owner
 
     owner = Owner.of(store)
     if owner is not None and not _gone(owner, ended):
         raise CheckpointError(
-            f"process {owner.process} on {owner.host} writes to {store.root}; it removes old checkpoints itself, as "
-            "[checkpoint] says. Stop it first"
+            f"process {owner.process} on {owner.host} writes to {store.root}; it removes old checkpoints itself, by the rules of "
+            "its [checkpoint] section. Stop it first"
             + ("" if owner.has_ended() is not None else f", or pass --ended once that job on {owner.host} has ended")
         )
 
@@ -331,28 +331,28 @@ def average(
     directory: Directory,
     steps: Annotated[list[str], typer.Argument(metavar="STEP STEP ...", help="Two or more steps or names.")],
     output: Annotated[str, typer.Option(help="The directory of checkpoints to create, or its URL.")],
-    weights: Annotated[str | None, typer.Option(help="A weight for each, with commas between. Default: all the same.")] = None,
+    weights: Annotated[str | None, typer.Option(help="One weight per checkpoint, separated by commas. Default: equal.")] = None,
     ema: Annotated[
         float | None, typer.Option(metavar="DECAY", help="An exponential moving average from the oldest step on instead.")
     ] = None,
     foreign: Foreign = False,
 ) -> None:
-    """Average the weights of several checkpoints in fp64; `evaluate`, `generate` and `convert` take the result.
+    """Average the weights of several checkpoints in fp64, for `evaluate`, `generate` and `convert`.
 
-    It has no optimizer state: a run cannot go on from it.
+    The result has no optimizer state, so a run cannot resume from it.
     """
     from forge_ckpt.average import SECTION, normalized, of_ema, write_average
     from forge_ckpt.checkpoint.read import StoredTensors
 
     if len(steps) < 2:
-        refuse(CheckpointError("an average takes two checkpoints or more; give their steps"))
+        refuse(CheckpointError("an average needs at least two checkpoints; add their steps"))
     if weights is not None and ema is not None:
-        refuse(CheckpointError("--weights and --ema are two ways to average; leave one out"))
+        refuse(CheckpointError("--weights and --ema exclude each other; remove one"))
     store = opened(directory, foreign)[0]
     try:
         names = [read_manifest(store, step)[0] for step in steps]
         if len(set(names)) < len(names):
-            raise CheckpointError(f"{', '.join(names)}: a checkpoint is given twice; give --weights instead")
+            raise CheckpointError(f"{', '.join(names)}: a checkpoint is given twice; use --weights instead")
         sources = [StoredTensors(store, name, lambda tensor: tensor.startswith(SECTION)) for name in names]
         if ema is not None:
             sources.sort(key=lambda source: source.manifest.step)
@@ -370,12 +370,12 @@ def _numbers(weights: str | None, count: int) -> list[float]:
     if weights is None:
         return [1.0] * count
     try:
-        found = [float(part) for part in weights.split(",")]
+        numbers = [float(part) for part in weights.split(",")]
     except ValueError:
-        raise CheckpointError(f"--weights {weights}: give numbers with commas between, such as 1,1,2") from None
-    if len(found) != count:
-        raise CheckpointError(f"--weights {weights}: {len(found)} numbers for {count} checkpoints")
-    return found
+        raise CheckpointError(f"--weights {weights}: use numbers separated by commas, such as 1,1,2") from None
+    if len(numbers) != count:
+        raise CheckpointError(f"--weights {weights}: {len(numbers)} numbers for {count} checkpoints")
+    return numbers
 
 
 def convert(context: typer.Context) -> None:

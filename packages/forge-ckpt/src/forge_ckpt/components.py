@@ -1,4 +1,4 @@
-"""The table `[checkpoint]` of a recipe, and the stores that it can name."""
+"""The section `[checkpoint]` of a recipe, and the components for stores."""
 
 from dataclasses import dataclass
 from math import inf, lcm
@@ -17,71 +17,71 @@ if TYPE_CHECKING:
 
 
 COUNTED = 10_000
-"""Saves of a run that are looked at one by one."""
+"""Maximum number of saves for which `most_kept` evaluates the rules save by save."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When checkpoints are written, how many are kept, and what a start does with those it finds."""
+    """When checkpoints are written, which are kept, and how a run starts from existing ones."""
 
     key_class: ClassVar = FREE
 
     every: Annotated[int, Ge(0)] = 500
-    """Optimizer steps between saves; 0 saves at the end only."""
+    """Optimizer steps between saves; 0 saves only at the end."""
 
     first: bool = False
-    """Save step 0 too: the initial weights, and the position before the first sample."""
+    """Also saves step 0: the initial weights, and the data position before the first sample."""
 
     keep: Annotated[int, Ge(0)] = 3
-    """Newest checkpoints that are kept; 0 keeps all. What is deleted is older than one that stays and was verified. While the
-    loss is above its band, the newest checkpoint from before stays too."""
+    """Number of newest checkpoints to keep; 0 keeps all. A checkpoint is deleted only if a newer one that is kept was verified.
+    While the loss is above its band, the newest checkpoint from before is kept too."""
 
     keep_every: Annotated[int, Ge(0)] = 0
-    """Checkpoints of steps that this divides are kept as well; 0 keeps none for it."""
+    """Also keeps checkpoints of steps that are multiples of this number; 0 disables this rule."""
 
     keep_log_spaced: Annotated[int, Ge(0)] | None = None
-    """The first checkpoints from this step, and from 1, 2, 4, 8, ... steps after it, are kept as well. Unset (`"none"`), none is
-    kept for it."""
+    """Also keeps the first checkpoints from this step on, and from 1, 2, 4, 8, ... steps after it on. `"none"` disables this
+    rule."""
 
     keep_hours: Annotated[float, Ge(0), Lt(inf)] = 0.0
-    """The first checkpoint of each so many hours of training is kept as well; 0 keeps none for it."""
+    """Also keeps the first checkpoint of each window of this many hours of training; 0 disables this rule."""
 
     mode: Literal["sync", "async"] = "sync"
-    """How a save runs: `sync` stops training until the checkpoint is durable; `async` only while the state is copied in memory,
-    which takes as many bytes of the host as the state has."""
+    """How a save runs: `sync` stops training until the checkpoint is durable; `async` stops training only while the state is
+    copied, which needs host memory of the size of the state."""
 
     saver: Literal["process", "thread"] = "process"
-    """What writes an `async` save: a process, which leaves the interpreter to training, or a thread."""
+    """Where an `async` save is written: in a separate process, which leaves the interpreter to training, or in a thread."""
 
     busy: Literal["wait", "skip", "queue"] = "wait"
-    """What an `async` save does while the one before is still being written: training waits for it (`wait`), nothing is saved
-    (`skip`), or it is written next (`queue`, which takes the memory of a second copy)."""
+    """What an `async` save does while the previous one is still being written: training waits (`wait`), the save is skipped
+    (`skip`), or it is written next (`queue`, which needs the memory of a second copy)."""
 
     grace: Annotated[float, Gt(0)] | None = None
-    """Seconds that a scheduler leaves between a signal that asks for a stop and the end of the processes. A save that would take
-    longer, as those before it did, is left out then, and the run ends in time. Unset (`"none"`), only the end of a job that SLURM
-    gives (`SLURM_JOB_END_TIME`) counts."""
+    """Seconds between a scheduler's stop signal and the kill of the processes. If previous saves took longer, the final save is
+    left out, so that the run ends in time. If unset (`"none"`), only the end of a SLURM job (`SLURM_JOB_END_TIME`) counts."""
 
     store: Annotated[Component, Slot("forge.stores", default="local")] = Slot.unset()
-    """Where the files live."""
+    """Storage of the files."""
 
     resume: Literal["auto", "never", "require"] | Annotated[int, Ge(0)] = "auto"
-    """A start takes up the newest verified checkpoint if there is one (`auto`), must find one (`require`), ignores all (`never`),
-    or goes back to that of a step (a number; later ones are renamed when the run saves again)."""
+    """How a run starts: from the newest verified checkpoint, if any (`auto`); the same, but without one the start fails
+    (`require`); without a checkpoint (`never`); or from the checkpoint of a step (a number; later checkpoints are renamed when
+    the run saves again)."""
 
     allow: tuple[str, ...] | str = ()
-    """Keys whose value may differ from the checkpoint's although they change the function that is trained, such as
-    `model.rope.theta`: one, or a list. A resume names those that it refuses."""
+    """One key or a list of keys, such as `model.rope.theta`, whose values may differ from the checkpoint although they change the
+    trained function. A refused resume lists the keys."""
 
     def policy(self) -> "RetentionPolicy":
-        """The rules of retention that the keys say."""
+        """Returns the rules of retention in these keys."""
         from forge_ckpt.checkpoint.retention import RetentionPolicy
 
         return RetentionPolicy(self.keep, self.keep_every, self.keep_log_spaced, self.keep_hours)
 
     def most_kept(self, steps: int) -> int:
-        """How many checkpoints a run of so many steps keeps in the end, when it keeps most; what `keep_hours` adds is not known
-        before. For a run of more than `COUNTED` saves that is the sum over the rules, which may keep the same ones."""
+        """Returns the number of checkpoints that a run of `steps` steps keeps at its end, without those of `keep_hours`, which
+        are unknown in advance. For more than `COUNTED` saves it is an upper limit: the sum over the rules."""
         saves = steps // self.every if self.every else 0
         if saves > COUNTED:
             every = steps // lcm(self.every, self.keep_every) if self.keep_every else 0
@@ -97,31 +97,31 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Component):
-    """A directory that every rank sees under the same path: a local disk, or a shared file system."""
+    """A directory with the same path on every rank: on a local disk, or on a shared file system."""
 
     key_class: ClassVar = FREE
     implementation: ClassVar[str] = "forge_ckpt.store.local:LocalStore"
 
     shared: bool = False
-    """Files follow the umask, so that a group can read them; otherwise only their owner can."""
+    """Permissions of files follow the umask, so that a group can read them; by default only the owner can."""
 
     allow_foreign_owner: bool = False
-    """Accept a directory that belongs to another user, who could then change what is loaded."""
+    """Accepts a directory of another user, who could change the checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remote(Component):
-    """Object storage that every rank reaches, through fsspec: `pip install 'forge-ckpt[remote]'`.
+    """Object storage that every rank can access, through fsspec: `pip install 'forge-ckpt[remote]'`.
 
-    Credentials and addresses of servers are given to fsspec and its packages in the environment or in their files, such as
-    `AWS_ENDPOINT_URL`.
+    fsspec and its packages read credentials and server addresses from the environment, such as `AWS_ENDPOINT_URL`, or from
+    their configuration files.
     """
 
     key_class: ClassVar = FREE
 
     url: str
-    """Where checkpoints of runs live. Those of a run are in its folder there, which has the name of the run's directory; with
-    `s3://bucket/runs` those of `runs/demo` are in `s3://bucket/runs/demo/checkpoints`."""
+    """URL of the checkpoints of all runs. A run has a folder with the name of its directory: with `s3://bucket/runs`, the
+    checkpoints of `runs/demo` are in `s3://bucket/runs/demo/checkpoints`."""
 
     def __post_init__(self) -> None:
         from forge_ckpt.store.objects import check_url

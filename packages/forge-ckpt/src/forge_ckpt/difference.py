@@ -1,4 +1,4 @@
-"""How two checkpoints differ: names, forms, values, and the facts that were kept with them."""
+"""Compares two checkpoints: names, shapes, dtypes, values, and metadata."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ import torch
 from forge_ckpt.checkpoint.read import StoredTensors, boxes
 
 PORTION = 1 << 20
-"""Elements of a tensor that are compared at a time."""
+"""Number of elements of a tensor that are compared at a time."""
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor that both have in the same form.
+    """Difference of one tensor that has the same shape and dtype in both checkpoints.
 
     Attributes:
-        elements: of the tensor.
-        differing: elements whose bits differ.
-        absolute: largest |a - b|.
-        relative: largest |a - b| / max(|a|, |b|).
-        not_finite: differing elements that are infinite or no number on a side; the two largest leave them out.
+        elements: number of elements of the tensor.
+        differing: number of elements whose bits differ.
+        absolute: largest |a - b| of finite elements.
+        relative: largest |a - b| / max(|a|, |b|) of finite elements.
+        not_finite: number of differing elements that are infinite or NaN in a or b.
     """
 
     name: str
@@ -33,20 +33,20 @@ class TensorDifference:
 
     @property
     def share(self) -> float:
-        """Of the elements, those that differ."""
+        """Fraction of the elements that differ."""
         return self.differing / self.elements if self.elements else 0.0
 
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """What differs between checkpoints a and b.
+    """All differences between checkpoints a and b.
 
     Attributes:
-        only_a, only_b: tensors that one of them has.
-        forms: tensors with another shape or dtype: (name, a's, b's).
-        values: tensors of the same form with other values.
-        equal: number of tensors whose bits are all the same.
-        facts: key -> (a's value, b's value) of `meta`, such as `config.optimizer.lr`; `ABSENT` where one has none.
+        only_a, only_b: tensors that exist only in a, or only in b.
+        forms: tensors with different shapes or dtypes: (name, form in a, form in b).
+        values: tensors with equal shapes and dtypes, but different values.
+        equal: number of tensors with equal bits.
+        facts: key -> (value in a, value in b) of `meta`, such as `config.optimizer.lr`; `ABSENT` if a key is missing.
     """
 
     only_a: tuple[str, ...]
@@ -58,7 +58,7 @@ class CheckpointDifference:
 
     @property
     def none(self) -> bool:
-        """Whether both are the same."""
+        """Whether there is no difference."""
         return not (self.only_a or self.only_b or self.forms or self.values or self.facts)
 
 
@@ -71,7 +71,7 @@ ABSENT = _Absent()
 
 
 def difference(a: StoredTensors, b: StoredTensors) -> CheckpointDifference:
-    """Compares two checkpoints; of the tensors it holds a few MiB at a time."""
+    """Compares two checkpoints, with only a few MiB of tensors in memory at a time."""
     both = [name for name in a.tensors if name in b.tensors]
     forms, values, equal = [], [], 0
     for name in both:
@@ -79,9 +79,9 @@ def difference(a: StoredTensors, b: StoredTensors) -> CheckpointDifference:
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             forms.append((name, f"{one.dtype} {list(one.shape)}", f"{other.dtype} {list(other.shape)}"))
             continue
-        found = _compared(name, a, b)
-        if found.differing:
-            values.append(found)
+        tensor = _compared(name, a, b)
+        if tensor.differing:
+            values.append(tensor)
         else:
             equal += 1
     facts_a, facts_b = dict(_flat(a.manifest.meta)), dict(_flat(b.manifest.meta))
@@ -119,7 +119,7 @@ def _compared(name: str, a: StoredTensors, b: StoredTensors) -> TensorDifference
 
 
 def _bits(flat: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element, a row each: -0 is not 0, and a NaN is itself."""
+    """Returns the bytes of each element as a row, so that -0 differs from 0, and a NaN equals itself."""
     return flat.contiguous().view(torch.uint8).view(len(flat), flat.element_size())
 
 
@@ -128,7 +128,7 @@ def _wide(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys with dots between, down to plain values; an empty table or list is one."""
+    """Yields (dotted key, value) of all plain values; an empty table or list counts as a value."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _flat(item, f"{path}.{key}" if path else key)
@@ -140,5 +140,5 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """1, 1.0 and true are three values."""
+    """Whether two values and their types are equal: 1, 1.0 and true differ."""
     return type(a) is type(b) and a == b

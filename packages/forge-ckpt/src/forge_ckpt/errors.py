@@ -1,14 +1,14 @@
-"""Errors that callers handle in different ways."""
+"""Errors of checkpoints that callers handle differently."""
 
 from forge_core.errors import CheckpointError
 
 
 class Damaged(CheckpointError):
-    """The files are not what was written: a search takes the next older checkpoint."""
+    """The files of a checkpoint are damaged; a search continues with the next older checkpoint."""
 
 
 class NewerFormat(CheckpointError):
-    """Written by a later version: it is sound, but this version cannot read it and must not skip or move it."""
+    """A later version of Forge wrote the checkpoint. This version cannot read it, and must not skip or rename it."""
 
 
 class Superseded(CheckpointError):

@@ -1,4 +1,4 @@
-"""Pieces of a plain module and its optimizer under torch's own parallelism: which box of each tensor a rank holds."""
+"""Pieces of a plain module and its optimizer under torch's own parallelism: the box of each tensor that a rank holds."""
 
 import json
 from collections.abc import Iterator
@@ -12,24 +12,25 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 COMPILED = "_orig_mod."
-"""What the compiler puts into the names of a module that it wraps."""
+"""Prefix that torch.compile adds to the names in a module that it wraps."""
 
 
 def pieces(model: "nn.Module", optimizer: "Optimizer | None" = None, *, world: World, fresh: bool = False) -> list[Piece]:
-    """Collective: the boxes of this rank of `model/<name>` and `optimizer/<name>/<state>`, for `save` and `load`.
+    """Collective: returns this rank's boxes of `model/<name>` and `optimizer/<name>/<state>`, for `save` and `load`.
 
-    Names do not depend on how the module is wrapped, and boxes say where they lie, so what one kind of parallelism has written
-    another one reads. What several ranks hold alike, the first of them writes. A tied parameter has its first name.
+    Names do not depend on how the module is wrapped, and boxes contain their offsets, so a checkpoint can be loaded with another
+    kind of parallelism. If several ranks hold the same box, the first of them writes it. A tied parameter has its first name.
 
     Args:
-        model: its parameters and persistent buffers are plain tensors, the same on all ranks, or `DTensor`s.
-        optimizer: of these parameters. What it keeps besides tensors, such as learning rates, belongs into `meta`.
-        world: `Group()`, or `SingleProcessWorld()`.
-        fresh: the optimizer has made no step yet and is to be loaded: makes its state, by a step of rate 0 without gradients.
+        model: a module whose parameters and persistent buffers are plain tensors, equal on all ranks, or `DTensor`s.
+        optimizer: optimizer of these parameters. Save its state other than tensors, such as learning rates, in `meta`.
+        world: `ProcessGroupWorld()` or `SingleProcessWorld()`.
+        fresh: creates the state of an optimizer that has made no step, by a step with learning rate 0 and zero gradients, so
+            that it can be loaded.
 
     Raises:
-        CheckpointError: a tensor waits for a sum over ranks, an optimizer keeps something else than tensors, or has parameters
-            that the model does not have.
+        CheckpointError: a tensor is a partial sum, the optimizer state has other values than tensors, or the optimizer has
+            parameters that the model does not have.
     """
     if fresh and optimizer is not None:
         _make_state(optimizer)
@@ -60,7 +61,7 @@ def _named(model: "nn.Module", optimizer: "Optimizer | None") -> "Iterator[tuple
         if id(parameter) not in names:
             raise CheckpointError(f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model does not have")
         for state, value in kept.items():
-            if value is not None:  # as SGD has it, without momentum
+            if value is not None:  # SGD without momentum has None
                 name = f"{names[id(parameter)]}/{state}"
                 yield f"optimizer/{name}", _tensor(value, name)
 
@@ -74,7 +75,7 @@ def _tensor(value: Any, name: str) -> "Tensor":
 
 
 def _box(name: str, tensor: "Tensor") -> "tuple[tuple[int, ...], Tensor]":
-    """Where this rank's part of a tensor begins, and the live part."""
+    """Returns the offset of this rank's part of a tensor, and the live part."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):
@@ -82,24 +83,24 @@ def _box(name: str, tensor: "Tensor") -> "tuple[tuple[int, ...], Tensor]":
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(f"{name} is {tensor.placements}, which waits for a sum over ranks; redistribute it first")
     local = tensor.to_local().detach()
-    found = tensor.__create_chunk_list__()  # as torch's own checkpoints ask where a part lies
+    chunks = tensor.__create_chunk_list__()  # the method by which torch's own checkpoints find the offset
     if not local.numel():
         return (0,) * tensor.dim(), local
-    if len(found) != 1 or tuple(found[0].sizes) != tuple(local.shape):
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
         raise CheckpointError(f"{name} is {tensor.placements}, of which this rank has several parts; redistribute it first")
-    return tuple(found[0].offsets), local
+    return tuple(chunks[0].offsets), local
 
 
 def _make_state(optimizer: "Optimizer") -> None:
-    """Lets an optimizer make what it keeps for each parameter. A step of rate 0 changes no weight.
+    """Creates the state of an optimizer by a step with learning rate 0, which changes no weight.
 
     Raises:
-        CheckpointError: it has made steps, which this would spoil.
+        CheckpointError: the optimizer already has a state, which the step would change.
     """
     import torch
 
     if optimizer.state:
-        raise CheckpointError("fresh = True is for an optimizer that has made no step; this one has: leave it out")
+        raise CheckpointError("fresh = True requires an optimizer without steps, but this one has made steps: remove fresh")
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0

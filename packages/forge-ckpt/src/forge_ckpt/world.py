@@ -1,4 +1,4 @@
-"""Collectives of a checkpoint: for one process, or for a process group."""
+"""Collectives for checkpoints: of one process, or of a process group."""
 
 import json
 from collections.abc import Callable
@@ -31,9 +31,9 @@ class SingleProcessWorld:
 
 
 class ProcessGroupWorld:
-    """The ranks of a `torch.distributed` group; bytes travel as uint8 tensors, two collectives a call.
+    """The ranks of a `torch.distributed` group. Bytes are sent as uint8 tensors, with two collectives per call.
 
-    `device` is where the group's backend works: `cpu` for gloo, the rank's own device for NCCL.
+    `device` is the device of the group's backend: `cpu` for gloo, the rank's own device for NCCL.
     """
 
     def __init__(self, group: "dist.ProcessGroup | None" = None, device: "torch.device | str" = "cpu") -> None:
@@ -44,9 +44,9 @@ class ProcessGroupWorld:
 
     @classmethod
     def apart(cls) -> "ProcessGroupWorld":
-        """Collective: all ranks in a group of gloo that nothing else uses, for what a thread does at any time.
+        """Collective: returns all ranks in a separate gloo group, for collectives in a thread at any time.
 
-        It waits a day for a rank: a large checkpoint on slow storage is not a failure. A rank that dies ends the wait at once.
+        The timeout is one day, because a slow save of a large checkpoint is not a failure. If a rank dies, the wait ends at once.
         """
         import torch.distributed as dist
 
@@ -61,13 +61,13 @@ class ProcessGroupWorld:
         length = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
         dist.all_gather(lengths, length, group=self.group)
-        sizes = [int(found.item()) for found in lengths]
-        mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device=self.device)
+        sizes = [int(entry.item()) for entry in lengths]
+        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device=self.device)
         if payload:
-            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine, group=self.group)
-        return [row[:size].cpu().numpy().tobytes() for row, size in zip(every, sizes, strict=True)]
+            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
+        rows = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(rows, padded, group=self.group)
+        return [row[:size].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast(self, payload: bytes | None) -> bytes:
         import torch
@@ -86,10 +86,10 @@ class ProcessGroupWorld:
 
 
 def from_rank_0(world: World, compute: Callable[[], Any], describe: Callable[[Exception], str] | None = None) -> Any:
-    """Collective: what `compute` gives on rank 0 (JSON), on every rank.
+    """Collective: runs `compute` on rank 0, and returns its result (JSON) on every rank.
 
     Raises:
-        CheckpointError: on every rank, when it raised on rank 0.
+        CheckpointError: on every rank, if `compute` raised an error.
     """
     reply: dict[str, Any] | None = None
     if world.rank == 0:
@@ -97,12 +97,12 @@ def from_rank_0(world: World, compute: Callable[[], Any], describe: Callable[[Ex
             reply = {"value": compute()}
         except Exception as cause:  # noqa: BLE001 (stores are plugins and may raise anything; every rank must learn of it)
             reply = {"error": (describe or describe_error)(cause)}
-    found = json.loads(world.broadcast(json.dumps(reply).encode() if reply is not None else None))
-    if "error" in found:
-        raise CheckpointError(found["error"])
-    return found["value"]
+    received = json.loads(world.broadcast(json.dumps(reply).encode() if reply is not None else None))
+    if "error" in received:
+        raise CheckpointError(received["error"])
+    return received["value"]
 
 
 def describe_error(cause: Exception) -> str:
-    """An error as one line for people; Forge's errors need no type name."""
+    """Returns an error as one line; with its type, except for Forge's own errors."""
     return str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"

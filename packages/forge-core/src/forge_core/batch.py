@@ -1,4 +1,4 @@
-"""What a loader hands to a step. Plain data: importing it needs no torch."""
+"""The batch that a loader passes to a step. Importing this module does not import torch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ IGNORE = -100
 """Label of a position without loss, as in torch.nn.functional.cross_entropy."""
 
 PADDING = -1
-"""Document of a position that holds no token. Not the same as `IGNORE`: a prompt without loss is read all the same."""
+"""Document number of a position without a token. Unlike positions with label `IGNORE`, such as a prompt, the model ignores it."""
 
 
 def _none() -> "Mapping[str, Tensor]":
@@ -21,11 +21,11 @@ def _none() -> "Mapping[str, Tensor]":
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the rows of a batch come from.
+    """The data sources of the rows of a batch.
 
     Attributes:
-        names: of all sources of the run, the same on every rank and in every batch.
-        rows: (B,) int64 number of each row's source in `names`; no row holds documents of two.
+        names: names of all sources of the run, the same on every rank and in every batch.
+        rows: (B,) int64 index in `names` of the source of each row; a row never mixes sources.
     """
 
     names: tuple[str, ...]
@@ -33,13 +33,13 @@ class Sources:
 
 
 class MTPTargets(NamedTuple):
-    """Tokens and labels of multi-token prediction (MTP): those up to n places beyond the next token.
+    """Tokens and labels of multi-token prediction (MTP) for depths 1 to n.
 
-    A named tuple because torch's module hooks look for tensors inside tuples, not inside arbitrary objects.
+    This is a named tuple because torch's module hooks look for tensors inside tuples, not inside arbitrary objects.
 
     Attributes:
-        tokens: (B, T, n) int64; [..., k - 1] is the token k places on, `IGNORE` where the row or the document has ended.
-        labels: (B, T, n) int64; [..., k - 1] is the label k places on, so the token k + 1 places on; `IGNORE` = no loss.
+        tokens: (B, T, n) int64; [:, t, k - 1] is the token at t + k, or `IGNORE` after the end of the row or document.
+        labels: (B, T, n) int64; [:, t, k - 1] is the label at t + k, which is the token at t + k + 1; `IGNORE` = no loss.
     """
 
     tokens: "Tensor"
@@ -53,18 +53,19 @@ class Batch:
     Attributes:
         tokens: (B, T) int64.
         labels: (B, T) int64, already shifted: the logits at t are scored against labels[:, t]; `IGNORE` = no loss. Models of
-            transformers shift `labels` themselves: give them `forge_data.for_transformers(batch)`.
-        positions: (B, T) int32 position of each token inside its document, or None when each row is one document.
-        documents: (B, T) int32 number of the document inside its row, `PADDING` where there is none; or None when each
-            row is one document.
-        extras: further inputs that a model declares it needs.
+            transformers shift `labels` themselves: call them with `forge_data.for_transformers(batch)`.
+        positions: (B, T) int32 position of each token in its document, or None if each row is one document.
+        documents: (B, T) int32 number of the document in its row, `PADDING` for padding; or None if each row is one document.
+        extras: further inputs that the model declares.
         samples: global sample number of each row, for provenance.
-        sources: of each row, where a run mixes several; a step then counts its loss by source. On all ranks or on none.
+        sources: data source of each row if a run mixes several; a step then also reports the loss by source. All ranks have
+            them, or no rank.
         mtp_targets: for a model with multi-token prediction; a step adds them (`with_mtp_targets`).
-        token_mask: (B, T) bool, False where a place is padding; None where `documents` tell it, or no place is: see `real`.
-        document_starts: (n,) int32, ascending: where documents begin in the flattened whole rows, each row's first place among
-            them, then B * T until the end, at least once. So a kernel of variable length knows its sequences, some of them
-            empty, and no host has to ask a device how many there are. None where the loader did not count.
+        token_mask: (B, T) bool, False for padding; None if `documents` mark padding, or there is none: see `real`.
+        document_starts: (n,) int32, ascending: positions in the flattened whole rows at which documents begin, including the
+            first position of each row, followed by one or more entries B * T. Variable-length kernels use it as sequence
+            borders (the last sequences are empty), without a synchronization between device and host. None if the loader did
+            not compute it.
     """
 
     tokens: "Tensor"
@@ -80,28 +81,28 @@ class Batch:
 
     @property
     def real(self) -> "Tensor | None":
-        """(B, T) bool: whether a place holds a token, with or without a label, and is not padding. None: all do."""
+        """(B, T) bool: True for tokens, with or without a label, and False for padding; None if there is no padding."""
         if self.token_mask is not None:
             return self.token_mask
         return None if self.documents is None else self.documents != PADDING
 
     def __getstate__(self) -> "Mapping[str, object]":
-        """For pickle and copies, so that a DataLoader's worker can send it: a read-only view of a mapping cannot be pickled."""
+        """Converts the read-only `extras` to a dict, so that DataLoader workers can pickle the batch."""
         return vars(self) | {"extras": dict(self.extras)}
 
     def inputs(self, needs: Iterable[str]) -> "dict[str, Any]":
-        """What a forward is given besides tokens, labels and an objective. `needs` are those of the model's `Specs`."""
-        given: dict[str, Any] = {"positions": self.positions, "documents": self.documents, **self.extras}
+        """Returns the arguments of a forward besides tokens, labels and objective; `needs` is `Specs.needs` of the model."""
+        arguments: dict[str, Any] = {"positions": self.positions, "documents": self.documents, **self.extras}
         if self.document_starts is not None and "document_starts" in needs:
-            given["document_starts"] = self.document_starts
+            arguments["document_starts"] = self.document_starts
         if self.token_mask is not None and "token_mask" in needs:
-            given["token_mask"] = self.token_mask
-        return given
+            arguments["token_mask"] = self.token_mask
+        return arguments
 
     def with_document_starts(self) -> "Batch":
-        """The same batch with `document_starts`, counted from `documents`, which lie on the host, in whole rows.
+        """Returns the same batch with `document_starts`, computed from `documents`, which must be on the CPU and in whole rows.
 
-        Their number is rounded up to a power of two of at least 64, so that kernels meet few lengths.
+        The length of `document_starts` is rounded up to a power of two of at least 64, so that kernels see few shapes.
         """
         documents = self.documents
         if documents is None:
@@ -114,11 +115,11 @@ class Batch:
         return replace(self, document_starts=starts)
 
     def with_mtp_targets(self, n: int) -> "Batch":
-        """The same batch with `mtp_targets` of depth n; whole rows are needed, so before anything cuts them.
+        """Returns the same batch with `mtp_targets` of depth n. Rows must be whole, so call it before they are split.
 
-        Nothing is read beyond the row. A position has a label at depth k where it has one at depth k - 1, and so has the
-        position after it: then all tokens up to that label are tokens that something predicts, and no label crosses the border
-        of a document, whether or not rows tell theirs.
+        Nothing is read beyond the row. A position has a label at depth k only if the position and the next one have a label at
+        depth k - 1. So every token up to the label is itself predicted, and no label crosses a document border, even if the
+        batch has no `documents`.
         """
         if n == 0:
             return self
@@ -136,7 +137,7 @@ class Batch:
         return replace(self, mtp_targets=MTPTargets(_stacked(tokens), _stacked(labels)))
 
     def to(self, device: str) -> "Batch":
-        """The same batch on `device`; copies are asynchronous where the memory is pinned."""
+        """Returns the same batch on `device`; copies from pinned memory are asynchronous."""
 
         def move(tensor: "Tensor") -> "Tensor":
             return tensor.to(device, non_blocking=True)
@@ -156,7 +157,7 @@ class Batch:
 
 
 def _moved(rows: "Tensor", places: int = 1) -> "Tensor":
-    """Each place gets what lies `places` to its right, `IGNORE` at the end."""
+    """Shifts rows to the left by `places`, filled with `IGNORE`."""
     moved = rows.new_full(tuple(rows.shape), IGNORE)
     moved[:, :-places] = rows[:, places:]
     return moved

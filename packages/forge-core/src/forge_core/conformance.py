@@ -1,11 +1,11 @@
-"""Whether parts keep the promises of their groups. One line in a plugin's tests:
+"""Checks that components conform to their groups. One line in a plugin's tests:
 
     def test_my_plugin():
         conforms("forge-lionize")
 
-The checks of a group are functions `check_<what>(component) -> None` that raise where a part does not conform. They live in
-modules that the group `forge.conformance` registers; the name of such an entry is the group that it checks.
-Neither the modules nor this one import torch before a check runs.
+The checks of a group are functions `check_<what>(component) -> None` that raise if a component does not conform. They are in
+modules that the group `forge.conformance` registers; the name of such an entry is the group that it checks. Neither these modules
+nor this one import torch before a check runs.
 """
 
 import inspect
@@ -29,11 +29,11 @@ Check = Callable[[Any], None]
 
 
 class Problem(NamedTuple):
-    """What is wrong with one part.
+    """One failure of a component.
 
     Attributes:
-        check: name of the function that found it; `description` for what every component must say about itself, `examples`
-            or `checks` where one of these is missing, `implementation` where it does not fit the component's fields.
+        check: name of the check that failed; `description` for a fault in the component's keys or docstrings, `examples` or
+            `checks` if these are missing, `implementation` if it does not match the component's fields.
     """
 
     entry: Entry
@@ -46,11 +46,11 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class ConformanceResult:
-    """What the checks say of one part.
+    """Result of the checks of one component.
 
     Attributes:
         passed: names of the checks that all examples passed.
-        problems: one for each check that an example failed.
+        problems: one problem per failed check.
     """
 
     entry: Entry
@@ -61,7 +61,7 @@ class ConformanceResult:
         return {"passed": list(self.passed), "failed": {problem.check: problem.message for problem in self.problems}}
 
     def lines(self) -> list[str]:
-        """For people: each problem, or how many checks passed."""
+        """Returns lines for a terminal: each problem, or the number of passed checks."""
         if self.problems:
             return [str(problem) for problem in self.problems]
         count = len(self.passed)
@@ -70,30 +70,34 @@ class ConformanceResult:
 
 
 def checks_in(module: ModuleType) -> dict[str, Check]:
-    """The checks of a module by name, in the order in which they are written."""
-    found: dict[str, Any] = vars(module)
-    return {name: found[name] for name in found if name.startswith("check_") and callable(found[name])}
+    """Returns the checks of a module by name, in source order."""
+    members: dict[str, Any] = vars(module)
+    return {name: members[name] for name in members if name.startswith("check_") and callable(members[name])}
 
 
 def checks_of(registry: Registry, group: str) -> list[tuple[str, Check]]:
-    """(name, check) of a group, of all distributions that bring some. Those of another distribution than Forge that cannot be
-    loaded are left out, which is a problem of theirs.
+    """Returns (name, check) of all checks of a group, from all distributions. Skips modules of other distributions than
+    Forge's that cannot be loaded.
 
     Raises:
         BrokenPlugin: a module of Forge's checks cannot be loaded.
     """
-    found: list[tuple[str, Check]] = []
+    checks: list[tuple[str, Check]] = []
     for entry in registry.of(GROUP):
         try:
-            found += checks_in(registry.load_entry(entry)).items() if entry.name == group else ()
+            checks += checks_in(registry.load_entry(entry)).items() if entry.name == group else ()
         except BrokenPlugin:
             if entry.is_forge:
                 raise
-    return found
+    return checks
 
 
 def examine(entry: Entry, registry: Registry) -> ConformanceResult:
-    """Runs the checks of a part's group on each of its examples. A part that cannot be loaded raises BrokenPlugin."""
+    """Runs the checks of a component's group on each of its examples.
+
+    Raises:
+        BrokenPlugin: the component cannot be loaded.
+    """
     checks = checks_of(registry, entry.group)
     cls = registry.load_entry(entry)
     if not (isclass(cls) and issubclass(cls, Component)):
@@ -105,15 +109,15 @@ def examine(entry: Entry, registry: Registry) -> ConformanceResult:
     with TemporaryDirectory(prefix="forge-conformance-") as folder:
         try:
             examples = list(cls.examples(Path(folder)))
-        except Exception as error:  # noqa: BLE001 - a part may raise anything
-            needed = "has required keys and no default for them; " if isinstance(error, TypeError) else ""
-            why = f"{needed}give its class a method examples(cls, folder): {_described(error)}"
+        except Exception as error:  # noqa: BLE001 - a component may raise anything
+            needed = "has required keys; " if isinstance(error, TypeError) else ""
+            why = f"{needed}add a method examples(cls, folder) to the class: {_described(error)}"
             return ConformanceResult(entry, (), (Problem(entry, "examples", why),))
         if not examples:
-            return ConformanceResult(entry, (), (Problem(entry, "examples", "gives no example, so nothing was checked"),))
-        found = [(name, _failure(check, examples)) for name, check in checks]
-    failed = tuple(Problem(entry, name, message) for name, message in found if message is not None)
-    return ConformanceResult(entry, tuple(name for name, message in found if message is None), failed)
+            return ConformanceResult(entry, (), (Problem(entry, "examples", "returns no example, so nothing was checked"),))
+        results = [(name, _failure(check, examples)) for name, check in checks]
+    failed = tuple(Problem(entry, name, message) for name, message in results if message is not None)
+    return ConformanceResult(entry, tuple(name for name, message in results if message is None), failed)
 
 
 def implementation_faults(cls: type[Component], given: tuple[str, ...]) -> list[str]:
@@ -177,12 +181,12 @@ def _allows(taken: Any, given: Any) -> bool:
 
 
 def problems(registry: Registry, distribution: str | None = None, group: str | None = None) -> list[Problem]:
-    """What is wrong with the registered parts: with what they say about themselves, and what the checks of their groups find.
+    """Returns the problems of registered components: faults in their keys and docstrings, and failed checks.
 
     Args:
-        registry: the parts, and the checks.
-        distribution: only parts of this one.
-        group: only parts of this group, such as `forge.optimizers`.
+        registry: has the components and the checks.
+        distribution: only components of this distribution.
+        group: only components of this group, such as `forge.optimizers`.
     """
     chosen = [
         entry
@@ -194,49 +198,49 @@ def problems(registry: Registry, distribution: str | None = None, group: str | N
 
 
 def problems_of(entry: Entry, registry: Registry) -> Iterator[Problem]:
-    """What is wrong with one part."""
-    said = flaws(entry, registry, conform=True)
-    yield from (Problem(entry, "description", message) for message in said.messages)
-    if said.loads:
+    """Yields the problems of one component."""
+    faults = flaws(entry, registry, conform=True)
+    yield from (Problem(entry, "description", message) for message in faults.messages)
+    if faults.loads:
         yield from examine(entry, registry).problems
 
 
 def conforms(name: str, group: str | None = None) -> None:
-    """For a test: raises where a distribution's parts do not conform.
+    """Asserts in a test that the components of a distribution conform.
 
     Args:
-        name: of the distribution; with a group also `mine.py:Thing`, a class in a file.
-        group: only parts of this group.
+        name: name of the distribution; with a group also `mine.py:Thing`, a class in a file.
+        group: only components of this group.
 
     Raises:
-        AssertionError: lists every problem.
-        UnknownComponent: the distribution offers nothing, so nothing would have been checked.
+        AssertionError: a component does not conform; the message lists every problem.
+        UnknownComponent: the distribution registers no component, so nothing would be checked.
     """
     registry = Registry()
     if group is not None and ".py:" in name:
         trust_name(name)
-        found = list(problems_of(registry.find(group, name), registry))
+        faults = list(problems_of(registry.find(group, name), registry))
     else:
         if not any(canonical(entry.distribution) == canonical(name) for entry in registry.entries):
-            raise UnknownComponent(f"distribution {name!r} is not installed or offers no plugin; install it, then test")
-        found = problems(registry, name, group)
-    if found:
-        raise AssertionError("\n".join(["parts do not conform:", *map(str, found)]))
+            raise UnknownComponent(f"distribution {name!r} is not installed or has no plugins; install it, then test")
+        faults = problems(registry, name, group)
+    if faults:
+        raise AssertionError("\n".join(["components do not conform:", *map(str, faults)]))
 
 
 def _absent(entry: Entry, registry: Registry) -> Iterator[Problem]:
-    """A group's checks come with the distribution that has the group: without it a test would pass and have checked nothing."""
+    """Yields a problem if the distribution with the checks of a group is not installed: a test would pass without checking."""
     homes = [home for home, groups in HOMES.items() if entry.group in groups]
     if homes and not any(canonical(other.distribution) in homes for other in registry.entries):
         yield Problem(entry, "checks", f"the checks of {entry.group} are not installed: pip install {homes[0]}")
 
 
 def _failure(check: Check, examples: list[Any]) -> str | None:
-    """Why the first example that fails does; None when all pass."""
+    """Returns why the first failing example fails; None if all pass."""
     for example in examples:
         try:
             check(example)
-        except Exception as error:  # noqa: BLE001 - a part may raise anything
+        except Exception as error:  # noqa: BLE001 - a component may raise anything
             return _described(error) + (f" ({example})" if len(examples) > 1 else "")
     return None
 

@@ -1,8 +1,7 @@
 """The errors of Forge.
 
-Every one is a `ForgeError` with a message that says what is wrong and what to do. A command prints the
-message without a traceback and exits with `exit_code`; 2 means "your input", the code that shells and argument
-parsers use for it.
+Every error is a `ForgeError` whose message says what is wrong and what to do. A command prints the message without a
+traceback and exits with `exit_code`; 2 means invalid input, as for shells and argument parsers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,14 +10,14 @@ from difflib import get_close_matches
 
 
 class ForgeError(Exception):
-    """A refusal with a message for the user."""
+    """Base class of errors with a message for the user."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing wrong in a configuration: `key` is its dotted path, `origin` where the value came from."""
+    """One error in a configuration. `key` is its dotted path; `origin` is the file and line, or the option, that set it."""
 
     key: str
     message: str
@@ -32,11 +31,11 @@ class Fault:
 
 
 class RecipeWarning(Fault):
-    """What stops nothing and is told: a check yields it where a recipe may be meant so."""
+    """A warning: the recipe is valid but may not be what the user meant."""
 
 
 class MissingFile(RecipeWarning):
-    """A file that is named and is not on this machine: it stops a run here, and not a check for a run elsewhere."""
+    """A named file does not exist on this machine. It is an error for a run here, and a warning for a run elsewhere."""
 
 
 class ConfigError(ForgeError):
@@ -50,39 +49,39 @@ class ConfigError(ForgeError):
 
 
 class LayoutError(ForgeError):
-    """Sizes of parallel axes that do not fit the world; the message names the legal ones."""
+    """Sizes of parallel axes do not match the world size; the message names legal sizes."""
 
 
 class PlanError(ForgeError):
-    """Transforms that clash, match nothing, or leave an axis or a parameter unclaimed."""
+    """Transforms conflict, match nothing, or leave an axis or a parameter unclaimed."""
 
 
 class DataError(ForgeError):
-    """Data that cannot be read as what it claims to be; the message names file and offset where there is one."""
+    """Data cannot be read, or do not match their description; the message names file and offset if known."""
 
 
 class CheckpointError(ForgeError):
-    """A checkpoint that is absent, damaged, or does not fit the model."""
+    """A checkpoint is missing or damaged, or does not match the model."""
 
 
 class PluginError(ForgeError):
-    """Base of what can go wrong when a component is looked up by name."""
+    """Base class of errors in the lookup of a component by name."""
 
 
 class UnknownComponent(PluginError):
-    """No installed distribution offers this name in this group."""
+    """No installed distribution registers this name in this group."""
 
 
 class PluginConflict(PluginError):
-    """Two distributions claim one name; `dist:name` chooses."""
+    """Two distributions register the same name; `distribution:name` selects one."""
 
 
 class BrokenPlugin(PluginError):
-    """A component that was asked for cannot be loaded; names its distribution, version and cause."""
+    """A requested component cannot be loaded; the message names its distribution, version and the cause."""
 
 
 class UntrustedCode(PluginError):
-    """A component is Python code in a file that stored data name, and that the user did not grant."""
+    """Stored data name a component in a Python file that the user has not trusted."""
 
 
 @dataclass
@@ -100,7 +99,7 @@ class Faults:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """A hint naming the closest known words, or all of them when there are few, or nothing."""
+    """Returns a hint that lists the closest known words, or all known words if there are few, or an empty string."""
     close = get_close_matches(word, known, n=3, cutoff=0.6)
     if close:
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"

@@ -1,6 +1,6 @@
-"""Public names of a package, resolved when they are first used (PEP 562).
+"""Public names of a package, imported at their first use (PEP 562).
 
-So `from forge_parallel import realize` works, and importing `forge_parallel.components` still imports no torch.
+So `from forge_parallel import realize` works, although importing `forge_parallel.components` does not import torch.
 """
 
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def lazy_exports(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a package whose public `names` live in the named submodules."""
+    """Returns `__getattr__` and `__dir__` for a package; `names` maps its public names to submodules."""
 
     def get(name: str) -> Any:
         if name not in names:

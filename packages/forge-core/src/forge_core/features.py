@@ -1,11 +1,11 @@
-"""Which options of a strategy have to be proven, declared with the field itself.
+"""Declares on a field which options of a strategy must be proven by tests.
 
     reduce: Annotated[Literal["last", "each"], Feature("reduce_each", when="each")] = "last"
     timeout: Annotated[float, Neutral("how long ranks wait; what they exchange is the same")] = 600.0
 
-An option that reaches a collective, or changes which numbers are summed where, is a feature: a layout may use it only together
-with what a test has proven it with. An option that does neither says why. A field's default needs no word: it is what proofs of
-the component itself run with. What says nothing is refused in a layout, so that a new option cannot be forgotten.
+An option that affects a collective, or changes which numbers are summed where, is a feature: a layout may use it only in
+combinations that a test has proven. Other options are `Neutral`, with a reason. The default of a field needs no declaration,
+because tests of the component itself use it. Undeclared values are refused in a layout, so that new options cannot be forgotten.
 """
 
 import dataclasses
@@ -17,29 +17,29 @@ from typing import Any, Literal, NamedTuple
 from forge_core.component import FieldInfo, Slot, fields_of
 
 ANY: Any = object()
-"""Stands for every value."""
+"""Matches every value."""
 
 
 Plane = Literal["layout", "numerics", "graph", "model", "optimizer", "storage", "data"]
-"""What a feature changes: which ranks hold and exchange what, how numbers are rounded, how operators are scheduled on one rank,
-which function is computed, how parameters are updated, where states are kept, which samples come."""
+"""What a feature changes: placement and communication between ranks, rounding, the schedule of operators on one rank, the
+computed function, the update of parameters, the storage of states, the order of samples."""
 
 _CROSSED = frozenset({"layout", "numerics", "graph", "model"})
 
 
 def interact(one: Plane, other: Plane) -> bool:
-    """Whether features of these planes have to be proven together.
+    """Whether features of these planes must be proven in combination.
 
-    An update sees parameters and gradients, so it depends on how they are laid out and on nothing else. Where states are kept and
-    which samples come are proven by separate tests: round trips between layouts, and the sequence of samples.
+    An update uses parameters and gradients, so it depends only on their layout. Storage and data have separate tests: round
+    trips between layouts, and the sequence of samples.
     """
     return {one, other} <= _CROSSED or {one, other} == {"optimizer", "layout"}
 
 
 class Feature(NamedTuple):
-    """A value that has to be proven: `when` is that value, `unless` the only one that does not have to be.
+    """A value that must be proven: `when` is this value; `unless` is the only value that need not be.
 
-    `axis`: it counts only where this axis of the layout is larger than 1.
+    `axis`: the feature counts only if this axis of the layout is larger than 1.
     """
 
     name: str
@@ -54,13 +54,13 @@ class Feature(NamedTuple):
 
 
 class Neutral(NamedTuple):
-    """Values (all of them, or `when`) that change no collective and no sum over ranks; `why` says the reason."""
+    """Values (all, or `when`) that change neither collectives nor sums over ranks; `why` is the reason."""
 
     why: str
     when: Any = ANY
 
     def covers(self, value: Any) -> bool:
-        """Whether this speaks of `value`."""
+        """Whether the declaration applies to `value`."""
         return _same(self.when, value)
 
 
@@ -69,17 +69,17 @@ def _same(pattern: Any, value: Any) -> bool:
 
 
 def declared(info: FieldInfo) -> tuple[Feature | Neutral, ...]:
-    """What a field says about its values."""
-    found: list[Any] = []
+    """Returns the declarations of a field."""
+    declarations: list[Any] = []
     annotation = info.type
     while typing.get_origin(annotation) is typing.Annotated:
         annotation, *metadata = typing.get_args(annotation)
-        found += metadata
-    return tuple(item for item in found if isinstance(item, Feature | Neutral))
+        declarations += metadata
+    return tuple(item for item in declarations if isinstance(item, Feature | Neutral))
 
 
 def without_declarations(annotation: Any) -> Any:
-    """The type itself: fields that differ only in what they declare then share one reader, which takes a millisecond to make."""
+    """Returns the type without declarations, so that fields which differ only in them share one parser (1 ms to build)."""
     if typing.get_origin(annotation) is not typing.Annotated:
         return annotation
     bare, *metadata = typing.get_args(annotation)
@@ -88,9 +88,9 @@ def without_declarations(annotation: Any) -> Any:
 
 
 class Use(NamedTuple):
-    """A feature that a job uses, and the key and value that switch it on, as a recipe writes them.
+    """A feature that a job uses, and the key and value that enable it, as in a recipe.
 
-    `module`: the top-level module of the plugin that brings it; empty for what is Forge's own.
+    `module`: the top-level module of the plugin with the feature; empty for Forge's own features.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Use(NamedTuple):
 
 
 def used(cls: type, values: Mapping[str, Any], sizes: Mapping[str, int], at: str = "") -> list[Use]:
-    """The features that an instance of `cls` with these `values`, at key `at`, has in a layout of these `sizes`."""
+    """Returns the features of an instance of `cls` with these `values`, at key `at`, in a layout of these `sizes`."""
     return [
         Use(item.name, item.plane, _written(f"{at}.{info.name}" if at else info.name, values[info.name], item, sizes))
         for info in (fields_of(cls) if dataclasses.is_dataclass(cls) else ())
@@ -118,28 +118,28 @@ def _written(key: str, value: Any, feature: Feature, sizes: Mapping[str, int]) -
 
 
 def undeclared(cls: type) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """(field, its values that say nothing, or none when the field says nothing at all) of a component or section.
+    """Yields (field, its undeclared values) of a component or section; the values are empty if the field has no declaration.
 
-    Fields that hold other components and sections speak for themselves.
+    Skips fields that hold other components or sections, which have their own declarations.
     """
     for info in fields_of(cls):
-        said = declared(info)
+        declarations = declared(info)
         if _holds_others(info.type):
             continue
-        if not said:
+        if not declarations:
             yield info.name, ()
             continue
-        silent = tuple(
+        missing = tuple(
             value
             for value in values_of(info.type)
-            if not (_same(info.default, value) and not info.required) and not any(item.covers(value) for item in said)
+            if not (_same(info.default, value) and not info.required) and not any(item.covers(value) for item in declarations)
         )
-        if silent:
-            yield info.name, silent
+        if missing:
+            yield info.name, missing
 
 
 def values_of(annotation: Any) -> tuple[Any, ...]:
-    """All values of a type that has few: literals, booleans, and None with them. Other types list none."""
+    """Returns all values of literals, booleans and None in a type; empty for other types."""
     while typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if annotation is bool:

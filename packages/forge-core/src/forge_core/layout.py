@@ -1,8 +1,8 @@
-"""Pure integers of a parallel layout: which ranks exist and which coordinate each has on every axis.
+"""The arithmetic of a parallel layout: the ranks and their coordinates on every axis.
 
-Dense view, slowest axis first: `(pp, dp_replicate, dp_shard, cp, tp)`. The sparse view of the same ranks,
-`(pp, dp_replicate, efsdp, ep, etp)`, is where experts live: expert parallelism *borrows* ranks, so
-`efsdp * ep * etp == dp_shard * cp * tp` and every data rank still reads its own data.
+The dense view of the ranks, slowest axis first, is `(pp, dp_replicate, dp_shard, cp, tp)`. Experts use the sparse view of the
+same ranks, `(pp, dp_replicate, efsdp, ep, etp)`. Expert parallelism *borrows* ranks, so `efsdp * ep * etp == dp_shard * cp * tp`,
+and every data rank still reads its own data.
 """
 
 import re
@@ -19,7 +19,7 @@ SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of all axes; every size is at least 1 and the world is their dense product.
+    """Sizes of all axes. Every size is at least 1, and the world size is the product of the dense axes.
 
     Build it with `Layout.of` (from a recipe) or `Layout.parse` (from a string such as `dp4ep2`).
     """
@@ -49,10 +49,10 @@ class Layout:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], world: int) -> "Layout":
-        """The layout of `sizes` on `world` ranks; `dp_shard = -1` takes what the other axes leave.
+        """Returns the layout of `sizes` on `world` ranks; `dp_shard = -1` uses all ranks that the other axes leave.
 
         Raises:
-            LayoutError: the sizes do not multiply to `world`; the message names sizes that would.
+            LayoutError: the product of the sizes is not `world`; the message names legal sizes.
         """
         if world < 1:
             raise LayoutError(f"a world has at least 1 process, not {world}")
@@ -83,9 +83,12 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Read a layout string: `pp2`, `dp4ep2`, `hsdp2x2`, `dp2tp2`, ... in any order, `1` for one process.
+        """Parses a layout string: `pp2`, `dp4ep2`, `hsdp2x2`, `dp2tp2`, ... in any order, `1` for one process.
 
-        `hsdpRxS` is R replicas of S shards; the number of ranks is pp * hsdp * dp * cp * tp.
+        `hsdpRxS` means R replicas of S shards; the number of ranks is pp * hsdp * dp * cp * tp.
+
+        Raises:
+            LayoutError: the string is not a layout, or its sizes are illegal.
         """
         if text == "1":
             return cls()
@@ -96,14 +99,14 @@ class Layout:
             if match.start() != position:
                 break
             position = match.end()
-            found = (
+            part = (
                 {"dp_replicate": int(match[2]), "dp_shard": int(match[3])}
                 if match[1]
                 else {"dp_shard" if match[4] == "dp" else match[4]: int(match[5])}
             )
-            if sizes.keys() & found.keys():
-                raise LayoutError(f"layout {text!r} gives {', '.join(sizes.keys() & found.keys())} twice")
-            sizes |= found
+            if sizes.keys() & part.keys():
+                raise LayoutError(f"layout {text!r} sets {', '.join(sizes.keys() & part.keys())} twice")
+            sizes |= part
         if position != len(text) or not text:
             raise LayoutError(
                 f"cannot read layout {text!r} at {text[position:]!r}; write for example dp4ep2, hsdp2x2, dp2tp2 or 1"
@@ -126,7 +129,7 @@ class Layout:
 
     @property
     def efsdp(self) -> int:
-        """Ranks over which one expert is sharded."""
+        """Number of ranks over which one expert is sharded."""
         return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
     @property
@@ -135,32 +138,32 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     def size(self, axis: str) -> int:
-        """Size of a dense or sparse axis."""
+        """Returns the size of a dense or sparse axis."""
         if axis not in {*DENSE, *SPARSE}:
             raise LayoutError(f"unknown axis {axis!r}; axes are {', '.join(dict.fromkeys((*DENSE, *SPARSE)))}")
         return int(getattr(self, axis))
 
     def sizes(self) -> dict[str, int]:
-        """The sizes as a recipe's `[parallel]` table has them."""
+        """Returns the sizes as in a recipe's `[parallel]` table."""
         return {axis: int(getattr(self, axis)) for axis in SIZES}
 
     def active(self) -> tuple[str, ...]:
-        """Axes larger than 1, as a recipe names them."""
+        """Returns the axes larger than 1, as a recipe names them."""
         return tuple(axis for axis in SIZES if getattr(self, axis) > 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinate of `rank` on every axis of both views."""
+        """Returns the coordinate of `rank` on every axis of both views."""
         if not 0 <= rank < self.world:
             raise LayoutError(f"rank {rank} is not in a world of {self.world}")
         return self._unravel(rank, DENSE) | self._unravel(rank, SPARSE)
 
     def data_rank(self, rank: int) -> int:
-        """Which share of the global batch `rank` reads: 0 .. `data` - 1."""
+        """Returns the number of the share of the global batch that `rank` reads, from 0 to `data` - 1."""
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
     def groups(self, axes: Iterable[str]) -> Iterator[tuple[int, ...]]:
-        """Rank groups that vary only along `axes` (all of one view), in rank order."""
+        """Yields the groups of ranks that differ only along `axes` (all of one view), in rank order."""
         chosen = tuple(axes)
         view = DENSE if set(chosen) <= set(DENSE) else SPARSE
         if not set(chosen) <= set(view):
@@ -179,7 +182,7 @@ class Layout:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors in ascending order."""
+    """Returns all divisors in ascending order."""
     return [value for value in range(1, number + 1) if number % value == 0]
 
 

@@ -1,4 +1,4 @@
-"""Lines of text that users wrote."""
+"""Splits text of users into lines."""
 
 import re
 
@@ -6,10 +6,10 @@ _END = re.compile(r"\r?\n")
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text, without their ends; a line ends with a line feed, or with a carriage return and one.
+    """Returns the lines of a text without their ends; a line ends with a line feed, or with carriage return and line feed.
 
-    `str.splitlines` cuts at ten other characters, too, which texts hold: a form feed, U+0085, U+2028, U+001C. An end of line at
-    the end of the text begins no further line.
+    `str.splitlines` also splits at ten other characters that texts contain, such as a form feed, U+0085, U+2028 and U+001C. A
+    line end at the end of the text does not begin another line.
     """
     lines = _END.split(text)
     return lines if lines[-1] else lines[:-1]

@@ -1,8 +1,8 @@
-"""What this machine has: the cores and the memory that a process may use, its processor, and whether it has a GPU. No torch.
+"""Detects the cores and memory that a process may use, the processor, and GPUs, without torch.
 
-A process may often use less than the machine has. A scheduler pins it to some cores (its affinity), and a container or a SLURM
-job limits its processor time and memory through control groups. Threads beyond the limit wait for each other: two processes with
-two threads each on two cores can be ten times slower than with one.
+A process may often use only a part of the machine. A scheduler pins it to some cores (its affinity), and a container or a SLURM
+job limits its processor time and memory through control groups. Threads beyond the limit wait for each other: on two cores, two
+processes with two threads each can be ten times slower than with one thread each.
 """
 
 import os
@@ -14,18 +14,18 @@ from pathlib import Path
 
 
 def _control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
-    """Directories of this process's groups, version 1 or 2, and of the groups that they are in; some may not exist."""
+    """Yields the directories of this process's control groups, version 1 or 2, and of their parents; some may not exist."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             yield from _upward(root / "sys/fs/cgroup", path)
         elif controller in controllers.split(","):
-            for name in (controllers, controller):  # mounted under both names, of which one is a link
+            for name in (controllers, controller):  # mounted under both names; one is a link
                 yield from _upward(root / "sys/fs/cgroup" / name, path)
 
 
 def _read(path: Path) -> str:
-    """A small file; empty where it cannot be read, as on a system that is not Linux."""
+    """Returns the content of a small file; empty if it cannot be read, as on systems other than Linux."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -33,7 +33,7 @@ def _read(path: Path) -> str:
 
 
 def _upward(mount: Path, path: str) -> Iterator[Path]:
-    """A group and those that it is in. A container often sees only the last ones of the path that it is told."""
+    """Yields a group and its parents. In a container, often only the last parts of the path exist."""
     here = Path(path.lstrip("/"))
     for part in (here, *here.parents):
         if ".." not in part.parts:
@@ -42,7 +42,7 @@ def _upward(mount: Path, path: str) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Threads:
-    """Threads that one process computes with, and what decided it."""
+    """Number of compute threads of a process, and the reason for it."""
 
     count: int
     reason: str
@@ -52,9 +52,10 @@ class Threads:
 
 
 def threads_per_process(processes: int, chosen: int | None, environment: Mapping[str, str], root: Path = Path("/")) -> Threads:
-    """Threads of each of `processes` on this machine: `chosen`, else OMP_NUM_THREADS, else an even share of the cores.
+    """Returns the threads of each of `processes` on this machine: `chosen`, else OMP_NUM_THREADS, else an even share of the
+    cores.
 
-    `torchrun` sets OMP_NUM_THREADS to 1 for several processes where it is unset, which counts as a choice too.
+    If OMP_NUM_THREADS is unset, `torchrun` sets it to 1 for several processes, which counts as a setting too.
     """
     if chosen is not None:
         return Threads(chosen, "train.threads")
@@ -67,16 +68,17 @@ def threads_per_process(processes: int, chosen: int | None, environment: Mapping
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may keep busy: the least of its affinity, its control group's quota, and the machine's cores.
+    """Returns the cores that this process may use: the minimum of its affinity, its control group's quota, and the machine's
+    cores.
 
-    `root` is where the file system begins. Programs that start one process per core use it; OMP_NUM_THREADS does not count,
-    since it is about the threads of each process.
+    `root` is the root of the file system. Use it to start one process per core; OMP_NUM_THREADS does not count, because it
+    sets the threads of each process.
     """
     return _usable(root)[0]
 
 
 def allowed_cores() -> frozenset[int]:
-    """Numbers of the cores on which this process may run; empty where the system does not tell."""
+    """Returns the numbers of the cores on which this process may run; empty if the system does not report them."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
@@ -90,21 +92,21 @@ def _usable(root: Path) -> tuple[int, str]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores that the control groups of this process grant, version 1 or 2; groups without a limit are left out."""
+    """Yields the limits in cores of this process's control groups, version 1 or 2; skips groups without a limit."""
     for group in _control_groups("cpu", root):
         yield from _ratio(*(_read(group / "cpu.max").split() or ("", "")))
         yield from _ratio(_read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip())
 
 
 def _ratio(quota: str, period: str) -> Iterator[float]:
-    """Microseconds of processor time per microseconds; "max" and -1 mean no limit."""
+    """Yields quota / period, both in microseconds; "max" and -1 mean no limit."""
     if quota.isdecimal() and period.isdecimal() and int(period) > 0:
         yield int(quota) / int(period)
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that can be taken without swapping, by the machine and by every control group of this process; None where the system
-    does not tell. What a group holds only as a cache of files counts as available.
+    """Returns the bytes that can be allocated without swapping, according to the machine and every control group of this
+    process; None if the system does not report it. A group's inactive file cache counts as available.
     """
     return min(_limits(root), default=None)
 
@@ -121,7 +123,7 @@ def _limits(root: Path) -> Iterator[int]:
 
 
 def _cache(group: Path) -> int:
-    """Bytes of files that the group holds and that were not used lately."""
+    """Returns the bytes of the group's inactive file cache."""
     for line in _read(group / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file") and value.isdecimal():
@@ -130,13 +132,13 @@ def _cache(group: Path) -> int:
 
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
-"""Flags of processors that multiply bf16 numbers themselves: x86's in `flags`, Arm's in `Features`."""
+"""Flags of processors with bf16 units: of x86 in `flags`, of Arm in `Features`."""
 ACCELERATORS = ("dev/nvidiactl", "dev/nvidia0", "dev/kfd", "dev/dxg")
 """Device files of CUDA and ROCm."""
 
 
 def processor_flags(root: Path = Path("/")) -> frozenset[str]:
-    """Flags of the first processor in /proc/cpuinfo; empty where the file does not exist."""
+    """Returns the flags of the first processor in /proc/cpuinfo; empty if the file does not exist."""
     for line in _lines(root):
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -145,39 +147,39 @@ def processor_flags(root: Path = Path("/")) -> frozenset[str]:
 
 
 def processor_name(root: Path = Path("/")) -> str:
-    """What the processor calls itself."""
+    """Returns the model name of the processor."""
     models = (line.partition(":")[2].strip() for line in _lines(root) if line.startswith("model name"))
     return next(models, "") or platform.processor() or platform.machine()
 
 
 def multiplies_bf16(root: Path = Path("/")) -> bool | None:
-    """Whether the processor has units for bf16; None where it does not tell."""
-    found = processor_flags(root)
-    return bool(found & BF16_FLAGS) if found else None
+    """Whether the processor has bf16 units; None if unknown."""
+    flags = processor_flags(root)
+    return bool(flags & BF16_FLAGS) if flags else None
 
 
 def has_accelerator(root: Path = Path("/")) -> bool:
-    """Whether the system shows a GPU; drivers may still be missing."""
+    """Whether the system has a GPU device; drivers may still be missing."""
     return any((root / file).exists() for file in ACCELERATORS)
 
 
 def hides_accelerators(environment: Mapping[str, str]) -> bool:
-    """Whether the environment says that no GPU is to be used, so that work runs on the CPU."""
+    """Whether the environment hides all GPUs, so that work runs on the CPU."""
     return any(environment.get(name, "0") in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
 
 
 def idle_accelerator(device: str, environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """A sentence where a GPU is shown and work runs on another `device` type, unless the environment hides GPUs; else None."""
+    """Returns a warning if the machine has a GPU but `device` is the CPU, unless the environment hides GPUs; else None."""
     if device != "cpu" or hides_accelerators(environment) or not has_accelerator(root):
         return None
     return (
         "this machine shows a GPU, but torch cannot use it, and all work runs on the CPU: `forge-train doctor` says why and what "
-        "to install; CUDA_VISIBLE_DEVICES= says that it is meant"
+        "to install; set CUDA_VISIBLE_DEVICES= to use the CPU on purpose"
     )
 
 
 def slow_bf16(root: Path = Path("/")) -> str | None:
-    """A sentence about bf16 on this machine where it would be computed without units for it, else None."""
+    """Returns a warning if this machine would compute bf16 without bf16 units, else None."""
     if multiplies_bf16(root) is not False or has_accelerator(root):
         return None
     return (

@@ -1,4 +1,4 @@
-"""Descriptions and diagnoses of plugins: what each takes, whether it loads, and whether it conforms to its group."""
+"""Describes plugins (their keys), and diagnoses them: whether they load, and conform to their groups."""
 
 import dataclasses
 import inspect
@@ -22,11 +22,12 @@ from forge_core.trust import trust_name
 
 @dataclass(frozen=True)
 class KeyDescription:
-    """A key that a component takes.
+    """One key of a component.
 
     Attributes:
-        default: as TOML text; None for a required key, and for a table that is always there: its `keys` have their own.
-        keys: of the table that this key holds, or of each table in it.
+        default: default value as TOML; None for a required key, and for a table that always exists, whose `keys` have their own
+            defaults.
+        keys: keys of the table that this key holds, or of each table in it.
     """
 
     name: str
@@ -38,7 +39,7 @@ class KeyDescription:
 
 @dataclass(frozen=True)
 class PluginDescription:
-    """What a plugin is."""
+    """Docstring and keys of a plugin."""
 
     entry: Entry
     doc: str
@@ -55,7 +56,7 @@ class PluginDescription:
 
 @dataclass(frozen=True)
 class PluginReport:
-    """The health of one plugin; no problems means sound."""
+    """The problems of one plugin; empty if it is sound."""
 
     entry: Entry
     problems: tuple[str, ...]
@@ -65,30 +66,30 @@ class PluginReport:
 
 
 def find_everywhere(registry: Registry, name: str, group: str = "") -> list[Entry]:
-    """Every plugin that `name` may mean, in one group or in all of them; the name of a distribution means all of its parts.
+    """Returns all plugins that `name` may mean, in one group or in all groups; the name of a distribution means all its plugins.
 
     Raises:
-        UnknownComponent: there is none.
+        UnknownComponent: no plugin or distribution has this name.
     """
     if group or ".py:" in name:
         wanted = group if group.startswith("forge.") else f"forge.{group}"
         if not group:
-            raise UnknownComponent(f"{name!r} may be of any group; choose one with --group")
+            raise UnknownComponent(f"the group of {name!r} is unknown; set it with --group")
         trust_name(name)
         return [registry.find(wanted, name)]
-    found = [entry for entry in registry.entries if name in (entry.name, entry.qualified)]
-    found = found or [entry for entry in registry.entries if canonical(entry.distribution) == canonical(name)]
-    if not found:
+    entries = [entry for entry in registry.entries if name in (entry.name, entry.qualified)]
+    entries = entries or [entry for entry in registry.entries if canonical(entry.distribution) == canonical(name)]
+    if not entries:
         hint = did_you_mean(name, sorted({known for entry in registry.entries for known in (entry.name, entry.distribution)}))
         raise UnknownComponent(f"unknown plugin {name!r}" + (f"; {hint}" if hint else ""))
-    return sorted(found, key=lambda entry: (entry.group, entry.distribution))
+    return sorted(entries, key=lambda entry: (entry.group, entry.distribution))
 
 
 def describe_plugin(entry: Entry, registry: Registry) -> PluginDescription:
-    """A plugin's docstring and keys.
+    """Returns a plugin's docstring and keys.
 
     Raises:
-        BrokenPlugin: it cannot be loaded.
+        BrokenPlugin: the plugin cannot be loaded.
     """
     loaded = registry.load_entry(entry)
     if not (inspect.isclass(loaded) and issubclass(loaded, Component)):
@@ -98,8 +99,8 @@ def describe_plugin(entry: Entry, registry: Registry) -> PluginDescription:
 
 
 def _keys(cls: type, registry: Registry, instance: Any = None, above: tuple[type, ...] = ()) -> tuple[KeyDescription, ...]:
-    """The keys of a component or section; defaults are those of `instance` where a field's default is one."""
-    found = []
+    """Returns the keys of a component or section; with an `instance`, its values are the defaults."""
+    keys = []
     for info, shape in shapes_in(cls).values():
         value = info.default if instance is None else getattr(instance, info.name)
         default = None
@@ -109,15 +110,15 @@ def _keys(cls: type, registry: Registry, instance: Any = None, above: tuple[type
             default = "none" if value is None else value_text(default_of(value, shape, registry))
         table = shape.inner or shape
         below: tuple[KeyDescription, ...] = ()
-        if table.kind == "section" and table.type not in above:  # a table may hold tables of the same kind
+        if table.kind == "section" and table.type not in above:  # a table may contain tables of the same type
             below = _keys(table.type, registry, value if shape.kind == "section" else None, (*above, table.type))
             default = None if shape.kind == "section" and value is not None else default
-        found.append(KeyDescription(info.name, describe_shape(shape), default, info.doc, below))
-    return tuple(found)
+        keys.append(KeyDescription(info.name, describe_shape(shape), default, info.doc, below))
+    return tuple(keys)
 
 
 def diagnose(registry: Registry, name: str = "", *, conform: bool = False) -> list[PluginReport]:
-    """Loads every plugin (or those of one name) and says what is wrong with each.
+    """Loads every plugin (or those with one name) and returns their problems.
 
     Raises:
         UnknownComponent: no plugin has this name.
@@ -128,29 +129,29 @@ def diagnose(registry: Registry, name: str = "", *, conform: bool = False) -> li
 
 def _problems(entry: Entry, registry: Registry, conform: bool) -> list[str]:
     rivals = [other for other in registry.of(entry.group) if other.name == entry.name and other != entry]
-    if any(each.is_forge for each in (entry, *rivals)):  # the name is Forge's, and no conflict
+    if any(rival.is_forge for rival in (entry, *rivals)):  # Forge's names take precedence, so there is no conflict
         rivals = []
-    if entry.group == "forge.conformance":  # its names say what is checked; several may check the same
+    if entry.group == "forge.conformance":  # its names are groups; several distributions may check the same group
         rivals = []
     before = "torch" in sys.modules
-    found = flaws(entry, registry, conform=conform)
-    heavy = not before and found.loads and "torch" in sys.modules
+    faults = flaws(entry, registry, conform=conform)
+    heavy = not before and faults.loads and "torch" in sys.modules
     return [
         *(f"the name is also claimed by {other.distribution} {other.version}" for other in rivals),
         *(["imports torch at module level; import it inside build"] if heavy else []),
-        *found.messages,
+        *faults.messages,
     ]
 
 
 class Flaws(NamedTuple):
-    """What is wrong with a plugin by itself; `loads` says whether it can be loaded."""
+    """Problems of a plugin by itself, and whether it can be loaded."""
 
     loads: bool
     messages: list[str]
 
 
 def flaws(entry: Entry, registry: Registry, *, conform: bool = False) -> Flaws:
-    """Whether a plugin loads and describes itself; with `conform` also whether its description reads back."""
+    """Checks that a plugin can be loaded and has docstrings; with `conform`, also that its description loads again."""
     try:
         loaded = registry.load_entry(entry)
     except BrokenPlugin as error:
@@ -167,12 +168,12 @@ def flaws(entry: Entry, registry: Registry, *, conform: bool = False) -> Flaws:
 
 
 def _describes_itself(cls: type) -> list[str]:
-    """What a component must say about itself."""
+    """Checks the requirements on the class of a component."""
     problems = []
     parameters = typing.cast(Any, cls).__dataclass_params__
     if not parameters.frozen:
         problems.append("is not frozen: decorate it with @dataclass(frozen=True, kw_only=True)")
-    if not cls.__doc__ or cls.__doc__.startswith(f"{cls.__name__}("):  # what dataclass writes when there is none
+    if not cls.__doc__ or cls.__doc__.startswith(f"{cls.__name__}("):  # the docstring that dataclass generates
         problems.append("has no docstring")
     problems += [
         f"field {item.name!r} is not keyword-only" for item in dataclasses.fields(typing.cast(Any, cls)) if not item.kw_only
@@ -183,12 +184,12 @@ def _describes_itself(cls: type) -> list[str]:
         if not info.doc:
             problems.append(f"field {info.name!r} has no docstring below it")
         if shape_of(info.type).type is Component and shape_of(info.type).slot is None:
-            problems.append(f"field {info.name!r} holds a component without a Slot, so no group is known")
+            problems.append(f"field {info.name!r} holds a component without a Slot, so its group is unknown")
     return problems
 
 
 def _defaults_fit(cls: type) -> list[str]:
-    """Defaults that a recipe could not have given: of another type, or out of range."""
+    """Returns the faults of default values that a recipe could not set: of another type, or out of range."""
     problems = []
     for info in fields_of(cls):
         shape = shape_of(info.type)
@@ -196,7 +197,7 @@ def _defaults_fit(cls: type) -> list[str]:
             continue
         try:
             _, faults = read_leaf(info.name, Leaf(written(info.default, shape.type), DEFAULT), shape)
-        except (TypeError, ValueError) as error:  # what pydantic and json raise for what they cannot write
+        except (TypeError, ValueError) as error:  # from pydantic and json, for values that they cannot write
             problems.append(f"default of {info.name!r}: {error}")
         else:
             problems += [f"default of {info.name!r}: {fault.message}" for fault in faults]
@@ -204,7 +205,7 @@ def _defaults_fit(cls: type) -> list[str]:
 
 
 def _conforms(entry: Entry, cls: type, registry: Registry) -> list[str]:
-    """Description conformance, the same for every group: the defaults make an instance, and its description reads back equal."""
+    """Checks, for any group, that the defaults build an instance, and that its description loads again to an equal instance."""
     name = entry.name if ".py:" in entry.name else entry.qualified
     slot = Annotated[Component, Slot(entry.group, default=name)]
     holder = dataclasses.make_dataclass("Holder", [("plugin", slot, Slot.unset())], frozen=True)

@@ -1,8 +1,8 @@
-"""Removes secrets from what is shown or kept: messages, logs, reports, trackers, checkpoints.
+"""Removes secrets from messages, logs, reports, trackers and checkpoints.
 
-By what may stay, and not by what has to go: of an address its scheme, host, port and path stay. User, password, query and
-fragment do not, whatever they are called, since a signature, a token or a cookie has another name with each service. Where a key
-says that its value is a secret, such as `api_key` or `auth`, the value goes.
+URLs are reduced to parts that cannot be secret: scheme, host, port and path. User, password, query and fragment are always
+hidden, because the names of signatures, tokens and cookies differ between services. Values of keys that mean a secret, such as
+`api_key` or `auth`, are hidden.
 """
 
 import re
@@ -14,7 +14,7 @@ from forge_core.errors import CheckpointError, Fault
 
 HIDDEN = "(hidden)"
 _UNSET = "none"
-"""What an optional key has that is not set."""
+"""Value of an optional key that is not set."""
 
 _WORDS = r"(?<![a-z]){0}(?![a-z])"
 _ALWAYS = re.compile(
@@ -37,7 +37,7 @@ _COUNTED = re.compile(
 _HOST = re.compile(r"(?:\[[\da-fA-F:.%\w]*\]|[^:\[\]@]*)(?::\d*)?")
 _IN_URL = r"""(?:[^\s'"<>`\\]|\\(?!["'nrt]))"""
 _URL = re.compile(rf"""(?<![\w+.-])[\w+.-]+://{_IN_URL}*(?:'(?:(?!://)[^\s"<>`])*@{_IN_URL}*)?""")
-"""A password may hold a single quote; without an `@` behind it, the quote ends the address."""
+"""A password may contain a single quote; without a following `@`, the quote ends the URL."""
 
 _BARE_USER = re.compile(r"""(?<![\w/@.:-])[^\s/:@'"=(,\[{]+:[^\s/:@'"(]+@(?=[\w-]+\.[\w.-]*\w)""")
 _QUERY = re.compile(r"""(?<=[\w/])\?(?=[\w.%-]+=)[^\s'"]+""")
@@ -55,7 +55,7 @@ _KNOWN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|(?:AKIA|ASIA)[0-9A-Z]{16}"
     r"|xox[abprs]-[\w-]{10,}|eyJ[\w-]{6,}\.[\w-]{10,}\.[\w-]*)"
 )
-"""Tokens that say of themselves what they are, wherever they stand."""
+"""Tokens with a recognizable form, anywhere in a text."""
 
 
 def secret(key: str) -> bool:
@@ -65,15 +65,17 @@ def secret(key: str) -> bool:
 
 
 def _is_always(key: str) -> bool:
-    """Whether numbers under `key` are secrets, too."""
+    """Whether `key` always means a secret, so that numbers are hidden too."""
     return bool(_ALWAYS.search(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()))
 
 
 def redacted(value: Any, key: str = "", *, certain: bool = False) -> Any:
-    """A copy of plain data without secrets: what is below a secret key, and all but the place of addresses.
+    """Returns a copy of plain data without secrets: values of secret keys, and secret parts of URLs.
 
     Args:
-        certain: of keys, only those that can mean nothing else count: `password`, and not `key` or `token`.
+        value: plain data.
+        key: key of the value.
+        certain: hides only values of keys that always mean a secret, such as `password`, but not `key` or `token`.
     """
     if isinstance(value, Mapping):
         return {name: redacted(item, name if secret(str(name)) else key, certain=certain) for name, item in value.items()}
@@ -89,20 +91,21 @@ def redacted(value: Any, key: str = "", *, certain: bool = False) -> Any:
 
 
 def redacted_url(url: str) -> str:
-    """An address with scheme, host, port and path only; what is no address comes back as it is.
+    """Returns a URL with only scheme, host, port and path; returns other text unchanged.
 
-    A password may hold `/` and `@`. An `@` that can only belong to the path, as in `hf://datasets/a@main/b`, stays.
+    A password may contain `/` and `@`. An `@` that can only belong to the path, as in `hf://datasets/a@main/b`, stays.
     """
     scheme, found, rest = url.partition("://")
     if not found:
         return url
     query = rest.partition("?")[2]
-    is_query = scheme.lower().endswith(("http", "https")) or "=" in query or query.startswith(HIDDEN)  # else ? is of a pattern
+    # Otherwise, ? belongs to a pattern.
+    is_query = scheme.lower().endswith(("http", "https")) or "=" in query or query.startswith(HIDDEN)
     marks = "?#" if is_query else "#"
     end = min((rest.index(mark) for mark in marks if mark in rest), default=len(rest))
     place, more = rest[:end], rest[end:]
     first = place.partition("/")[0]
-    if "@" in more and not _HOST.fullmatch(first):  # the password has a ? or a #
+    if "@" in more and not _HOST.fullmatch(first):  # the password contains a ? or #
         place, more = "@" + re.split(r"[?#]", more.rpartition("@")[2])[0], ""
     if "@" in place and ("@" in first or ":" in first.rpartition("]")[2]):
         place = f"{HIDDEN}@{place.rpartition('@')[2]}"
@@ -115,11 +118,15 @@ def redacted_url(url: str) -> str:
 
 
 def refuse_redacted(tables: Mapping[str, Any], origin: str) -> None:
-    """Raises a CheckpointError that names the keys of `tables`, read from `origin`, whose secrets were left out."""
+    """Refuses `tables`, read from `origin`, that contain hidden secrets.
+
+    Raises:
+        CheckpointError: a secret was hidden; the message names its key.
+    """
     if names := ", ".join(_hidden(tables)):
         raise CheckpointError(
-            f"{origin} does not keep secrets: {names} is hidden. Give the recipe, such as the run's config.toml; "
-            "to encode text only, give --tokenizer"
+            f"{origin} does not keep secrets: {names} is hidden. Use the recipe instead, such as the run's config.toml; to only "
+            "encode text, use --tokenizer"
         )
 
 
@@ -135,10 +142,10 @@ def _hidden(value: Any, *path: str) -> Iterator[str]:
 
 
 def redacted_text(text: str) -> str:
-    """Text such as TOML, a log or a message without secrets: values of secret keys, all but the place of an address, the
-    credentials of a header, and tokens whose form says what they are.
+    """Returns text, such as TOML, a log or a message, without secrets: values of secret keys, secret parts of URLs, credentials
+    in headers, and tokens with a recognizable form.
 
-    Strings of an array that goes over several lines, and of a table with a secret header, are hidden as well.
+    Strings in a multi-line array of a secret key, and in a table with a secret header, are also hidden.
     """
     lines = []
     secret_table = open_array = False
@@ -156,7 +163,7 @@ def redacted_text(text: str) -> str:
 
 
 def redacted_fault(fault: Fault) -> Fault:
-    """A fault whose message does not quote the value of a secret key."""
+    """Returns a fault whose message does not quote the value of a secret key."""
     return replace(fault, message=_all_strings(fault.message), hint=_all_strings(fault.hint)) if secret(fault.key) else fault
 
 
@@ -176,7 +183,7 @@ def _secret_strings(line: str) -> str:
 
 
 def _hidden_url(match: "re.Match[str]") -> str:
-    """The address in a text, without the punctuation that may follow it; a bracket belongs to it where it opens there, too."""
+    """Redacts a URL in a text. Punctuation after the URL does not belong to it, except for a bracket that opens in the URL."""
     whole, end = match[0], len(match[0])
     pairs = {")": "(", "]": "[", "}": "{"}
     while end and whole[end - 1] in ").,;:!?]}'":
@@ -192,7 +199,7 @@ def _assigned(match: "re.Match[str]", instead: str) -> str:
 
 
 def _plain(match: "re.Match[str]") -> str:
-    """`password=1` and `HF_TOKEN=x` without quotes, as environments have them; not `max_tokens = 12`."""
+    """Redacts unquoted values as in environments, such as `password=1` and `HF_TOKEN=x`, but not `max_tokens = 12`."""
     key, value = match["key"], match["value"]
     is_count = re.fullmatch(r"[-+\d._e]+|true|false|none|value|\.\.\.", value.lower()) is not None  # or a placeholder
     return key + match["is"] + HIDDEN if _is_always(key) or (secret(key) and not is_count) else match[0]

@@ -1,8 +1,7 @@
-"""How a model describes itself, once, as data.
+"""The specs of a model: its description as data.
 
-A parameter's spec holds what every strategy needs to know about it: the logical meaning of its dimensions, how it is
-drawn, and which optimizer group it belongs to. Rule tables map logical dimensions to mesh axes, so a new strategy is a
-new table and never an edit to a model.
+The spec of a parameter has the logical meaning of its dimensions, its initialization and its optimizer group. Rule tables map
+logical dimensions to mesh axes, so a new strategy is a new table and never an edit to a model.
 """
 
 from collections.abc import Mapping
@@ -11,31 +10,31 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 Dim = Literal["batch", "sequence", "embed", "heads", "kv_heads", "ffn", "expert", "vocab"] | None
-"""Logical meaning of one dimension; None where no strategy may split it."""
+"""Logical meaning of one dimension; None if no strategy may split it."""
 
 Group = Literal["matrix", "embedding", "head", "router", "vector"]
-"""Optimizer group: hidden matrices; lookup tables; the output projection; what chooses experts; norms, biases and other 1-D
+"""Optimizer group: hidden matrices; embedding tables; the output projection; routers of experts; norms, biases and other 1-D
 tensors."""
 
 
 @dataclass(frozen=True)
 class Init:
-    """How a tensor is filled: `normal` with mean 0 and `std`, `zeros` or `ones`."""
+    """Initialization of a tensor: `normal` with mean 0 and `std`, `zeros` or `ones`."""
 
     kind: Literal["normal", "zeros", "ones"]
     std: float = 0.0
 
     def __post_init__(self) -> None:
         if (self.kind == "normal") != (self.std > 0):
-            raise ValueError(f"Init({self.kind!r}, std={self.std}): normal needs std > 0, the others take none")
+            raise ValueError(f"Init({self.kind!r}, std={self.std}): normal requires std > 0, zeros and ones require std = 0")
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """One parameter or buffer. `dims` has one entry per dimension of the tensor.
 
-    `stacked` says that dimension 0 stacks separate tensors (experts), each drawn under its own name. `fused` has the outputs
-    (rows, after a stack) of the matrices that lie one after the other in this one, such as q, k and v; empty where it is one.
+    `stacked`: dimension 0 stacks separate tensors (experts), each initialized under its own name. `fused`: numbers of outputs
+    (rows) of the matrices that are concatenated in this tensor, such as q, k and v; empty if it is a single matrix.
     """
 
     dims: tuple[Dim, ...]
@@ -47,14 +46,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """Logical dimensions of the tensors that enter and leave a module, in the order of its forward."""
+    """Logical dimensions of a module's inputs and outputs, in the order of its forward."""
 
     inputs: tuple[tuple[Dim, ...], ...]
     outputs: tuple[tuple[Dim, ...], ...]
 
 
 class Matrix(NamedTuple):
-    """The weight of a linear layer before it exists: shape (outputs, inputs), and what its dimensions mean."""
+    """The planned weight of a linear layer: its shape (outputs, inputs) and the meaning of its dimensions."""
 
     shape: tuple[int, int]
     dims: tuple[Dim, Dim]
@@ -100,25 +99,24 @@ def _no_roles() -> Mapping[str, frozenset[str]]:
 
 @dataclass(frozen=True)
 class Specs:
-    """All that strategies know about a model.
+    """The description of a model for strategies.
 
     Attributes:
-        tensors: per global name of a parameter or buffer. A tied copy is not listed here.
-        modules: per path of a module whose inputs or outputs a strategy may have to lay out.
+        tensors: specs by global name of a parameter or buffer, without tied copies.
+        modules: specs by path, for modules whose inputs or outputs a strategy may redistribute.
         blocks: paths of the repeated blocks in forward order: the units of sharding, recomputation and compilation.
-        units: indivisible units per logical dimension, such as the number of heads.
-        ties: global name of a tied copy -> global name of the tensor that it repeats.
-        entry: paths of the modules that run before the first block; a pipeline keeps them on its first part.
-        exit: paths of the modules that run after the last block; a pipeline keeps them on its last part. Blocks inside of them
-            stay there too.
-        mtp_depth: how many tokens beyond the next one the model predicts in training; it is given `Batch.mtp_targets` then.
-        needs: inputs beyond those that every model takes, by the names of these arguments: `tokens`, which later parts of a
-            pipeline are given along with hidden states, and `document_starts` and `token_mask`, for all parts, where a batch has
-            them.
-        whole_rows: what, besides its attention cores, makes the model see whole rows at once; empty when a row may be cut.
-        whole_stream: what makes modules need whole sequences of the residual stream that otherwise work on parts of it.
-        roles: names for sets of parameters by what they are for, such as `encoder`: what stages of training may name. Sets may
-            overlap, and need not have every parameter.
+        units: number of indivisible units per logical dimension, such as the number of heads.
+        ties: maps the global name of a tied copy to the global name of the original tensor.
+        entry: paths of the modules that run before the first block; a pipeline keeps them on its first stage.
+        exit: paths of the modules that run after the last block, including blocks inside of them; a pipeline keeps them on its
+            last stage.
+        mtp_depth: number of tokens beyond the next one that the model predicts in training, from `Batch.mtp_targets`.
+        needs: optional arguments that the model's forward takes: `tokens`, which later pipeline stages then get along with
+            hidden states; `document_starts` and `token_mask`, for all stages, if the batch has them.
+        whole_rows: reasons, besides attention, why the model needs whole rows; empty if a row may be split.
+        whole_stream: reasons why some modules need whole sequences of the residual stream instead of parts.
+        roles: named sets of parameters, such as `encoder`, to which training stages can refer. Sets may overlap, and need not
+            cover all parameters.
     """
 
     tensors: Mapping[str, TensorSpec]

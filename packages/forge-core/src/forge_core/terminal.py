@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Console:
-    """What one command prints. With `as_json` only `document` and `error` write to standard output.
+    """The output of one command. With `as_json`, only `document` and `error` write to standard output.
 
-    Colors follow rich: none when `NO_COLOR` is set or the stream is not a terminal.
+    Colors follow rich: no colors if `NO_COLOR` is set or the stream is not a terminal.
     """
 
     def __init__(self, *, as_json: bool = False, out: TextIO | None = None, err: TextIO | None = None) -> None:
@@ -24,16 +24,16 @@ class Console:
         self._err = err or sys.stderr
 
     def text(self, message: str = "") -> None:
-        """A line for people, on standard output, as it is: no markup, no wrapping."""
+        """Prints a line for people on standard output, without markup and wrapping."""
         if not self.as_json:
             print(message, file=self._out)
 
     def note(self, message: str) -> None:
-        """A remark next to the result, on standard error."""
+        """Prints a remark on standard error."""
         print(_redacted(message), file=self._err)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
-        """A table for people. Off a terminal it is tab-separated without truncation, so that it can be piped."""
+        """Prints a table for people. If the output is not a terminal, it is tab-separated and not truncated, for pipes."""
         if self.as_json:
             return
         if not self._out.isatty():
@@ -49,11 +49,11 @@ class Console:
         _rich(self._out).print(drawn)
 
     def document(self, value: Any) -> None:
-        """The result for programs: exactly one JSON document on standard output."""
+        """Prints the result for programs: one JSON document on standard output."""
         print(json.dumps(value, indent=2, ensure_ascii=False, default=str), file=self._out)
 
     def error(self, error: ForgeError) -> int:
-        """Prints a refusal, without a traceback, and returns the exit code."""
+        """Prints an error without a traceback, and returns the exit code."""
         if self.as_json:
             self.document(failure(error))
         else:
@@ -63,19 +63,19 @@ class Console:
 
 
 def failure(error: ForgeError) -> dict[str, Any]:
-    """A refusal as JSON: `{ok: false, error, faults}`."""
+    """Returns an error as JSON: `{ok: false, error, message, faults}`."""
     faults = error.faults if isinstance(error, ConfigError) else ()
-    told = ({"key": f.key, "message": f.message, "origin": f.origin, "hint": f.hint} for f in faults)
+    entries = ({"key": f.key, "message": f.message, "origin": f.origin, "hint": f.hint} for f in faults)
     return {
         "ok": False,
         "error": type(error).__name__,
         "message": _redacted(str(error)),
-        "faults": [{name: _redacted(text) for name, text in fault.items()} for fault in told],
+        "faults": [{name: _redacted(text) for name, text in fault.items()} for fault in entries],
     }
 
 
 def _redacted(text: str) -> str:
-    from forge_core.redaction import redacted_text  # its patterns take milliseconds, which a command that says nothing saves
+    from forge_core.redaction import redacted_text  # imported here, because compiling its patterns takes milliseconds
 
     return redacted_text(text)
 
@@ -87,7 +87,7 @@ def _rich(stream: TextIO) -> "RichConsole":
 
 
 def size(count: int) -> str:
-    """Bytes in binary units with two digits after the point: `14.96 GiB`, `950 B`."""
+    """Formats bytes in binary units with two decimals: `14.96 GiB`, `950 B`."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -97,21 +97,21 @@ def size(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `3 min 40 s`, or `1 h 02 min` from an hour on."""
+    """Formats seconds as `45 s`, `3 min 40 s`, or `1 h 02 min` from an hour on."""
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
 def clock(seconds: float) -> str:
-    """`3:40`, or `1:02:03` from an hour on."""
+    """Formats seconds as `3:40`, or `1:02:03` from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def count(value: float) -> str:
-    """A number in at most four digits and a suffix: `950`, `21.3k`, `1.4M`."""
+    """Formats a number with a suffix: `950`, `21.3k`, `1.4M`."""
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= scale:
             return f"{value / scale:.1f}{suffix}"
@@ -119,7 +119,7 @@ def count(value: float) -> str:
 
 
 class ProgressMeter:
-    """Reports how far a long job is, every few seconds: amount, share, rate and the time that is left."""
+    """Reports the progress of a long job every few seconds: amount, percentage, rate and remaining time."""
 
     def __init__(self, what: str, total: int | None, unit: str, report: Callable[[str], None], every: float = 2.0) -> None:
         self.what, self.total, self.unit = what, total, unit
@@ -128,7 +128,7 @@ class ProgressMeter:
         self._began = self._spoke = time.monotonic()
 
     def advance(self, amount: int) -> None:
-        """Counts `amount` more as done."""
+        """Adds `amount` to the finished work."""
         self.done += amount
         now = time.monotonic()
         if now - self._spoke < self._every:
@@ -141,5 +141,5 @@ class ProgressMeter:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return max(time.monotonic() - self._began, 1e-9)

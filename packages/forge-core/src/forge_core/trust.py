@@ -1,8 +1,8 @@
-"""Which Python files may run as components (`./mine.py:Muon`).
+"""Controls which Python files may run as components (`./mine.py:Muon`).
 
-A file runs if the user named it, on the command line or in a recipe that they gave. Checkpoints, run directories and data folders
-can name files too, and whoever wrote them chose the names. Such a file runs only if the user gave its sha256 after reading it:
-`--trust-code SHA256`. Grants last for the process, like imported modules; a sha256 also applies to child processes.
+A file runs if the user named it on the command line or in a recipe. Checkpoints, run directories and data folders can also name
+files, which their authors chose. Such a file runs only if the user has trusted its sha256 after reading it:
+`--trust-code SHA256`. Trust lasts for the process, like imported modules; a trusted sha256 also applies to child processes.
 """
 
 import os
@@ -15,42 +15,43 @@ from forge_core.errors import ForgeError, UntrustedCode
 
 OPTION = "--trust-code"
 GRANTED = "FORGE_TRUST_CODE"
-"""Environment variable with the sha256 of every content that may run, with spaces between."""
+"""Environment variable with the sha256 of every trusted content, separated by spaces."""
 
 _files: set[Path] = set()
 
 
 def trust_file(path: Path | str) -> None:
-    """Grants a file that the user named, whatever it holds; a relative path starts at the working directory."""
+    """Trusts a file that the user named, with any content; a relative path starts at the working directory."""
     _files.add(Path(path).resolve())
 
 
 def trust_name(name: str) -> None:
-    """Grants the file of a component that the user named as `./mine.py:Thing`; another name needs no grant."""
+    """Trusts the file of a component that the user named as `./mine.py:Thing`; does nothing for other names."""
     file, _, attribute = name.rpartition(":")
     if file.endswith(".py") and attribute.isidentifier():
         trust_file(file)
 
 
 def trust_digest(digest: str) -> None:
-    """Grants every file whose content has this sha256 (64 hexadecimal digits).
+    """Trusts every file whose content has this sha256 (64 hexadecimal digits).
 
     Raises:
-        ForgeError: it is not a whole sha256.
+        ForgeError: `digest` is not a complete sha256.
     """
     if not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
-        raise ForgeError(f"{OPTION} {digest}: expected a whole sha256, 64 hexadecimal digits, as the refusal prints it")
+        raise ForgeError(f"{OPTION} {digest}: expected a complete sha256 (64 hexadecimal digits), as the error message prints it")
     os.environ[GRANTED] = " ".join({*_digests(), digest.lower()})
 
 
 def trusted_content(path: Path, what: str) -> bytes:
-    """The content of a file that may run: what is executed must be these bytes, and not what the file holds later.
+    """Returns the content of a trusted file. Execute these bytes, because the file may change later.
 
     Args:
-        what: names the component in a message.
+        path: the file.
+        what: name of the component for messages.
 
     Raises:
-        UntrustedCode: neither the file nor its content was granted.
+        UntrustedCode: neither the file nor its content is trusted.
     """
     content = path.read_bytes()
     digest = sha256(content).hexdigest()
@@ -58,13 +59,13 @@ def trusted_content(path: Path, what: str) -> bytes:
         return content
     other = f" ({OPTION} was given for other content)" if _digests() else ""
     raise UntrustedCode(
-        f"{what} is Python code of {path}, sha256 {digest}. It is named by stored data, not by your recipe or command line, so "
-        f"it does not run unasked{other}. Read the file; if you trust it, add {OPTION} {digest}"
+        f"{what} is Python code in {path}, sha256 {digest}. Stored data name it, not your recipe or command line, so it "
+        f"does not run unasked{other}. Read the file; if you trust it, add {OPTION} {digest}"
     )
 
 
 def _same(file: Path, content: bytes) -> bool:
-    """Whether a file that the user named has this content, too, such as a project's copy elsewhere."""
+    """Whether a file that the user named has this content, such as another copy of the same project."""
     try:
         return file.stat().st_size == len(content) and file.read_bytes() == content
     except OSError:
@@ -76,9 +77,9 @@ def _digests() -> list[str]:
 
 
 def with_trust_option(command: Any) -> Any:
-    """Adds the option `--trust-code` to a command of typer and to all commands below it. Returns the command.
+    """Adds the option `--trust-code` to a typer command and to all its subcommands. Returns the command.
 
-    It is added in one place, since every command may open what others wrote.
+    It is added to all commands in one place, because every command may open files of other authors.
     """
     import typer
     from typer.main import get_command
@@ -87,7 +88,7 @@ def with_trust_option(command: Any) -> Any:
         for digest in digests or ():
             trust_digest(digest)
 
-    help_text = "Run the Python file with this sha256 that stored data name; may be given several times."
+    help_text = "Allow stored data to run the Python file with this sha256; may be repeated."
     declaration = typer.Option(OPTION, metavar="SHA256", callback=grant, show_default=False, help=help_text)
 
     def carrier(trust_code: Annotated[list[str] | None, declaration] = None) -> None:

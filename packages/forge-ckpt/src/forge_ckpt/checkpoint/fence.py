@@ -1,11 +1,11 @@
-"""One job at a time writes to a store: the newest one.
+"""Ensures that only one job, the newest one, writes to a store.
 
-A job that starts puts its mark into the file `owner`. An older one that still runs, as when a scheduler starts a job again
-before its end, or a user starts it twice, then finds a different mark and writes nothing more. It uses no lock, which a
-dead job could leave behind, or that a file system would have to support.
+A job writes its mark into the file `owner` when it starts. An older job that is still running, for example because a scheduler
+restarted it too early or a user started it twice, then finds a different mark and stops writing. There is no lock, which a dead
+job could leave behind and which not every file system supports.
 
-The last look comes right before the rename that commits. A checkpoint that is committed in the moment between is whole; the newer
-job sets it aside when it saves.
+The last check is right before the rename that commits. If a newer job starts between this check and the rename, the committed
+checkpoint is complete; the newer job renames it when it saves.
 """
 
 import json
@@ -24,7 +24,7 @@ from forge_core.protocols.checkpoint import Store, World
 
 @dataclass(frozen=True)
 class Fence:
-    """This job's mark in a store; made by `take`."""
+    """This job's mark in a store; created by `take`."""
 
     store: Store
     world: World
@@ -49,51 +49,51 @@ class Fence:
         return cls(store, world, from_rank_0(world, write))
 
     def check(self) -> None:
-        """Collective: refuses when this job has lost the store.
+        """Collective: checks that this job still owns the store.
 
         Raises:
-            Superseded: on every rank, when another job has taken the store.
-            CheckpointError: on every rank, when the mark cannot be read.
+            Superseded: on every rank, if another job has taken the store.
+            CheckpointError: on every rank, if the mark cannot be read.
         """
-        if found := from_rank_0(self.world, self.other):
-            raise Superseded(found)
+        if reason := from_rank_0(self.world, self.other):
+            raise Superseded(reason)
 
     def lost(self) -> bool:
-        """Whether another job has taken the store; rank 0 looks, not collective. False while this cannot be told."""
+        """Whether another job has taken the store. Only rank 0 checks; not collective. False if the mark cannot be read."""
         try:
             return self.world.rank == 0 and bool(self.other())
-        except Exception:  # noqa: BLE001 (a store is a plugin and may raise anything; a save will say what is wrong)
+        except Exception:  # noqa: BLE001 (a store is a plugin and may raise anything; the next save reports the error)
             return False
 
     def may_write(self) -> None:
-        """On one rank, not collective: `checkpoint.save.save` calls it before it changes anything.
+        """Checks on one rank (not collective) that this job still owns the store; saves call it before every change.
 
         Raises:
             Superseded: another job has taken the store.
         """
-        if found := self.other():
-            raise Superseded(found)
+        if reason := self.other():
+            raise Superseded(reason)
 
     def other(self) -> str:
-        """Says who has taken the store; empty while this job has it. On one rank, not collective."""
+        """Returns a message about the job that has taken the store; empty while this job owns it. Not collective."""
         try:
-            found = _facts(self.store.read(OWNER))
+            owner = _facts(self.store.read(OWNER))
         except FileNotFoundError:
             return "the run's checkpoints were moved away while it ran, as by another job with --fresh; this job stops writing"
-        if found["mark"] == self.mark:
+        if owner["mark"] == self.mark:
             return ""
         return (
-            f"another job, process {found['process']} on {found['host']}, has taken over the run's directory. This "
+            f"another job, process {owner['process']} on {owner['host']}, has taken over the run's directory. This "
             "job stops writing; its steps since the last checkpoint are lost. To run both jobs, give one of them another job.name"
         )
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The job that took a store last; whether it still runs is not written anywhere.
+    """The job that took a store last. The store does not record whether this job is still running.
 
     Attributes:
-        mark: as it is stored, so that another owner can be told from this one.
+        mark: mark in the store, which differs for every job.
     """
 
     mark: str
@@ -102,33 +102,33 @@ class Owner:
 
     @classmethod
     def of(cls, store: Store) -> "Owner | None":
-        """None where no job ever took the store.
+        """Returns the owner of a store, or None if no job ever took it.
 
         Raises:
-            CheckpointError: its mark is damaged.
+            CheckpointError: the mark is damaged.
         """
         try:
-            found = _facts(store.read(OWNER))
+            owner = _facts(store.read(OWNER))
         except FileNotFoundError:
             return None
-        return cls(found["mark"], found["host"], found["process"])
+        return cls(owner["mark"], owner["host"], owner["process"])
 
     def has_ended(self) -> bool | None:
-        """Whether its process is gone; None where that cannot be told, as it ran on another host."""
+        """Whether the process of the job has ended; None if unknown, because it ran on another host."""
         if self.host != socket.gethostname():
             return None
         try:
             os.kill(self.process, 0)
         except ProcessLookupError:
             return True
-        except OSError:  # another user's
+        except OSError:  # a process of another user
             return False
         return False
 
 
 def _facts(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content)
-        return {"mark": str(found["mark"]), "process": int(found["process"]), "host": str(found["host"])}
+        facts = json.loads(content)
+        return {"mark": str(facts["mark"]), "process": int(facts["process"]), "host": str(facts["host"])}
     except (ValueError, TypeError, KeyError) as cause:
         raise CheckpointError(f"the file {OWNER} in the checkpoint directory is damaged: {cause}") from cause

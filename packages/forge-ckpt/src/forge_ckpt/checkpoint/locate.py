@@ -1,4 +1,4 @@
-"""What a path or a URL on the command line means: a run, its checkpoints, one checkpoint, or a mark such as `best`."""
+"""Resolves a path or URL from the command line: a run, its checkpoints, one checkpoint, or a mark such as `best`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,27 +15,28 @@ from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Store, World
 
 CHECKPOINTS = "checkpoints"
-"""Where a run keeps its checkpoints, below its directory."""
+"""Folder of the checkpoints in the directory of a run."""
 
 AnyStore: TypeAlias = LocalStore | RemoteStore
-"""A store that a path or a URL means; `root` is that."""
+"""A store at a path or URL, which is its `root`."""
 
 _STEPS_SHOWN = 30
 
 
 @dataclass(frozen=True)
 class CheckpointLocation:
-    """One checkpoint: its store, its name, and the run's directory where that is on this machine."""
+    """One checkpoint: its store, its name, and the run's directory if it is on this machine."""
 
     store: AnyStore
     name: str
     run: Path | None
 
     def manifest(self) -> Manifest:
-        """Its manifest, with the lengths of its files compared.
+        """Reads the manifest of the checkpoint, and compares it with the lengths of the files.
 
         Raises:
-            CheckpointError: it cannot be read; names the checkpoint. `Damaged` where it is not what was written.
+            Damaged: the checkpoint is damaged; the message names it.
+            CheckpointError: the manifest cannot be read.
         """
         from forge_ckpt.checkpoint.verification import open_manifest
 
@@ -48,10 +49,10 @@ class CheckpointLocation:
 
 
 def new_store(where: str | Path) -> AnyStore:
-    """An empty store at a path or URL.
+    """Creates an empty store at a path or URL.
 
     Raises:
-        CheckpointError: something is there.
+        CheckpointError: the path exists and is not an empty directory, or the URL has checkpoints.
     """
     if is_url(where):
         store = RemoteStore(str(where))
@@ -65,10 +66,10 @@ def new_store(where: str | Path) -> AnyStore:
 
 
 def store_of(where: str | Path, allow_foreign_owner: bool = False) -> tuple[AnyStore, str | None]:
-    """The checkpoints that a path or a URL means, and the name of the one that it is itself, if it is one.
+    """Returns the store for a path or URL, and the name of the checkpoint if the path is a single checkpoint or a mark.
 
     Raises:
-        CheckpointError: it is neither a directory nor a mark, or names a checkpoint that is gone.
+        CheckpointError: the path is neither a directory nor a mark, or the marked checkpoint does not exist.
     """
     if is_url(where):
         return _remote(str(where).rstrip("/"))
@@ -77,10 +78,10 @@ def store_of(where: str | Path, allow_foreign_owner: bool = False) -> tuple[AnyS
 
 
 def locate(where: str | Path) -> CheckpointLocation:
-    """The checkpoint that a path or URL means: itself, the newest of a run's directory, or the newest of a directory of them.
+    """Returns the checkpoint at a path or URL, or the newest one in a run's directory or a directory of checkpoints.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
 
     store, name = store_of(where)
@@ -92,7 +93,7 @@ def _local(path: Path) -> tuple[Path, str | None]:
     if path.is_file():
         path = _marked(path)
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory; give a run's directory, its checkpoints, or one checkpoint")
+        raise CheckpointError(f"{path} is not a directory; use a run's directory, its checkpoints, or one checkpoint")
     path = path.resolve()
     if (path / MANIFEST).is_file():
         return path.parent, path.name
@@ -100,7 +101,7 @@ def _local(path: Path) -> tuple[Path, str | None]:
 
 
 def _marked(path: Path) -> Path:
-    """The checkpoint that the file of a mark names; any other file as it is."""
+    """Returns the checkpoint that a mark names; returns the path of any other file unchanged."""
     with path.open("rb") as file:
         name = file.read(300).decode(errors="replace").strip()
     if not committed([name]):
@@ -111,7 +112,7 @@ def _marked(path: Path) -> Path:
 
 
 def _remote(url: str) -> tuple[RemoteStore, str | None]:
-    """The same where objects are: a folder of checkpoints has the marker of a store."""
+    """Resolves a URL like `_local`; a folder of checkpoints has the marker file of a store."""
     try:
         for folder in (url, f"{url}/{CHECKPOINTS}"):
             if MARKER in (store := RemoteStore(folder)).list():
@@ -126,18 +127,18 @@ def _remote(url: str) -> tuple[RemoteStore, str | None]:
                 return store, name
     except OSError as cause:
         raise CheckpointError(f"{url} cannot be read: {cause}") from cause
-    raise CheckpointError(f"{url} has no checkpoints; give the URL of a run, of its checkpoints, or of one checkpoint")
+    raise CheckpointError(f"{url} has no checkpoints; use the URL of a run, of its checkpoints, or of one checkpoint")
 
 
 def _gone(mark: str | Path, name: str) -> str:
-    return f"{mark} names {name}, which is not there; a run that goes on sets it again at its next save"
+    return f"{mark} names {name}, which does not exist; the next save of the run sets the mark again"
 
 
 def resolve(store: Store, which: str | int | None, world: World) -> str:
-    """Collective: the directory of a step (its last generation), of a name, or of the newest when None.
+    """Collective: returns the directory of the checkpoint of a step (its last generation) or a name, or of the newest one.
 
     Raises:
-        CheckpointError: none was found; names the available steps.
+        CheckpointError: there is no such checkpoint; the message lists the available steps.
     """
     names = from_rank_0(world, lambda: list(store.list()))
     if isinstance(which, str) and which in names and is_safe(which):
@@ -148,6 +149,6 @@ def resolve(store: Store, which: str | int | None, world: World) -> str:
             return entry.name
     place = getattr(store, "root", "the store")
     if not steps:
-        raise CheckpointError(f"no checkpoint found in {place}; give a run's directory, its checkpoints, or one checkpoint")
+        raise CheckpointError(f"no checkpoint found in {place}; use a run's directory, its checkpoints, or one checkpoint")
     offered = ", ".join(str(entry.step) for entry in steps[:_STEPS_SHOWN])
     raise CheckpointError(f"checkpoint {which!r} not found in {place}; available steps: {offered}")

@@ -1,4 +1,4 @@
-"""Finds the checkpoint to continue from and loads it, verified first, on any layout; reads boxes of stored tensors."""
+"""Finds the checkpoint to resume from, verifies it, and loads it on any layout; reads boxes of stored tensors."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ Select = Callable[[str], bool] | None
 
 
 class SkippedCheckpoint(NamedTuple):
-    """A checkpoint that was passed over, and why; `name` is what it is called now. Only damaged ones are put aside."""
+    """A skipped checkpoint and the reason; `name` is its current name. Only damaged checkpoints are renamed."""
 
     name: str
     reason: str
@@ -40,9 +40,9 @@ class VerifiedCheckpoint:
     """A checkpoint whose every byte was verified.
 
     Attributes:
-        name: its directory in the store.
-        manifest: what it holds; `manifest.meta` is what the trainer put there.
-        skipped: newer ones that were not usable.
+        name: directory of the checkpoint in the store.
+        manifest: description of the checkpoint; `manifest.meta` is the trainer's metadata.
+        skipped: newer checkpoints that were not usable.
     """
 
     name: str
@@ -59,23 +59,24 @@ class VerifiedCheckpoint:
 
 
 ResumePolicy = Literal["auto", "never", "require"] | int
-"""What a start resumes from; a number is a step."""
+"""How a start resumes; a number is a step."""
 
 
 def newest(store: Store, world: World, policy: ResumePolicy = "auto", *, aside: bool = True) -> VerifiedCheckpoint | None:
-    """Collective: the newest checkpoint that verifies, the same on every rank. Rank 0's listing counts.
+    """Collective: returns the newest checkpoint that passes verification, the same on every rank.
 
-    Damaged ones are renamed to `damaged-...`, never removed, and named in `skipped` and in the log.
+    Rank 0 lists the checkpoints. Damaged ones are renamed to `damaged-...`, never removed, and listed in `skipped` and the log.
 
     Args:
-        policy: `auto` returns None when nothing was ever saved; `require` raises then; `never` returns None without looking. A
-            number takes the checkpoint of that step, and no other.
-        aside: rename damaged ones. A job that does not own the store yet only looks, and calls `set_aside` once it does.
+        policy: `auto` returns None if nothing was ever saved; `require` raises an error in this case; `never` always returns
+            None. A number selects the checkpoint of this step and no other.
+        aside: whether to rename damaged checkpoints. A job that does not own the store yet passes False, and calls `set_aside`
+            after it has taken the store.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is usable: a run must not start over silently; or the one of the step
-            that was asked for is absent or damaged.
-        NewerFormat: a later version of forge-ckpt wrote the newest one.
+        CheckpointError: checkpoints exist, but none is usable (a run must not start over silently); or the checkpoint of the
+            given step is missing or damaged.
+        NewerFormat: a later version of forge-ckpt wrote the newest checkpoint.
     """
     if policy == "never":
         return None
@@ -97,7 +98,7 @@ def newest(store: Store, world: World, policy: ResumePolicy = "auto", *, aside: 
             skipped.append(SkippedCheckpoint(entry.name, str(cause), damaged=True))
         except NewerFormat:
             raise
-        except CheckpointError as cause:  # unreadable for now; it stays where it is
+        except CheckpointError as cause:  # temporarily unreadable, so it is not renamed
             if world.rank == 0:
                 _log.warning("%s could not be read and was skipped: %s", entry.name, cause)
             skipped.append(SkippedCheckpoint(entry.name, str(cause)))
@@ -114,9 +115,9 @@ def newest(store: Store, world: World, policy: ResumePolicy = "auto", *, aside: 
 
 
 def newest_that(store: Store, world: World, accept: Callable[[Manifest], bool]) -> VerifiedCheckpoint | None:
-    """Collective: the newest checkpoint that verifies and that `accept` takes, the same on every rank; None without one.
+    """Collective: returns the newest checkpoint that passes verification and `accept`, the same on every rank, or None.
 
-    Nothing is renamed: this looks for what a later start can go back to.
+    Renames nothing. It finds the checkpoint to which a later start can go back.
     """
     for entry in committed(from_rank_0(world, lambda: list(store.list()))):
         try:
@@ -129,18 +130,18 @@ def newest_that(store: Store, world: World, accept: Callable[[Manifest], bool]) 
 
 
 def set_aside(store: Store, world: World, skipped: Iterable[SkippedCheckpoint]) -> tuple[SkippedCheckpoint, ...]:
-    """Collective: renames the damaged ones to `damaged-...`. Returns all with the names that they have now."""
-    found = []
+    """Collective: renames damaged checkpoints to `damaged-...`. Returns all skipped checkpoints with their current names."""
+    renamed = []
     for entry in skipped:
         name = from_rank_0(world, partial(_quarantine, store, entry.name)) if entry.damaged else entry.name
         if name != entry.name and world.rank == 0:
             _log.warning("%s was renamed to %s", entry.name, name)
-        found.append(entry._replace(name=name))
-    return tuple(found)
+        renamed.append(entry._replace(name=name))
+    return tuple(renamed)
 
 
 def _spoiled_before(names: Iterable[str]) -> list[SkippedCheckpoint]:
-    """What earlier starts and saves renamed: it cannot be resumed from, but shows that a run has a history."""
+    """Returns the checkpoints that earlier starts and saves renamed; they show that the run has a history."""
     reasons = {DAMAGED: "found damaged earlier", SUPERSEDED: "left behind when the run went back to an earlier step"}
     return [SkippedCheckpoint(name, reason) for name in names for prefix, reason in reasons.items() if name.startswith(prefix)]
 
@@ -154,19 +155,19 @@ def load(
     strict: bool = True,
     select: Select = None,
 ) -> Mapping[str, Any]:
-    """Collective: fills live tensors from a checkpoint written by any layout. Returns the checkpoint's `meta`.
+    """Collective: fills live tensors from a checkpoint of any layout. Returns the checkpoint's `meta`.
 
-    Everything that any rank reads is verified before any rank changes a tensor.
+    All data that any rank reads are verified before any rank changes a tensor.
 
     Args:
-        which: what `newest` found, a directory name, or a step.
-        pieces: the boxes that live on this rank, owned or not; all are filled.
-        strict: tensors of the checkpoint that no rank wants are an error.
-        select: consider only tensors, live and stored, whose name it accepts (weights only: `lambda n: n.startswith("model/")`).
+        which: result of `newest`, a directory name, or a step.
+        pieces: the boxes on this rank, owned or not; all are filled.
+        strict: whether tensors of the checkpoint that no rank loads are an error.
+        select: considers only tensors, live and stored, whose name it accepts (weights only: `lambda n: n.startswith("model/")`).
 
     Raises:
-        CheckpointError: the checkpoint is absent or damaged, or does not fit: one error with every missing and unexpected
-            name, shape and dtype. No tensor was changed, on any rank.
+        CheckpointError: the checkpoint is missing or damaged, or does not match the pieces; one error lists every missing or
+            unexpected name, shape and dtype. No rank has changed a tensor.
     """
     name = which.name if isinstance(which, VerifiedCheckpoint) else resolve(store, which, world)
     manifest = _opened(store, name, world)
@@ -186,7 +187,7 @@ def load(
                 fill(store, name, manifest, piece, turns)
     except Exception as cause:  # noqa: BLE001 (as above)
         error = describe_error(cause)
-    # Also keeps every rank from going on, or removing files, while another still reads.
+    # Also a barrier: no rank continues, or removes files, while another rank is still reading.
     for rank, failed in enumerate(world.all_gather((error or "").encode())):
         if failed:
             raise CheckpointError(
@@ -205,10 +206,10 @@ def _verified(store: Store, name: str, world: World) -> Manifest:
 
 
 def _opened(store: Store, name: str, world: World) -> Manifest:
-    """Collective: rank 0's manifest on every rank, once every rank sees the files.
+    """Collective: returns rank 0's manifest on every rank, after every rank sees the files.
 
     Raises:
-        CheckpointError: some rank does not see in time what rank 0 sees; this is not proof of damage.
+        CheckpointError: a rank does not see the same files as rank 0 in time; this does not prove damage.
     """
     kinds = {"damaged": Damaged, "newer": NewerFormat, "error": CheckpointError}
     reply = b""
@@ -243,10 +244,10 @@ def _fitting(
     select: Callable[[str], bool] | None,
     name: str,
 ) -> np.ndarray:
-    """Collective: indices of the tensors that some rank reads.
+    """Collective: returns the indices of the tensors that at least one rank reads.
 
     Raises:
-        CheckpointError: on every rank, with all that does not fit on any of them.
+        CheckpointError: on every rank, with the mismatches of all ranks.
     """
     faults: dict[str, None] = {error: None} if error else {}
     wanted = np.zeros(len(manifest.tensors), dtype=np.uint8)
@@ -294,7 +295,7 @@ def _misfits(manifest: Manifest, index: int, piece: Piece) -> list[str]:
 
 
 def fill(store: Store, name: str, manifest: Manifest, piece: Piece, turns: DoubleBuffer) -> None:
-    """Copies into a live piece what a checkpoint has of its box; verifies nothing."""
+    """Copies the stored values of a piece's box into the live piece, without verification."""
     if not piece.local.numel():
         return
     columns, dims = manifest.pieces, len(piece.shape)
@@ -310,7 +311,7 @@ def fill(store: Store, name: str, manifest: Manifest, piece: Piece, turns: Doubl
 
 
 def _quarantine(store: Store, name: str) -> str:
-    """Puts a damaged checkpoint aside; where even that fails it stays, and is judged again at the next start."""
+    """Renames a damaged checkpoint. If this fails, it keeps its name, and the next start verifies it again."""
     try:
         moved = free_name(f"{DAMAGED}{name}", store.list())
         store.rename(name, moved)
@@ -321,15 +322,15 @@ def _quarantine(store: Store, name: str) -> str:
 
 
 class StoredTensors:
-    """Tensors of a checkpoint, all of which are verified when it is opened.
+    """The tensors of a checkpoint; the constructor verifies all of them.
 
     Attributes:
-        manifest: of the whole checkpoint.
-        tensors: those that `select` accepts, by name.
+        manifest: manifest of the whole checkpoint.
+        tensors: tensors that `select` accepts, by name.
 
     Raises:
-        Damaged: what was read is not what was written.
-        CheckpointError: it cannot be read.
+        Damaged: a file is damaged.
+        CheckpointError: the checkpoint cannot be read.
     """
 
     def __init__(self, store: AnyStore, name: str, select: Callable[[str], bool] | None = None) -> None:
@@ -346,7 +347,7 @@ class StoredTensors:
             raise Damaged(f"{self.origin} is damaged: {fault}")
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> torch.Tensor:
-        """The box of a tensor that begins at `offset`."""
+        """Returns the box of a tensor that begins at `offset`."""
         info = self.tensors[name]
         live = torch.empty(tuple(extent), dtype=DTYPES[info.dtype])
         with DoubleBuffer(CHUNK_BYTES) as turns:
@@ -354,13 +355,13 @@ class StoredTensors:
         return live
 
     def whole(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
+        """Returns a whole tensor."""
         shape = self.tensors[name].shape
         return self.box(name, (0,) * len(shape), shape)
 
 
 def boxes(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, extent) of boxes that cover a shape once, in the order of its elements; none has more than `most` elements."""
+    """Yields (offset, extent) of boxes of at most `most` elements that cover a shape once, in the order of its elements."""
     if not prod(shape):
         return
     if not shape:

@@ -1,10 +1,10 @@
-"""Which checkpoints stay: each rule keeps some, and what no rule keeps may go. Nothing here looks at a store.
+"""Retention of checkpoints: rules decide which checkpoints are kept, and `retain` removes the others.
 
-Rules go by steps, and by the time of training that a job wrote into a checkpoint when it saved it. The times of files and the
-clocks of nodes say nothing: they differ, and a copy changes them.
+The rules use steps, and the training time that a job records in each checkpoint. They do not use file times or clocks of nodes,
+which differ between nodes and change when files are copied.
 
-A rule that keeps the first checkpoint of a window keeps it for ever: later ones are not the first. So it makes no difference
-whether old checkpoints go one at a time, as a run saves, or all at once.
+A rule that keeps the first checkpoint of a window keeps it forever, because later ones are not the first. So the result does not
+depend on whether old checkpoints are removed one by one, after each save, or all at once.
 """
 
 import logging
@@ -26,16 +26,16 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Rules that add up: a checkpoint stays if any of them keeps it.
+    """Rules of retention: a checkpoint is kept if any rule keeps it.
 
     Attributes:
-        last: as many of the newest steps; 0 keeps all.
-        every: steps that are multiples of it; 0 for none.
-        log_spaced: the first checkpoint at or after `start`, `start + 1`, `start + 2`, `start + 4`, ...; None for none. After n
-            steps these are at most 2 + log2(n). For each step s after `start` that was ever saved one stays that is not later and
-            has come more than half as far: `start + (s - start) / 2 < kept <= s`.
-        hours: the first checkpoint of each window of so many hours of training; 0 for none. It keeps none of those that do not
-            say how long training had taken.
+        last: keeps this number of newest steps; 0 keeps all.
+        every: keeps steps that are multiples of it; 0 disables the rule.
+        log_spaced: `start`; keeps the first checkpoint at or after `start`, `start + 1`, `start + 2`, `start + 4`, ...; None
+            disables the rule. After n steps it keeps at most 2 + log2(n) checkpoints. For each step s after `start` that was
+            ever saved, it keeps a checkpoint with `start + (s - start) / 2 < kept <= s`.
+        hours: keeps the first checkpoint of each window of this many hours of training; 0 disables the rule. It ignores
+            checkpoints that do not record the training time.
     """
 
     last: int = 0
@@ -45,11 +45,11 @@ class RetentionPolicy:
 
     def __post_init__(self) -> None:
         if self.last < 0 or self.every < 0 or (self.log_spaced or 0) < 0 or not 0 <= self.hours < math.inf:
-            raise ValueError(f"{self}: rules of retention are not negative")
+            raise ValueError(f"{self}: rules of retention must not be negative")
 
 
 class RetentionDecision(NamedTuple):
-    """One checkpoint and the rules that keep it, in words; without one it may go, as `why` says."""
+    """One checkpoint and the rules that keep it, in words. If no rule keeps it, `why` is the reason for its removal."""
 
     entry: Committed
     kept_by: tuple[str, ...]
@@ -62,12 +62,12 @@ def judge(
     seconds: Mapping[str, float] | None = None,
     spare: Collection[int] = (),
 ) -> list[RetentionDecision]:
-    """A verdict on each checkpoint, newest first.
+    """Returns the decision on each checkpoint, newest first.
 
     Args:
-        entries: as `names.committed` gives them, newest first; of one step only the generation saved last counts.
-        seconds: of training behind a checkpoint, by its name.
-        spare: steps that stay in any case; a mapping says why.
+        entries: result of `names.committed`, newest first; of each step, only the generation that was saved last is kept.
+        seconds: training time of each checkpoint, by name.
+        spare: steps that are always kept; a mapping has the reasons.
     """
     newest: dict[int, Committed] = {}
     for entry in entries:
@@ -100,17 +100,17 @@ def judge(
 
 
 def _firsts(current: Iterable[Committed], window: Callable[[Committed], int | None]) -> dict[int, Committed]:
-    """The oldest checkpoint of each window; those without one are left out."""
-    found: dict[int, Committed] = {}
+    """Returns the oldest checkpoint of each window; skips checkpoints without a window."""
+    firsts: dict[int, Committed] = {}
     for entry in sorted(current):
         at = window(entry)
         if at is not None:
-            found.setdefault(at, entry)
-    return found
+            firsts.setdefault(at, entry)
+    return firsts
 
 
 def _octave(distance: int) -> int | None:
-    """Where the window of a distance begins: 0, or the largest power of two that is not above it."""
+    """Returns the start of the window of a distance: 0, or the largest power of two up to the distance."""
     return None if distance < 0 else 1 << (distance.bit_length() - 1) if distance else 0
 
 
@@ -119,8 +119,7 @@ def _window(seconds: float | None, hours: float) -> int | None:
 
 
 SECONDS = "seconds"
-"""Key of a checkpoint's `meta`: seconds of training behind it, those before a resume included, as the job that saved it measured
-them."""
+"""Key of a checkpoint's `meta` for its training time in seconds, including the time before resumes."""
 
 _log = logging.getLogger(__name__)
 
@@ -132,18 +131,18 @@ def retain(
     spare: Collection[int] = (),
     may: Callable[[], None] | None = None,
 ) -> list[str]:
-    """Collective: removes the checkpoints that no rule keeps. Returns the names removed, on every rank.
+    """Collective: removes the checkpoints that no rule keeps. Returns the removed names on every rank.
 
-    Of one step only the generation saved last counts. What is removed is older than one that stays and is verified, byte by byte,
-    in this call; so the newest good checkpoint never goes, however many newer ones are damaged.
+    Of each step, only the generation that was saved last is kept. A checkpoint is removed only if this call has verified every
+    byte of a newer one that is kept. So the newest good checkpoint is never removed, however many newer ones are damaged.
 
     Args:
-        keep: how many of the newest steps stay, 0 for all; or rules.
-        spare: steps that stay in any case.
-        may: called on rank 0 before each removal; raises when this job may not remove.
+        keep: number of newest steps to keep, 0 for all; or rules.
+        spare: steps that are always kept.
+        may: called on rank 0 before each removal; raises an error if this job may not remove checkpoints.
 
     Raises:
-        CheckpointError: on every rank, when rank 0 could not look or remove.
+        CheckpointError: on every rank, if rank 0 could not list or remove checkpoints.
     """
     policy = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(last=keep)
 
@@ -167,10 +166,10 @@ def retain(
 
 
 def judged(store: Store, policy: RetentionPolicy, spare: Collection[int] = ()) -> list[RetentionDecision]:
-    """What the rules say of each checkpoint of a store, newest first. Rank 0 only.
+    """Returns the decisions on all checkpoints of a store, newest first. Call it on rank 0 only.
 
     Raises:
-        CheckpointError, OSError: a manifest that a rule needs cannot be read now.
+        CheckpointError, OSError: a manifest that a rule needs cannot be read.
     """
     entries = committed(store.list())
     seconds = {entry.name: at for entry in entries if (at := _seconds(store, entry)) is not None} if policy.hours else {}
@@ -178,16 +177,16 @@ def judged(store: Store, policy: RetentionPolicy, spare: Collection[int] = ()) -
 
 
 def _seconds(store: Store, entry: Committed) -> float | None:
-    """Seconds of training that a checkpoint records; None where it does not, or is damaged."""
+    """Returns the training time that a checkpoint records, in seconds; None if it does not, or is damaged."""
     try:
-        found = meta_of(manifest_bytes(store, entry.name)).get(SECONDS)
+        seconds = meta_of(manifest_bytes(store, entry.name)).get(SECONDS)
     except Damaged:
         return None
-    return float(found) if isinstance(found, int | float) and found is not True and 0 <= found < math.inf else None
+    return float(seconds) if isinstance(seconds, int | float) and seconds is not True and 0 <= seconds < math.inf else None
 
 
 def _is_good(store: Store, world: World, name: str) -> bool:
-    """Collective: whether a checkpoint is verified, the same answer on every rank."""
+    """Collective: whether a checkpoint passes verification; the same result on every rank."""
     data = b""
     if world.rank == 0:
         try:
@@ -207,14 +206,14 @@ def _is_good(store: Store, world: World, name: str) -> bool:
 
 
 def bury(store: Store, name: str) -> None:
-    """Makes a directory unloadable, then removes it."""
+    """Renames a directory so that it cannot be loaded, then removes it."""
     tombstone = free_name(f"{REMOVED}{name}", store.list())
     store.rename(name, tombstone)
     store.remove(tombstone)
 
 
 def sweep(store: Store) -> None:
-    """Removes what interrupted saves and removals left; rank 0 only, with no save under way."""
+    """Removes the leftovers of interrupted saves and removals. Call it on rank 0 only, while no save is in progress."""
     for name in store.list():
         if name.startswith((SAVING, REMOVED)):
             store.remove(name)

@@ -1,4 +1,4 @@
-"""From live tensors to a draft of a checkpoint, its save while training waits, and the check that there is room for it."""
+"""Builds a draft of a checkpoint from live tensors, saves it while training waits, and checks the free space."""
 
 import json
 import resource
@@ -21,36 +21,36 @@ from forge_core.terminal import size
 
 
 def check_room(store: Store, pieces: Iterable[Piece], world: World, keep: int) -> str:
-    """Collective: says what will be missing, on every rank; empty where nothing will, or where the store cannot tell.
+    """Collective: returns a warning on every rank if later checkpoints will lack space; empty if not, or if the free space is
+    unknown.
 
     Args:
-        pieces: of this rank, as they will be saved.
-        keep: how many checkpoints there will be at most, but for the one that is being written. Those that are there already have
-            their room.
+        pieces: pieces of this rank, as they will be saved.
+        keep: maximum number of checkpoints, besides the one that is being written. Existing checkpoints need no further space.
 
     Raises:
-        CheckpointError: on every rank, when not even one checkpoint has room, or a rank may not write a file as large as its own.
+        CheckpointError: on every rank, if there is no space for one checkpoint, or the file of a rank exceeds its size limit.
     """
     draft = draft_of(pieces, store)
-    mine = {"bytes": draft.table.bytes, "frozen": draft.table.frozen_bytes, "limit": _largest_file(), "error": draft.error}
-    ranks = [json.loads(reply) for reply in world.all_gather(json.dumps(mine).encode())]
-    if failed := [f"rank {rank}: {found['error']}" for rank, found in enumerate(ranks) if found["error"]]:
+    own = {"bytes": draft.table.bytes, "frozen": draft.table.frozen_bytes, "limit": _largest_file(), "error": draft.error}
+    ranks = [json.loads(reply) for reply in world.all_gather(json.dumps(own).encode())]
+    if failed := [f"rank {rank}: {needs['error']}" for rank, needs in enumerate(ranks) if needs["error"]]:
         raise CheckpointError(f"the state cannot be saved: {failed[0]}")
-    free, there = from_rank_0(world, lambda: (store.free(), len(committed(store.list()))))
+    free, existing = from_rank_0(world, lambda: (store.free(), len(committed(store.list()))))
     if free is None:
         return ""
-    one, place = sum(found["bytes"] for found in ranks), getattr(store, "root", "the store")
-    for rank, found in enumerate(ranks):
-        if found["limit"] is not None and found["limit"] < found["bytes"]:
+    one, place = sum(needs["bytes"] for needs in ranks), getattr(store, "root", "the store")
+    for rank, needs in enumerate(ranks):
+        if needs["limit"] is not None and needs["limit"] < needs["bytes"]:
             raise CheckpointError(
-                f"rank {rank} writes a file of {size(found['bytes'])} for each checkpoint, but may write {size(found['limit'])}: "
+                f"rank {rank} writes a file of {size(needs['bytes'])} for each checkpoint, but may write {size(needs['limit'])}: "
                 "raise the limit (ulimit -f)"
             )
     if free < one:
         raise CheckpointError(
             f"one checkpoint takes {size(one)}, but {place} has {size(free)} left: free some, or choose another disk by --job.dir"
         )
-    more, frozen = max(1, keep + 1 - there), sum(found["frozen"] for found in ranks)
+    more, frozen = max(1, keep + 1 - existing), sum(needs["frozen"] for needs in ranks)
     needed = more * (one - frozen) + frozen
     if free >= needed:
         return ""
@@ -62,7 +62,7 @@ def check_room(store: Store, pieces: Iterable[Piece], world: World, keep: int) -
 
 
 def _largest_file() -> int | None:
-    """Bytes that a file of this process may have; None without a limit."""
+    """Returns the maximum size of a file of this process in bytes; None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -82,19 +82,19 @@ def save(
     """Collective: writes a checkpoint. Returns its directory name on every rank when it is durable.
 
     Args:
-        pieces: this rank's boxes; those it owns are written, all of them say which tensors there must be.
-        meta, step, keep, spare, marks: see `write.Order`; rank 0's counts.
+        pieces: this rank's boxes. The owned ones are written; all of them define the tensors that the checkpoint must contain.
+        meta, step, keep, spare, marks: see `write.SaveRequest`; those of rank 0 are used.
         may: see `write.write`.
 
     Raises:
-        CheckpointError: the same on every rank, naming the first cause. Nothing was committed, earlier checkpoints are
-            intact, and what was written is removed.
+        CheckpointError: the save failed; the message is equal on all ranks and names the first cause. Nothing was committed,
+            earlier checkpoints are intact, and the new files were removed.
     """
     return write(store, draft_of(pieces, store), SaveRequest(step, meta, keep, spare, marks), world, may)
 
 
 def draft_of(pieces: Iterable[Piece], store: Store) -> Draft:
-    """What this rank adds to a store; files read the live tensors. What is wrong with them is its error."""
+    """Returns this rank's draft, whose files read the live tensors. If the pieces are invalid, the draft has an `error`."""
     try:
         table, written = table_of(list(pieces), apart=isinstance(store, LinkingStore))
     except Exception as cause:  # noqa: BLE001 (the caller's pieces may raise anything; every rank must learn of it)
@@ -106,8 +106,8 @@ def draft_of(pieces: Iterable[Piece], store: Store) -> Draft:
 
 
 def table_of(pieces: Sequence[Piece], apart: bool = False) -> tuple[RankTable, list[Piece]]:
-    """The table of a rank before its checksums are known, and the pieces that it writes; with `apart`, frozen ones last, for a
-    second file.
+    """Returns the table of a rank, without checksums, and the pieces that it writes; with `apart`, frozen pieces come last, for
+    a second file.
 
     Raises:
         CheckpointError: a piece cannot be stored, or two pieces disagree about a tensor.

@@ -1,4 +1,4 @@
-"""Verification of checkpoints: are all files visible, and do they contain what was written?
+"""Verification of checkpoints: waits until all files are visible, and compares them with their checksums.
 
 Network file systems cache listings, so a rank waits for files that another node has written. Then the ranks divide the bytes
 of a checkpoint among themselves and compare them with the checksums of its manifest.
@@ -26,7 +26,7 @@ SECONDS = 60.0
 
 
 class Hidden(NamedTuple):
-    """A file that is not visible with its full length, and the length that it has here; None without a file."""
+    """A file that is missing or too short on this rank; `found` is its length here, or None if it is missing."""
 
     name: str
     length: int
@@ -36,10 +36,10 @@ class Hidden(NamedTuple):
 def hidden_file(
     store: Store, directory: str, files: Iterable[tuple[str, int]], absent: tuple[type[Exception], ...] = (FileNotFoundError,)
 ) -> Hidden | None:
-    """Waits until every file of `directory` has its length on this rank; gives the first one that has not in time.
+    """Waits until every file of `directory` has its full length on this rank; returns the first file that has not, or None.
 
     Args:
-        absent: exceptions of the store that count as a file that is not visible yet; others are raised.
+        absent: exceptions of the store that mean that a file is not visible yet; others are raised.
     """
     deadline = time.monotonic() + SECONDS
     for name, length in files:
@@ -61,11 +61,11 @@ _THREADS = 4
 
 
 def open_manifest(store: Store, directory: str) -> tuple[Manifest, bytes]:
-    """Reads one checkpoint's manifest and compares it with the directory's name and the files' lengths; no data is read.
+    """Reads a checkpoint's manifest, and compares it with the directory's name and the lengths of the files; reads no tensors.
 
     Raises:
-        Damaged: the manifest is missing or wrong, or a file is missing or of another length.
-        NewerFormat: a later version wrote it.
+        Damaged: the manifest is missing or invalid, or a file is missing or has another length.
+        NewerFormat: a later version wrote the manifest.
     """
     data = manifest_bytes(store, directory)
     manifest = codec.decode(data)
@@ -85,10 +85,10 @@ def open_manifest(store: Store, directory: str) -> tuple[Manifest, bytes]:
 
 
 def manifest_bytes(store: Store, directory: str) -> bytes:
-    """The manifest of one checkpoint as it is stored.
+    """Returns the bytes of a checkpoint's manifest.
 
     Raises:
-        Damaged: there is none, or one that is too long, or not a file.
+        Damaged: the manifest is missing, too long, or not a regular file.
     """
     try:
         size = store.size(f"{directory}/{MANIFEST}")
@@ -99,12 +99,12 @@ def manifest_bytes(store: Store, directory: str) -> bytes:
         raise Damaged(f"{MANIFEST} is missing") from cause
     except Damaged:
         raise
-    except CheckpointError as cause:  # a link, a pipe: what the store does not open
+    except CheckpointError as cause:  # a link or a pipe, which the store does not open
         raise Damaged(str(cause)) from cause
 
 
 def first_fault(store: Store, directory: str, manifest: Manifest, pieces: np.ndarray) -> str | None:
-    """Reads the given pieces; says which of them is not what was written."""
+    """Reads the given pieces; returns a message about the first damaged one, or None."""
     workers = min(_THREADS, usable_cores(), len(pieces))
     if workers < 1:
         return None
@@ -134,13 +134,13 @@ def _fault_in(store: Store, directory: str, manifest: Manifest, pieces: np.ndarr
 
 
 def agreed_fault(store: Store, directory: str, manifest: Manifest, world: World, tensors: np.ndarray | None = None) -> str | None:
-    """Collective: the first fault that any rank finds, on all ranks. Every rank reads its share of the bytes.
+    """Collective: returns the first fault that any rank finds, on all ranks, or None. Every rank reads its share of the bytes.
 
     Args:
-        tensors: verify only pieces of these tensors, the same on every rank; all when None.
+        tensors: verifies only pieces of these tensors, the same on every rank; None verifies all.
 
     Raises:
-        CheckpointError: a rank could not read, which is not proof of damage.
+        CheckpointError: a rank could not read its share; this does not prove damage.
     """
     pieces = np.arange(len(manifest.pieces))
     if tensors is not None:
@@ -159,7 +159,7 @@ def agreed_fault(store: Store, directory: str, manifest: Manifest, world: World,
 
 
 def _even_parts(length: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Positions split into runs of about equal bytes."""
+    """Splits positions into runs of about equal bytes."""
     ends = np.cumsum(length)
     total = int(ends[-1]) if len(ends) else 0
     middle = ends - length // 2

@@ -1,7 +1,7 @@
-"""How a checkpoint comes to be: all ranks' files, a manifest that covers every tensor exactly, then one rename. Needs no torch.
+"""Writes a checkpoint: the files of all ranks, a manifest that covers every tensor exactly once, then one rename. Needs no torch.
 
-Until that rename nothing that was there has changed; after it the checkpoint is complete and durable. Every rank learns the
-fate of every other before anything is committed.
+Until the rename, earlier checkpoints are unchanged; after it, the new checkpoint is complete and durable. All ranks exchange
+their results before anything is committed.
 """
 
 import errno
@@ -40,13 +40,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Draft:
-    """What one rank adds to a checkpoint.
+    """The contribution of one rank to a checkpoint.
 
     Attributes:
-        table: of the tensors that it knows and the boxes that it writes.
-        file: their bytes; None where it writes none.
-        frozen: the bytes of the last `table.frozen` boxes, which have a second file; None where there are none.
-        error: why it cannot save; no rank does then.
+        table: table of the rank's tensors, and of the boxes that it writes.
+        file: bytes of the boxes; None if the rank writes no boxes.
+        frozen: bytes of the last `table.frozen` boxes, which have a second file; None without frozen boxes.
+        error: why the rank cannot save; if set, the save fails on all ranks.
     """
 
     table: RankTable
@@ -56,21 +56,21 @@ class Draft:
 
 
 def lengths_of(draft: Draft) -> tuple[list[int], list[int]]:
-    """Bytes of each piece of its file, and of its file of frozen pieces."""
+    """Returns the bytes of each piece in the draft's file, and in its file of frozen pieces."""
     moving, frozen = (list(file.lengths) if file is not None else [] for file in (draft.file, draft.frozen))
     return moving, frozen
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What is to be saved, apart from tensors; that of rank 0 counts.
+    """The arguments of a save, apart from tensors; those of rank 0 are used.
 
     Attributes:
-        step: the optimizer step; saving a step again puts a new generation in place of the old.
-        meta: JSON kept with the tensors (configuration, cursor, counters, ...).
-        keep: how many checkpoints stay afterwards, or rules (`retention.retain`); 0 keeps all.
-        spare: steps whose checkpoints are kept in addition, however old.
-        marks: steps by the names of the files that are to name their checkpoints (`store.marks`); they are kept as well.
+        step: the optimizer step; saving a step again creates a new generation that replaces the old one.
+        meta: JSON to store with the tensors (configuration, cursor, counters, ...).
+        keep: number of checkpoints to keep, or rules (`retention.retain`); 0 keeps all.
+        spare: steps whose checkpoints are always kept.
+        marks: steps by name of the mark, a file that names the checkpoint of the step; these checkpoints are kept too.
     """
 
     step: int
@@ -83,17 +83,18 @@ class SaveRequest:
 def write(store: Store, draft: Draft, order: SaveRequest, world: World, may: Callable[[], None] | None = None) -> str:
     """Collective: writes a checkpoint. Returns its directory name on every rank when it is durable.
 
-    Args:
-        may: called on rank 0 before anything is changed, and before the commit; raises when this job may not write.
+    Checkpoints of later steps, from before the run went back to an earlier step, are renamed, not removed.
 
-    Checkpoints of later steps belong to a history that the run has left: they are renamed, not removed.
+    Args:
+        store, draft, order, world: the store, this rank's draft, the arguments of the save, and the ranks.
+        may: called on rank 0 before any change, and before the commit; raises an error if this job may not write.
 
     Raises:
-        CheckpointError: the same on every rank, naming the first cause. Nothing was committed, earlier checkpoints are
-            intact, and what was written is removed.
+        CheckpointError: the save failed; the message is equal on all ranks and names the first cause. Nothing was committed,
+            earlier checkpoints are intact, and the new files were removed.
     """
-    # Each phase ends in a collective that every rank reaches, also after an error: a rank that left early would
-    # leave the others waiting.
+    # Each phase ends with a collective that every rank reaches, even after an error. Otherwise the other ranks would wait
+    # forever.
     repeated = getattr(store, "retries", 0)
     table, step, error, before = draft.table, order.step, draft.error, None
     try:
@@ -108,11 +109,11 @@ def write(store: Store, draft: Draft, order: SaveRequest, world: World, may: Cal
     new = table.bytes - (table.frozen_bytes if before else 0)
     intent = {"error": error, "step": step, "bytes": new, "digest": table.digest}
     intents = [json.loads(payload) for payload in world.all_gather(json.dumps(intent).encode())]
-    _raise_first(step, [found["error"] for found in intents])
-    if {found["step"] for found in intents} != {step}:
-        raise CheckpointError(f"ranks save different steps: {sorted({found['step'] for found in intents})}")
+    _raise_first(step, [entry["error"] for entry in intents])
+    if {entry["step"] for entry in intents} != {step}:
+        raise CheckpointError(f"ranks save different steps: {sorted({entry['step'] for entry in intents})}")
 
-    needed = sum(found["bytes"] for found in intents)
+    needed = sum(entry["bytes"] for entry in intents)
     refusal = partial(_refusal, step, store)
     opening = from_rank_0(world, lambda: _open(store, step, needed, may), lambda cause: refusal(0, cause, needed))
     temporary = opening["temporary"]
@@ -125,18 +126,18 @@ def write(store: Store, draft: Draft, order: SaveRequest, world: World, may: Cal
         if draft.frozen is not None:
             put_frozen(store, draft.frozen, before, temporary, world.rank)
             table = replace(table, checksum=table.checksum + b"".join(draft.frozen.checksums))
-        first = [found["digest"] for found in intents].index(table.digest)
+        first = [entry["digest"] for entry in intents].index(table.digest)
         reply = b"=" + pack(table, with_signature=first == world.rank)
     except Exception as cause:  # noqa: BLE001 (a store is a plugin and may raise anything; every rank must learn of it)
         reply = b"!" + _describe(cause, store, table.bytes).encode()
     replies = world.all_gather(reply)
-    errors = [found[1:].decode() if found[:1] == b"!" else None for found in replies]
+    errors = [packed[1:].decode() if packed[:1] == b"!" else None for packed in replies]
 
     def commit() -> str:
         try:
             _raise_first(step, errors)
             manifest = join(
-                unpack([found[1:] for found in replies]), step=step, generation=opening["generation"], meta=order.meta
+                unpack([packed[1:] for packed in replies]), step=step, generation=opening["generation"], meta=order.meta
             )
             _await_files(store, temporary, manifest.files)
             store.write(f"{temporary}/{MANIFEST}", [encode(manifest)])
@@ -158,7 +159,7 @@ def write(store: Store, draft: Draft, order: SaveRequest, world: World, may: Cal
 
 
 def _open(store: Store, step: int, needed: int, may: Callable[[], None] | None) -> dict[str, str]:
-    """Rank 0, before any rank writes: removes leftovers, looks for space, names the temporary directory."""
+    """On rank 0, before any rank writes: removes leftovers, checks the free space, names the temporary directory."""
     if may is not None:
         may()
     sweep(store)
@@ -170,7 +171,7 @@ def _open(store: Store, step: int, needed: int, may: Callable[[], None] | None) 
 
 
 def _commit(store: Store, temporary: str, step: int) -> str:
-    """The one moment at which the checkpoint comes to exist."""
+    """Commits the checkpoint by a rename; first renames checkpoints of later steps."""
     names = list(store.list())
     for entry in committed(names):
         if entry.step > step:
@@ -183,8 +184,9 @@ def _commit(store: Store, temporary: str, step: int) -> str:
 
 
 def _tidy(store: Store, world: World, name: str, order: SaveRequest) -> None:
-    """Collective: after the commit, `latest` and other marks, then retention: what they named before may go now, unless the step
-    that a mark is to name was not saved. The checkpoint stands, so a fault here is a warning."""
+    """Collective: updates `latest` and other marks after the commit, then applies the rules of retention. A checkpoint that a
+    mark named before may be removed, unless the new step of the mark was not saved. Faults are only warnings, because the
+    checkpoint is committed."""
     spare = {*order.spare, *order.marks.values()}
     if world.rank == 0:
         mark = LATEST
@@ -206,7 +208,11 @@ def _tidy(store: Store, world: World, name: str, order: SaveRequest) -> None:
 
 
 def _await_files(store: Store, temporary: str, files: Iterable[tuple[str, int]]) -> None:
-    """Rank 0 commits only what it sees itself, at its full length."""
+    """Waits until rank 0 sees all files at their full length.
+
+    Raises:
+        CheckpointError: a file is missing or too short.
+    """
     if hidden := hidden_file(store, temporary, files):
         raise CheckpointError(
             f"{hidden.name} has {hidden.found} bytes on rank 0, expected {hidden.length}: all ranks must see the same directory"
@@ -216,12 +222,12 @@ def _await_files(store: Store, temporary: str, files: Iterable[tuple[str, int]])
 def _discard(store: Store, temporary: str) -> None:
     try:
         store.remove(temporary)
-    except (OSError, CheckpointError) as cause:  # the next save sweeps it
+    except (OSError, CheckpointError) as cause:  # the next save removes it
         _log.warning("%s could not be removed: %s", temporary, cause)
 
 
 def _raise_first(step: int, errors: list[str | None]) -> None:
-    """The first failing rank's error, in the same words on every rank."""
+    """Raises the error of the first failing rank; the message is equal on all ranks."""
     failed = [(rank, error) for rank, error in enumerate(errors) if error]
     if failed:
         others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""

@@ -1,4 +1,4 @@
-"""What every store has to do: give back the bytes, replace as a whole, list and remove, and say what is missing."""
+"""Checks of stores: bytes, atomic renames, listing, removal, links, and errors for missing files."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ DATA = bytes(range(256)) * 41 + b"end"
 
 
 def check_bytes(component: Any) -> None:
-    """What was written is read: whole, in part, into a buffer, and by another store of the same path."""
+    """Checks that the written bytes are read: completely, in part, into a buffer, and by another store at the same path."""
     with _opened(component) as (store, again):
         store.write("tmp/data.bin", [DATA[:1000], memoryview(DATA)[1000:1000], memoryview(DATA)[1000:]])
         store.write("tmp/none.bin", [])
@@ -29,14 +29,14 @@ def check_bytes(component: Any) -> None:
 
 
 def check_chunks(component: Any) -> None:
-    """A chunk is written before the next one is asked for: both may come in the same memory."""
+    """Checks that a chunk is written before the next one is requested, because both may use the same memory."""
     with _opened(component) as (store, _):
         store.write("tmp/data.bin", _in_one_buffer(1000))
         assert store.read("tmp/data.bin") == DATA, "write keeps a chunk while it asks for the next one, which may be in its place"
 
 
 def check_rename(component: Any) -> None:
-    """`rename` gives a directory its name as a whole, replaces a file, and never a directory."""
+    """Checks that `rename` makes a directory visible as a whole, and replaces files but never directories."""
     with _opened(component) as (store, again):
         store.write("tmp/a/one.bin", [b"1"])
         store.write("tmp/a/two.bin", [b"2"])
@@ -54,7 +54,7 @@ def check_rename(component: Any) -> None:
 
 
 def check_list(component: Any) -> None:
-    """`list` is sorted and empty where nothing is; `remove` takes a file or a directory, and nothing else."""
+    """Checks that `list` is sorted, and empty for a missing directory, and that `remove` removes only its file or directory."""
     with _opened(component) as (store, again):
         for name in ("b", "a", "c"):
             store.write(f"step/{name}", [name.encode()])
@@ -71,7 +71,7 @@ def check_list(component: Any) -> None:
 
 
 def check_link(component: Any) -> None:
-    """`link`, where there is one, gives a file a further name, which keeps its bytes when the first is removed; or says False."""
+    """Checks that `link`, if supported, adds a name that keeps the bytes after the first name is removed, or returns False."""
     with _opened(component) as (store, again):
         if not isinstance(store, LinkingStore):
             return
@@ -86,7 +86,7 @@ def check_link(component: Any) -> None:
 
 
 def check_missing(component: Any) -> None:
-    """A missing file raises FileNotFoundError, and one that ends too early CheckpointError: neither gives bytes."""
+    """Checks that reads of a missing file raise FileNotFoundError, and of a file that is too short CheckpointError."""
     with _opened(component) as (store, _):
         store.write("short", [b"123"])
         for name, call in _reads(store, "missing").items():
@@ -100,7 +100,7 @@ def check_missing(component: Any) -> None:
 
 
 def check_outside(component: Any) -> None:
-    """No name leads out of the store."""
+    """Checks that no path leads out of the store."""
     with _opened(component) as (store, _):
         store.write("inside", [b"1"])
         for path in ("../outside", "a/../../outside", "/outside"):
@@ -109,7 +109,7 @@ def check_outside(component: Any) -> None:
 
 @contextmanager
 def _opened(component: Any) -> Iterator[Any]:
-    """A store of a new path, and a function that opens it anew."""
+    """Yields a store at a new path, and a function that opens it again."""
     with TemporaryDirectory(prefix="forge-store-") as folder:
         path = Path(folder) / "checkpoints"
         yield component.build(path), lambda: component.build(path)

@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk: flat tensor files, one JSON manifest, names, boxes."""
+"""The format of checkpoints on disk: flat tensor files, one JSON manifest, names, boxes."""

@@ -1,6 +1,6 @@
 """The manifest as JSON: the one file that makes a directory a checkpoint.
 
-The first line seals the rest by its xxh3_128. Pieces are kept in columns, so that millions of them stay cheap:
+The first line has the xxh3_128 of the rest (the seal). Pieces are stored in columns, so that millions of them are cheap:
 
     {"seal": "<32 hex digits>",
      "manifest": {"format": "forge-checkpoint", "version": 1, "step": 100, "generation": "<32 hex digits>", "world": 4,
@@ -11,7 +11,7 @@ The first line seals the rest by its xxh3_128. Pieces are kept in columns, so th
           "checksum": "<32 hex digits per piece>"}}, ...],
        "meta": {...}}}
 
-`decode` believes nothing: a manifest made to harm is refused in time and memory bounded by its own length.
+`decode` trusts nothing: it refuses malicious manifests in time and memory that are bounded by their length.
 """
 
 import json
@@ -29,7 +29,7 @@ from forge_core.errors import CheckpointError
 
 FORMAT, VERSION = "forge-checkpoint", 1
 MAX_BYTES = 256 << 20
-"""Longest manifest; 2,000 tensors over 1,024 ranks take about 100 MB."""
+"""Maximum size of a manifest; 2,000 tensors over 1,024 ranks take about 100 MB."""
 
 _MAX_BRACKETS = 1_000_000
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -38,17 +38,17 @@ _META = b',"meta":'
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The sealed bytes of a manifest.
+    """Returns the sealed bytes of a manifest.
 
     Raises:
-        CheckpointError: `meta` is not JSON as it stands, or the manifest is too long to be read again.
+        CheckpointError: `meta` is not valid JSON, or the manifest is longer than `MAX_BYTES`.
     """
     meta = dict(manifest.meta)
     check_meta(meta)
     pieces = manifest.pieces
     dims = np.array([len(info.shape) for info in manifest.tensors], dtype=np.int64)[pieces.tensor]
     borders = np.searchsorted(pieces.file, np.arange(len(manifest.files) + 1)).tolist()
-    # offset and extent side by side, without the padding: exactly the numbers that the JSON holds
+    # offset and extent side by side, without the padding: the numbers in the JSON
     real = np.arange(pieces.offset.shape[1]) < dims[:, None]
     both, keep = np.concatenate([pieces.offset, pieces.extent], axis=1), np.concatenate([real, real], axis=1)
     files = [
@@ -74,10 +74,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def check_meta(meta: object, path: str = "meta") -> None:
-    """Refuses what JSON would change or lose: keys that are not strings, numbers that are not finite, other types.
+    """Refuses values that JSON would change or lose: keys that are not strings, numbers that are not finite, other types.
 
     Raises:
-        CheckpointError: names the place.
+        CheckpointError: a value cannot be stored; the message names its path.
     """
     if isinstance(meta, dict):
         for key, value in meta.items():
@@ -95,11 +95,11 @@ def check_meta(meta: object, path: str = "meta") -> None:
 
 
 def decode(data: bytes) -> Manifest:
-    """Reads a manifest, believing nothing.
+    """Parses a manifest, and checks all of its values.
 
     Raises:
-        Damaged: it is not what `encode` wrote, or describes something impossible.
-        NewerFormat: a later version wrote it.
+        Damaged: the manifest differs from what `encode` wrote, or its values are impossible.
+        NewerFormat: a later version wrote the manifest.
     """
     if len(data) > MAX_BYTES:
         raise Damaged(f"{MANIFEST} has {len(data)} bytes; at most {MAX_BYTES} are read")
@@ -116,21 +116,21 @@ def decode(data: bytes) -> Manifest:
 
 
 def meta_of(data: bytes) -> dict[str, Any]:
-    """Only the `meta` of a manifest, without the work of reading its pieces: these are millions in a large one.
+    """Returns only the `meta` of a manifest, without parsing its pieces, which can be millions.
 
     Raises:
-        Damaged: it is not what `encode` wrote.
+        Damaged: the manifest differs from what `encode` wrote.
     """
     _check_seal(data)
-    # It is the last entry of `encode`. In a string the quotes would be escaped, and no other key before it has this name.
-    _, found_key, rest = data.partition(_META)
+    # `encode` writes `meta` last. The quotes would be escaped in a string, and no earlier key has this name.
+    _, separator, rest = data.partition(_META)
     try:
-        need(bool(found_key), "meta is missing")
-        found = json.JSONDecoder(object_pairs_hook=_unique).raw_decode(rest.decode("ascii"))[0]
-        need(isinstance(found, dict), "meta must be an object")
+        need(bool(separator), "meta is missing")
+        meta = json.JSONDecoder(object_pairs_hook=_unique).raw_decode(rest.decode("ascii"))[0]
+        need(isinstance(meta, dict), "meta must be an object")
     except (ValueError, RecursionError) as cause:
         raise Damaged(f"{MANIFEST} is not valid: {str(cause)[:500] or type(cause).__name__}") from cause
-    return found
+    return meta
 
 
 def _check_seal(data: bytes) -> None:
@@ -217,7 +217,7 @@ def _boxes(tensors: Sequence[TensorInfo], tensor: np.ndarray, flat: np.ndarray) 
 
 
 def _integers(values: Any) -> np.ndarray:
-    need(set(map(type, _list(values))) <= {int}, "expected integers")  # numpy would quietly round 1.5 and take True
+    need(set(map(type, _list(values))) <= {int}, "expected integers")  # numpy would silently round 1.5 and accept True
     return np.array(values, dtype=np.int64)
 
 

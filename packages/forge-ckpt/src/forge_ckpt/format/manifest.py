@@ -13,7 +13,7 @@ import numpy as np
 from forge_core.errors import CheckpointError
 
 CHUNK_BYTES = 4 << 20
-"""Bytes that are copied, hashed and written or read at a time."""
+"""Number of bytes that are copied, hashed, and written or read at a time."""
 
 ITEMSIZE: dict[str, int] = {
     **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
@@ -23,19 +23,19 @@ ITEMSIZE: dict[str, int] = {
     **dict.fromkeys(("float64", "complex64", "uint64", "int64"), 8),
     "complex128": 16,
 }
-"""Every dtype that a checkpoint can hold, by its torch name, and its bytes."""
+"""Bytes per element of every supported dtype, by its torch name."""
 
 
 Table = np.ndarray
 MAX_IRREGULAR = 16_384
-"""Boxes that no straight cut separates are compared in pairs; more than this are refused."""
+"""Maximum number of boxes that are compared in pairs, because no straight cut separates them; more are refused."""
 
 
 def cover_fault(shape: Table, offset: Table, extent: Table) -> str | None:
-    """Why the boxes do not cover a tensor of `shape` (D,) exactly once; None when they do.
+    """Returns why the boxes do not cover a tensor of `shape` (D,) exactly once; None if they do.
 
-    Disjoint boxes inside the tensor whose volumes add up to its volume cover it. The caller has made sure that the
-    tensor's volume fits int64; then so does every sum here.
+    Disjoint boxes inside the tensor cover it if their volumes sum to its volume. The caller ensures that the volume of the
+    tensor fits int64, so every sum here does, too.
     """
     inside = (offset >= 0) & (extent >= 1) & (extent <= shape) & (offset <= shape - extent)
     if not inside.all():
@@ -52,10 +52,10 @@ def cover_fault(shape: Table, offset: Table, extent: Table) -> str | None:
 
 
 def overlap(low: Table, high: Table) -> tuple[int, int] | None:
-    """Two boxes [low, high) that share an element, or None.
+    """Returns two boxes [low, high) that share an element, or None.
 
-    Straight cuts split the boxes into groups, dimension after dimension; a box alone in its group meets no other. Layouts
-    of shards fall apart at once; groups that no cut splits (a pinwheel) are compared in pairs.
+    Straight cuts split the boxes into groups, dimension by dimension; a box that is alone in its group overlaps no other. Sharded
+    layouts are split at once; groups that no cut splits (a pinwheel) are compared in pairs.
 
     Raises:
         ValueError: a group of more than `MAX_IRREGULAR` boxes cannot be split.
@@ -96,7 +96,7 @@ def _overlap_in_pairs(members: Table, low: Table, high: Table) -> tuple[int, int
 
 
 def meeting(offset: Table, extent: Table, low: Table, high: Table) -> Table:
-    """Indices of the boxes that share an element with [low, high)."""
+    """Returns the indices of the boxes that share an element with [low, high)."""
     return np.flatnonzero(((offset < high) & (offset + extent > low)).all(axis=1))
 
 
@@ -124,12 +124,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Pieces:
-    """All stored boxes in columns, in the order of files and of bytes inside each; D is the largest rank of a tensor.
+    """All stored boxes in columns, in the order of files and bytes; D is the largest number of dimensions of a tensor.
 
     Attributes:
         tensor, file: (P,) int64 indices into the manifest's tensors and files.
         offset, extent: (P, D) int64, padded with 0 and 1.
-        start, length: (P,) int64, bytes inside the file.
+        start, length: (P,) int64, byte offset in the file and number of bytes.
         checksum: P times 16 bytes, xxh3_128.
     """
 
@@ -147,7 +147,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's contents; `build` and `decode` make only those that cover every tensor exactly once."""
+    """The contents of a checkpoint; `build` and `decode` ensure that the boxes cover every tensor exactly once."""
 
     step: int
     generation: str
@@ -159,17 +159,17 @@ class Manifest:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Position of a tensor by name."""
+        """Positions of the tensors by name."""
         return {tensor.name: position for position, tensor in enumerate(self.tensors)}
 
     @cached_property
     def by_tensor(self) -> tuple[np.ndarray, np.ndarray]:
-        """Piece indices grouped by tensor, and the border of each group: (P,), (tensors + 1,)."""
+        """Piece indices grouped by tensor (P,), and the borders of the groups (tensors + 1,)."""
         return _grouped(self.pieces.tensor, len(self.tensors))
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total bytes of all tensors."""
         return sum(size for _, size in self.files)
 
 
@@ -197,9 +197,10 @@ def build(
     """Completes and checks the columns of a manifest.
 
     Raises:
-        CheckpointError: boxes leave a gap, overlap or leave their tensor, or do not add up to their file; names tensors.
+        CheckpointError: boxes leave a gap, overlap, exceed their tensor, or do not match the size of their file; the message
+            names the tensors.
     """
-    if sum(info.bytes for info in tensors) > _MAX_TOTAL_BYTES:  # below, no sum of int64 overflows
+    if sum(info.bytes for info in tensors) > _MAX_TOTAL_BYTES:  # ensures that no sum below overflows int64
         raise CheckpointError(f"the tensors of one checkpoint hold more than {_MAX_TOTAL_BYTES} bytes")
     dims = max([1, *(len(info.shape) for info in tensors)])
     shapes = np.ones((len(tensors), dims), dtype=np.int64)
@@ -214,7 +215,7 @@ def build(
     start = ends - length - before[file] if len(tensor) else length
     for (name, size), held in zip(files, np.diff(before).tolist(), strict=True):
         if size != held:
-            raise CheckpointError(f"{name} has {size} bytes, its pieces have {held}")
+            raise CheckpointError(f"{name} has {size} bytes, but its pieces have {held}")
     pieces = Pieces(tensor, file, offset, extent, start, length, checksum)
     return Manifest(step, generation, world, tuple(tensors), tuple(files), pieces, meta)
 
@@ -248,10 +249,10 @@ def _grouped(tensor: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_tensor(name: Any, dtype: Any, shape: tuple[Any, ...]) -> None:
-    """Refuses names, dtypes and shapes that no checkpoint holds (at save and at load).
+    """Refuses names, dtypes and shapes that checkpoints do not support (at save and at load).
 
     Raises:
-        ValueError: says what.
+        ValueError: the name, dtype or shape is not supported.
     """
     need(
         isinstance(name, str) and 0 < len(name) <= _MAX_NAME and name.isprintable(),

@@ -1,14 +1,14 @@
-"""Names inside a store, and what each means.
+"""Names in a store and their meanings.
 
 step-00000100         a committed checkpoint
-step-00000100-g2      the same step saved again: the highest number counts
-.saving-*             being written; never loadable, swept by the next save
-.removed-*            a tombstone; never loadable, swept by the next save
-damaged-*             failed verification; kept for a person to look at
-superseded-step-*     a later step of a history that a run left by going back; kept likewise
+step-00000100-g2      the same step saved again; the highest generation is used
+.saving-*             being written; never loadable, removed by the next save
+.removed-*            being removed; never loadable, removed by the next save
+damaged-*             failed verification; kept for inspection
+superseded-step-*     a later step from before the run went back; kept for inspection
 owner                 the mark of the job that writes here
-latest                one line naming the checkpoint committed last; for people and tools, a resume does not trust it
-best, ...             marks that a run sets, one line each; retention spares what they name
+latest                one line with the name of the newest checkpoint; for people and tools, a resume does not trust it
+best, ...             marks of a run, one line each; retention keeps the named checkpoints
 """
 
 import re
@@ -33,7 +33,7 @@ _STEP = re.compile(r"step-(\d{8,18})(?:-g([1-9]\d{0,8}))?", re.ASCII)
 
 
 class Committed(NamedTuple):
-    """A committed checkpoint directory; sorts by step, then by how often the step was saved."""
+    """A committed checkpoint directory; sorted by step, then by generation."""
 
     step: int
     generation: int
@@ -41,7 +41,7 @@ class Committed(NamedTuple):
 
 
 def is_safe(name: str) -> bool:
-    """One path component that cannot lead anywhere else."""
+    """Whether a name is a single path component that cannot lead out of its directory."""
     return len(name) <= 255 and name not in (".", "..") and _SAFE.fullmatch(name) is not None
 
 
@@ -50,23 +50,23 @@ def step_name(step: int, generation: int = 1) -> str:
 
 
 def committed(names: Iterable[str]) -> list[Committed]:
-    """The committed checkpoints among `names`, newest first."""
-    found = []
+    """Returns the committed checkpoints among `names`, newest first."""
+    entries = []
     for name in names:
         match = _STEP.fullmatch(name)
         if match:
-            found.append(Committed(int(match[1]), int(match[2] or 1), name))
-    return sorted(found, reverse=True)
+            entries.append(Committed(int(match[1]), int(match[2] or 1), name))
+    return sorted(entries, reverse=True)
 
 
 def next_name(step: int, names: Iterable[str]) -> str:
-    """The directory name under which `step` is saved, given the names that exist."""
+    """Returns the directory name for the next save of `step`, given the existing names."""
     same = [entry.generation for entry in committed(names) if entry.step == step]
     return step_name(step, max(same, default=0) + 1)
 
 
 def free_name(wanted: str, names: Iterable[str]) -> str:
-    """`wanted`, or `wanted.2`, `wanted.3`, ... when it is taken."""
+    """Returns `wanted`, or `wanted.2`, `wanted.3`, ... if it is taken."""
     taken, candidate, count = set(names), wanted, 1
     while candidate in taken:
         count += 1
@@ -79,7 +79,7 @@ def rank_file(rank: int) -> str:
 
 
 def frozen_file(rank: int, checksums: bytes) -> str:
-    """Of a rank's frozen pieces, after their checksums: equal names in two checkpoints mean equal bytes."""
+    """Returns the file name of a rank's frozen pieces. It contains a hash of their checksums, so equal names mean equal bytes."""
     return f"rank-{rank:05d}-{xxhash.xxh3_128_hexdigest(checksums)}.bin"
 
 
@@ -87,7 +87,7 @@ _LONGEST = 300
 
 
 def point(store: Store, mark: str, checkpoint: str) -> None:
-    """Lets `mark` name `checkpoint`, by one rename: a reader sees the old name or the new one."""
+    """Sets `mark` to `checkpoint` atomically: a reader sees the old name or the new one."""
     pending = f"{SAVING}{mark}"
     store.remove(pending)
     store.write(pending, [checkpoint.encode() + b"\n"])
@@ -95,10 +95,10 @@ def point(store: Store, mark: str, checkpoint: str) -> None:
 
 
 def pointed(store: Store, mark: str) -> str | None:
-    """The name that `mark` has, whether or not there is such a checkpoint; None without the mark.
+    """Returns the name in `mark`, even if this checkpoint does not exist; None if the mark does not exist.
 
     Raises:
-        CheckpointError: it does not hold a name.
+        CheckpointError: the mark does not contain a valid name.
     """
     try:
         name = store.read(mark).decode(errors="replace").strip()
@@ -110,20 +110,24 @@ def pointed(store: Store, mark: str) -> str | None:
 
 
 def marked(store: Store) -> dict[str, str]:
-    """The names that the marks of a store have, `latest` included, by mark. Other files of the store are left out."""
-    found = {}
+    """Returns the checkpoint name of each mark of a store, including `latest`. Other files of the store are left out."""
+    marks = {}
     for name in store.list():
         if is_safe(name) and name != OWNER and not name.startswith((SAVING, ".")) and not committed([name]):
             try:
                 target = pointed(store, name) if store.size(name) <= _LONGEST else None
-            except (CheckpointError, OSError):  # a directory, a file of something else
+            except (CheckpointError, OSError):  # a directory, or a file that is not a mark
                 continue
             if target is not None and committed([target]):
-                found[name] = target
-    return found
+                marks[name] = target
+    return marks
 
 
 def check_mark(mark: str) -> None:
-    """Raises a CheckpointError for a name that means something else in a store."""
+    """Refuses names of marks that have another meaning in a store.
+
+    Raises:
+        CheckpointError: the name is reserved or not safe.
+    """
     if not is_safe(mark) or mark in (LATEST, OWNER) or mark.startswith((SAVING, ".")) or committed([mark]):
-        raise CheckpointError(f"{mark!r} cannot be the name of a mark; take a word such as 'best'")
+        raise CheckpointError(f"{mark!r} cannot be the name of a mark; use a word such as 'best'")

@@ -1,12 +1,11 @@
 """The files of one rank: the table of its boxes, the bytes with their checksums, and frozen tensors that are stored once.
 
-Names, dtypes and shapes are most of a table and mostly the same on every rank, so they are sent once per distinct list (its
-*signature*); boxes and checksums are plain int64 arrays. A rank file has no header: the manifest says which boxes it contains,
-in order, and the length of a box follows from its shape and dtype.
+Names, dtypes and shapes are most of a table and usually equal on all ranks, so each distinct list (the *signature*) is sent once;
+boxes and checksums are plain int64 arrays. A rank file has no header: the manifest lists its boxes in order, and the length of a
+box follows from its shape and dtype.
 
-Frozen tensors are stored once: a checkpoint gets the file of the one before under a further name (a hard link). The name of
-such a file is made of the checksums of its boxes, and its bytes are read and compared before it gets a further name. Needs no
-torch.
+Frozen tensors are stored once: a checkpoint links the file of the previous checkpoint (a hard link). The name of such a file is
+derived from the checksums of its boxes, and its bytes are read and verified before it is linked. Needs no torch.
 """
 
 import json
@@ -26,10 +25,10 @@ from forge_core.protocols.checkpoint import LinkingStore, Store
 
 @dataclass(frozen=True)
 class RankTable:
-    """The tensors that a rank knows, and the boxes that it writes, in the order of their bytes.
+    """The tensors of a rank, and the boxes that it writes, in the order of their bytes.
 
     `tensor` indexes `tensors`; `offset` and `extent` are (pieces, D) int64; `checksum` is empty until the file is written. The
-    last `frozen` boxes lie in a second file.
+    last `frozen` boxes are in a second file.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -62,14 +61,14 @@ class RankTable:
         return self.extent.prod(axis=1) * itemsize[self.tensor] if len(self.tensor) else np.zeros(0, dtype=np.int64)
 
     def files(self, rank: int) -> list[tuple[str, int]]:
-        """Name and number of boxes of each file of this rank, once checksums are known."""
+        """Returns name and number of boxes of each file of this rank; requires the checksums."""
         moving = len(self.tensor) - self.frozen
-        found = [(rank_file(rank), moving), (frozen_file(rank, self.checksum[16 * moving :]), self.frozen)]
-        return [(name, count) for name, count in found if count]
+        files = [(rank_file(rank), moving), (frozen_file(rank, self.checksum[16 * moving :]), self.frozen)]
+        return [(name, count) for name, count in files if count]
 
 
 def pack(table: RankTable, with_signature: bool) -> bytes:
-    """A table as bytes; without its signature when another rank sends the same."""
+    """Returns a table as bytes; without its signature if another rank sends the same one."""
     count, dims = table.offset.shape
     signature = table.signature if with_signature else b""
     head = {"digest": table.digest, "pieces": count, "dims": dims, "signature": len(signature), "frozen": table.frozen}
@@ -78,7 +77,7 @@ def pack(table: RankTable, with_signature: bool) -> bytes:
 
 
 def unpack(payloads: Sequence[bytes]) -> list[RankTable]:
-    """The tables of all ranks, in rank order; each signature is parsed once."""
+    """Returns the tables of all ranks in rank order; parses each signature once."""
     known: dict[str, tuple[TensorInfo, ...]] = {}
     rows = []
     for payload in payloads:
@@ -100,7 +99,7 @@ def unpack(payloads: Sequence[bytes]) -> list[RankTable]:
 
 
 def join(tables: Sequence[RankTable], *, step: int, generation: str, meta: Mapping[str, Any]) -> Manifest:
-    """The manifest of all ranks' tables; a rank that writes nothing has no file.
+    """Builds the manifest from the tables of all ranks; a rank that writes nothing has no file.
 
     Raises:
         CheckpointError: ranks disagree about a tensor, or their boxes do not cover every tensor exactly once.
@@ -149,12 +148,12 @@ def _padded(table: RankTable, dims: int) -> dict[str, np.ndarray]:
 
 
 class RankFile:
-    """Pieces back to back; iterating writes `checksums` (xxh3_128), iterating again starts anew.
+    """Pieces back to back. Iterating yields their bytes and computes `checksums` (xxh3_128); it can be repeated.
 
     Args:
         lengths: bytes of each piece.
-        source: the bytes of all of them in order, in chunks that hold bytes of one piece each. A chunk is of use until the next
-            one is asked for.
+        source: returns the bytes of all pieces in order, in chunks that do not span pieces. A chunk is valid until the next one
+            is requested.
     """
 
     def __init__(self, lengths: Sequence[int], source: Callable[[], Generator[memoryview]]) -> None:
@@ -163,11 +162,11 @@ class RankFile:
         self._source = source
 
     def chunks(self) -> Generator[memoryview]:
-        """The bytes without their checksums."""
+        """Yields the bytes without computing checksums."""
         return self._source()
 
     def read(self) -> None:
-        """Makes the checksums without writing anything."""
+        """Computes the checksums without writing anything."""
         for _ in self:
             pass
 
@@ -178,14 +177,14 @@ class RankFile:
                 digest = xxhash.xxh3_128()
                 while length:
                     chunk = next(chunks)
-                    length -= len(chunk)  # it is released after the yield
+                    length -= len(chunk)  # before the yield, after which the chunk is released
                     digest.update(chunk)
                     yield chunk
                 self.checksums.append(digest.digest())
 
 
 def checksum(store: Store, path: str, start: int, length: int, buffer: memoryview) -> bytes:
-    """xxh3_128 of a range of a file, read through `buffer`."""
+    """Returns the xxh3_128 of a range of a file, read through `buffer`."""
     digest = xxhash.xxh3_128()
     for offset in range(0, length, len(buffer)):
         part = buffer[: min(len(buffer), length - offset)]
@@ -195,7 +194,7 @@ def checksum(store: Store, path: str, start: int, length: int, buffer: memoryvie
 
 
 def find_frozen(store: Store, file: RankFile | None, rank: int) -> str | None:
-    """Reads the bytes of frozen pieces for their checksums. Returns the path of a file that has them already, or None."""
+    """Computes the checksums of frozen pieces. Returns the path of an existing file with the same bytes, or None."""
     if file is None:
         return None
     file.read()
@@ -205,13 +204,13 @@ def find_frozen(store: Store, file: RankFile | None, rank: int) -> str | None:
         path = f"{entry.name}/{_frozen_name(file, rank)}"
         try:
             return path if _holds(store, path, file) else None
-        except (OSError, CheckpointError):  # another layout wrote it, the tensors have moved, or the disk cannot read it
+        except (OSError, CheckpointError):  # another layout wrote it, the tensors have changed, or it cannot be read
             return None
     return None
 
 
 def _holds(store: Store, path: str, file: RankFile) -> bool:
-    """Whether a stored file has the bytes that its name says."""
+    """Whether a stored file has the bytes of these checksums."""
     if store.size(path) != sum(file.lengths):
         return False
     buffer, start = memoryview(bytearray(min(CHUNK_BYTES, max(file.lengths)))), 0
@@ -223,7 +222,7 @@ def _holds(store: Store, path: str, file: RankFile) -> bool:
 
 
 def put_frozen(store: Store, file: RankFile, before: str | None, folder: str, rank: int) -> None:
-    """Frozen pieces into the folder of a checkpoint: the file `before` under a further name, else written."""
+    """Stores frozen pieces in the folder of a checkpoint: links the file `before`, or else writes a new file."""
     path = f"{folder}/{_frozen_name(file, rank)}"
     if before is not None and isinstance(store, LinkingStore) and store.link(before, path):
         return

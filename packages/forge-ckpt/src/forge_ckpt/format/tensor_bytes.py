@@ -1,4 +1,4 @@
-"""Tensors as bytes: read from and written to host memory, through two pinned buffers where the device has its own memory."""
+"""Copies tensors from and to bytes in host memory, through two pinned buffers if the device has its own memory."""
 
 import logging
 from collections import deque
@@ -18,16 +18,16 @@ from forge_core.protocols.checkpoint import Piece, Store
 
 _log = logging.getLogger(__name__)
 Landing = Callable[[], object]
-"""Returns when a copy is over; until then neither side of it may be written, nor what it fills be read."""
+"""Returns when a copy has finished. Until then, neither side may be written, and the target may not be read."""
 
 
 @dataclass(frozen=True)
 class DeviceTransfer:
-    """How bytes travel between a device and the host.
+    """A method to copy bytes between a device and the host.
 
     Attributes:
-        memory: of the host, (bytes,) uint8; every copy has one end in it.
-        copy: `copy(into, source)` starts a copy between flat tensors of uint8, after all that the device was told before.
+        memory: (bytes,) uint8 host memory; source or target of every copy.
+        copy: `copy(into, source)` starts a copy between flat uint8 tensors, after all work that is queued on the device.
     """
 
     memory: torch.Tensor
@@ -35,14 +35,14 @@ class DeviceTransfer:
 
 
 def way_to(device: torch.device, size: int) -> DeviceTransfer | None:
-    """The fastest way with `size` bytes of host memory; None for a CPU, whose memory is the host's already.
+    """Returns the fastest transfer with `size` bytes of host memory; None for the CPU, which needs no copy.
 
-    Where memory cannot be pinned, the host waits inside each copy.
+    If memory cannot be pinned, the host waits in each copy.
     """
     if device.type == "cpu":
         return None
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type == device.type:  # memory is pinned for that one only
+    if accelerator is not None and accelerator.type == device.type:  # memory can only be pinned for this accelerator
         try:
             return DeviceTransfer(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True), partial(queued, device))
         except RuntimeError as cause:
@@ -51,21 +51,21 @@ def way_to(device: torch.device, size: int) -> DeviceTransfer | None:
 
 
 def queued(device: torch.device, into: torch.Tensor, source: torch.Tensor) -> Landing:
-    """Leaves the copy to the device; waiting for it does not wait for what is queued later."""
+    """Queues the copy on the device; waiting for it does not wait for work that is queued later."""
     into.copy_(source, non_blocking=True)
     event = torch.Event(device, enable_timing=False)
-    event.record(torch.accelerator.current_stream(device))  # without a stream: of the current device, maybe another one
+    event.record(torch.accelerator.current_stream(device))  # the default is the current device's stream
     return event.synchronize
 
 
 def waited(into: torch.Tensor, source: torch.Tensor) -> Landing:
-    """A plain copy, over when it returns."""
+    """Copies synchronously."""
     into.copy_(source)
     return lambda: None
 
 
 class PinnedBuffer:
-    """One buffer of a way, and the copy that may be using it."""
+    """One buffer of a transfer, and the copy that may be using it."""
 
     def __init__(self, way: DeviceTransfer, memory: torch.Tensor) -> None:
         self._way, self._memory = way, memory
@@ -78,12 +78,12 @@ class PinnedBuffer:
         self._landing = self._way.copy(self._part, source)
 
     def lend(self) -> Generator[memoryview]:
-        """One view of what was received."""
+        """Yields one view of the received bytes."""
         self.wait()
         yield from lend(self._part)
 
     def send(self, target: torch.Tensor, read: Callable[[memoryview], None]) -> None:
-        """Has the host read bytes, then queues their copy to a flat target."""
+        """Reads bytes into the buffer, then queues their copy to a flat target."""
         self._part = self._memory[: target.numel()]
         read(self._part.numpy().data)
         self._landing = self._way.copy(target, self._part)
@@ -96,11 +96,11 @@ class PinnedBuffer:
 
 
 class DoubleBuffer:
-    """Two slots for each device, made when it first takes one; leaving the context waits for every copy.
+    """Two slots for each device, created at its first use; leaving the context waits for all copies.
 
     Args:
-        size: bytes of a slot.
-        way: where copies go; None for a device whose memory the host can use.
+        size: bytes per slot.
+        way: returns the transfer of a device; None if the host can use the device's memory.
     """
 
     def __init__(self, size: int, way: Callable[[torch.device, int], DeviceTransfer | None] = way_to) -> None:
@@ -108,7 +108,7 @@ class DoubleBuffer:
         self._slots: dict[torch.device, deque[PinnedBuffer]] = {}
 
     def take(self, device: torch.device) -> PinnedBuffer | None:
-        """The slot that was not taken last, once its copy is over; None where none is needed."""
+        """Returns the slot that was not taken last, after its copy has finished; None if no slot is needed."""
         if device not in self._slots:
             way = self._way(device, 2 * self._size)
             self._slots[device] = deque(PinnedBuffer(way, memory) for memory in way.memory.split(self._size)) if way else deque()
@@ -129,9 +129,9 @@ class DoubleBuffer:
 
 
 def to_host(sources: Iterable[torch.Tensor], turns: DoubleBuffer) -> Generator[memoryview]:
-    """The bytes of flat tensors of uint8, none longer than a slot, in their order. Those of a CPU are not copied.
+    """Yields the bytes of flat uint8 tensors, each at most as long as a slot, in order. CPU tensors are not copied.
 
-    A view is released when the next one is asked for, because its memory is written again.
+    A view is released when the next one is requested, because its memory is reused.
     """
     with turns:
         before: PinnedBuffer | None = None
@@ -144,15 +144,15 @@ def to_host(sources: Iterable[torch.Tensor], turns: DoubleBuffer) -> Generator[m
             if slot is None:
                 yield from lend(source)
             before = slot
-            del source  # it may be of a copy that was made for it, which is not kept while the next one is made
+            del source  # it may be a temporary copy, which must be freed before the next one is created
         if before is not None:
             yield from before.lend()
 
 
 def to_device(target: torch.Tensor, read: Callable[[memoryview], None], turns: DoubleBuffer) -> None:
-    """Fills a flat tensor of uint8, not longer than a slot, with what `read` puts into the memory that it is given.
+    """Fills a flat uint8 tensor, at most as long as a slot, with the bytes that `read` writes into host memory.
 
-    What is queued on the device later finds the bytes there; the host does not before `turns` end.
+    Work that is queued on the device later sees the bytes; the host sees them only after leaving the context of `turns`.
     """
     slot = turns.take(target.device)
     if slot is None:
@@ -162,22 +162,22 @@ def to_device(target: torch.Tensor, read: Callable[[memoryview], None], turns: D
 
 
 def lend(memory: torch.Tensor) -> Generator[memoryview]:
-    """One view of a tensor of the host, of no use to whom keeps it."""
+    """Yields one view of a host tensor, which is released afterwards."""
     with memory.numpy().data as view:
         yield view
 
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
-"""Those of `ITEMSIZE` that this torch has."""
+"""Dtypes of `ITEMSIZE` that the installed torch supports."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(tensor: torch.Tensor, name: str) -> str:
-    """The name of a tensor's dtype.
+    """Returns the name of a tensor's dtype.
 
     Raises:
-        CheckpointError: elements of this dtype are not whole bytes, or the tensor has no plain memory here.
+        CheckpointError: checkpoints do not support the dtype, or the tensor is not a plain dense tensor.
     """
     if tensor.dtype not in _NAMES:
         raise CheckpointError(f"{name}: {tensor.dtype} cannot be stored; known: {', '.join(DTYPES)}")
@@ -187,19 +187,19 @@ def dtype_name(tensor: torch.Tensor, name: str) -> str:
 
 
 def byte_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of a tensor, a chunk at a time, where the tensor is; one that is contiguous is not copied."""
+    """Yields the bytes of a tensor in chunks, on its device; a contiguous tensor is not copied."""
     flat = _flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
     for start in range(0, flat.numel(), CHUNK_BYTES):
         yield flat[start : start + CHUNK_BYTES]
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8, shared; `reshape(-1)` may keep an odd stride where a size is 1."""
+    """Returns the memory of a contiguous tensor as uint8, shared; `reshape(-1)` may keep an odd stride if a size is 1."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def file_of(pieces: Sequence[Piece]) -> RankFile:
-    """The file of these pieces. While a chunk is hashed and written, the next one comes from the device."""
+    """Returns the file of these pieces. While a chunk is hashed and written, the next one is copied from the device."""
 
     def source() -> Generator[memoryview]:
         chunks = chain.from_iterable(byte_chunks(piece.local) for piece in pieces)
@@ -217,13 +217,15 @@ def copy_box(
     offset: Sequence[int],
     turns: DoubleBuffer,
 ) -> None:
-    """Copies into a live tensor what it shares with a stored box.
+    """Copies the overlap with a stored box into a live tensor.
 
     Args:
-        path, start: file and byte where the stored box begins.
+        store: the store of the file.
+        path, start: file and byte offset of the stored box.
         source: offset and extent of the stored box in the global tensor.
-        target: the live tensor, dtype as stored; its box begins at `offset`.
-        turns: of slots of `CHUNK_BYTES`; a target on a device is filled when they end.
+        target: the live tensor, with the stored dtype.
+        offset: offset of the live tensor's box in the global tensor.
+        turns: buffers with slots of `CHUNK_BYTES`; a target on a device is filled when their context ends.
     """
     stored_offset, stored_extent = source
     live = target.detach()
@@ -244,7 +246,7 @@ def _fill(
     into: torch.Tensor,
     turns: DoubleBuffer,
 ) -> None:
-    """Fills a tensor with the `wanted` part of a stored box that begins at byte `start`, by at most `CHUNK_BYTES` at a time."""
+    """Fills a tensor with the `wanted` part of a stored box that begins at byte `start`, at most `CHUNK_BYTES` at a time."""
     row_bytes = into.element_size() * prod(extent[1:])
     start += wanted[0].start * row_bytes
     whole_rows = list(into.shape[1:]) == list(extent[1:])
@@ -257,7 +259,7 @@ def _fill(
         for row in range(len(into)):
             _fill(read, start + row * row_bytes, extent[1:], wanted[1:], into[row], turns)
         return
-    # Whole rows are read, and what is wanted of them is chosen where the tensor is: on a device, after the copy.
+    # Reads whole rows, and selects the wanted part on the device of the tensor, after the copy.
     rows = min(CHUNK_BYTES // row_bytes, len(into))
     staging = torch.empty(rows * row_bytes, dtype=torch.uint8, device=into.device)
     for row in range(0, len(into), rows):

@@ -1,1 +1,1 @@
-"""A directory of checkpoints: durable and atomic, one writer at a time, verified, old ones removed."""
+"""Stores of checkpoint files: local directories and object storage, both durable and atomic."""

@@ -1,7 +1,7 @@
 """A checkpoint store in a directory: durable, atomic, and safe against symlinks.
 
-Every file is opened relative to the descriptor of its directory with `O_NOFOLLOW`, so no name in a manifest and no link
-planted in the directory leads outside. A name is one component of letters, digits, `_`, `.` and `-`.
+Every file is opened relative to the descriptor of its directory with `O_NOFOLLOW`, so neither a name in a manifest nor a symlink
+in the directory can lead outside. A name is one component of letters, digits, `_`, `.` and `-`.
 """
 
 import errno
@@ -17,11 +17,11 @@ from forge_ckpt.format.names import is_safe
 from forge_core.errors import CheckpointError
 
 MARKER = "forge-checkpoints"
-"""A file at the root that says: this directory is ours to tidy. Nothing is removed where it is missing."""
+"""A file at the root that marks a directory of checkpoints. Without it, nothing in the directory is removed."""
 
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT}
 _NO_LINK = {errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK, errno.ENOENT, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""A file cannot have another name here: the disk knows no links, the file has as many as it may have, or is gone."""
+"""Errors if a file cannot be linked: no support for links, too many links, or the file does not exist."""
 _ATTEMPTS = 5
 _WRITE_BYTES = 8 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -30,19 +30,19 @@ T = TypeVar("T")
 
 
 def _ignore(operation: str, path: str) -> None:
-    """The default probe: nothing happens before an operation."""
+    """The default probe, which does nothing."""
 
 
 class LocalStore:
     """Checkpoint files below `path`.
 
     Args:
-        path: the directory; links on the way to it are resolved once, here.
-        shared: follow the umask; otherwise files are 0600 and directories 0700.
-        allow_foreign_owner: accept a directory of another user (root is always accepted).
+        path: the directory; symlinks in its path are resolved once, in the constructor.
+        shared: whether permissions follow the umask; otherwise files are 0600 and directories 0700.
+        allow_foreign_owner: whether to accept a directory of another user (root is always accepted).
         probe: called with (operation, path) before each operation that changes the disk: `mkdir create write fsync
-            link rename unlink rmdir`. Tests kill, fail and record there.
-        pause: seconds before the first repetition after a transient fault (EIO, ESTALE); doubles each time.
+            link rename unlink rmdir`. Tests use it to kill processes, raise errors, and record operations.
+        pause: seconds before the first retry after a transient error (EIO, ESTALE); doubles for each retry.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LocalStore:
         """Creates the directory and its marker; called by the first write, or earlier as a check before a run.
 
         Raises:
-            CheckpointError: it cannot be created or written, belongs to another user, or holds other things.
+            CheckpointError: the directory cannot be created or written, belongs to another user, or has other files.
         """
         if self._prepared:
             return
@@ -113,7 +113,7 @@ class LocalStore:
 
         def once(attempt: int) -> None:
             with self._directory(parts[:-1], create=True) as directory:
-                if attempt:  # what a failed fsync left in the page cache counts as clean: only a new file is safe
+                if attempt:  # after a failed fsync, the page cache counts as clean, so only a new file is safe
                     self._unlink(parts[-1], directory, path)
                 self._probe("create", path)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -134,14 +134,14 @@ class LocalStore:
         self._repeat(once, attempts=_ATTEMPTS if repeatable else 1)
 
     def link(self, source: str, target: str) -> bool:
-        """See `LinkingStore`. False too for what is not a regular file of this user."""
+        """See `LinkingStore`. Also returns False if `source` is not a regular file of this user."""
         self.prepare()
         old, new = _parts(source), _parts(target)
 
         def once(attempt: int) -> bool:
             with self._directory(old[:-1]) as before, self._directory(new[:-1], create=True) as after:
-                found = os.stat(old[-1], dir_fd=before, follow_symlinks=False)
-                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                status = os.stat(old[-1], dir_fd=before, follow_symlinks=False)
+                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                     return False
                 if attempt:
                     self._unlink(new[-1], after, target)
@@ -191,8 +191,8 @@ class LocalStore:
         place = self.root
         while not place.exists():
             place = place.parent
-        found = os.statvfs(place)
-        return found.f_bavail * found.f_frsize
+        status = os.statvfs(place)
+        return status.f_bavail * status.f_frsize
 
     def rename(self, source: str, target: str) -> None:
         self.prepare()
@@ -202,7 +202,7 @@ class LocalStore:
             with self._directory(old[:-1]) as before, self._directory(new[:-1]) as after:
                 replaced = _mode(new[-1], after)
                 moved = attempt > 0 and replaced is not None and _mode(old[-1], before) is None
-                if not moved:  # a repetition may find that the first attempt did it
+                if not moved:  # an earlier attempt may have succeeded despite its error
                     if replaced is not None and not stat.S_ISREG(replaced):
                         raise FileExistsError(errno.EEXIST, "not replaced", target)
                     self._probe("rename", f"{source} -> {target}")
@@ -264,7 +264,7 @@ class LocalStore:
             return
 
     def _repeat(self, action: Callable[[int], T], attempts: int = _ATTEMPTS) -> T:
-        """Runs `action(attempt)` until it succeeds or fails with something that will not pass by itself."""
+        """Runs `action(attempt)` until it succeeds, raises an error that is not transient, or the attempts are used up."""
         for attempt in range(attempts):
             try:
                 return action(attempt)
@@ -277,7 +277,7 @@ class LocalStore:
 
     @contextmanager
     def _directory(self, parts: tuple[str, ...], create: bool = False) -> Iterator[int]:
-        """Descriptor of a directory below the root, reached without following a link."""
+        """Yields the descriptor of a directory below the root, opened without following symlinks."""
         with ExitStack() as stack:
             current = os.open(self.root, _DIRECTORY)
             stack.callback(os.close, current)

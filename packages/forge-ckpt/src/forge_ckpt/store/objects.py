@@ -1,4 +1,4 @@
-"""Objects below a URL, through fsspec: requests are repeated when a fault of the network or the server passes by itself."""
+"""Objects below a URL, through fsspec, with retries after transient errors of network and server."""
 
 import errno
 import inspect
@@ -12,12 +12,12 @@ from forge_core.errors import CheckpointError
 from forge_core.redaction import redacted_text
 
 ATTEMPTS = 3
-"""In addition to what a file system repeats by itself: s3fs and the library below it do so several times."""
+"""Number of attempts, besides the retries of the file system itself: s3fs and its library retry several times."""
 
 _PASSING = {
     *(errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.EPIPE, None),
     *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH),
-    *([errno.EREMOTEIO] if hasattr(errno, "EREMOTEIO") else []),  # s3fs, where a server had an internal error
+    *([errno.EREMOTEIO] if hasattr(errno, "EREMOTEIO") else []),  # from s3fs after an internal error of the server
 }
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, CheckpointError)
 _NETWORK = {
@@ -28,13 +28,13 @@ _NETWORK = {
     "ServiceRequestError",
     "HttpError",
 }
-"""Names of the exceptions that file systems let through from the libraries below them; none is an `OSError`."""
+"""Names of exceptions from the libraries of file systems that are not subclasses of `OSError`."""
 
 T = TypeVar("T")
 
 
 def may_pass(cause: Exception) -> bool:
-    """Whether the same action may succeed in a moment."""
+    """Whether an error is transient, so that a retry may succeed."""
     if isinstance(cause, _LASTING):
         return False
     if isinstance(cause, OSError):
@@ -43,16 +43,18 @@ def may_pass(cause: Exception) -> bool:
 
 
 def repeated(action: Callable[[], T], attempts: int, pause: float, note: Callable[[], None], where: str) -> T:
-    """What an action gives once it succeeds.
+    """Runs an action with retries, and returns its result.
 
     Args:
-        pause: seconds before the first repetition; doubles each time.
-        note: called before each repetition.
+        action: the action.
+        attempts: maximum number of attempts.
+        pause: seconds before the first retry; doubles for each retry.
+        note: called before each retry.
         where: the URL, for messages.
 
     Raises:
-        OSError: the last attempt's.
-        CheckpointError: the last attempt's, or what another exception of it says.
+        OSError: the error of the last attempt.
+        CheckpointError: the error of the last attempt; errors of other types are converted.
     """
     for attempt in range(attempts):
         try:
@@ -72,32 +74,32 @@ EXTRA = "pip install 'forge-ckpt[remote]'"
 
 
 def is_url(where: object) -> bool:
-    """Whether a text names a file system: `s3://bucket/runs`."""
+    """Whether a text is a URL such as `s3://bucket/runs`."""
     return "://" in str(where)
 
 
 def check_url(url: str) -> None:
-    """Refuses what is not the URL of a folder in one file system that keeps objects.
+    """Checks that a URL is a folder in object storage.
 
     Raises:
-        ValueError: says what to give instead.
+        ValueError: it is not; the message says what to use instead.
     """
     scheme, found, rest = url.partition("://")
     if not found or not scheme or not rest.strip("/"):
         raise ValueError(f"{url!r} is not the URL of a folder, such as s3://bucket/runs")
     if "::" in url or any(sign in rest for sign in "*[]#"):
-        raise ValueError(f"{redacted_text(url)!r} is a chain or a pattern; give the URL of one folder")
+        raise ValueError(f"{redacted_text(url)!r} is a chain or a pattern; use the URL of one folder")
     if "@" in rest or "?" in url:
-        raise ValueError(f"{redacted_text(url)!r} has a place for credentials; give them in the environment instead")
+        raise ValueError(f"{redacted_text(url)!r} has a place for credentials; set them in the environment instead")
     if scheme in ("file", "local"):
-        raise ValueError(f"{url!r} is a folder of this machine; the store 'local' flushes what it writes there: take that one")
+        raise ValueError(f"{url!r} is a folder of this machine; use the store 'local', which flushes files to disk")
 
 
 def open_url(url: str) -> tuple[Any, str]:
-    """(file system, path on it). Its listings are of the moment: another rank writes, too.
+    """Returns (file system, path on it). Listings are not cached, because other ranks also write.
 
     Raises:
-        CheckpointError: fsspec or its package for this kind of URL is not installed, or there is none.
+        CheckpointError: fsspec or its package for this kind of URL is not installed, or the protocol is unknown.
     """
     try:
         from fsspec.core import url_to_fs
@@ -114,9 +116,9 @@ def open_url(url: str) -> tuple[Any, str]:
 
 
 PART_BYTES = 32 << 20
-"""An upload holds about twice so many bytes in memory, sends so many as one part of an object, and goes on."""
+"""Bytes per part of an upload, which needs about twice this amount of memory."""
 AHEAD_BYTES = 16 << 20
-"""A reader that goes through an object in order is given at most so many bytes by one request."""
+"""Maximum number of bytes per request when an object is read sequentially."""
 
 _SMALL = 1 << 20
 
@@ -125,11 +127,12 @@ class Objects:
     """Objects by keys below a URL, such as `data/rank-00000.bin`.
 
     Attributes:
-        url: without a `/` at its end.
-        retries: attempts that were repeated here; a file system may repeat some by itself before.
+        url: URL without a trailing `/`.
+        retries: number of retries, without those of the file system itself.
 
     Args:
-        pause: seconds before the first repetition; doubles each time.
+        url: URL of the folder.
+        pause: seconds before the first retry; doubles for each retry.
 
     Raises:
         CheckpointError: `check_url` refuses the URL.
@@ -147,15 +150,15 @@ class Objects:
         self._ahead = _Ahead()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process opens the file system anew: connections and threads are those of one process."""
+        """Leaves out the file system: its connections and threads belong to one process. Another process opens it again."""
         return {"url": self.url, "pause": self._pause}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
 
     def stream(self, key: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Puts an object in parts; it is there when the last one has arrived. What can be iterated again is sent again after a
-        fault."""
+        """Writes an object in parts; it becomes visible after the last part. If `chunks` can be iterated again, a transient error
+        restarts the upload."""
 
         def once() -> None:
             system, path = self._at(key)
@@ -171,14 +174,16 @@ class Objects:
         self._repeat(once, ATTEMPTS if iter(chunks) is not chunks else 1)
 
     def put(self, key: str, data: bytes, *, new: bool = False) -> None:
-        """Puts a small object by one request, in place of the one that is there.
+        """Writes a small object with one request; replaces an existing one.
 
         Args:
-            new: never in place of another one. S3 and Google's storage see to that; elsewhere this looks first, and of two
-                writers in the same moment the later one would win.
+            key: key of the object.
+            data: its content.
+            new: never replaces an object. S3 and Google's storage guarantee this; on other servers the object is checked before
+                the write, so of two simultaneous writers the later one would win.
 
         Raises:
-            FileExistsError: `new`, and another one is there.
+            FileExistsError: with `new`, the object exists.
         """
 
         def once() -> None:
@@ -191,14 +196,14 @@ class Objects:
         try:
             self._repeat(once)
         except Exception:
-            if not self._holds(key, data):  # it may have arrived although the answer did not
+            if not self._holds(key, data):  # the write may have succeeded although the response was lost
                 raise
 
     def get(self, key: str) -> bytes:
-        """A whole object; one of at most 1 MiB by one request.
+        """Returns a whole object, with one request per MiB.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the object does not exist.
         """
         parts = [self._range(key, 0, _SMALL)]
         while len(parts[-1]) == _SMALL:
@@ -209,12 +214,14 @@ class Objects:
         """Fills a buffer from an object.
 
         Args:
-            ahead: keep what follows for the next call of this thread, where calls go on from each other; for objects that never
-                change.
+            key: key of the object.
+            offset: first byte to read.
+            buffer: the buffer to fill.
+            ahead: reads ahead for the next call of this thread if calls are sequential; only for objects that never change.
 
         Raises:
-            FileNotFoundError: there is none.
-            CheckpointError: it ends before.
+            FileNotFoundError: the object does not exist.
+            CheckpointError: the object is too short.
         """
         wanted, kept = len(buffer), self._ahead
         if not wanted:
@@ -234,11 +241,11 @@ class Objects:
         buffer[:] = memoryview(kept.data)[at : at + wanted]
 
     def size(self, key: str) -> int:
-        """Bytes of an object; what this thread has read ahead is forgotten.
+        """Returns the size of an object in bytes, and discards the data that this thread has read ahead.
 
         Raises:
-            FileNotFoundError: there is none.
-            IsADirectoryError: others are below it.
+            FileNotFoundError: the object does not exist.
+            IsADirectoryError: the key is a folder.
         """
 
         def once() -> dict[str, Any]:
@@ -246,40 +253,40 @@ class Objects:
             return system.info(path)
 
         self._ahead.key = ""
-        found = self._repeat(once)
-        if found["type"] != "file":
+        info = self._repeat(once)
+        if info["type"] != "file":
             raise IsADirectoryError(errno.EISDIR, "not an object", key)
-        return int(found["size"])
+        return int(info["size"])
 
     def children(self, key: str) -> list[str]:
-        """Names right below a key; empty where nothing is."""
+        """Returns the names directly below a key; empty if there are none."""
 
         def once() -> list[str]:
             system, path = self._fresh(key)
             try:
-                found = [str(row["name"]).strip("/") for row in system.ls(path, detail=True)]
+                names = [str(row["name"]).strip("/") for row in system.ls(path, detail=True)]
             except FileNotFoundError:
                 return []
-            return [name.rpartition("/")[2] for name in found if name != path.strip("/")]
+            return [name.rpartition("/")[2] for name in names if name != path.strip("/")]
 
         return self._repeat(once)
 
     def below(self, key: str) -> list[str]:
-        """Keys of all objects below a key."""
+        """Returns the keys of all objects below a key."""
 
         def once() -> list[str]:
             system, path = self._fresh(key)
             try:
-                found = [str(name).strip("/") for name in system.find(path)]
+                names = [str(name).strip("/") for name in system.find(path)]
             except FileNotFoundError:
                 return []
             start = f"{path.strip('/')}/"
-            return [f"{key}/{name.removeprefix(start)}" for name in found if name.startswith(start)]
+            return [f"{key}/{name.removeprefix(start)}" for name in names if name.startswith(start)]
 
         return self._repeat(once)
 
     def delete(self, *keys: str) -> None:
-        """Deletes objects; those that are gone are not an error."""
+        """Deletes objects; ignores those that do not exist."""
 
         def once() -> None:
             system = self._at("")[0]
@@ -302,7 +309,7 @@ class Objects:
             try:
                 return bytes(system.cat_file(path, start=start, end=stop))
             except OSError as cause:
-                if cause.errno == errno.EINVAL:  # s3fs, where a range begins behind the end
+                if cause.errno == errno.EINVAL:  # from s3fs if a range begins after the end
                     return b""
                 raise
 
@@ -311,7 +318,7 @@ class Objects:
     def _holds(self, key: str, data: bytes) -> bool:
         try:
             return self.get(key) == data
-        except Exception:  # noqa: BLE001 (the caller raises the fault that came first)
+        except Exception:  # noqa: BLE001 (the caller raises the first error)
             return False
 
     def _fresh(self, key: str) -> tuple[Any, str]:
@@ -320,7 +327,7 @@ class Objects:
         return system, path
 
     def _at(self, key: str) -> tuple[Any, str]:
-        """(file system, path on it)."""
+        """Returns (file system, path on it)."""
         if self._opened is None:
             self._opened = open_url(self.url)
         system, base = self._opened
@@ -334,7 +341,7 @@ class Objects:
 
 
 class _Ahead(threading.local):
-    """What one thread has read ahead: `data` begins at byte `start` of object `key`."""
+    """Data that one thread has read ahead: `data` begins at byte `start` of object `key`."""
 
     key = ""
     start = 0
@@ -342,7 +349,7 @@ class _Ahead(threading.local):
 
 
 def _create(system: Any, path: str, data: bytes) -> None:
-    """Puts an object where none is, by the condition of the server where file system and server have one."""
+    """Creates an object; uses a conditional request if file system and server support it."""
     put = getattr(system, "_pipe_file", None) or system.pipe_file
     if "mode" in inspect.signature(put).parameters:
         try:
@@ -357,7 +364,7 @@ def _create(system: Any, path: str, data: bytes) -> None:
 
 
 def _give_up(file: Any) -> None:
-    """Ends an upload: its parts are forgotten, and closing the file later does not complete it."""
+    """Aborts an upload: discards its parts, so that closing the file later does not complete it."""
     with suppress(Exception):
         file.closed = True
     with suppress(Exception):

@@ -1,12 +1,13 @@
-"""A checkpoint store in object storage, where a rename is not atomic and putting one object is.
+"""A checkpoint store in object storage, where writing one object is atomic but a rename is not.
 
     files/NAME             a file of the store, such as `latest`
-    data/DIRECTORY/FILE    a file, below the name that its directory was written under
-    names/DIRECTORY        one line, the directory's first name: the object that gives a directory its name
+    data/DIRECTORY/FILE    a file, below the original name of its directory
+    names/DIRECTORY        the current name of a directory; contains one line with the original name
 
-A directory that is renamed stays where it is: its name is an object that is put, and then the former name is deleted. So a
-checkpoint comes to exist by one put, the last of its save, and what has no such object is a draft, swept as on a disk. A job that
-dies between the two leaves two names of the same files: files are removed with the last name that leads to them.
+Renaming a directory does not move its files: it writes an object with the new name and then deletes the object with the former
+name. So a checkpoint is committed by writing one object, the last of its save. A directory without such an object is unfinished
+and is removed like on a local disk. A job that dies between the two steps leaves two names for the same files; the files are
+removed together with their last name.
 """
 
 import errno
@@ -24,15 +25,15 @@ FILES, DATA, NAMES = "files", "data", "names"
 class RemoteStore:
     """Checkpoint files below a URL, through fsspec: `s3://bucket/runs/x/checkpoints`.
 
-    A file is sent in parts, and is there when the last one has arrived. What a server has acknowledged is trusted to be durable,
-    and to be listed and read by all from then on, as S3, Google's and Microsoft's storage promise.
+    A file is uploaded in parts and becomes visible after the last part. The store relies on the server that acknowledged writes
+    are durable and immediately visible to all, as S3 and the storage of Google and Microsoft guarantee.
 
     Args:
-        url: of the folder.
-        pause: seconds before the first repetition after a fault that may pass; doubles each time.
+        url: URL of the folder.
+        pause: seconds before the first retry after a transient error; doubles for each retry.
 
     Raises:
-        CheckpointError: not the URL of a folder.
+        CheckpointError: `url` is not the URL of a folder.
     """
 
     def __init__(self, url: str, *, pause: float = 0.5) -> None:
@@ -46,14 +47,14 @@ class RemoteStore:
 
     @property
     def retries(self) -> int:
-        """Attempts that were repeated."""
+        """Number of retries."""
         return self._objects.retries
 
     def prepare(self) -> None:
-        """Puts the marker of the store; called by the first write, or earlier as a check before a run.
+        """Writes the marker of the store; called by the first write, or earlier as a check before a run.
 
         Raises:
-            CheckpointError: it cannot be put, or other things are there.
+            CheckpointError: the marker cannot be written, or the folder has other objects.
         """
         if self._prepared:
             return
@@ -69,7 +70,7 @@ class RemoteStore:
                 self._objects.put(f"{FILES}/{MARKER}", b"forge-ckpt removes what it wrote here and no longer needs.\n")
         except OSError as cause:
             raise CheckpointError(
-                f"checkpoints cannot be written to {self.root}: {cause}; does the bucket exist, and may you write there?"
+                f"checkpoints cannot be written to {self.root}: {cause}; check that the bucket exists and you may write to it"
             ) from cause
         self._prepared = True
 
@@ -86,7 +87,7 @@ class RemoteStore:
         return bytes(buffer)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Where the files of a directory are is looked up by `size` and `read`, and here only where neither has done so."""
+        """Fills a buffer; uses the location of the directory that an earlier `size` or `read` has looked up, if any."""
         key = self._key(path, again=False)
         try:
             self._objects.read_into(key, offset, buffer, ahead="/" in path)
@@ -102,7 +103,7 @@ class RemoteStore:
             raise CheckpointError(f"{path} is not a file") from cause
 
     def free(self) -> None:
-        """No object storage says how much more it takes."""
+        """Returns None: object storage does not report free space."""
         return
 
     def rename(self, source: str, target: str) -> None:
@@ -115,7 +116,7 @@ class RemoteStore:
             data = old
         if data is None:
             key = self._key(old)
-            self._objects.put(self._key(new), self._objects.get(key))  # one of the few small files, such as `latest`
+            self._objects.put(self._key(new), self._objects.get(key))  # a small file, such as `latest`
             self._objects.delete(key)
             return
         if self._is_object(self._key(new)):
@@ -142,8 +143,8 @@ class RemoteStore:
         names, key = self._names(), self._key(at)
         data = names.pop(at, None)
         if data is not None:
-            self._objects.delete(f"{NAMES}/{at}")  # first: what has no name is not a checkpoint
-        folder, kept = f"{DATA}/{data or at}", tuple(f"{DATA}/{other}/" for other in names.values())  # what other names lead to
+            self._objects.delete(f"{NAMES}/{at}")  # first, because a directory without a name is not a checkpoint
+        folder, kept = f"{DATA}/{data or at}", tuple(f"{DATA}/{other}/" for other in names.values())  # files of other names
         self._objects.delete(*(found for found in self._objects.below(folder) if not found.startswith(kept)))
         if left := [found for found in self._objects.below(folder) if not found.startswith(kept)]:
             raise OSError(errno.EACCES, f"{len(left)} objects could not be deleted", f"{self.root}/{left[0]}")
@@ -151,26 +152,26 @@ class RemoteStore:
             self._objects.delete(key)
 
     def _name(self, name: str, data: str) -> None:
-        """Gives a directory its name, by one put."""
+        """Names a directory by writing one object."""
         key, line = f"{NAMES}/{name}", f"{data}\n".encode()
         try:
             self._objects.put(key, line, new=True)
         except FileExistsError:
             if _first_name(self._objects.get(key)) is not None:
                 raise
-            self._objects.put(key, line)  # where a put is not atomic, an earlier one may have been cut off
+            self._objects.put(key, line)  # if writes are not atomic, an earlier one may be incomplete
 
     def _names(self) -> dict[str, str]:
-        """Every name that a directory was given, and the one that it was written under."""
-        found = {}
+        """Returns the original name of each named directory, by its current name."""
+        names = {}
         for key in self._objects.below(NAMES):
             try:
                 data = _first_name(self._objects.get(key))
-            except FileNotFoundError:  # gone since
+            except FileNotFoundError:  # deleted meanwhile
                 continue
             if data is not None:
-                found[key.removeprefix(f"{NAMES}/")] = data
-        return found
+                names[key.removeprefix(f"{NAMES}/")] = data
+        return names
 
     def _is_marked(self) -> bool:
         return MARKER in self._objects.children(FILES)
@@ -183,7 +184,7 @@ class RemoteStore:
         return True
 
     def _key(self, path: str, again: bool = True) -> str:
-        """The object that holds a file."""
+        """Returns the key of the object that holds a file."""
         parent, _, name = _checked(path).rpartition("/")
         if not parent:
             return f"{FILES}/{name}"
@@ -197,7 +198,7 @@ class RemoteStore:
 
 
 def _first_name(line: bytes) -> str | None:
-    """The name that a directory was written under; None for a line without an end."""
+    """Returns the original name of a directory; None for an incomplete line."""
     text = line.decode("ascii", errors="replace")
     data = text.removesuffix("\n")
     return data if text.endswith("\n") and all(is_safe(part) for part in data.split("/")) else None

@@ -1,7 +1,7 @@
-"""Two resolved recipes, key by key, with the class of each key: what a resume is told, allows and refuses.
+"""Compares two resolved recipes key by key, with the class of each key, which determines what a resume reports or refuses.
 
-A table that is there on one side only, or names another component, is one change: the keys of one component mean nothing to
-another.
+A table that only one recipe has, or that names another component, is a single change, because the keys of different components
+cannot be compared.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from forge_core.redaction import HIDDEN, redacted
 from forge_core.registry import Registry
 
 ABSENT = Leaf(None, "")
-"""Stands for a key that one of the recipes does not have."""
+"""Placeholder for a key that one of the recipes does not have."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One key with another value; secrets are hidden in both."""
+    """One key whose value differs; secrets are hidden in both values."""
 
     key: str
     was: Any
@@ -31,29 +31,29 @@ class Change:
     key_class: KeyClass
 
     def __str__(self) -> str:
-        """`model.rope.theta was 10000.0, is 10`"""
+        """Returns, for example, `model.rope.theta was 10000.0, is 10`."""
         return f"{self.key} was {_shown(self.was)}, is {_shown(self.now)}"
 
 
 def changes(before: Resolution, now: Resolution, registry: Registry) -> list[Change]:
-    """Every key whose value differs. Both recipes are resolved by this version: a key that one was written without has its
-    default. Two values that are hidden as secrets count as equal."""
+    """Returns all keys whose values differ. This version of Forge must have resolved both recipes, so missing keys have their
+    defaults. Two values that are hidden as secrets count as equal."""
     return list(_Comparison(before, now, registry).node("", before.tree, now.tree))
 
 
 def class_of(key: str, before: Resolution, now: Resolution, registry: Registry) -> KeyClass:
-    """The class of a key of one of the two recipes."""
+    """Returns the class of a key of one of the two recipes."""
     return _Comparison(before, now, registry).class_of(key)
 
 
 def vanished(written: Table, read: Resolution) -> dict[str, Any]:
-    """Keys of a recipe that this version does not know, with their values; secrets are hidden."""
+    """Returns the keys of a recipe that do not exist in this version of Forge, with their values; secrets are hidden."""
     known = {key for key, _, _ in leaves(read.tree)}
     return {key: redacted(value, key) for key, value, _ in leaves(written) if key not in known}
 
 
 def keys_of(outcome: Resolution) -> set[str]:
-    """Every key that can be told apart from another one: fields, and the names of components."""
+    """Returns all keys of a recipe: fields, and the names of components."""
     return set(outcome.fields) | {join(key, "name") for key in outcome.chosen}
 
 
@@ -77,11 +77,11 @@ class _Comparison:
             yield from self._values(join(key, "name"), was, now)
             return
         for name in dict.fromkeys([*was.items, *now.items]):
-            if name != "name" or key not in self.now.chosen:  # a name may be spelled in two ways
+            if name != "name" or key not in self.now.chosen:  # names were compared above: one component may have two spellings
                 yield from self.node(join(key, name), was.items.get(name, ABSENT), now.items.get(name, ABSENT))
 
     def _alike(self, key: str, was: Array, now: Array) -> bool:
-        """Whether two lists of tables hold the same kinds in the same order, so that their items can be compared."""
+        """Whether two lists of tables have the same components in the same order, so that their items can be compared."""
         if len(was.items) != len(now.items) or any(isinstance(item, Leaf) for item in (*was.items, *now.items)):
             return False
         return all(self._same_component(join(key, str(index))) for index in range(len(was.items)))
@@ -91,20 +91,20 @@ class _Comparison:
         if old == new or old is None or new is None:
             return old == new
         try:
-            return self.registry.find(*old) == self.registry.find(*new)  # `muon` and `forge-extra:muon` may be one
+            return self.registry.find(*old) == self.registry.find(*new)  # `muon` and `forge-extra:muon` may be the same
         except PluginError:
             return False
 
     def _values(self, key: str, was: Node, now: Node) -> Iterator[Change]:
         old, new = plain(was), plain(now)
         shown = redacted(old, key), redacted(new, key)
-        # A checkpoint keeps no secrets, so only the rest can be compared with it; an older one may have kept more of it.
+        # Checkpoints hide secrets, so only the other parts of a value can be compared; older ones may hide less of it.
         known = HIDDEN not in str(old) + str(new)
         if old != new and (known or shown[0] != shown[1]):
             yield Change(key, *shown, self.class_of(key))
 
     def _is_leaf(self, key: str) -> bool:
-        """Whether a field holds a table as its value, such as a mapping of texts to numbers."""
+        """Whether the value of a field is itself a table, such as a mapping of texts to numbers."""
         shape = self._shape(key)
         return shape is not None and shape.kind == "leaf"
 
@@ -113,8 +113,8 @@ class _Comparison:
         return None if info is None else shape_of(info.type)
 
     def class_of(self, key: str) -> KeyClass:
-        """That of the field which holds the key. Where the key of a table is the name of its component, as in
-        `[transforms.NAME]`, the component says what its presence means."""
+        """Returns the class of the field that holds the key. If the key of a table is the name of its component, as in
+        `[transforms.NAME]`, it is the class that the component declares."""
         at = key
         while at and self._shape(at) is None:
             at = at.rpartition(".")[0]
@@ -127,13 +127,13 @@ class _Comparison:
         return next(outcome.fields[at].key_class for outcome in (self.now, self.before) if at in outcome.fields)
 
     def _class_of_choice(self, table: str) -> KeyClass:
-        """What the components declare that were chosen here before and now; `IDENTITY` where one declares nothing."""
+        """Returns the class that the components of a table, before and now, declare; `IDENTITY` if one declares none."""
         chosen = [outcome.chosen[table] for outcome in (self.now, self.before) if table in outcome.chosen]
         try:
-            found = [class_of_keys(self.registry.load(group, name)) or KeyClass.IDENTITY for group, name in chosen]
+            classes = [class_of_keys(self.registry.load(group, name)) or KeyClass.IDENTITY for group, name in chosen]
         except PluginError:
             return KeyClass.IDENTITY
-        return KeyClass.IDENTITY if KeyClass.IDENTITY in found or not found else found[0]
+        return KeyClass.IDENTITY if KeyClass.IDENTITY in classes or not classes else classes[0]
 
 
 def _shown(value: Any) -> str:

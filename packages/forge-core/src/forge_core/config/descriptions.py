@@ -1,6 +1,6 @@
-"""What the keys of a recipe mean: type, range, default, docstring, value and origin, for the terminal and as JSON Schema 2020-12.
+"""Describes the keys of a recipe (type, range, default, docstring, value, origin), for terminals and as JSON Schema 2020-12.
 
-In the schema every component is an alternative that its `name` selects, so editors complete and check recipes.
+In the schema, each component is an alternative that its `name` selects, so editors can complete and check recipes.
 """
 
 import inspect
@@ -20,8 +20,8 @@ from forge_core.registry import Registry
 
 @dataclass(frozen=True)
 class Explanation:
-    """One key. `default` is None for a key that must be given; `names` are what a component may be called; `key_class` is what a
-    resume does with another value (`forge_core.component.KeyClass`)."""
+    """One key. `default` is None for a required key; `names` are the available names of a component; `key_class` is how a
+    resume treats another value (`forge_core.component.KeyClass`)."""
 
     key: str
     expected: str
@@ -34,23 +34,23 @@ class Explanation:
 
 
 def explain(outcome: Resolution, registry: Registry, key: str = "") -> list[Explanation]:
-    """Explains a key, or every key of a section, or the whole recipe.
+    """Explains a key, all keys of a section, or the whole recipe.
 
     Raises:
         ConfigError: the recipe does not have this key.
     """
     known = list(outcome.fields)
-    found = [_one(outcome, registry, at) for at in known if not key or at == key or at.startswith(f"{key}.")]
-    if not found:
+    explanations = [_one(outcome, registry, at) for at in known if not key or at == key or at.startswith(f"{key}.")]
+    if not explanations:
         shown = key.removesuffix(".name")
         if shown != key and shown in outcome.fields:
             return [_one(outcome, registry, shown)]
         raise ConfigError([Fault(key, "unknown key in this recipe", hint=did_you_mean(key, known))])
-    return found
+    return explanations
 
 
 def origins(outcome: Resolution) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, origin) of every value of a resolved recipe."""
+    """Yields (key, value, origin) of every value of a resolved recipe."""
     yield from leaves(outcome.tree)
 
 
@@ -75,7 +75,7 @@ def _one(outcome: Resolution, registry: Registry, key: str) -> Explanation:
 
 
 def _chosen(node: Node | None, group: str, registry: Registry) -> str:
-    """The first line of the docstring of the component that a table names."""
+    """Returns name and first docstring line of the component that a table names."""
     name = node.items.get("name") if isinstance(node, Table) else None
     if not isinstance(name, Leaf):
         return ""
@@ -110,10 +110,10 @@ _FILE = r"\.py:[A-Za-z_][A-Za-z0-9_]*$"
 
 
 def json_schema(schema: type, registry: Registry, title: str = "Forge recipe") -> dict[str, Any]:
-    """The schema of a recipe whose tree is the dataclass `schema`; plugins that cannot be loaded are left out."""
+    """Returns the JSON Schema of recipes with the dataclass `schema`; leaves out plugins that cannot be loaded."""
     maker = _Maker(registry)
     root = maker.section(schema)
-    base = {"type": "string", "description": "A recipe below this one: a TOML file relative to this one, or a preset's name."}
+    base = {"type": "string", "description": "The recipe that this one extends: a TOML file, relative to this one, or a preset."}
     root["properties"] = {"base": base, **root["properties"]}
     return {"$schema": DRAFT, "title": title, **root, "$defs": dict(sorted(maker.definitions.items()))}
 
@@ -124,18 +124,18 @@ class _Maker:
         self.definitions: dict[str, dict[str, Any]] = {}
 
     def section(self, cls: type, names: list[str] | None = None) -> dict[str, Any]:
-        """An object schema; `names` are those of a component."""
+        """Returns the schema of a table; `names` are the names of a component."""
         properties: dict[str, Any] = {}
         if names is not None:
             properties["name"] = {"enum": names}
         for info in fields_of(cls):
             shape = shape_of(info.type)
-            made = self.value(shape)
+            value = self.value(shape)
             doc = f"{info.doc} (At a resume: {info.key_class.value}.)".lstrip()
-            made = {**made, "description": doc} if "$ref" not in made else {"allOf": [made], "description": doc}
+            value = {**value, "description": doc} if "$ref" not in value else {"allOf": [value], "description": doc}
             if shape.kind == "leaf" and not info.required:
-                made["default"] = UNSET if info.default is None else written(info.default, shape.type)
-            properties[info.name] = made
+                value["default"] = UNSET if info.default is None else written(info.default, shape.type)
+            properties[info.name] = value
         doc = inspect.getdoc(cls) or ""
         return {"type": "object", "description": doc, "properties": properties, "additionalProperties": False}
 
@@ -168,7 +168,7 @@ class _Maker:
         return {"type": "object", "properties": known, "additionalProperties": other}
 
     def slot(self, slot: Slot) -> dict[str, Any]:
-        """One alternative per registered component, and any class in a file."""
+        """Returns one alternative per registered component, and one for classes in files."""
         key = f"slot {slot.group}".replace(" ", "-")
         if key not in self.definitions:
             self.definitions[key] = {}  # a component may hold a slot of the same group
@@ -178,20 +178,20 @@ class _Maker:
         return {"$ref": f"#/$defs/{key}"}
 
     def offered(self, slot: Slot) -> Mapping[str, str]:
-        """Name -> definition of each component of a group that can be loaded."""
-        found: dict[str, str] = {}
+        """Returns the definition of each loadable component of a group, by name."""
+        definitions: dict[str, str] = {}
         for name in self.registry.names(slot.group):
             key = f"{slot.group}.{name.replace(':', '.')}"
             try:
                 entry = self.registry.find(slot.group, name)
                 cls = self.registry.load_entry(entry)
-            except PluginError:  # `plugins doctor` reports it; the recipe does not use it
+            except PluginError:  # unused by the recipe; `plugins doctor` reports it
                 continue
             if key not in self.definitions:
                 self.definitions[key] = {}
                 self.definitions[key] = self.section(cls, list(dict.fromkeys([name, entry.qualified])))
-            found[name] = key
-        return found
+            definitions[name] = key
+        return definitions
 
     def leaf(self, annotation: Any) -> dict[str, Any]:
         try:
@@ -203,7 +203,7 @@ class _Maker:
 
 
 def _inline(node: Any, definitions: Mapping[str, Any]) -> Any:
-    """Pydantic's schema with its local definitions put in place, its titles dropped and null written as TOML can."""
+    """Returns Pydantic's schema with local definitions inlined, without titles, and with the text for unset instead of null."""
     if isinstance(node, list):
         return [_inline(item, definitions) for item in node]
     if not isinstance(node, dict):

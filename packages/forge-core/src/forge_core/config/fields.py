@@ -1,6 +1,6 @@
-"""One field of a recipe: what kind of thing it holds, its type in words, and its value, which pydantic reads.
+"""One field of a recipe: its shape, its type in words, and its value, which pydantic parses.
 
-A field holds a section, a component, a list or dictionary of them, or a leaf.
+A field holds a section, a component, a list or dictionary of sections or components, or a leaf.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from forge_core.features import without_declarations
 
 @dataclass(frozen=True)
 class Shape:
-    """How the value of a field is read.
+    """The kind of value that a field holds.
 
     Attributes:
-        kind: `leaf` values are typed by pydantic, all others are walked.
-        type: the leaf's type with its ranges, the section's dataclass, or the base class that a component must have.
-        optional: None is allowed, written `"none"`.
-        slot: of a component.
-        inner: of the items of a list, tuple or dictionary.
+        kind: pydantic parses `leaf` values; all other kinds are walked.
+        type: the leaf's type with its ranges, the section's dataclass, or the required base class of a component.
+        optional: whether None is allowed, written `"none"`.
+        slot: slot of a component.
+        inner: shape of the items of a list, tuple or dictionary.
     """
 
     kind: Literal["leaf", "section", "component", "list", "tuple", "dict"]
@@ -52,7 +52,7 @@ LEAF = Shape("leaf", Any)
 
 
 def shape_of(annotation: Any) -> Shape:
-    """The shape of a field annotated so."""
+    """Returns the shape of a field with this annotation."""
     bare, metadata = _strip(annotation)
     options = _options(bare)
     optional = options is not None and type(None) in options
@@ -81,7 +81,7 @@ def shape_of(annotation: Any) -> Shape:
 
 @cache
 def shapes_in(cls: type) -> Mapping[str, tuple[FieldInfo, Shape]]:
-    """Every field of a section or component by name, with its shape."""
+    """Returns the fields of a section or component by name, with their shapes."""
     return types.MappingProxyType({info.name: (info, shape_of(info.type)) for info in fields_of(cls)})
 
 
@@ -108,7 +108,7 @@ _PLAIN: dict[Any, tuple[str, str]] = {
 
 
 def describe(annotation: Any) -> str:
-    """Such as `an integer greater than 0` or `one of 'bf16', 'fp32'`."""
+    """Returns a type in words, such as `an integer greater than 0` or `one of 'bf16', 'fp32'`."""
     if typing.get_origin(annotation) is typing.Annotated:
         base, *metadata = typing.get_args(annotation)
         return " ".join([describe(base), *(words for item in metadata if (words := _range(item)))])
@@ -132,7 +132,7 @@ def describe(annotation: Any) -> str:
 
 
 def describe_shape(shape: Shape) -> str:
-    """As `describe`, for anything that a field may hold."""
+    """Returns a shape in words; see `describe`."""
     if shape.kind == "leaf":
         return describe(shape.type)
     if shape.kind == "section":
@@ -148,7 +148,7 @@ def describe_shape(shape: Shape) -> str:
 
 
 def literals(annotation: Any) -> list[Any]:
-    """The values that a `Literal`, an enumeration or a boolean allows, wherever in the type; for did-you-mean."""
+    """Returns all values that literals, enumerations and booleans in a type allow, for did-you-mean hints."""
     if annotation is bool:
         return ["true", "false"]
     if typing.get_origin(annotation) is Literal:
@@ -202,7 +202,7 @@ _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 def read_leaf(key: str, node: Node, shape: Shape) -> tuple[Any, list[Fault]]:
-    """The typed value of a node, or the faults that refuse it."""
+    """Returns the typed value of a node, or None and its faults."""
     wrong = [Fault(at, message, origin) for at, message, origin in _unreadable(key, node)]
     if wrong:
         return None, wrong
@@ -216,14 +216,14 @@ def read_leaf(key: str, node: Node, shape: Shape) -> tuple[Any, list[Fault]]:
 
 
 def written(value: Any, annotation: Any) -> Any:
-    """A typed leaf as TOML can hold it: paths as text, tuples as lists, enumerations by value."""
+    """Converts a typed leaf for TOML: paths to text, tuples to lists, enumerations to their values."""
     if type(value) in _SCALARS and _is_scalar(annotation) and (not isinstance(value, float) or math.isfinite(value)):
-        return value  # what pydantic would say, without the millisecond in which it builds an adapter
+        return value  # the same as from pydantic, which takes a millisecond to build an adapter
     return _adapter(annotation).dump_python(value, mode="json")
 
 
 def _is_scalar(annotation: Any) -> bool:
-    """Whether values of a type are booleans, numbers, text or None, and nothing in the type says how they are written."""
+    """Whether a type has only booleans, numbers, text or None, without a custom serialization."""
     if typing.get_origin(annotation) is typing.Annotated:
         inner, *metadata = typing.get_args(annotation)
         return _is_scalar(inner) and not any(hasattr(item, "__get_pydantic_core_schema__") for item in metadata)
@@ -233,10 +233,10 @@ def _is_scalar(annotation: Any) -> bool:
 
 
 def schema_of(annotation: Any) -> dict[str, Any]:
-    """The JSON Schema of a leaf's type.
+    """Returns the JSON Schema of a leaf's type.
 
     Raises:
-        PydanticUserError: the type has none.
+        PydanticUserError: pydantic does not support the type.
     """
     return _adapter(annotation).json_schema()
 
@@ -244,7 +244,7 @@ def schema_of(annotation: Any) -> dict[str, Any]:
 def _adapter(annotation: Any) -> TypeAdapter[Any]:
     try:
         return _kept(annotation)
-    except TypeError:  # not hashable: made anew each time
+    except TypeError:  # not hashable, so not cached
         return _new(annotation)
 
 
@@ -257,48 +257,49 @@ def _new(annotation: Any) -> TypeAdapter[Any]:
     with _without_plugins():
         try:
             return TypeAdapter(annotation, config=ConfigDict(strict=True))
-        except PydanticUserError:  # a type that has a configuration (TypedDict, BaseModel) refuses another one
+        except PydanticUserError:  # types with their own configuration (TypedDict, BaseModel) do not accept another one
             return TypeAdapter(annotation)
 
 
 @contextlib.contextmanager
 def _without_plugins() -> Iterator[None]:
-    """Pydantic's own plugins stay out: a recipe means the same with any package installed, and looking for them takes 10 ms."""
-    said = os.environ.get(_PLUGINS)
+    """Disables plugins of pydantic, so that installed packages cannot change the meaning of a recipe. It also saves 10 ms."""
+    before = os.environ.get(_PLUGINS)
     os.environ[_PLUGINS] = "__all__"
     try:
         yield
     finally:
-        if said is None:
+        if before is None:
             del os.environ[_PLUGINS]
         else:
-            os.environ[_PLUGINS] = said
+            os.environ[_PLUGINS] = before
 
 
 def bad_letter(text: str, *, is_name: bool) -> str:
-    """What is wrong with a letter of a text; "" where nothing is. A name, of a file or of a part, has no line breaks either."""
+    """Returns the fault of the first forbidden character of a text, or "". Names of files and components may not contain
+    control characters, including line breaks."""
     for letter in text:
         is_control = letter < " " or "\x7f" <= letter < "\xa0" or letter in "\u2028\u2029"
         if letter == "\0" or (is_name and is_control):
             what = "NUL" if letter == "\0" else "a line break" if letter in _BREAKS else "a control character"
-            return f"holds {what} ({letter!r})"
+            return f"contains {what} ({letter!r})"
         if "\ud800" <= letter <= "\udfff":
-            return f"is not UTF-8 text: it holds {letter!r}"
+            return f"is not UTF-8 text: it contains {letter!r}"
     return ""
 
 
 _BREAKS = "\n\r\v\f\x85\u2028\u2029"
 _NAMES = re.compile(r"(^|[._])(name|label|dir|path|paths|file|folder|url|weights)$")
-"""Keys whose text is a name of a file or of a part."""
+"""Matches keys whose text is a name of a file or of a component."""
 
 
 def _unreadable(key: str, node: Node) -> list[tuple[str, str, str]]:
-    """What TOML can say and no key of ours can hold: dates, infinities, not-a-number, integers beyond 64 bits, NUL in text, line
-    breaks in names."""
+    """Returns the faults (key, message, origin) of TOML values that no field accepts: dates, infinities, not-a-number, integers
+    beyond 64 bits, NUL in text, control characters in names."""
     if isinstance(node, Table):
-        return [found for name, item in node.items.items() for found in _unreadable(join(key, name), item)]
+        return [fault for name, item in node.items.items() for fault in _unreadable(join(key, name), item)]
     if isinstance(node, Array):
-        return [found for index, item in enumerate(node.items) for found in _unreadable(join(key, str(index)), item)]
+        return [fault for index, item in enumerate(node.items) for fault in _unreadable(join(key, str(index)), item)]
     if isinstance(node.value, datetime.date | datetime.time):
         return [(key, f"{node.value} is a date; text needs quotes", node.origin)]
     if isinstance(node.value, float) and not math.isfinite(node.value):
@@ -311,25 +312,25 @@ def _unreadable(key: str, node: Node) -> list[tuple[str, str, str]]:
 
 
 def _faults(key: str, node: Node, shape: Shape, error: ValidationError) -> list[Fault]:
-    """Pydantic's errors by place; those of a union's alternatives are one fault."""
+    """Converts pydantic's errors to one fault per key; errors of a union's alternatives are merged."""
     places: dict[str, tuple[Node, list[str]]] = {}
     for detail in error.errors(include_url=False):
-        at, found = key, node
+        at, inner = key, node
         for part in detail["loc"]:
-            below = _below(found, part)
+            below = _below(inner, part)
             if below is None:  # the rest of the path names alternatives of a union, not keys
                 break
-            at, found = join(at, str(part)), below
+            at, inner = join(at, str(part)), below
         message = detail["msg"].split(", ", 1)[-1] if detail["type"] in _CUSTOM else ""
-        places.setdefault(at, (found, []))[1].append(message)
+        places.setdefault(at, (inner, []))[1].append(message)
     faults = []
-    for at, (found, messages) in places.items():
+    for at, (inner, messages) in places.items():
         custom = "; ".join(dict.fromkeys(message for message in messages if message))
-        said = plain(found)
-        shown = "a table" if isinstance(found, Table) else repr(said)
+        value = plain(inner)
+        shown = "a table" if isinstance(inner, Table) else repr(value)
         expected = describe(shape.type) if at == key else f"its part of {describe(shape.type)}"
         faults.append(
-            Fault(at, custom or f"expected {expected}, not {shown}", found.origin, _hint(said, found.origin, at, shape))
+            Fault(at, custom or f"expected {expected}, not {shown}", inner.origin, _hint(value, inner.origin, at, shape))
         )
     return faults
 
@@ -342,11 +343,11 @@ def _below(node: Node, part: str | int) -> Node | None:
     return None
 
 
-def _hint(said: Any, origin: str, key: str, shape: Shape) -> str:
-    allowed = [str(value) for value in literals(shape.type)]
-    if isinstance(said, str) and allowed:
-        close = did_you_mean(said.lower(), allowed)
+def _hint(value: Any, origin: str, key: str, shape: Shape) -> str:
+    allowed = [str(literal) for literal in literals(shape.type)]
+    if isinstance(value, str) and allowed:
+        close = did_you_mean(value.lower(), allowed)
         return close if close.startswith("did") else ""
-    if isinstance(said, Leaf | bool | int | float) and "text" in describe(shape.type) and origin.startswith("--"):
-        return f"quote it: --{key}='\"{said}\"'"
+    if isinstance(value, Leaf | bool | int | float) and "text" in describe(shape.type) and origin.startswith("--"):
+        return f"quote it: --{key}='\"{value}\"'"
     return ""

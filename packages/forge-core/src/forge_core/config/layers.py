@@ -1,8 +1,8 @@
-"""Lays the layers of a recipe over each other, lowest first: `base` files, the recipe, the command line.
+"""Merges the layers of a recipe, lowest first: `base` files, the recipe, the command line (arguments `--section.key=value`).
 
-The schema guides the merge for one rule: when a layer changes the `name` of a component, keys that lower layers set for the other
-component do not apply to the new one. `[job] name` is not the name of a component; `[optimizer] name` is, and so is the default
-name of a slot that no layer sets. The command line is a layer of arguments `--section.key=value`.
+One rule of the merge needs the schema: if a layer changes the `name` of a component, the keys that lower layers set for the
+previous component are dropped. `[optimizer] name` is the name of a component, as is the default name of a slot that no layer
+sets; `[job] name` is not.
 """
 
 import datetime
@@ -26,10 +26,11 @@ PRESETS = "forge.presets"
 
 
 class Layered(NamedTuple):
-    """A merged recipe: `faults` are those of merging; typing may find more.
+    """A merged recipe.
 
     Attributes:
-        tree: what the layers say; keys that none of them gives are absent.
+        tree: the merged keys; keys that no layer sets are absent.
+        faults: faults of the merge; validation may find more.
         files: every file that was read, the recipe last.
     """
 
@@ -44,12 +45,12 @@ def load_layers(
     """Merges the recipe (a TOML file or a preset's name) with its bases and the command line.
 
     Args:
-        recipe: path of a TOML file that the user gave, or name of a preset: Python files that it names may run. Or a tree that
-            was read from elsewhere, such as a checkpoint or the recipe in a run's directory (`read_toml`), which grants nothing.
+        recipe: path of a TOML file from the user, or name of a preset; Python files that it names may run. Or a tree from
+            another place, such as a checkpoint or the recipe in a run's directory (`read_toml`), whose files may not run.
         overrides: arguments `--section.key=value`; Python files that they name may run.
-        schema: dataclass of the whole recipe; tells which tables hold components.
+        schema: dataclass of the whole recipe; defines which tables hold components.
         registry: finds presets and components.
-        folder: what plugin files named in overrides are relative to; the working directory by default.
+        folder: base of relative plugin files in overrides; by default the working directory.
 
     Raises:
         ConfigError: a file is missing, is not TOML, or the bases form a cycle.
@@ -68,7 +69,7 @@ def load_layers(
 
 
 def _files(recipe: str, registry: Registry) -> dict[Path, tuple[Table, str]]:
-    """The recipe's file and its bases, each with what it says and the distribution whose preset it is, the recipe first."""
+    """Returns the tables of the recipe's file and its bases, each with the distribution of the preset, the recipe first."""
     layers: dict[Path, tuple[Table, str]] = {}
     following, owner = _found(recipe, registry, "RECIPE", "command line", Path())
     while following is not None:
@@ -82,20 +83,20 @@ def _files(recipe: str, registry: Registry) -> dict[Path, tuple[Table, str]]:
 
 
 def find_recipe(recipe: str, registry: Registry, key: str, origin: str, folder: Path) -> Path:
-    """The absolute path of a TOML file (relative to `folder`) or of a preset.
+    """Returns the absolute path of a TOML file (relative to `folder`) or of a preset.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: neither a file nor a preset has this name.
     """
     return _found(recipe, registry, key, origin, folder)[0]
 
 
 def _found(recipe: str, registry: Registry, key: str, origin: str, folder: Path, owner: str = "") -> tuple[Path, str]:
-    """As `find_recipe`, and the distribution that the file belongs to, "" for a user's: that of a preset, and for a file the
-    `owner` of what names it.
+    """Returns the result of `find_recipe`, and the distribution of the file: for a preset its own distribution ("" for
+    Forge's), for a file the `owner` of the recipe that names it ("" for the user's).
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: neither a file nor a preset has this name.
     """
     if recipe.endswith(".toml") or "/" in recipe:
         path = (folder / recipe).resolve()
@@ -111,20 +112,20 @@ def _found(recipe: str, registry: Registry, key: str, origin: str, folder: Path,
         raise ConfigError([Fault(key, f"expected a recipe before {recipe!r}", origin, "overrides come after the recipe")])
     try:
         entry = registry.find(PRESETS, recipe, owner)
-        found = registry.load_entry(entry)
+        preset = registry.load_entry(entry)
     except PluginError as error:
         if recipe and (folder / recipe).is_dir():
             raise ConfigError([_directory(recipe, folder / recipe, key, origin)]) from error
         hint = "a recipe is a .toml file or the name of a preset"
         raise ConfigError([Fault(key, str(error), origin, hint)]) from error
-    path = Path(str(found() if callable(found) else found))
+    path = Path(str(preset() if callable(preset) else preset))
     if not path.is_file():
         raise ConfigError([Fault(key, f"preset {recipe!r} points at {path}, which is not a file", origin)])
     return path.resolve(), "" if entry.is_forge else entry.distribution
 
 
 def _base(table: Table, path: Path, registry: Registry, owner: str) -> tuple[Path | None, str]:
-    """The layer below; takes `base` out of the table. A preset that has the name of its base does not mean itself."""
+    """Removes `base` from the table, and returns its file and distribution. A preset may have the name of its base."""
     base: Any = table.items.pop("base", None)
     if base is None:
         return None, ""
@@ -136,16 +137,16 @@ def _base(table: Table, path: Path, registry: Registry, owner: str) -> tuple[Pat
 
 def _directory(recipe: str, path: Path, key: str, origin: str) -> Fault:
     inside = sorted(str(Path(recipe) / file.name) for file in path.glob("*.toml") if file.is_file())
-    hint = f"give the file in it: {' or '.join(inside[:5])}" if inside else "give the path of a TOML file"
+    hint = f"use the file in it: {' or '.join(inside[:5])}" if inside else "use the path of a TOML file"
     return Fault(key, f"{recipe} is a directory", origin, hint)
 
 
 def merge(lower: Table, upper: Table, schema: type, registry: Registry, owner: str = "") -> tuple[Table, list[Fault]]:
-    """`upper` over `lower`: tables merge, arrays and values replace; plus faults of list indexes.
+    """Merges `upper` over `lower`: tables are merged, arrays and values replaced. Also returns the faults of list indexes.
 
     Args:
-        owner: the distribution whose preset `upper` is: names in it mean its own parts first, and get its name in front where
-            they would mean another part in a recipe of a user.
+        owner: the distribution of the preset `upper`, whose components take precedence for names in it. Such names are
+            qualified by the distribution if they would mean another component in a user's recipe.
     """
     merger = _Merger(registry, owner)
     merged = merger.node("", "", lower, upper, Shape("section", schema))
@@ -154,7 +155,7 @@ def merge(lower: Table, upper: Table, schema: type, registry: Registry, owner: s
 
 
 def merge_node(key: str, lower: Table, upper: Table, shape: Shape, registry: Registry) -> Node:
-    """As `merge`, for the table of one field."""
+    """Merges the table of one field; see `merge`."""
     return _Merger(registry).node(key, "", lower, upper, shape)
 
 
@@ -189,7 +190,7 @@ class _Merger:
         return Table(merged, lower.origin if lower.items else upper.origin)
 
     def owned(self, table: Table, slot: Slot, part: str) -> Table:
-        """The table of a component with the whole name of its part, where that is the owner's and the bare name means another."""
+        """Returns a component's table with the qualified name, if the bare name would mean another component than the owner's."""
         given = table.items.get("name")
         bare = given.value if isinstance(given, Leaf) else part if given is None and slot.named_by_key else None
         if not isinstance(bare, str) or ":" in bare:
@@ -204,7 +205,7 @@ class _Merger:
         return Table({**table.items, "name": Leaf(name, given.origin if given else table.origin)}, table.origin, table.edits)
 
     def items(self, key: str, lower: Array, edits: Table, shape: Shape | None) -> Node:
-        """Applies `--key.INDEX...=value` to a list; the index behind the last item appends."""
+        """Applies `--key.INDEX...=value` to a list; the index after the last item appends."""
         merged = list(lower.items)
         inner = (shape.inner or LEAF) if shape is not None else None
         for part, value in sorted(edits.items.items(), key=lambda item: (len(item[0]), item[0])):
@@ -219,7 +220,7 @@ class _Merger:
         return Array(merged, lower.origin if lower.items else edits.origin)
 
     def children(self, shape: Shape | None, name: str | None) -> Children:
-        """The shape of each key of a table; None where the schema does not say."""
+        """Returns a function from a key of a table to its shape, or None if the schema does not define it."""
         if shape is None:
             return lambda _: None
         if shape.kind == "leaf":
@@ -260,7 +261,7 @@ ORIGIN = "command line"
 
 
 def parse_overrides(arguments: Sequence[str], folder: Path) -> tuple[Table, list[Fault]]:
-    """The layer and everything wrong with it; plugin files in it are relative to `folder`."""
+    """Returns the layer of the command line and its faults; plugin files in it are relative to `folder`."""
     root = Table({}, ORIGIN, edits=True)
     faults: list[Fault] = []
     given: set[str] = set()
@@ -310,7 +311,7 @@ def _bare(argument: str) -> Fault:
 
 
 def _path(text: str) -> list[str]:
-    """The parts of a dotted TOML key."""
+    """Returns the parts of a dotted TOML key."""
     try:
         parsed: Any = tomllib.loads(f"{text} = 0")
     except (tomllib.TOMLDecodeError, RecursionError) as error:

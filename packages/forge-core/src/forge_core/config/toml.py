@@ -1,7 +1,7 @@
-"""TOML files: read to a tree whose values know their lines, and written from plain values.
+"""Reads TOML files to a tree with the line of every value, and writes TOML from plain values.
 
-`tomllib` parses values but keeps no positions, so a scanner finds the lines of keys. It walks a document that `tomllib` has
-accepted, and therefore only has to find where keys and values begin and end.
+`tomllib` parses values but does not record positions, so a scanner finds the lines of keys. It scans documents that `tomllib` has
+accepted, so it only needs to find where keys and values begin and end.
 """
 
 import codecs
@@ -20,10 +20,10 @@ from forge_core.lines import lines_of
 
 
 def read_toml(path: Path) -> Table:
-    """One TOML file as a tree whose origins are its lines.
+    """Reads a TOML file to a tree; the origin of each value is its file and line.
 
     Raises:
-        ConfigError: it cannot be read or is not TOML.
+        ConfigError: the file cannot be read or is not TOML.
     """
     shown = shown_path(path)
     try:
@@ -31,7 +31,7 @@ def read_toml(path: Path) -> Table:
     except OSError as error:
         raise ConfigError([Fault(shown, f"cannot be read: {error.strerror}")]) from error
     try:
-        text = content.removeprefix(codecs.BOM_UTF8).decode()  # some editors write a byte order mark, which means nothing here
+        text = content.removeprefix(codecs.BOM_UTF8).decode()  # some editors write a byte order mark
     except UnicodeDecodeError as error:
         if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise ConfigError([Fault(shown, "is UTF-16 text", hint="save it as UTF-8")]) from error
@@ -66,11 +66,11 @@ def _syntax(shown: str, text: str, error: tomllib.TOMLDecodeError) -> Fault:
 
 
 _TWICE = ("Cannot declare", "Cannot overwrite", "Cannot mutate", "Cannot redefine")
-"""How tomllib's messages about a key or table that is given a second time begin."""
+"""Beginnings of tomllib's messages about a repeated key or table."""
 
 
 def _twice(shown: str, text: str) -> Fault:
-    """The fault of a text whose last key or header stood before."""
+    """Returns the fault of a text whose last key or header is a repetition."""
     path, line, first = repeated_key(text)
     name = ".".join(map(str, path))
     if text.split("\n")[line - 1].lstrip().startswith("["):
@@ -79,20 +79,20 @@ def _twice(shown: str, text: str) -> Fault:
 
 
 def shown_path(path: Path) -> str:
-    """The path as a user knows it: relative when it lies below the working directory."""
+    """Returns the path for messages: relative if it is below the working directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 def key_lines(text: str) -> dict[Keys, int]:
-    """Line (from 1) of every key, table header and array item of a valid TOML document, by its path."""
+    """Returns the line (from 1) of every key, table header and array item of a valid TOML document, by its path."""
     return _Scanner(text.replace("\r\n", "\n")).document()
 
 
 def repeated_key(text: str) -> tuple[Keys, int, int | None]:
-    """Of a document whose last key or header is one too many: its path, its line, and the line where it stood before.
+    """For a document whose last key or header is a repetition, returns its path, its line, and its first line.
 
-    Where only a part of the path stood before (`a = {}`, then `a.b = 1`), that part is returned.
+    If only a part of the path occurred before (`a = {}`, then `a.b = 1`), the path is this part.
     """
     scanner = _Scanner(text.replace("\r\n", "\n"))
     scanner.document()
@@ -142,7 +142,7 @@ class _Scanner:
                 path = (*path, self.arrays[path] - 1)
                 self.lines.setdefault(path, line)
         if not array:
-            self.lines[path] = line  # the table's own header, not that of a table inside it which came first
+            self.lines[path] = line  # its own header takes precedence over an earlier header of a table inside it
         self.met.append((path, line))
         return path
 
@@ -158,7 +158,7 @@ class _Scanner:
         self.value(path)
 
     def key(self) -> list[str]:
-        """A dotted key; stops behind it, at `=` or `]`."""
+        """Reads a dotted key, up to the `=` or `]` after it."""
         names: list[str] = []
         while True:
             self.spaces()
@@ -246,20 +246,20 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def to_toml(tree: Mapping[str, Any], notes: Mapping[str, str] | None = None) -> str:
-    """A TOML document that parses to an equal tree.
+    """Returns a TOML document that parses to an equal tree.
 
     Args:
         tree: plain values.
-        notes: dotted key -> a comment behind its line.
+        notes: comments for the lines of keys, by dotted key.
 
     Raises:
-        ValueError: a value has no TOML form (None, for one).
+        ValueError: TOML cannot represent a value, such as None.
     """
     return "\n".join(_table(tree, (), "", notes or {})).strip("\n") + "\n"
 
 
 def _table(table: Mapping[str, Any], path: tuple[str, ...], at: str, notes: Mapping[str, str]) -> Iterator[str]:
-    """Lines of a table. `path` is its header; `at` its dotted key, which counts the items of arrays of tables."""
+    """Yields the lines of a table. `path` is its header; `at` its dotted key, with indexes of arrays of tables."""
     below = {name: value for name, value in table.items() if isinstance(value, Mapping) or _is_tables(value)}
     for name, value in table.items():
         if name not in below:
@@ -286,12 +286,12 @@ def _key(name: str) -> str:
 
 
 def _text(value: str) -> str:
-    # JSON's escapes are TOML's, except that JSON leaves DEL as it is and splits large code points in two when in ASCII.
+    # JSON's escapes are valid in TOML, except that JSON does not escape DEL, and in ASCII splits large code points in two.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def value_text(value: Any) -> str:
-    """One value on one line."""
+    """Returns a value as TOML on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""The untyped tree of a recipe: every value with the place that it came from."""
+"""The untyped tree of a recipe: every value with its origin."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT = "default"
-"""Origin of a value that no layer gave."""
+"""Origin of a value that no layer sets."""
 
 UNSET = "none"
 """TOML has no null: this text unsets an optional key."""
@@ -27,7 +27,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Table:
-    """A TOML table. `edits` marks one from the command line, whose numeric keys address the items of a list."""
+    """A TOML table. `edits`: it comes from the command line, so its numeric keys are indexes of list items."""
 
     items: "dict[str, Node]"
     origin: str
@@ -43,22 +43,22 @@ class Array:
 
 
 DEEPEST = 60
-"""Tables and arrays inside each other, at most; those of a recipe are a handful."""
+"""Maximum depth of nested tables and arrays; recipes need only a few levels."""
 
-TOO_DEEP = f"tables and arrays stand more than {DEEPEST} deep in each other"
+TOO_DEEP = f"tables and arrays are nested more than {DEEPEST} levels deep"
 
 Node = Leaf | Table | Array
 Keys = tuple[str | int, ...]
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether a parsed document goes deeper than what is walked by functions that call themselves."""
+    """Whether a parsed document is nested deeper than `DEEPEST`, which protects recursive functions."""
     level = [value]
     for _ in range(DEEPEST):
         level = [
             item
-            for one in level
-            for item in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+            for parent in level
+            for item in (parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list) else ())
             if isinstance(item, dict | list)
         ]
         if not level:
@@ -67,7 +67,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def build(value: Any, path: Keys, origin_of: Callable[[Keys], str], folder: Path) -> Node:
-    """The node of a parsed TOML value; file plugins in it are made absolute from `folder`."""
+    """Returns the node of a parsed TOML value; plugin files in it become absolute, relative to `folder`."""
     origin = origin_of(path)
     if isinstance(value, dict):
         return Table({absolute(k, folder): build(v, (*path, k), origin_of, folder) for k, v in value.items()}, origin)
@@ -79,23 +79,23 @@ def build(value: Any, path: Keys, origin_of: Callable[[Keys], str], folder: Path
 
 
 def absolute(name: str, folder: Path) -> str:
-    """`./mine.py:Thing` with the file made absolute from `folder`; any other name as it is."""
-    found = _PLUGIN_FILE.fullmatch(name)
-    return f"{(folder / found['file']).resolve()}:{found['attribute']}" if found else name
+    """Makes the file of `./mine.py:Thing` absolute, relative to `folder`; returns other names unchanged."""
+    match = _PLUGIN_FILE.fullmatch(name)
+    return f"{(folder / match['file']).resolve()}:{match['attribute']}" if match else name
 
 
 def plugin_files(node: Node) -> Iterator[str]:
-    """Files of the components that a tree names, in values of `name` and in keys of tables."""
+    """Yields the files of components that a tree names in values of `name` and in keys of tables."""
     named = [*node.items, getattr(node.items.get("name"), "value", None)] if isinstance(node, Table) else []
     for name in named:
-        if isinstance(name, str) and (found := _PLUGIN_FILE.fullmatch(name)):
-            yield found["file"]
+        if isinstance(name, str) and (match := _PLUGIN_FILE.fullmatch(name)):
+            yield match["file"]
     for item in node.items.values() if isinstance(node, Table) else node.items if isinstance(node, Array) else ():
         yield from plugin_files(item)
 
 
 def plain(node: Node) -> Any:
-    """The node as dictionaries, lists and values."""
+    """Converts a node to dictionaries, lists and values."""
     if isinstance(node, Table):
         return {key: plain(item) for key, item in node.items.items()}
     if isinstance(node, Array):
@@ -104,7 +104,7 @@ def plain(node: Node) -> Any:
 
 
 def leaves(node: Node, key: str = "") -> Iterator[tuple[str, Any, str]]:
-    """(dotted key, value, origin) of every value, in order; an empty table or array counts as a value."""
+    """Yields (dotted key, value, origin) of every value, in order; an empty table or array counts as a value."""
     if isinstance(node, Table) and (node.items or not key):
         for name, item in node.items.items():
             yield from leaves(item, join(key, name))
@@ -116,25 +116,25 @@ def leaves(node: Node, key: str = "") -> Iterator[tuple[str, Any, str]]:
 
 
 def origin_at(tree: Node, key: str) -> str:
-    """Origin of the value at a dotted key, or of the nearest table above it; empty when nothing is there."""
-    found = tree
+    """Returns the origin of the value at a dotted key, or of the nearest existing table above it."""
+    node = tree
     for part in key.split("."):
-        if isinstance(found, Table) and part in found.items:
-            found = found.items[part]
-        elif isinstance(found, Array) and part.isdecimal() and int(part) < len(found.items):
-            found = found.items[int(part)]
+        if isinstance(node, Table) and part in node.items:
+            node = node.items[part]
+        elif isinstance(node, Array) and part.isdecimal() and int(part) < len(node.items):
+            node = node.items[int(part)]
         else:
             break
-    return found.origin
+    return node.origin
 
 
 def given_at(node: Node) -> str:
-    """Where the keys of a table come from that are not defaults; the table's own origin when all are."""
+    """Returns the origins of the keys of a table, without defaults; if all keys are defaults, the origin of the table."""
     items = node.items.values() if isinstance(node, Table) else ()
     return ", ".join(dict.fromkeys(item.origin for item in items if item.origin != DEFAULT)) or node.origin
 
 
 def join(key: str, part: str) -> str:
-    """The dotted key of `part` inside `key`, quoted where TOML needs it."""
+    """Returns the dotted key of `part` in `key`, quoted if TOML requires it."""
     part = part if _BARE.fullmatch(part) else json.dumps(part, ensure_ascii=False)
     return f"{key}.{part}" if key else part

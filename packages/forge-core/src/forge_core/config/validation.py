@@ -1,5 +1,5 @@
-"""From the merged tree to typed values: walks the dataclasses of the schema, runs the rules across sections (`forge.checks`) and
-reports every fault at once.
+"""Converts the merged tree to typed values: walks the dataclasses of the schema, runs the checks across sections
+(`forge.checks`), and reports all faults together.
 """
 
 import re
@@ -25,7 +25,7 @@ class _Missing(Exception):
 
 
 class PartialRecipe:
-    """The valid fields of a recipe or section that has faults; a check that reads another field ends there."""
+    """The valid fields of a recipe or section with faults; a check that reads an invalid field ends there."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
         self._parts = parts
@@ -49,37 +49,38 @@ def run_checks(
     used: Iterable[tuple[str, str]] = (),
     here: bool | None = False,
 ) -> tuple[list[Fault], list[str]]:
-    """What the rules say about a recipe, so that all its faults are told in one round: those of a check up to where it asks for
-    something that is not right in itself.
+    """Runs all checks of a recipe, so that all faults are reported together. A check that reads an invalid field ends there;
+    the faults that it has yielded before are kept.
 
-    A check that cannot run stops the recipe only when its distribution also offers something that the recipe uses:
-    an unrelated broken package must not stop a run that does not use it.
+    A check that cannot run is a fault only if the recipe uses a component of its distribution: an unrelated broken package
+    must not stop a run that does not use it.
 
     Args:
         job: the typed recipe, or a `PartialRecipe`.
-        layout: of the world that it is meant for; None when its sizes do not fit.
-        registry: where the checks are found.
-        tree: the resolved tree; gives faults their origins.
+        layout: layout of the run; None if its sizes are invalid.
+        registry: has the checks.
+        tree: the resolved tree, for the origins of faults.
         used: (group, name) of the chosen components.
-        here: the run is to start on this machine, so files have to be there; None: it reads none of them, as a plan.
+        here: True if the run will start on this machine, so that missing files are faults; False makes them warnings; None
+            ignores them, for commands that read no files, such as `plan`.
 
     Returns:
-        (faults, warnings: what stops nothing, and checks that could not run).
+        (faults, warnings). Checks that could not run are warnings, unless they are faults as above.
     """
-    asked = {canonical(registry.find(group, name).distribution) for group, name in used}
+    used_distributions = {canonical(registry.find(group, name).distribution) for group, name in used}
     faults: list[Fault] = []
     warnings: list[str] = []
     for entry in registry.of(GROUP):
         try:
-            for found in _run(entry, job, layout, registry):
-                if here is None and isinstance(found, MissingFile):
+            for fault in _run(entry, job, layout, registry):
+                if here is None and isinstance(fault, MissingFile):
                     continue
-                if isinstance(placed := _placed(found, tree), RecipeWarning) and not (here and isinstance(placed, MissingFile)):
+                if isinstance(placed := _placed(fault, tree), RecipeWarning) and not (here and isinstance(placed, MissingFile)):
                     warnings.append(str(placed))
                 else:
                     faults.append(placed)
         except BrokenPlugin as error:
-            if canonical(entry.distribution) in asked:
+            if canonical(entry.distribution) in used_distributions:
                 faults.append(Fault(entry.qualified, str(error)))
             else:
                 warnings.append(str(error))
@@ -87,16 +88,16 @@ def run_checks(
 
 
 def _run(entry: Entry, job: Job | PartialRecipe, layout: Layout | None, registry: Registry) -> list[Fault]:
-    check, found = registry.load_entry(entry), []
+    check, faults = registry.load_entry(entry), []
     try:
         for fault in check(job, PartialRecipe({}) if layout is None else layout):
-            found.append(fault)  # noqa: PERF402 (those before the end of a check that cannot go on are kept)
-        return found
+            faults.append(fault)  # noqa: PERF402 (keeps the faults of a check that raises later)
+        return faults
     except _Missing:
-        return found
-    except Exception as cause:
-        if isinstance(job, PartialRecipe):  # it met a section of which a part is missing; it runs again when the recipe is whole
-            return found  # a plugin's rule may raise anything; the caller decides what it stops
+        return faults
+    except Exception as cause:  # a plugin's check may raise anything; the caller decides what it stops
+        if isinstance(job, PartialRecipe):  # perhaps because of a missing field; the check runs again once the recipe is valid
+            return faults
         whose = f"check {entry.name!r} of {entry.distribution} {entry.version} ({entry.target})"
         raise BrokenPlugin(f"{whose} failed: {type(cause).__name__}: {cause}") from cause
 
@@ -107,7 +108,7 @@ def _placed(fault: Fault, tree: Table) -> Fault:
 
 
 class Invalid:
-    """Stands for a value that could not be made; its faults are listed."""
+    """Placeholder for a value that is invalid; its faults have been reported."""
 
 
 INVALID = Invalid()
@@ -118,15 +119,15 @@ RENAMED = "its name is now"
 
 @dataclass(frozen=True)
 class Resolution:
-    """What a walk over a tree found.
+    """Result of the validation of a tree.
 
     Attributes:
-        value: instance of the schema, or `INVALID` when there are faults.
-        parts: fields of the schema by name: those that are right, even when others are not; of a section that is not, `Parts`.
-        tree: every key with its value and origin, defaults and chosen names included; loads again to an equal value.
-        chosen: per dotted key of a component's table, its (group, name).
-        fields: per dotted key, the field behind it.
-        faults: everything wrong.
+        value: instance of the schema, or `INVALID` if there are faults.
+        parts: valid fields of the schema by name; an invalid section is a `PartialRecipe`.
+        tree: every key with its value and origin, including defaults and chosen names; loads again to an equal value.
+        chosen: (group, name) of each component, by the dotted key of its table.
+        fields: field of each dotted key.
+        faults: all faults.
     """
 
     value: Any
@@ -143,10 +144,10 @@ class Resolution:
 
 
 def resolve(schema: type, tree: Table, registry: Registry) -> Resolution:
-    """The typed value of a merged tree, in a `Resolution` without faults.
+    """Validates a merged tree; returns a `Resolution` without faults.
 
     Raises:
-        ConfigError: all faults.
+        ConfigError: the tree has faults; the error lists all of them.
     """
     outcome = walk(schema, tree, registry)
     if outcome.faults:
@@ -155,19 +156,19 @@ def resolve(schema: type, tree: Table, registry: Registry) -> Resolution:
 
 
 def walk(schema: type, tree: Table, registry: Registry) -> Resolution:
-    """As `resolve`, but returns the faults and what could be made in spite of them."""
+    """Validates a merged tree like `resolve`, but returns faults together with the valid parts."""
     walker = _Walker(registry)
     value, resolved = walker.section("", tree, schema, component=False)
     faults = tuple(_with_its_table(fault, walker.fields) for fault in walker.faults)
     if faults:
-        from forge_core.redaction import redacted_fault  # its patterns take milliseconds, which a recipe without faults saves
+        from forge_core.redaction import redacted_fault  # imported here, because compiling its patterns takes milliseconds
 
         faults = tuple(map(redacted_fault, faults))
     return Resolution(INVALID if faults else value, walker.parts, resolved, walker.chosen, walker.fields, faults)
 
 
 def _with_its_table(fault: Fault, known: Iterable[str]) -> Fault:
-    """An unknown key that is known in another table says so."""
+    """Adds a hint to the fault of an unknown key that exists in another table."""
     name = fault.key.rpartition(".")[2]
     if fault.message != UNKNOWN_KEY or fault.hint.startswith(("did you mean", RENAMED)):
         return fault
@@ -178,7 +179,7 @@ def _with_its_table(fault: Fault, known: Iterable[str]) -> Fault:
 
 
 def default_of(value: Any, shape: Shape, registry: Registry) -> Any:
-    """The default value of a field as a recipe would write it, in plain values."""
+    """Returns the default value of a field as plain values, as a recipe would contain it."""
     return plain(_Walker(registry).defaults("", value, shape))
 
 
@@ -190,12 +191,12 @@ class _Walker:
     fields: dict[str, FieldInfo] = field(default_factory=dict)
     parts: dict[str, Any] = field(default_factory=dict)
     right: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of a section that is wrong, the fields that are right."""
+    """The valid fields of each invalid section."""
     owner: str = ""
-    """The distribution of the component whose defaults are filled in; names in them mean its own parts first."""
+    """The distribution of the component whose defaults are filled in; its components take precedence for names in them."""
 
     def section(self, key: str, node: Table, cls: type, *, component: bool) -> tuple[Any, Table]:
-        """An instance of a section or component class from its table, and the table with all defaults."""
+        """Builds an instance of a section or component class from its table; also returns the table with all defaults."""
         fields, removed = shapes_in(cls), getattr(cls, "removed", {})
         values: dict[str, Any] = {}
         resolved: dict[str, Node] = {"name": node.items["name"]} if component else {}
@@ -221,7 +222,7 @@ class _Walker:
             if made is not None:
                 resolved[name] = made
             if not key and value is not INVALID:
-                self.parts[name] = value  # with an unknown key in it, the rest is what it is
+                self.parts[name] = value  # also if the table has an unknown key
             elif not key and at in self.right:
                 self.parts[name] = PartialRecipe(self.right[at])
         whole = Table(resolved, node.origin)
@@ -238,7 +239,7 @@ class _Walker:
             return INVALID, whole
 
     def placed(self, key: str, node: Node, value: Any) -> Any:
-        """A value that names files. Empty text, as an unset shell variable gives it, would be the working directory."""
+        """Refuses empty paths: an unset shell variable results in empty text, which would mean the working directory."""
         items = {join(key, str(index)): item for index, item in enumerate(node.items)} if isinstance(node, Array) else {key: node}
         texts = {at: item.value for at, item in items.items() if isinstance(item, Leaf) and isinstance(item.value, str)}
         empty = [at for at, text in texts.items() if not text.strip()]
@@ -247,7 +248,7 @@ class _Walker:
         return INVALID if empty else value
 
     def over_default(self, key: str, info: FieldInfo, shape: Shape, given: Node) -> Node:
-        """A table laid over the default instance of its field, which may differ from its class's own defaults."""
+        """Merges a table over the default instance of its field, which may differ from the defaults of its class."""
         if shape.kind not in ("section", "component") or info.default is None or not isinstance(given, Table):
             return given
         default = self.defaults(key, info.default, shape)
@@ -255,14 +256,14 @@ class _Walker:
         return merge_node(key, default, given, shape, self.registry)
 
     def rule(self, key: str, cls: type, whole: Table, message: str) -> None:
-        """A `ValueError` of `__post_init__`: blamed on the field that it names first, else on the section."""
+        """Reports a `ValueError` of `__post_init__` for the field that the message names first, else for the section."""
         first = message.split(maxsplit=1)[0].strip("`'\":,") if message else ""
         at = join(key, first) if first in shapes_in(cls) else key
         origin = origin_at(whole, first) if at != key else given_at(whole)
         self.fault(at or cls.__name__, message or f"refused by {cls.__name__}", origin)
 
     def absent(self, key: str, info: FieldInfo, shape: Shape, origin: str) -> tuple[Any, Node | None]:
-        """The default of a key that no layer gives."""
+        """Returns the default of a key that no layer sets."""
         if shape.kind == "component" and info.default is None and shape.slot is not None and shape.slot.default is not None:
             return self.component(key, Table({}, DEFAULT), shape)
         if shape.kind == "section" and info.required:
@@ -277,7 +278,7 @@ class _Walker:
         return self.value(key, made, shape)
 
     def defaults(self, key: str, value: Any, shape: Shape) -> Node:
-        """The tree of a default value, as if a layer had given it."""
+        """Returns the tree of a default value, as if a layer had set it."""
         inner = shape.inner
         if value is None:
             return Leaf(UNSET, DEFAULT)
@@ -292,12 +293,12 @@ class _Walker:
             items["name"] = Leaf(self.name_of(shape.slot.group, type(value)), DEFAULT)
         for name, (_, below) in shapes_in(type(value)).items():
             item = getattr(value, name)
-            if item is not None or below.kind != "component":  # an unset slot is filled as if the key were absent
+            if item is not None or below.kind != "component":  # an unset slot gets its default, as if the key were absent
                 items[name] = self.defaults(join(key, name), item, below)
         return Table(items, DEFAULT)
 
     def name_of(self, group: str, cls: type) -> str:
-        """The name under which a class that is a default is registered; of one in a plugin's file, the file and its name."""
+        """Returns the registered name of a class, or file and class name for a class in a plugin file."""
         loader = getattr(sys.modules.get(cls.__module__), "__loader__", None)
         if isinstance(loader, FileLoader):
             return f"{loader.path}:{cls.__qualname__}"
@@ -305,7 +306,7 @@ class _Walker:
         return next((self.registry.spelled(e) for e in self.registry.of(group) if e.target == target), target)
 
     def value(self, key: str, node: Node, shape: Shape) -> tuple[Any, Node]:
-        """A value that a layer gave."""
+        """Validates a value that a layer sets."""
         if shape.optional and isinstance(node, Leaf) and node.value == UNSET and UNSET not in literals(shape.type):
             return None, node
         if shape.kind == "leaf":
@@ -334,7 +335,7 @@ class _Walker:
         return INVALID if bad else {name: pair[0] for name, pair in made.items()}, whole
 
     def entry(self, key: str, name: str, node: Node, shape: Shape) -> tuple[Any, Node] | None:
-        """One item of a dictionary; `none` takes away what a lower layer put there."""
+        """Validates one item of a dictionary; `none` removes an item of a lower layer."""
         if isinstance(node, Leaf) and node.value == UNSET:
             return None
         inner = cast(Shape, shape.inner)
@@ -387,7 +388,7 @@ class _Walker:
 
 
 def _rule_of_the_rest(cls: type, values: Mapping[str, Any]) -> str:
-    """What `__post_init__` refuses although some fields are wrong; "" where it refuses nothing, or asks for one of these."""
+    """Returns the error of `__post_init__` if it needs only the valid fields; "" if it succeeds or reads an invalid field."""
     check = getattr(cls, "__post_init__", None)
     if check is None:
         return ""
@@ -403,7 +404,7 @@ def _rule_of_the_rest(cls: type, values: Mapping[str, Any]) -> str:
         check(instance)
     except ValueError as error:
         return str(error) or f"refused by {cls.__name__}"
-    except Exception:  # noqa: BLE001 (it asked for what is wrong, or met what is not there without it)
+    except Exception:  # noqa: BLE001 (it reads an invalid field, or fails without it)
         return ""
     return ""
 

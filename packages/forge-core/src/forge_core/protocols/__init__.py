@@ -1,6 +1,6 @@
-"""What two sides must agree on, as `Protocol`s and plain data; nothing here imports torch at run time.
+"""The interfaces between packages, as `Protocol`s and plain data. Nothing here imports torch at run time.
 
-`model` holds what models and strategies agree on, `topology` what a rank may ask about its place, `data` what sources and loaders
-agree on, `checkpoint` live state and its checkpoints, `weights` formats of weights, `job` what every package reads of a recipe,
-and `run` what the trainer and its hooks agree on.
+`model` has the interfaces of models, strategies and optimizers; `topology` the position of a rank in the layout; `data` sources,
+tokenizers and streams; `checkpoint` live state and stores; `weights` formats of weights; `job` the keys of a recipe that several
+packages read; `run` the trainer and its hooks.
 """

@@ -1,4 +1,4 @@
-"""What live state and a checkpoint agree on."""
+"""Interfaces between live state and checkpoints."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """The box of one global tensor that lives on this rank.
+    """The box of one global tensor on this rank.
 
     Attributes:
         name: global name, unique in the checkpoint, such as `model/blocks.0.attention.q.weight`.
-        shape: of the global tensor.
-        offset: of the box, one entry per dimension.
-        local: the live tensor, a plain one shaped as the box; saving reads it, loading fills it.
-        owned: this rank writes the box. Every element of the global tensor is owned by exactly one rank.
-        frozen: it is expected to be what it was at the save before: where it is, it is not written again. A hint: bytes decide.
+        shape: shape of the global tensor.
+        offset: offset of the box, one entry per dimension.
+        local: the live tensor, a plain tensor with the shape of the box; saving reads it, loading fills it.
+        owned: whether this rank writes the box. Every element of the global tensor is owned by exactly one rank.
+        frozen: a hint that the values have not changed since the previous save. If their bytes are equal, they are not written
+            again.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Piece:
 
 
 class World(Protocol):
-    """The few collectives that a checkpoint needs; bytes travel as tensors, never as pickled objects."""
+    """The collectives that checkpoints need. Bytes are sent as tensors, never as pickled objects."""
 
     @property
     def rank(self) -> int: ...
@@ -39,64 +40,63 @@ class World(Protocol):
     def size(self) -> int: ...
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, in rank order, on every rank."""
+        """Collective: returns the payloads of all ranks, in rank order."""
         ...
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """Rank 0's payload on every rank."""
+        """Collective: returns the payload of rank 0."""
         ...
 
 
 class Store(Protocol):
-    """Where checkpoint files live. Paths are relative, with `/`; a directory appears whole by `rename`."""
+    """A storage of checkpoint files. Paths are relative, with `/`; a directory becomes visible as a whole by `rename`."""
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Writes a new file and returns when it and its directory entry are durable.
+        """Writes a new file; returns when the file and its directory entry are durable.
 
-        `chunks` that can be iterated again (a list, not a generator) let the store start the file anew after a
-        transient fault. A chunk is of use until the next one is asked for, when its memory is written again: a store
-        that needs one for longer copies it.
+        If `chunks` can be iterated again (a list, not a generator), the store can restart the file after a transient error. The
+        memory of a chunk is reused for the next one, so a store that needs a chunk for longer must copy it.
         """
         ...
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Bytes of a file; follows no link out of the store.
+        """Returns bytes of a file; does not follow links out of the store.
 
         Raises:
             FileNotFoundError: the file does not exist.
-            CheckpointError: it is not a regular file, or ends before `offset + length`.
+            CheckpointError: the file is not a regular file, or ends before `offset + length`.
         """
         ...
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fills `buffer` (writable bytes) from a file; raises as `read` does."""
+        """Fills `buffer` (writable bytes) from a file; raises the errors of `read`."""
         ...
 
     def size(self, path: str) -> int:
-        """Length of a file in bytes; raises as `read` does."""
+        """Returns the length of a file in bytes; raises the errors of `read`."""
         ...
 
     def free(self) -> int | None:
-        """Bytes that may still be written; None when the store cannot tell."""
+        """Returns the free space in bytes, or None if the store does not report it."""
         ...
 
     def rename(self, source: str, target: str) -> None:
-        """Atomically gives a file or directory its final name, durably; replaces a file, never a directory."""
+        """Renames a file or directory atomically and durably; replaces a file, but never a directory."""
         ...
 
     def list(self, path: str = "") -> Sequence[str]:
-        """Names inside a directory, sorted; empty when it does not exist."""
+        """Returns the names in a directory, sorted; empty if it does not exist."""
         ...
 
     def remove(self, path: str) -> None:
-        """Removes a file or a whole directory; a missing one is not an error."""
+        """Removes a file or a whole directory; does nothing if it does not exist."""
         ...
 
 
 @runtime_checkable
 class LinkingStore(Store, Protocol):
-    """What a `Store` offers too that can give one file two names, each of which keeps its bytes when the other is removed."""
+    """A `Store` with hard links: a file can have two names, and each keeps its content if the other is removed."""
 
     def link(self, source: str, target: str) -> bool:
-        """Gives the file `source` the further name `target`, durably; False where it cannot be: the caller writes it then."""
+        """Adds the name `target` to the file `source`, durably. Returns False if it cannot; the caller then writes the file."""
         ...

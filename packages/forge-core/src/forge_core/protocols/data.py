@@ -1,4 +1,4 @@
-"""What sources, tokenizers and the trainer agree on."""
+"""Interfaces of tokenizers, sources, streams and held-out data."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ class Tokenizer(Protocol):
     """Text to token ids and back.
 
     Attributes:
-        name: for messages.
-        vocab_size: ids are smaller.
-        eos: ends a document, or None.
-        prefix, suffix: ids that the tokenizer's own rule puts before and after a text, such as a BOS. They stand around each
-            document of text, and `prefix` before a prompt; `suffix` never ends with `eos`, which documents get anyway.
-        special_tokens: spelling of the named special tokens, as far as they are known, such as `{"eos_token": "</s>"}`; a chat
-            template may write them.
+        name: name for messages.
+        vocab_size: exclusive upper limit of the ids.
+        eos: id that ends a document, or None.
+        prefix, suffix: ids that the tokenizer's own rule adds before and after a text, such as a BOS. They are added to every
+            document of text, and `prefix` to prompts. `suffix` never ends with `eos`, which documents get anyway.
+        special_tokens: spellings of the known special tokens by name, such as `{"eos_token": "</s>"}`; chat templates may use
+            them.
         fingerprint: sha256 of `dump()`, in hexadecimal.
     """
 
@@ -37,33 +37,33 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> "np.ndarray":
-        """Token ids without any special token added; text that spells a special token is ordinary text."""
+        """Returns token ids without added special tokens; the spelling of a special token in the text is ordinary text."""
         ...
 
     def encode_pieces(self, pieces: "Sequence[tuple[str, bool]]", cuts: "Sequence[int]" = ()) -> "tuple[np.ndarray, np.ndarray]":
-        """Token ids of the concatenation of some pieces, encoded as one text. Nothing is put before or after it.
+        """Encodes the concatenation of pieces as one text, without prefix and suffix.
 
-        The control tokens that trusted pieces spell become their ids. What untrusted pieces spell is ordinary text, as in
-        `encode`, and so is a control token of which only a part stands in trusted pieces. Where no untrusted piece spells a
-        control token, the ids are those of the tokenizer's library for the whole text.
+        Control tokens that are spelled in trusted pieces become their ids. In untrusted pieces the same spelling is ordinary
+        text, as in `encode`; so is a control token that lies only partly in trusted pieces. If no untrusted piece spells a
+        control token, the ids equal those of the tokenizer's library for the whole text.
 
         Args:
-            pieces: (text, trusted) of each, in their order. A chat template is trusted; what users write is not.
-            cuts: numbers of pieces. Something that is not text, such as an image, stands before each of these, as if a control
-                token stood there: no token holds characters of both sides.
+            pieces: (text, trusted) of each piece, in order. A chat template is trusted, text of users is not.
+            cuts: numbers of the pieces that follow an item that is not text, such as an image. A cut separates text like a
+                control token: no token spans it.
 
         Returns:
-            (ids, places): (N,) int64, and (N, 2) int64: the first and the last piece that the text of each id lies in.
+            (ids, places): (N,) int64, and (N, 2) int64: the first and the last piece that the text of each id overlaps.
 
         Raises:
-            DataError: the tokenizer cannot tell control tokens in trusted and in untrusted pieces apart.
+            DataError: the tokenizer cannot distinguish control tokens in trusted and untrusted pieces.
         """
         ...
 
     def decode(self, ids: "Sequence[int]") -> str: ...
 
     def dump(self) -> bytes:
-        """The whole tokenizer as a JSON file; a store keeps a copy, so that it can be read alone."""
+        """Returns the whole tokenizer as the content of a JSON file; stores keep a copy, so that they are self-contained."""
         ...
 
 
@@ -71,12 +71,12 @@ class Source(Protocol):
     """Tokens with random access: one long stream cut into documents.
 
     Attributes:
-        name: for messages.
-        fingerprint: equal for equal tokens and document borders, wherever they lie.
+        name: name for messages.
+        fingerprint: equal for equal tokens and document borders, independent of their location.
         tokens: length of the stream.
-        vocab_size: of the tokenizer that made the tokens, where it is known.
-        max_id: the largest token id, or None when only reading everything would tell; a row with a larger one is refused.
-        tokenizer: fingerprint of the tokenizer that made the tokens, where it is known.
+        vocab_size: vocabulary size of the tokenizer that encoded the tokens, or None if unknown.
+        max_id: the largest token id, or None if it is unknown without reading all tokens; rows with a larger id are refused.
+        tokenizer: fingerprint of the tokenizer that encoded the tokens, or None if unknown.
     """
 
     name: str
@@ -87,15 +87,16 @@ class Source(Protocol):
     tokenizer: str | None
 
     def ends(self, start: int = 0, stop: int | None = None) -> "np.ndarray":
-        """Document ends e with start < e <= stop, ascending uint64: token e - 1 is the last of its document."""
+        """Returns the document ends e with start < e <= stop, ascending uint64: token e - 1 is the last of its document."""
         ...
 
     def borders(self, starts: "np.ndarray", length: int) -> "tuple[np.ndarray, np.ndarray]":
-        """Document ends inside many windows at once: `forge_data.storage.document_ends.borders_in` does it from an array of ends.
+        """Returns the document ends in many windows. `forge_data.storage.document_ends.borders_in` computes them from an array
+        of ends.
 
         Args:
             starts: (N,) uint64 first tokens of the windows.
-            length: of each window.
+            length: length of each window.
 
         Returns:
             (rows, columns), int64, sorted by row then column: window r has a document end e with
@@ -104,57 +105,57 @@ class Source(Protocol):
         ...
 
     def read(self, start: int, stop: int) -> "np.ndarray":
-        """Token ids [start, stop) of the stream, in the stored dtype."""
+        """Returns token ids [start, stop) of the stream, in the stored dtype."""
         ...
 
     def windows(self, starts: "np.ndarray", length: int) -> "np.ndarray":
-        """(N, length) token ids: what `read` gives from each of `starts` (N,) int64 on. A loader asks for many rows at once."""
+        """Returns (N, length) token ids: one window from each of `starts` (N,) int64. Loaders read many rows with one call."""
         ...
 
 
 @runtime_checkable
 class SourceWithItems(Source, Protocol):
-    """What a `Source` offers too whose documents hold more than text: items, such as images, that stand at places of the stream.
+    """A `Source` whose documents contain items, such as images, at positions of the stream.
 
-    An item's tokens are placeholders; what the item is goes with the batch. Documents are never cut, so they need a packing
-    that keeps them whole.
+    The tokens of an item are placeholders; its content is part of the batch. Documents must not be cut, so they need a packing
+    that keeps documents whole.
 
     Attributes:
-        extras: names in `Batch.extras`: of the items of a batch, stacked (n, ...), and of the numbers of each row's items (B, M)
-            int64, -1 where a row has fewer. A batch without an item has neither.
-        item_shape: of one item.
+        extras: two names in `Batch.extras`: the items of a batch, stacked (n, ...); and the item numbers of each row (B, M)
+            int64, padded with -1. A batch without items has neither.
+        item_shape: shape of one item.
     """
 
     extras: tuple[str, str]
     item_shape: tuple[int, ...]
 
     def learned(self, start: int, stop: int) -> "np.ndarray":
-        """(stop - start,) bool: whether a token is predicted; placeholders, and such as a question of a user, are not."""
+        """Returns (stop - start,) bool: whether each token is predicted; placeholders and, for example, user turns are not."""
         ...
 
     def items_before(self, tokens: "np.ndarray") -> "np.ndarray":
-        """How many items begin before each of `tokens` (N,) int64: items a to b - 1 are those of tokens [s, t) where these are
-        the numbers a of s and b of t."""
+        """Returns the number of items that begin before each of `tokens` (N,) int64. With the results a for s and b for t,
+        tokens [s, t) have items [a, b)."""
         ...
 
     def load(self, first: int, stop: int) -> "np.ndarray":
-        """(stop - first, *item_shape) float32: items [first, stop). It is called by several threads.
+        """Returns items [first, stop): (stop - first, *item_shape) float32. Several threads may call it.
 
         Raises:
-            DataError: one of them is not there, or damaged; names it.
+            DataError: an item is missing or damaged; the message names it.
         """
         ...
 
 
 @runtime_checkable
 class StreamedSource(Protocol):
-    """Documents that can only be read in order, in shards: files of a remote data set, a generator, a live stream.
+    """Documents that can only be read in order, in shards: files of a remote dataset, a generator, a live stream.
 
-    `forge_data.packing.readers` shuffles and cuts them, and takes up any position again. Attributes as in `Source`; the number
-    of tokens is not known.
+    `forge_data.packing.readers` shuffles and cuts the documents, and resumes at any position. The attributes are those of
+    `Source`, without the number of tokens, which is unknown.
 
     Attributes:
-        shards: parts that can be read independently of each other; how they are numbered never changes.
+        shards: number of parts that can be read independently; the numbers of the parts never change.
     """
 
     name: str
@@ -165,9 +166,9 @@ class StreamedSource(Protocol):
     shards: int
 
     def stream(self, shard: int, start: int = 0) -> "Iterator[np.ndarray]":
-        """Token ids of documents `start`, `start` + 1, ... of a shard, each with its end-of-document token if it has one.
+        """Yields the token ids of documents `start`, `start` + 1, ... of a shard, each with its end-of-document token, if any.
 
-        The same documents in the same order at every call; skipping `start` documents may cost time.
+        Every call must yield the same documents in the same order. Skipping `start` documents may take time.
         """
         ...
 
@@ -184,33 +185,33 @@ class StatefulIterable(Protocol):
 
 
 class Texts(Protocol):
-    """Documents as text, in a fixed order, readable as often as needed."""
+    """Documents as text in a fixed order. Iterating again yields the same documents."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the text, and with nothing else."""
+        """Changes if and only if the text changes."""
         ...
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """(name, text) of every document."""
+        """Yields (name, text) of every document."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceComponent(Component):
-    """Base of every component of `forge.sources`: the keys that the mixture reads."""
+    """Base class of the components of `forge.sources`, with the keys of the mixture."""
 
     key_class: ClassVar = DATA
 
     weight: Annotated[float, Ge(0)] = 1.0
     """Share of the mixture relative to the other sources; 0 means never."""
     max_epochs: Annotated[float, Gt(0)] | None = None
-    """Reads the source at most so often; from then on its share goes to the others in proportion to theirs."""
+    """Maximum number of epochs; after that, the other sources get this source's share, in proportion to their weights."""
     label: str | None = None
     """Name of the source in logs and phases; by default derived from the component's name."""
     too_long: Literal["error", "skip", "truncate"] | None = None
-    """What a packing that keeps documents whole does with one that is longer than a row: refuse it, leave it out, or keep its
-    first row. By default it goes on in further rows; documents with images, which are never cut, are refused."""
+    """Treatment of documents longer than a row by packings that keep documents whole: refuse them, leave them out, or keep only
+    their first row. By default they continue in further rows; documents with images, which are never cut, are refused."""
 
     @classmethod
     def passed(cls) -> tuple[str, ...]:
@@ -220,27 +221,27 @@ class SourceComponent(Component):
 
 @runtime_checkable
 class TextComponent(Protocol):
-    """A source component that has text: a tokenizer can be trained on it."""
+    """A source component with text, on which a tokenizer can be trained."""
 
     def texts(self) -> Texts | None:
-        """None where this one holds token ids already."""
+        """Returns the documents as text, or None if the source has token ids."""
         ...
 
 
 @dataclass(frozen=True)
 class SourceContext:
-    """What a source or tokenizer may use while it is built.
+    """Arguments for building sources and tokenizers.
 
     Attributes:
-        workspace: a directory of the run where prepared data may be kept.
-        tokenizer: of `[data.tokenizer]`, or None; None while the tokenizer itself is built.
-        sequence_length: tokens of one sample.
+        workspace: a directory of the run for prepared data.
+        tokenizer: tokenizer of `[data.tokenizer]`, or None; always None while a tokenizer is built.
+        sequence_length: tokens per sample.
         report: called with progress messages.
-        texts: of the recipe's text-like training sources; what a tokenizer is trained on by default.
-        workers: threads that may prepare data; the result does not depend on it.
-        rank, ranks: of the data axis; only a foreign loader, which shards its samples itself, has a use for them.
-        global_batch, micro_batch: rows per step over all ranks and rows of one batch; likewise.
-        model: the recipe's model component, for sources that prepare what it takes besides tokens; None where there is none.
+        texts: texts of the recipe's training sources, on which a tokenizer is trained by default.
+        workers: number of threads that may prepare data; the result does not depend on it.
+        rank, ranks: rank and size of the data axis, for foreign loaders, which shard their samples themselves.
+        global_batch, micro_batch: rows per step over all ranks, and rows per batch, for foreign loaders.
+        model: the recipe's model component, for sources that prepare inputs besides tokens; None if there is no model.
     """
 
     workspace: Path
@@ -257,21 +258,21 @@ class SourceContext:
 
 
 Cursor = Mapping[str, Any]
-"""Position in the data: a few integers and a fingerprint, JSON as it stands.
+"""Position in the data as JSON: a few integers and a fingerprint.
 
-The same on every rank, except that each rank knows only the position of its own foreign loader, under "foreign";
-`forge_data.order.cursor.merged` makes one cursor of those of all ranks.
+A cursor is equal on all ranks, except for the key "foreign", the position of a rank's own foreign loader.
+`forge_data.order.cursor.merged` merges the cursors of all ranks.
 """
 
 
 class Stream(Protocol):
-    """What the loop reads: endless, or ending after the last full global batch of the last epoch.
+    """The batches of a run: endless, or ending with the last full global batch of the last epoch.
 
     Attributes:
-        tokenizer: what the tokens were made with, or None when nothing says.
-        fingerprint: of everything that fixes the order of samples.
-        tokens: in all sources together, each counted once.
-        steps: until the stream ends, counted from step 0; None = endless.
+        tokenizer: tokenizer that encoded the tokens, or None if unknown.
+        fingerprint: fingerprint of all settings that determine the order of samples.
+        tokens: total tokens of all sources, each counted once.
+        steps: number of steps from step 0 to the end of the stream; None = endless.
     """
 
     tokenizer: Tokenizer | None
@@ -280,33 +281,34 @@ class Stream(Protocol):
     steps: int | None
 
     def start(self) -> Cursor:
-        """The cursor of step 0."""
+        """Returns the cursor of step 0."""
         ...
 
     def from_cursor(self, cursor: Cursor) -> "Iterator[tuple[list[Batch], Cursor]]":
-        """Per optimizer step: this rank's micro-batches and the cursor *after* them.
+        """Yields, for each optimizer step, this rank's micro-batches and the cursor *after* them.
 
         Raises:
-            DataError: the cursor belongs to other data; names the difference.
+            DataError: the cursor belongs to other data; the message names the differences.
         """
         ...
 
     def lr_scale(self, step: int) -> float:
-        """Factor that the phases of the data put on the learning rate of a step."""
+        """Returns the factor of the data phases on the learning rate of a step."""
         ...
 
     def tokens_at(self, step: int) -> int:
-        """Tokens of the global batch of a step, with or without a label; padding is none. Known once the step has been read."""
+        """Returns the number of tokens of a step's global batch, with or without a label, without padding. Call it after the
+        step has been read."""
         ...
 
     def describe(self, steps: int | None = None) -> Mapping[str, Any]:
-        """What is read, JSON as it stands; with `steps` also tokens and epochs of each source in so many steps."""
+        """Returns a description of the data as JSON; with `steps`, also tokens and epochs of each source in this many steps."""
         ...
 
     def entropy(self) -> float | None:
-        """Unigram entropy of the mixture in nats per token: the loss of a model that knows token frequencies only.
+        """Returns the unigram entropy of the mixture in nats per token: the loss of a model that predicts token frequencies.
 
-        None where they cannot be counted, as in a stream.
+        None if the tokens cannot be counted, as for streamed sources.
         """
         ...
 
@@ -315,8 +317,9 @@ class EvaluationSet(Protocol):
     """Held-out rows, each read exactly once.
 
     Attributes:
-        tokens: in the set.
-        text_bytes: of the text behind them, where it is known.
+        tokens: number of tokens.
+        rows: number of rows.
+        text_bytes: size of the text of these tokens, or None if unknown.
     """
 
     name: str
@@ -325,12 +328,12 @@ class EvaluationSet(Protocol):
     text_bytes: int | None
 
     def predicted(self) -> tuple[int, int] | None:
-        """How many tokens are predicted, and the bytes of the text that these tokens say; `bits_per_byte` takes both.
+        """Returns the number of predicted tokens and the UTF-8 bytes of their text, the arguments of `bits_per_byte`.
 
-        None where the size of the text is not known.
+        None if the size of the text is unknown.
         """
         ...
 
     def batches(self, rank: int, ranks: int, micro_batch: int) -> "Iterator[Batch]":
-        """This rank's share: equally many batches on every rank, filler rows carry no label."""
+        """Yields this rank's batches. Every rank has the same number of batches; filler rows have no labels."""
         ...

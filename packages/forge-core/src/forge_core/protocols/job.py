@@ -1,7 +1,7 @@
-"""The typed recipe as checks and hooks see it.
+"""The typed recipe for checks and hooks.
 
-Here are the keys that packages read of each other's sections. A package that owns a section derives a protocol which has all of
-it. Components are open to plugins, so they are `Any`.
+These protocols have the keys that packages read from each other's sections. The package that owns a section has a derived
+protocol with all keys. Components are open to plugins, so their type is `Any`.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ class Precision(Protocol):
 
 
 class Checkpoint(Protocol):
-    """`[checkpoint]`; `every` in steps, 0 = at the end only; `first`: step 0 is saved, too."""
+    """`[checkpoint]`; `every` in steps, 0 = only at the end; `first`: whether step 0 is also saved."""
 
     @property
     def every(self) -> int: ...

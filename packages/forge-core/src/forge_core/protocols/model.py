@@ -1,7 +1,7 @@
-"""What models, strategies and optimizers agree on.
+"""Interfaces of models, strategies and optimizers.
 
-Collectives enter a model at three seams only: the attention core, the expert dispatcher and the loss head. A model
-ships the local implementation as an attribute; a transform replaces the attribute, or asks it for its form on several ranks.
+Collectives enter a model only at three seams: the attention core, the expert dispatcher and the loss head. A model has the local
+implementation as an attribute; a transform replaces the attribute, or requests its form for several ranks.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class LossTerms(NamedTuple):
-    """What an objective makes of one micro-batch, before any reduction.
+    """The result of an objective for one micro-batch, before any reduction.
 
-    A named tuple because torch's module hooks look for tensors inside tuples, not inside arbitrary objects.
+    This is a named tuple because torch's module hooks look for tensors inside tuples, not inside arbitrary objects.
 
     Attributes:
-        sum: scalar fp32, the loss summed over valid tokens, with its graph. A term that only regularizes may be in its gradient
-            and not in its value, so that what is reported can be compared with runs that are trained without the term.
+        sum: scalar fp32, the loss summed over valid tokens, with its graph. A regularization term may contribute to its gradient
+            without contributing to its value, so that reported losses can be compared with runs without the term.
         tokens: scalar int64, number of valid tokens.
         metrics: further detached fp32 scalars, each a sum over valid tokens.
-        rows: (B,) detached, what each row adds to `sum`; None where it is not counted; then no loss by source is known.
+        rows: (B,) detached, contribution of each row to `sum`; None if not computed, which disables the loss by source.
     """
 
     sum: "Tensor"
@@ -44,13 +44,14 @@ class AttentionCore(Protocol):
     """Seam 1: softmax(q k^T * scale + mask) v on local tensors, always causal."""
 
     def prepare(self, documents: "Tensor | None", length: int, window: int | None, device: "Any") -> Any:
-        """What all layers with one `window` share for a batch, such as a mask; opaque to the model.
+        """Returns an object, such as a mask, that all layers with the same `window` share for a batch. The model passes it on
+        unchanged.
 
         Args:
-            documents: (B, T) int32, or None when each row is one document: the fast causal path.
+            documents: (B, T) int32, or None if each row is one document: the fast causal path.
             length: T, the number of positions.
-            window: a position sees at most this many positions, itself included; None = all before it.
-            device: where the result lives.
+            window: maximum number of positions that a position attends to, including itself; None = all previous ones.
+            device: device of the result.
         """
         ...
 
@@ -59,37 +60,35 @@ class AttentionCore(Protocol):
     ) -> "Tensor":
         """q (B, heads, T, head_dim), k (B, kv_heads, T, head_dim), v (B, kv_heads, T, width) -> (B, heads, T, width).
 
-        With a `soft_cap`, scores become soft_cap * tanh(scores / soft_cap) before the mask. A core that cannot do this
-        must not take the argument, so that a model which caps its scores is refused.
+        With a `soft_cap`, scores become soft_cap * tanh(scores / soft_cap) before the mask. A core that does not support this
+        must not have the argument, so that models which cap their scores are refused.
         """
         ...
 
 
 @runtime_checkable
 class PackedCore(AttentionCore, Protocol):
-    """An attention core with kernels for rows of several documents that need more than their mask."""
+    """An attention core with variable-length kernels for rows of several documents."""
 
     def prepare_packed(
         self, documents: "Tensor | None", starts: "Tensor | None", length: int, window: int | None, x: "Tensor"
     ) -> Any:
-        """As `prepare`, which takes its place where a core does not have it.
+        """Does the same as `prepare`, and is called instead of it if a core has it.
 
         Args:
-            documents: as there.
-            starts: `Batch.document_starts` of the whole rows that this rank attends over, where they are known.
-            length: as there.
-            window: as there.
-            x: the residual stream, which tells dtype and device of what the core will be called with.
+            documents, length, window: see `prepare`.
+            starts: `Batch.document_starts` of the whole rows that this rank attends over, or None if unknown.
+            x: the residual stream, which has the dtype and device of the core's later arguments.
         """
         ...
 
 
 class PositionedTokens(NamedTuple):
-    """Tokens of one row that do not lie where they belong.
+    """The positions of tokens that are not stored in the order of their row.
 
     Attributes:
-        places: (T,) int64, the place of each token in its row.
-        documents: (B, T) int32, or None when each row is one document.
+        places: (T,) int64, the position of each token in its row.
+        documents: (B, T) int32, or None if each row is one document.
     """
 
     places: "Tensor"
@@ -98,16 +97,16 @@ class PositionedTokens(NamedTuple):
 
 @runtime_checkable
 class PositionedCore(AttentionCore, Protocol):
-    """An attention core that can be told where its queries and keys belong: what gathering keys over ranks builds on."""
+    """An attention core that accepts positions of queries and keys, as gathering keys over ranks requires."""
 
     def prepare_placed(self, queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Any:
-        """As `prepare`, for calls with T queries and S keys in any order: k is (B, kv_heads, S, head_dim), v alike."""
+        """Does the same as `prepare` for T queries and S keys in any order: k is (B, kv_heads, S, head_dim), v likewise."""
         ...
 
 
 @runtime_checkable
 class ExpertDispatcher(Protocol):
-    """Seam 2: brings tokens to their experts and the results back."""
+    """Seam 2: sends tokens to their experts and the results back."""
 
     def __call__(
         self,
@@ -119,26 +118,26 @@ class ExpertDispatcher(Protocol):
         slots: int | None = None,
         overlap_with: "Callable[[], Tensor] | None" = None,
     ) -> "Tensor":
-        """Weighted sum of the chosen experts' outputs, (N, embed), plus what `overlap_with` makes.
+        """Returns the weighted sum of the chosen experts' outputs, (N, embed), plus the result of `overlap_with`.
 
         Args:
             x: (N, embed) tokens.
             experts: (N, top_k) int64 expert of each slot; -1 = dropped.
             weights: (N, top_k) combine weights.
-            run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order. Rows beyond the
-                last expert's may be there; they belong to no expert, and their outputs are ignored.
+            run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order. The tokens may have
+                further rows at the end that belong to no expert; their outputs are ignored.
             count: number of experts in the layer.
-            slots: how many slots are not dropped, where the host knows it.
-            overlap_with: makes (N, embed) to add, such as the output of shared experts; called once, while tokens travel.
+            slots: number of slots that are not dropped, if the host knows it.
+            overlap_with: computes (N, embed) to add, such as the output of shared experts; called once, during communication.
         """
         ...
 
 
 @runtime_checkable
 class ExpertStack(Protocol):
-    """A module of stacked experts: what a dispatcher runs, and how it multiplies.
+    """A module of stacked experts, without collectives: the `run` of a dispatcher.
 
-    No collective enters here. A strategy that multiplies in other numbers derives from the module's class.
+    A strategy that multiplies in another number format overrides `products` in a subclass of the module's class.
     """
 
     def forward(self, tokens: "Tensor", counts: "Tensor") -> "Tensor":
@@ -146,46 +145,47 @@ class ExpertStack(Protocol):
         ...
 
     def products(self, tokens: "Tensor", counts: "Tensor") -> "Callable[[Tensor, Tensor], Tensor]":
-        """How `forward` multiplies what it was given: (rows (n, inputs) in the order of `tokens`, weight (count, outputs,
-        inputs)) -> (n, outputs), each row with the matrix of its expert. Called once in a forward."""
+        """Returns the matrix product for one forward: (rows (n, inputs) in the order of `tokens`, weight (count, outputs,
+        inputs)) -> (n, outputs), each row times the matrix of its expert. Called once per forward."""
         ...
 
 
 @runtime_checkable
 class Observer(Protocol):
-    """A module that keeps count over one optimizer step, such as a layer of experts that balances itself.
+    """A module that collects statistics during an optimizer step, such as a layer of experts that balances its load.
 
-    For every module of the model that is one, a step calls `before_step` before its first forward, then, when all backwards
-    are done, sums `statistics` over all ranks that saw different tokens, and hands the sum to `after_step` together with the
-    verdict on the update. So such a module changes its state once per optimizer step, and alike on every rank.
+    For every such module of the model, a step calls `before_step` before its first forward. After all backwards, it sums
+    `statistics` over all ranks with different tokens, and passes the sum to `after_step`, together with the decision to skip the
+    update. So the module changes its state once per optimizer step, in the same way on every rank.
     """
 
     def before_step(self, scale: "Tensor") -> None:
-        """`scale`: scalar fp64, 1 / (tokens of the step that are not padding, over all micro-batches and data ranks). The module
-        multiplies the losses that it adds, which are sums over tokens, by it."""
+        """Begins a step. `scale` is scalar fp64, 1 / (tokens of the step without padding, over all micro-batches and data
+        ranks). The module multiplies its auxiliary losses, which are sums over tokens, by it."""
         ...
 
     def statistics(self) -> "Tensor":
-        """(n,) fp64, a sum over all forwards in training since `before_step`; zeros where there was none. n depends on the
-        model only."""
+        """Returns (n,) fp64, summed over all training forwards since `before_step`; zeros if there was no forward. n must
+        depend only on the model."""
         ...
 
     def after_step(self, totals: "Tensor", skip: "Tensor") -> None:
-        """`totals`: the summed statistics. `skip`: scalar; where it is 1 the update does not happen, and nothing may move."""
+        """Ends a step. `totals` are the summed statistics. If `skip`, a scalar, is 1, the update is skipped and the state must
+        not change."""
         ...
 
     def report(self) -> "Mapping[str, Tensor]":
-        """What the newest step measured, by name, alike on every rank that holds the module: scalars for trackers and vectors
-        for pictures; empty before the first step."""
+        """Returns the metrics of the newest step by name, equal on every rank that holds the module: scalars for trackers, and
+        vectors for figures; empty before the first step."""
         ...
 
 
 @runtime_checkable
 class LossHead(Protocol):
-    """Seam 3: projection to the vocabulary and cross-entropy in one, so that full logits never exist.
+    """Seam 3: projection to the vocabulary and cross-entropy in one function, so that full logits are never stored.
 
-    One that has `compiled()`, which returns the same with compiled kernels, is asked for it where blocks are compiled for an
-    accelerator.
+    A loss head may have a method `compiled()`, which returns the same loss head with compiled kernels. It is called if blocks
+    are compiled for an accelerator.
     """
 
     def __call__(
@@ -197,29 +197,30 @@ class LossHead(Protocol):
         soft_cap: float | None,
         smoothing: float = 0.0,
     ) -> "tuple[Tensor, Tensor, Tensor]":
-        """(total with graph, nll, z): a scalar fp32, and of each label (N,) fp32, detached, 0 where there is none.
+        """Returns (total, nll, z): a scalar fp32 with graph, and two (N,) fp32, detached, one value per label, 0 for `IGNORE`.
 
-        `total = sum((1 - smoothing) * nll + smoothing * mean + z_loss * z)`, with z the square of the log of the partition
-        function, and mean that of the nll that each word of the vocabulary would have as the label.
+        `total = sum((1 - smoothing) * nll + smoothing * mean + z_loss * z)`, where z is the square of the log of the partition
+        function, and mean is the mean over the vocabulary of the nll with each token as the label.
 
         Args:
             hidden: (N, embed) in compute precision.
             weight: (vocab, embed).
-            labels: (N,) int64, `IGNORE` = no loss. A batch without any valid label gives zeros with a graph.
+            labels: (N,) int64, `IGNORE` = no loss. Without any valid label, the results are zeros with a graph.
             z_loss: weight of the z term.
-            soft_cap: logits become soft_cap * tanh(logits / soft_cap) when given.
-            smoothing: given only where it is not 0: a loss head that cannot do this must not take the argument.
+            soft_cap: if set, logits become soft_cap * tanh(logits / soft_cap).
+            smoothing: passed only if it is not 0: a loss head that does not support it must not have the argument.
         """
         ...
 
     def split(self, first: int, gather: "Callable[[Tensor], Tensor]") -> "LossHead":
-        """Where ranks share the vocabulary: the loss head of one that holds some rows of `weight`, from number `first` on.
+        """Returns the loss head of a rank that holds only some rows of `weight`, with a vocabulary that is split over ranks.
 
-        Its losses are those of the whole vocabulary, of which labels are, and the same on all ranks; its gradient of `hidden` is
-        this rank's summand.
+        Its labels and losses are those of the whole vocabulary, and its losses are equal on all ranks. Its gradient of `hidden`
+        is this rank's summand.
 
         Args:
-            gather: Collective: (k, n) -> (ranks, k, n), what each rank gave.
+            first: number of the rank's first row in the whole vocabulary.
+            gather: Collective: (k, n) -> (ranks, k, n), the arguments of all ranks.
         """
         ...
 
@@ -230,30 +231,31 @@ class Head(Protocol):
     def loss(
         self, hidden: "Tensor", labels: "Tensor", z_loss: float = 0.0, smoothing: float = 0.0
     ) -> "tuple[Tensor, Tensor, Tensor]":
-        """`hidden` (B, T, embed), `labels` (B, T): what `LossHead` returns, nll and z as (B, T)."""
+        """Returns the result of the `LossHead` for `hidden` (B, T, embed) and `labels` (B, T), with nll and z as (B, T)."""
         ...
 
 
 class Objective(Protocol):
-    """What is minimized; runs inside the last part's forward."""
+    """The function to minimize; it runs in the forward of the last pipeline stage."""
 
     def __call__(self, head: Head, hidden: "Tensor", labels: "Tensor") -> LossTerms: ...
 
 
 class Model(Protocol):
-    """A model as strategies see it: an `nn.Module` that describes itself.
+    """A model for strategies: an `nn.Module` that describes itself.
 
-    Its forward takes (x, *, positions, documents, labels, objective, **extras). With an objective it returns what that
-    returns; without, logits (B, T, vocab) from a last part, else hidden states (B, T, embed). A part of a pipeline is the
-    model with the modules of other parts being None; only a last part is given labels and objective. In training, a model whose
-    specs name an `mtp_depth` is given `mtp_targets` too (`forge_core.batch.MTPTargets`, with labels and objective only): it adds
-    the gradient of multi-token prediction to that of `LossTerms.sum`, whose value and `rows` stay those of the next token.
+    Its forward takes (x, *, positions, documents, labels, objective, **extras). With an objective, it returns the result of the
+    objective. Without, the last pipeline stage returns logits (B, T, vocab), and other stages hidden states (B, T, embed). A
+    pipeline stage is the model with the modules of other stages set to None; only the last stage gets labels and objective. In
+    training, if the specs have an `mtp_depth`, it also gets `mtp_targets` (`forge_core.batch.MTPTargets`) together with labels
+    and objective. It then adds the gradient of multi-token prediction to that of `LossTerms.sum`, whose value and `rows` remain
+    those of the next token.
 
-    A model that takes extras of a batch may have `with_extras(batch)`: for checks, a batch of random tokens with extras that are
-    a function of each row alone, however rows are dealt out.
+    A model with extras may have `with_extras(batch)`. For checks, it adds extras to a batch of random tokens; the extras of a
+    row must depend only on this row.
 
-    A model whose loss changes over a run may have `at_step(step, steps)`: before each optimizer step every part is told the
-    number of those done and of those of the run.
+    A model whose loss changes over a run may have `at_step(step, steps)`. It is called on every stage before each optimizer
+    step, with the number of finished steps and of all steps of the run.
     """
 
     def specs(self) -> Specs: ...
@@ -268,15 +270,15 @@ class NamedTensor(NamedTuple):
 
 
 class TrainableModel(Protocol):
-    """What an optimizer factory is given: only a realized, sharded model has it."""
+    """The argument of an optimizer factory: a realized, sharded model."""
 
     def trainable(self) -> Iterable[NamedTensor]:
-        """Every local parameter once; a tied copy is not repeated."""
+        """Returns every local parameter once, without tied copies."""
         ...
 
 
 class LaidOutModel(TrainableModel, Protocol):
-    """What an optimizer of whole matrices needs to know besides: what the tensors are, and where their parts lie."""
+    """A `TrainableModel` for optimizers of whole matrices, with the specs and the topology of its parameters."""
 
     @property
     def specs(self) -> Specs: ...
@@ -287,45 +289,49 @@ class LaidOutModel(TrainableModel, Protocol):
 class Optimizer(Protocol):
     """Updates parameters from their `.grad`. All its state exists from construction on.
 
-    One that works through its parameters in parts may have `shorten()`, which a dry run calls: steps may then leave out parts
-    that take no more memory than those that are updated.
+    An optimizer that updates its parameters in parts may have `shorten()`, which a dry run calls: its steps may then skip parts
+    that need no more memory than the updated ones.
 
-    One whose parameters depend on the step may have `at_step(step)`: before a step's forward it is told how many are done.
+    An optimizer whose parameters depend on the step may have `at_step(step)`, which is called before the forward of a step with
+    the number of finished steps.
     """
 
     def step(self, skip: "Tensor | None" = None) -> None:
-        """One update. `skip`: scalar fp32 on the device; where it is 1 the step is a bitwise no-op."""
+        """Does one update. If `skip`, a scalar fp32 on the device, is 1, the step is a bitwise no-op."""
         ...
 
     def set_factor(self, factor: float) -> None:
-        """Multiplies every group's own learning rate; the schedule calls it before each step."""
+        """Sets the factor on the learning rates of all groups; the schedule calls it before each step."""
         ...
 
     def zero_grad(self) -> None:
-        """Clears the gradient of every parameter of the model, whichever group it is in."""
+        """Clears the gradients of all parameters of the model, in any group."""
         ...
 
     def state(self) -> "Mapping[str, Mapping[str, Tensor]]":
-        """State name -> global parameter name -> tensor: live tensors, laid out as the parameter or scalar."""
+        """Returns the live state tensors by state name and global parameter name, sharded like the parameter, or scalar."""
         ...
 
 
 class AveragingOptimizer(Optimizer, Protocol):
-    """One that evaluates other weights than those that it trains. It tells the model so when it is built:
-    `model.evaluate_with(self.averaged)`, where the model has that method."""
+    """An optimizer that evaluates other weights than it trains. Its constructor calls `model.evaluate_with(self.averaged)`, if
+    the model has this method."""
 
     def averaged(self) -> "AbstractContextManager[Mapping[str, Tensor]]":
-        """Inside, parameters hold the weights to evaluate, to save and to export. Gives those that are trained by global name,
-        laid out as the parameters: they are back afterwards bit for bit, or what was written to them meanwhile."""
+        """Swaps in the weights used for evaluation, checkpoints and exports. The context is the trained weights by global
+        name, sharded like the parameters; on exit, the parameters get them back bit for bit, including changes made meanwhile."""
         ...
 
 
 class Transform(Protocol):
-    """One strategy. `phase` orders it, `axes` are the mesh axes that it claims, `needs` names the transforms that must be in
-    the plan as well when one of these axes is larger than 1. `whole_backward`: it does not support a pipeline that splits
-    the backward of a block. `plane`: what it changes (`forge_core.features.Plane`), which says what it has to be proven with.
+    """One strategy. Derive from this class and override what the strategy changes; the default methods do nothing.
 
-    Derive from it: a strategy then says only what it does, and the rest does nothing.
+    Attributes:
+        phase: order among the transforms.
+        axes: mesh axes that it claims.
+        needs: transforms that the plan must also contain if one of these axes is larger than 1.
+        whole_backward: it does not support pipelines that split the backward of a block.
+        plane: what it changes (`forge_core.features.Plane`), which determines the combinations that tests must cover.
     """
 
     name: str
@@ -340,25 +346,25 @@ class Transform(Protocol):
         ...
 
     def parameter_device(self, device: "torch.device") -> "torch.device":
-        """Where parameters, their gradients and what an optimizer keeps lie, given where they do without this strategy."""
+        """Returns the device of parameters, gradients and optimizer state; `device` is the one without this strategy."""
         return device
 
     def local_batch(self, batch: "Batch", context: Context) -> "Batch":
-        """This rank's share of a batch that its data rank read; called before anything is counted."""
+        """Returns this rank's share of the batch of its data rank; called before tokens are counted."""
         return batch
 
     def hidden_shape(self, shape: "tuple[int, ...]", context: Context) -> "tuple[int, ...]":
-        """Local shape of the hidden states between two parts of a pipeline, given what it is without this strategy.
+        """Returns the local shape of the hidden states between pipeline stages; `shape` is the one without this strategy.
 
-        It starts as (B, T, embed) of the local batch.
+        The first strategy gets (B, T, embed) of the local batch.
         """
         return shape
 
     def whole_sequences(self, part: "nn.Module", on: bool) -> None:
-        """Switched on for forwards of any length whose input and output are whole on every rank, such as generation's."""
+        """Switches to forwards of any length whose input and output are whole on every rank, as in generation, or back."""
 
     def before_micro_batch(self, part: "nn.Module", last: bool) -> None:
-        """Called before each forward in training; `last` is the one after which gradients must be complete."""
+        """Called before each training forward; `last` is True for the micro-batch after which gradients must be complete."""
 
     def after_backward(self, part: "nn.Module", context: Context) -> None:
-        """Called once a step, after its last backward: what is still missing from the gradients is added here."""
+        """Called once per step after its last backward, to complete the gradients."""

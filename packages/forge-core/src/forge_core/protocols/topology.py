@@ -1,4 +1,4 @@
-"""What a strategy and a hook may ask about this rank's place in the layout, and a strategy about the part that it changes."""
+"""Interfaces to the position of a rank in the layout, and to the part of the model that a strategy changes."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Topology(Protocol):
-    """One rank's view of a layout (`forge_parallel.placement.topology.Topology`). A world of one has no group and no mesh."""
+    """One rank's view of a layout (`forge_parallel.placement.topology.Topology`). A world of one has no groups or meshes."""
 
     @property
     def layout(self) -> Layout: ...
@@ -30,12 +30,12 @@ class Topology(Protocol):
 
     @property
     def data_rank(self) -> int:
-        """Which share of the global batch this rank reads."""
+        """Number of the share of the global batch that this rank reads."""
         ...
 
     @property
     def data_size(self) -> int:
-        """Into how many shares the global batch is cut."""
+        """Number of shares of the global batch."""
         ...
 
     @property
@@ -45,17 +45,17 @@ class Topology(Protocol):
 
     @property
     def dense(self) -> "DeviceMesh":
-        """Mesh on which dense parameters live."""
+        """Mesh of dense parameters."""
         ...
 
     @property
     def sparse(self) -> "DeviceMesh":
-        """Mesh of the same ranks on which experts live."""
+        """Mesh of experts, over the same ranks."""
         ...
 
     @property
     def data_mesh(self) -> "DeviceMesh":
-        """Mesh over which dense parameters are sharded, after the axis of their replicas where there is one."""
+        """Mesh over which dense parameters are sharded, with the replica axis first, if any."""
         ...
 
     @property
@@ -64,17 +64,18 @@ class Topology(Protocol):
         ...
 
     def group(self, axis: str) -> "ProcessGroup":
-        """The ranks that differ from this one on `axis` only, in the order of their coordinates. `axis` is larger than 1."""
+        """Returns the group of ranks that differ from this one only on `axis`, in order of coordinates. The size of `axis` must
+        be larger than 1."""
         ...
 
     def stage_group(self) -> "ProcessGroup":
-        """Collective: the ranks that together hold the pipeline stages of this one, in rank order; all ranks without a pipeline.
-        There are several."""
+        """Collective: returns the group of ranks that together hold this rank's pipeline stages, in rank order; without a
+        pipeline, all ranks. The world must have several ranks."""
         ...
 
     def nodes(self, axis: str, size: int) -> "tuple[ProcessGroup, ProcessGroup]":
-        """Collective: of the ranks of `axis`, `size` neighbors of which are in one node, this one's node, and its peers in all
-        nodes."""
+        """Collective: splits the ranks of `axis` into nodes of `size` neighbors; returns the group of this rank's node, and the
+        group of its peers in all nodes."""
         ...
 
     def all_reduce(self, tensor: "Tensor") -> "Tensor":
@@ -82,7 +83,7 @@ class Topology(Protocol):
         ...
 
     def from_first(self, tensor: "Tensor") -> "Tensor":
-        """Collective: the tensor of rank 0, on every rank's device."""
+        """Collective: returns the tensor of rank 0 on every rank's device."""
         ...
 
 
@@ -90,12 +91,12 @@ class Context(Protocol):
     """One part of the model on one rank (`forge_parallel.model.parallel_model.Context`).
 
     Attributes:
-        specs: of the part; its names are global.
-        topology: this rank's place.
+        specs: specs of the part, with global names.
+        topology: topology of this rank.
         compute: dtype of parameters and activations in forward and backward.
-        state: dtype of what the optimizer updates.
-        whole: of the whole model, of which the part may be a pipeline's stage; None where it is all of it.
-        average: whether gradients are averaged over data ranks, not summed: for loops that take a mean on each rank.
+        state: dtype of the parameters that the optimizer updates.
+        whole: specs of the whole model if the part is a pipeline stage, else None.
+        average: whether gradients are averaged over data ranks instead of summed, for loops with a mean loss on each rank.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""What converters of weight formats agree on: a model's description, and its tensors by global name, read in portions."""
+"""Interfaces of weight formats: a model's description, and its tensors by global name, read in portions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NO_EXTRAS: "Mapping[str, Tensor]" = MappingProxyType({})
-"""Of a model that is given tokens alone."""
+"""Extras of a model whose only inputs are tokens."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Shape and dtype (torch's name, such as `bfloat16`) of a tensor that was not read yet."""
+    """Shape and dtype (torch's name, such as `bfloat16`) of a tensor that has not been read yet."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -25,19 +25,19 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """What travels with weights in addition to tensors.
+    """Metadata of weights.
 
     Attributes:
-        step: optimizer steps behind the weights.
-        special_tokens: `bos_token_id`, `eos_token_id` and `pad_token_id` where they are known.
-        ends: ids at which generation ends where they are not just `eos_token_id`.
-        tokenizer: folder that holds the tokenizer's files.
-        origin: where the weights come from.
-        family: what the format that they come from calls this kind of model; it has a say when they go back.
-        run: directory of the run that they come from.
-        recipe: of that run, as plain tables.
-        cursor: how far it had read its data (`forge_core.protocols.data.Cursor`).
-        notes: what was left out or ignored when they were read, one sentence each.
+        step: number of optimizer steps that trained the weights.
+        special_tokens: `bos_token_id`, `eos_token_id` and `pad_token_id`, if known.
+        ends: ids that end generation, if they are not only `eos_token_id`.
+        tokenizer: folder with the tokenizer's files.
+        origin: description of the origin, for messages.
+        family: name of the model type in the original format, used when the weights are converted back.
+        run: directory of the run that trained the weights.
+        recipe: recipe of that run, as plain tables.
+        cursor: data position of that run (`forge_core.protocols.data.Cursor`).
+        notes: one sentence for each part that was left out or ignored during reading.
     """
 
     step: int = 0
@@ -57,8 +57,8 @@ class Weights(Protocol):
 
     Attributes:
         model: the component that builds the model.
-        tensors: every parameter by global name; a tied copy is not repeated.
-        facts: what travels along.
+        tensors: every parameter by global name, without tied copies.
+        facts: metadata.
     """
 
     model: Component
@@ -66,59 +66,60 @@ class Weights(Protocol):
     facts: WeightsInfo
 
     def read(self, names: Sequence[str]) -> "dict[str, Tensor]":
-        """Whole tensors, on the CPU. Callers ask for portions that fit in memory."""
+        """Returns whole tensors on the CPU. Callers request portions that fit in memory."""
         ...
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> "Tensor":
-        """The box of one tensor that begins at `offset`; the rest is not read where the format allows that."""
+        """Returns the box of one tensor that begins at `offset`. Reads only the box, if the format allows it."""
         ...
 
 
 class Converter(Protocol):
-    """One format of weights. What it cannot express it refuses by name."""
+    """One format of weights. It refuses models that it cannot express, and names the reason."""
 
     def read(self, path: Path) -> Weights:
         """Opens weights; tensors are read later."""
         ...
 
     def write(self, path: Path, weights: Weights) -> None:
-        """Writes weights to a new place, a portion at a time; an interrupted write leaves nothing under `path`.
+        """Writes weights to a new path, portion by portion; an interrupted write leaves nothing under `path`.
 
         Raises:
-            ForgeError: the format cannot say what the model is, or `path` is taken.
+            ForgeError: the format cannot express the model, or `path` exists.
         """
         ...
 
     def reference(self, path: Path, tokens: "Tensor", extras: "Mapping[str, Tensor]" = NO_EXTRAS) -> "Tensor | str":
-        """Logits (B, T, vocab) of the format's own library for `tokens` (B, T), or why there are none.
+        """Returns the logits (B, T, vocab) of the format's own library for `tokens` (B, T), or the reason why it cannot run.
 
-        `extras` are the further inputs of the model, such as images, by the names that our model has for them.
+        `extras` are further inputs of the model, such as images, by their names in the Forge model.
         """
         ...
 
 
 class HfModel(Protocol):
-    """One kind of model in the Hugging Face format that is more than a decoder of text, by the `model_type` of its folder.
+    """One model type (`model_type` of the folder) in the Hugging Face format, for models other than plain text decoders.
 
-    Folders of a component with `own_code` are opened by classes of its package alone; they are written only where they are named.
+    Only classes of the component's package open folders of a component with `own_code`; such folders are written only if the
+    component is selected by name.
     """
 
     def misfits(self, weights: Weights) -> list[str]:
-        """What a folder of this kind cannot say about a model, one sentence for each option; empty when it says all."""
+        """Returns one sentence for each option of a model that a folder of this type cannot express; empty if there is none."""
         ...
 
     def read(self, path: Path, ignore: Sequence[str] = ()) -> Weights:
-        """Opens a folder; `ignore` names keys of its `config.json` that are left out."""
+        """Opens a folder; `ignore` names keys of its `config.json` to ignore."""
         ...
 
     def write(self, path: Path, weights: Weights, *, tokenizer: Path | None, max_shard_bytes: int) -> None:
-        """Writes a folder, as `Converter.write`; the caller asked `misfits` before."""
+        """Writes a folder; see `Converter.write`. The caller has checked `misfits`."""
         ...
 
     def reference(self, path: Path, tokens: "Tensor", extras: "Mapping[str, Tensor]" = NO_EXTRAS) -> "Tensor | str":
-        """As `Converter.reference`."""
+        """See `Converter.reference`."""
         ...
 
     def examples(self, folder: Path) -> Iterable[Component]:
-        """Small models that it describes, for checks; files that they need go into `folder`."""
+        """Returns small models of this type, for checks; writes the files that they need into `folder`."""
         ...

@@ -1,1 +1,1 @@
-"""Checks of sources and tokenizers (`forge_core.conformance`); importing the modules named for a group needs no numpy."""
+"""Checks of sources and tokenizers (`forge_core.conformance`); importing them does not load numpy."""

@@ -1,4 +1,4 @@
-"""What every source has to do: the same tokens however they are asked for, and an order that (seed, step) alone fixes."""
+"""Checks of sources: all methods return the same tokens, and the order of samples depends only on (seed, step)."""
 
 import json
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from typing import Any
 
 LENGTH, ROWS, STEPS = 16, 4, 6
 MOST = 10_000
-"""Documents of a shard of an example at most. One that never ends has no epochs."""
+"""Maximum number of documents per shard of an example. A shard that never ends has no epochs."""
 
 
 def check_tokens(component: Any) -> None:
-    """Any part of the stream is what the whole says: `read`, `windows`, `ends` and `borders` agree, and ids are in range."""
+    """Checks that `read`, `windows`, `ends` and `borders` agree for any part of the stream, and that ids are in range."""
     import numpy as np
 
     with _opened(component) as source:
@@ -21,7 +21,7 @@ def check_tokens(component: Any) -> None:
             return
         total, length = source.tokens, 7
         whole, ends = source.read(0, total), source.ends()
-        assert len(whole) == total, f"tokens is {total}, but read(0, {total}) gives {len(whole)}"
+        assert len(whole) == total, f"tokens is {total}, but read(0, {total}) returns {len(whole)} ids"
         _in_range(source, whole)
         assert bool((ends[1:] > ends[:-1]).all()) and len(ends), "document ends do not ascend, or there is none"
         assert int(ends[0]) > 0 and int(ends[-1]) == total, f"documents end at {int(ends[0])} to {int(ends[-1])} of {total}"
@@ -29,20 +29,22 @@ def check_tokens(component: Any) -> None:
         windows = source.windows(starts, length)
         for row, start in enumerate(starts.tolist()):
             here = whole[start : start + length]
-            assert np.array_equal(source.read(start, start + length), here), f"read({start}, {start + length}) is not of all"
-            assert np.array_equal(windows[row], here), f"windows from {start} are not what read gives"
+            assert np.array_equal(source.read(start, start + length), here), (
+                f"read({start}, {start + length}) differs from read(0, {total})"
+            )
+            assert np.array_equal(windows[row], here), f"the window from {start} differs from read"
             inside = ends[(ends > start) & (ends <= start + length)]
-            found = source.ends(start, start + length)
-            assert np.array_equal(found, inside), f"ends({start}, {start + length}) are {found}, of all ends {inside}"
+            part = source.ends(start, start + length)
+            assert np.array_equal(part, inside), f"ends({start}, {start + length}) returns {part}, but ends() has {inside}"
         rows, columns = source.borders(starts.astype(np.uint64), length)
-        found = sorted(zip(rows.tolist(), columns.tolist(), strict=True))
+        borders = sorted(zip(rows.tolist(), columns.tolist(), strict=True))
         spans = [(row, start, source.ends(start, start + length)) for row, start in enumerate(starts.tolist())]
         wanted = [(row, int(end) - start) for row, start, inside in spans for end in inside]
-        assert found == wanted, f"borders are {found}, by ends they are {wanted}"
+        assert borders == wanted, f"borders returns {borders}, but ends has {wanted}"
 
 
 def check_items(component: Any) -> None:
-    """Items lie at the places that are told, are not learned there, and are the same in parts and as a whole."""
+    """Checks the positions of items, that their tokens are not learned, and that loading in parts returns the same items."""
     import numpy as np
 
     from forge_core.protocols.data import SourceWithItems
@@ -54,23 +56,27 @@ def check_items(component: Any) -> None:
         before = source.items_before(np.arange(total + 1))
         count = int(before[-1])
         assert before[0] == 0 and bool((np.diff(before) >= 0).all()), "items_before does not ascend from 0"
-        assert count, "an example of a source with items has none"
+        assert count, "an example of a source with items has no items"
         learned, begins = source.learned(0, total), np.flatnonzero(np.diff(before))
         assert learned.dtype == bool and len(learned) == total, f"learned(0, {total}) is {learned.dtype} of {len(learned)}"
-        assert bool(learned.any()) and not learned[begins].any(), "a place of an item is learned, or nothing is"
+        assert bool(learned.any()) and not learned[begins].any(), "the token of an item is learned, or no token is"
         third = total // 3
-        assert np.array_equal(source.learned(third, total), learned[third:]), f"learned({third}, {total}) is not of all"
+        assert np.array_equal(source.learned(third, total), learned[third:]), (
+            f"learned({third}, {total}) differs from learned(0, {total})"
+        )
         whole = source.load(0, count)
         shape = (count, *source.item_shape)
-        assert whole.shape == shape and whole.dtype == np.float32, f"load gives {whole.dtype} {whole.shape}, not float32 {shape}"
+        assert whole.shape == shape and whole.dtype == np.float32, (
+            f"load returns {whole.dtype} {whole.shape}, not float32 {shape}"
+        )
         assert bool(np.isfinite(whole).all()), "an item has values that are not finite"
         half = count // 2
         parts = np.concatenate([source.load(0, half), source.load(half, count)])
-        assert np.array_equal(parts, whole), f"items [0, {half}) and [{half}, {count}) are not those of [0, {count})"
+        assert np.array_equal(parts, whole), f"items [0, {half}) and [{half}, {count}) differ from [0, {count})"
 
 
 def check_stream(component: Any) -> None:
-    """A source that is read in order gives the same documents from any of them on, and ids in range."""
+    """Checks that a streamed source yields the same documents from any start, and that ids are in range."""
     import numpy as np
 
     with _opened(component) as source:
@@ -84,13 +90,14 @@ def check_stream(component: Any) -> None:
             for start in range(len(whole) + 1):
                 rest = list(source.stream(shard, start))
                 same = len(rest) == len(whole) - start and all(map(np.array_equal, rest, whole[start:]))
-                assert same, f"stream({shard}, {start}) does not go on as stream({shard}) does after {start} documents"
+                assert same, f"stream({shard}, {start}) differs from stream({shard}) after {start} documents"
 
 
 def check_even(component: Any) -> None:
-    """An epoch of a stream has each of its documents as often as every other. Those of an example differ from each other.
+    """Checks that an epoch of a stream has all documents equally often. The documents of an example must differ.
 
-    A shard that begins again to be as long as the others, or a document in some of several shards, would be learned more often.
+    If a shard started over to be as long as the others, or several shards had the same document, a model would see these
+    documents more often.
     """
     from collections import Counter
 
@@ -103,48 +110,50 @@ def check_even(component: Any) -> None:
         once = Counter(ids.tobytes() for documents in shards for ids in documents if len(ids))
         assert once, "an example of a stream has no document with a token"
         most, least = max(once.values()), min(once.values())
-        assert most == least, f"an epoch has one document {most} times, and another one {least} times"
+        assert most == least, f"an epoch has one document {most} times, but another one {least} times"
         reader, read = ShuffledDocuments(source, 4, 1, 8, True), Counter[bytes]()
         while sum(read.values()) < 2 * sum(once.values()):
             _, window = reader.next()
             read.update(ids.tobytes() for _, ids in window)
-        assert read == Counter({ids: 2 * count for ids, count in once.items()}), "two epochs are not each document twice"
+        assert read == Counter({ids: 2 * count for ids, count in once.items()}), "two epochs do not contain each document twice"
 
 
 def _documents(source: Any, shard: int) -> list[Any]:
-    """The documents of a shard, which have to end."""
+    """Returns the documents of a shard, and checks that it ends."""
     from itertools import islice
 
-    found = list(islice(source.stream(shard), MOST + 1))
-    assert len(found) <= MOST, f"stream({shard}) gives more than {MOST:,} documents: it does not end, or an example is too long"
-    return found
+    documents = list(islice(source.stream(shard), MOST + 1))
+    ended = len(documents) <= MOST
+    assert ended, f"stream({shard}) yields more than {MOST:,} documents: it does not end, or the example is too long"
+    return documents
 
 
 def check_again(component: Any) -> None:
-    """Opened again, or from a pickled copy as in a loader worker, it has the same fingerprint."""
+    """Checks that opening again, or from a pickled copy as in a loader worker, results in the same fingerprint."""
     import pickle
 
     try:
-        copy = pickle.loads(pickle.dumps(component))  # noqa: S301 (what this line has written)
+        copy = pickle.loads(pickle.dumps(component))  # noqa: S301 (written by this line)
     except Exception as error:
         raise AssertionError(f"cannot be pickled, so no loader worker can open it: {error}") from error
-    with _opened(component) as one, _opened(component) as two, _opened(copy) as three:
-        assert one.fingerprint == two.fingerprint, f"opened twice, it is {one.fingerprint} and {two.fingerprint}"
-        assert one.fingerprint == three.fingerprint, "a pickled copy has another fingerprint"
+    with _opened(component) as first, _opened(component) as second, _opened(copy) as pickled:
+        same = first.fingerprint == second.fingerprint
+        assert same, f"opened twice, it has the fingerprints {first.fingerprint} and {second.fingerprint}"
+        assert first.fingerprint == pickled.fingerprint, "a pickled copy has another fingerprint"
 
 
 def check_order(component: Any) -> None:
-    """The samples of a step are the same at every start and on any number of ranks; another seed gives another order."""
-    one = _samples(component, seed=1)
-    assert _samples(component, seed=1) == one, "the same seed gives other samples at a second start"
+    """Checks that the samples of a step are the same at every start and on any number of ranks, but not for another seed."""
+    single = _samples(component, seed=1)
+    assert _samples(component, seed=1) == single, "a second start with the same seed reads other samples"
     both = [_samples(component, seed=1, rank=rank, ranks=2) for rank in range(2)]
     together = [sorted(a + b) for a, b in zip(*both, strict=True)]
-    assert together == [sorted(rows) for rows in one], "two ranks read other samples in a step than one"
-    assert _samples(component, seed=2) != one, "another seed gives the same order"
+    assert together == [sorted(rows) for rows in single], "in a step, two ranks read other samples than one rank"
+    assert _samples(component, seed=2) != single, "another seed results in the same order"
 
 
 def check_resume(component: Any) -> None:
-    """A cursor is JSON; from that of any step on, a new start reads the samples that would have come."""
+    """Checks that a cursor is JSON, and that a new start from the cursor of any step continues with the same samples."""
     whole = _samples(component, seed=1)
     for step in range(1, STEPS):
         rest = _samples(component, seed=1, begin=step)
@@ -170,7 +179,7 @@ def _opened(component: Any) -> Iterator[Any]:
 
 
 def _samples(component: Any, seed: int, rank: int = 0, ranks: int = 1, begin: int = 0) -> list[list[tuple[int, ...]]]:
-    """The rows of each step from `begin` on, by content: those of a new start, which is given the cursor of that step."""
+    """Returns the rows of each step from `begin` on, read by a new start from the cursor of this step."""
     from itertools import islice
 
     from forge_data.components import Bytes

@@ -1,4 +1,4 @@
-"""What every tokenizer has to do: ids of its vocabulary only, text back from them, and one fingerprint for one meaning."""
+"""Checks of tokenizers: ids are in the vocabulary, decoding restores the text, and equal tokenizers have equal fingerprints."""
 
 import json
 from hashlib import sha256
@@ -21,40 +21,40 @@ TEXTS = (
 
 
 def check_ids(component: Any) -> None:
-    """`encode` gives a row of whole numbers from 0 to `vocab_size` - 1."""
+    """Checks that `encode` returns a one-dimensional array of integers from 0 to `vocab_size` - 1."""
     tokenizer = _built(component)
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert ids.ndim == 1, f"encode({text[:20]!r}) has shape {ids.shape}, not one dimension"
-        assert ids.dtype.kind in "iu", f"encode({text[:20]!r}) gives {ids.dtype}, not whole numbers"
+        assert ids.dtype.kind in "iu", f"encode({text[:20]!r}) returns {ids.dtype}, not integers"
         if len(ids):
-            assert int(ids.min()) >= 0, f"encode({text[:20]!r}) gives the id {ids.min()}"
+            assert int(ids.min()) >= 0, f"encode({text[:20]!r}) returns the id {ids.min()}"
             assert int(ids.max()) < tokenizer.vocab_size, (
-                f"encode({text[:20]!r}) gives the id {ids.max()}, but vocab_size is {tokenizer.vocab_size}"
+                f"encode({text[:20]!r}) returns the id {ids.max()}, but vocab_size is {tokenizer.vocab_size}"
             )
 
 
 def check_round_trip(component: Any) -> None:
-    """`decode(encode(text))` is the text: any text, or where the component says `lossless = False` plain words."""
+    """Checks that `decode(encode(text))` is the text; for components with `lossless = False`, only for plain words."""
     tokenizer = _built(component)
     for text in TEXTS if getattr(component, "lossless", True) else (PLAIN,):
         back = tokenizer.decode(tokenizer.encode(text).tolist())
-        assert back == text, f"{text[:40]!r} comes back as {back[:40]!r}; if that is meant, say lossless: ClassVar[bool] = False"
+        assert back == text, f"{text[:40]!r} is decoded as {back[:40]!r}; if intended, set lossless: ClassVar[bool] = False"
 
 
 def check_special(component: Any) -> None:
-    """The end of a document is an id of the vocabulary, and no text makes it: text that spells it is ordinary."""
+    """Checks that the end of document is an id of the vocabulary, and that no text is encoded to it, even its own spelling."""
     tokenizer = _built(component)
     if tokenizer.eos is None:
         return
     assert 0 <= tokenizer.eos < tokenizer.vocab_size, f"eos is {tokenizer.eos}, but vocab_size is {tokenizer.vocab_size}"
     spelled = tokenizer.decode([tokenizer.eos])
     for text in (*TEXTS, spelled, getattr(component, "eos", None) or ""):
-        assert tokenizer.eos not in tokenizer.encode(text), f"the text {text[:40]!r} gives the id of the end of a document"
+        assert tokenizer.eos not in tokenizer.encode(text), f"the text {text[:40]!r} is encoded to the id of the end of document"
 
 
 def check_pieces(component: Any) -> None:
-    """`encode_pieces` gives the ids of the whole text, each with the pieces that it lies in; `prefix` and `suffix` are ids."""
+    """Checks that `encode_pieces` returns the ids of the whole text with their pieces, and that `prefix` and `suffix` are ids."""
     from forge_data.tokenizers.control import ADDED  # imports numpy
 
     tokenizer = _built(component)
@@ -75,25 +75,25 @@ def check_pieces(component: Any) -> None:
 
 
 def check_dump(component: Any) -> None:
-    """`dump()` is JSON, `fingerprint` its sha256, and building it again gives the same of both, and the same ids."""
-    one, other = _built(component), _built(component)
-    dump = one.dump()
+    """Checks that `dump()` is JSON, that `fingerprint` is its sha256, and that building again results in an equal tokenizer."""
+    first, second = _built(component), _built(component)
+    dump = first.dump()
     try:
         json.loads(dump)
     except ValueError as error:
         raise AssertionError(f"dump() is not JSON: {error}") from error
-    assert one.fingerprint == sha256(dump).hexdigest(), "fingerprint is not the sha256 of dump()"
-    assert other.fingerprint == one.fingerprint, "built twice, it has two fingerprints"
-    differ = [text for text in TEXTS if one.encode(text).tolist() != other.encode(text).tolist()]
+    assert first.fingerprint == sha256(dump).hexdigest(), "fingerprint is not the sha256 of dump()"
+    assert second.fingerprint == first.fingerprint, "built twice, it has two fingerprints"
+    differ = [text for text in TEXTS if first.encode(text).tolist() != second.encode(text).tolist()]
     assert not differ, f"built twice, it encodes {differ[0][:40]!r} in two ways"
 
 
 def check_pickle(component: Any) -> None:
-    """A loader worker gets the component by pickle, and builds the same."""
+    """Checks that a pickled copy of the component, as in a loader worker, builds the same tokenizer."""
     import pickle
 
     try:
-        copy = pickle.loads(pickle.dumps(component))  # noqa: S301 (what this line has written)
+        copy = pickle.loads(pickle.dumps(component))  # noqa: S301 (written by this line)
     except Exception as error:
         raise AssertionError(f"cannot be pickled: {error}") from error
     assert _built(copy).fingerprint == _built(component).fingerprint, "a pickled copy builds another tokenizer"
