@@ -91,7 +91,11 @@ def faults_of(tmp_path: Path, *overrides: str, recipe: str = TINY) -> dict[str, 
 
 RANDOM = "name='random', vocab_size=61"
 SOURCES = {
-    "the same label twice": (f"{{{RANDOM}, label='a'}}, {{{RANDOM}, label='a'}}", "data.sources.1.label", "'a' is another"),
+    "the same label twice": (
+        f"{{{RANDOM}, label='a'}}, {{{RANDOM}, label='a'}}",
+        "data.sources.1.label",
+        "'a' is also the label of another source",
+    ),
     "a label that one has by default": (f"{{{RANDOM}}}, {{{RANDOM}, label='random'}}", "data.sources.1.label", "'random' is"),
     "a label that one has by number": (
         f"{{{RANDOM}}}, {{{RANDOM}}}, {{{RANDOM}, label='random-2'}}",

@@ -18,6 +18,7 @@ from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, share, synthetic
 from forge_train.components.evaluation import Evaluate
 from forge_train.process.stop import Stop
+from forge_train.run.training import Clock
 from harness.pool import World
 from parallel.tiny import VOCAB, Tiny, cross_entropy
 
@@ -45,7 +46,8 @@ def trained(layout: str, compute: str, evaluate: bool) -> tuple[bool, dict[str, 
         log=lambda values: None,
         stop=Stop(2),
         watch=Watch(),
-        measured={},
+        results={},
+        clock=Clock(),
         judge=lambda: None,
     )
     same = True
