@@ -94,7 +94,7 @@ SOURCES = {
     "the same label twice": (
         f"{{{RANDOM}, label='a'}}, {{{RANDOM}, label='a'}}",
         "data.sources.1.label",
-        "'a' is also the label of another source",
+        "'a' is also",
     ),
     "a label that one has by default": (f"{{{RANDOM}}}, {{{RANDOM}, label='random'}}", "data.sources.1.label", "'random' is"),
     "a label that one has by number": (
