@@ -233,7 +233,7 @@ def test_a_step_that_becomes_due_after_it_was_saved_is_saved_again() -> None:
 @pytest.mark.parametrize(
     ("hooks", "says"),
     [
-        ('name = "best"\n[[hooks]]\nname = "save"', "measured by no hook that comes before"),
+        ('name = "best"\n[[hooks]]\nname = "save"', "no earlier hook measures"),
         ('name = "evaluate"\n[[hooks]]\nname = "best"', "'best' needs hook 'save'"),
         ('name = "evaluate"\n[[hooks]]\nname = "save"\n[[hooks]]\nname = "early_stop"', "'early_stop' comes after 'save'"),
         (

@@ -203,7 +203,7 @@ def test_weights_in_bf16_are_averaged_in_fp32_unless_asked() -> None:
     [
         ('[[hooks]]\nname = "evaluate"\nweights = "ema"', "hooks.0.weights", "no such hook comes before"),
         ('[[hooks]]\nname = "save"\n[[hooks]]\nname = "ema"', "hooks.1.name", "'ema' comes after 'save'"),
-        ('[[hooks]]\nname = "ema"\n[[hooks]]\nname = "ema"', "hooks.1.name", "there twice"),
+        ('[[hooks]]\nname = "ema"\n[[hooks]]\nname = "ema"', "hooks.1.name", "listed twice"),
         ('[[hooks]]\nname = "ema"\n[[hooks]]\nname = "save"', "hooks.0.name", "averages already"),
     ],
 )
