@@ -140,7 +140,7 @@ def test_a_snapshot_of_memory_is_said_to_be_missing_on_a_cpu(
     recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_hook(recipe, "at=[2], steps=1, memory=true")
-    assert "hooks.profile.memory: the allocator of this device keeps no record" in caplog.text
+    assert "hooks.profile.memory: the allocator of this device records no history" in caplog.text
     assert [path.name for path in windows(tmp_path / "run")[2].iterdir()] == ["rank-0.json.gz"]
 
 
