@@ -186,7 +186,7 @@ BAD = {
     'together = [["optimizer.lr", "model.dmi"]]': ("together.0", "'model.dmi' does not vary"),
     'together = [["optimizer.lr"]]': ("together.0", "two keys at least"),
     "vary.train.max_steps = [2]": ("schedule.warmup", "a warm-up of 3 steps is longer than the run"),
-    "vary.data.sequence_length = [128]": ("data.sequence_length", "more than model.max_length = 64"),
+    "vary.data.sequence_length = [128]": ("data.sequence_length", "exceed model.max_length = 64"),
 }
 
 

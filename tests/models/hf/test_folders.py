@@ -184,5 +184,5 @@ def test_w12_a_tokenizer_with_fewer_ids_is_said_and_with_more_refused() -> None:
     check_tokenizer(Tokenizer(), Weights(), said.append)  # type: ignore[arg-type]
     assert len(said) == 1
     Tokenizer.vocab_size = 98
-    with pytest.raises(DataError, match="the tokenizer has 98 ids, but here has 97; pass another one"):
+    with pytest.raises(DataError, match="the tokenizer has 98 ids, but here has 97; pass another tokenizer"):
         check_tokenizer(Tokenizer(), Weights(), said.append)  # type: ignore[arg-type]

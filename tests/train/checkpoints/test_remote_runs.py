@@ -97,11 +97,11 @@ def test_a_run_goes_on_from_a_url_and_fresh_is_refused_there(tmp_path: Path, cap
     again.saves.close()
     place = locate(f"{folder}/run")
     assert (place.name, place.store.root) == ("step-00000004", f"{folder}/run/checkpoints")
-    with pytest.raises(ForgeError, match=rf"--fresh moves .* {folder}/run/checkpoints has checkpoints .*job\.name"):
+    with pytest.raises(ForgeError, match=rf"--fresh moves .* cannot move the checkpoints in {folder}/run/checkpoints.*job\.name"):
         prepare_directory(tmp_path / "run", place.store, True, print)
     convert(f"{folder}/run", str(tmp_path / "plain"), "forge", "forge")
     assert locate(tmp_path / "plain").name == "step-00000004"
-    with pytest.raises(ForgeError, match="weights are written to a folder of this machine"):
+    with pytest.raises(ForgeError, match="weights can only be written to a local folder"):
         convert(str(tmp_path / "plain"), f"{folder}/other", "forge", "forge")
-    with pytest.raises(ForgeError, match="format 'hf' is read from a folder of this machine"):
+    with pytest.raises(ForgeError, match="format 'hf' can only be read from a local folder"):
         convert(f"{folder}/run", str(tmp_path / "more"), "hf", "forge")

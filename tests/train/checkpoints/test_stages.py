@@ -163,13 +163,13 @@ def test_a_plugin_from_a_file_has_stages_too(recipe: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("until = 4", "until = 2", r"train\.stages\.1\.until: 2 is not after 2, where the stage begins"),
-        ("until = 4", "until = 1", r"train\.stages\.1\.until: 1 is not after 2"),
+        ("until = 4", "until = 2", r"train\.stages\.1\.until: 2 is not after step 2, where the stage begins"),
+        ("until = 4", "until = 1", r"train\.stages\.1\.until: 1 is not after step 2"),
         ("until = 4\n", "", r"train\.stages\.1\.until: is missing"),
-        ('train = ["*"]', 'until = 5\ntrain = ["*"]', r"train\.stages\.2\.until: the last stage ends at step 5"),
+        ('train = ["*"]', 'until = 5\ntrain = ["*"]', r"train\.stages\.2\.until: 5: the last stage lasts until the end"),
         ('train = ["*"]', "train = []", r"train\.stages\.2.*train = \[\] trains nothing"),
-        ("warmup = 2\n", "warmup = 3\n", r"train\.stages\.1\.warmup: a warm-up of 3 steps is longer than its stage of 2"),
-        ('"head.weight" = 2', '"head.weight" = 9', r"stages\.2\.warmup: a warm-up of 9 steps of 'head.weight' is longer"),
+        ("warmup = 2\n", "warmup = 3\n", r"train\.stages\.1\.warmup: the warm-up has 3 steps, but its stage has only 2"),
+        ('"head.weight" = 2', '"head.weight" = 9', r"stages\.2\.warmup: the warm-up of 'head.weight' has 9 steps, but"),
         ('"head.weight" = 2', '"head.weight" = -1', r"train\.stages\.2\.warmup"),
         ('"blocks.*" = 0.2', '"blocks.*" = -0.2', r"train\.stages\.1\.weight_decay"),
     ],
@@ -183,7 +183,7 @@ def test_stages_that_do_not_follow_each_other_are_refused_by_check(recipe: Path,
 
 def test_a_stage_behind_the_end_of_the_run_is_told_and_not_refused(recipe: Path) -> None:
     said = load(recipe, ["--train.max_steps=4"], 1, Registry()).warnings
-    assert any("the stage after it begins at step 4, and the run ends with train.max_steps = 4" in str(one) for one in said)
+    assert any("the next stage begins at step 4, but the run ends at train.max_steps = 4" in str(one) for one in said)
     assert not any("stages" in str(one) for one in load(recipe, ["--train.max_steps=8"], 1, Registry()).warnings)
 
 

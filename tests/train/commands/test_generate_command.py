@@ -130,7 +130,7 @@ def test_under_torchrun_one_process_speaks(trained: Path, tmp_path: Path) -> Non
     assert [entry["text"] for entry in json.loads(done.stdout)["texts"]] == expected(trained, PROMPTS, temperature=1.3, seed=5)
     refused = subprocess.run([*launcher, *given], capture_output=True, text=True, check=False, timeout=300)
     assert refused.returncode == 1, "torchrun's own"
-    assert (refused.stdout + refused.stderr).count("standard input reaches one process only") == 1
+    assert (refused.stdout + refused.stderr).count("standard input reaches only one process") == 1
 
 
 def test_what_cannot_be_asked_for_says_why(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,8 +139,8 @@ def test_what_cannot_be_asked_for_says_why(trained: Path, tmp_path: Path, capsys
     for arguments, why in (
         ((1, "a", Path("b"), None, False), "--prompt and --file exclude each other"),
         ((1, "a", None, Path("b"), False), "--prompt and --prompts exclude each other"),
-        ((1, None, None, Path("b"), True), "--speculate continues one text"),
-        ((2, "a", None, None, True), "--speculate continues one text"),
+        ((1, None, None, Path("b"), True), "--speculate supports only one text"),
+        ((2, "a", None, None, True), "--speculate supports only one text"),
         ((2, None, None, None, False), "under torchrun pass --prompt"),
         ((2, None, Path("-"), None, False), "under torchrun pass --prompt"),
         ((1, None, None, empty, False), "has no line with text"),
@@ -151,12 +151,12 @@ def test_what_cannot_be_asked_for_says_why(trained: Path, tmp_path: Path, capsys
     with pytest.raises(SystemExit) as ended:
         main(["generate", str(trained), "--prompt", "a", "--parallel.tp=2"])
     assert ended.value.code == 2
-    assert "--parallel.tp=2: one process has no layout" in capsys.readouterr().err
+    assert "--parallel.tp=2 has no effect on one process" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["generate", str(trained), "--prompt", "a", "--max-token", "5"])
-    assert "one process has no layout" not in capsys.readouterr().err
+    assert "has no effect on one process" not in capsys.readouterr().err
     weights = open_weights(trained, Registry())
-    with pytest.raises(ForgeError, match=r"--optimizer\.lr changes nothing here"):
+    with pytest.raises(ForgeError, match=r"--optimizer\.lr has no effect here"):
         recipe_to_generate(weights, ["--optimizer.lr=1"], 2, Registry())
     with pytest.raises(ForgeError, match=r"parallel\.tp"):
         recipe_to_generate(weights, ["--parallel.tp=3"], 3, Registry())

@@ -85,10 +85,10 @@ def test_experts_in_a_plan() -> None:
     page = io.StringIO()
     draw(planning, "debug-moe", Console(file=page, width=200))
     words = ("dp4ep2", "s = dp_shard, f = efsdp, e = ep; ranks of one color exchange over ep", "node 1 f1 │ 2 s2 e0 │ 3 s3 e1 │")
-    for word in (*words, "equal chance", "all-to-all"):
+    for word in (*words, "assumed to be uniform", "all-to-all"):
         assert word in page.getvalue(), word
     plan = planning.as_json()
-    assert "equal chance" in plan["method"]
+    assert "assumed to be uniform" in plan["method"]
     (rank,) = plan["ranks"]
     places = {"pp": 0, "dp_replicate": 0, "dp_shard": 3, "cp": 0, "tp": 0, "efsdp": 1, "ep": 1, "etp": 0}
     assert rank["at"] == places

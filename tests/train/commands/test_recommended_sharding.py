@@ -127,7 +127,7 @@ def test_a_person_copies_what_is_recommended_and_a_program_reads_it(recipe: Path
         pages.append((page.getvalue(), json.loads(json.dumps(plan.as_json()))["shard"]))
     (cpu, nothing), (page, told) = pages
     assert "ecommended" not in cpu and nothing is None, "the memory of a CPU is not known"
-    assert "the least traffic of what fits into 126.90 GiB, 90 % of the memory of h200" in page
+    assert "the least traffic among options that fit into 126.90 GiB, 90 % of the memory of h200" in page
     assert page.count(" traffic in a step") == 3
     assert told["memory"] == 141 * GIB and told["usable"] == int(0.9 * 141 * GIB) and told["fits"]
     assert told["best"] in told["proven"] and len(told["proven"]) == 4 and told["unproven"] == []

@@ -74,13 +74,13 @@ def test_the_commands_go_there_and_back(given: InMemory, tmp_path: Path, capsys:
     ForgeConverter().write(tmp_path / "forge", given)
     assert run("convert", "--from", "forge", "--to", "safetensors", tmp_path / "forge", tmp_path / "plain") == 0
     assert run("convert", "--from", "safetensors", "--to", "forge", tmp_path / "plain", tmp_path / "back") == 0
-    assert "read again, its logits are bit by bit those of" in capsys.readouterr().out
+    assert "read again, its logits are bitwise equal to those of" in capsys.readouterr().out
     assert alike(tensors(open_weights(tmp_path / "back", Registry())), tensors(given))
     for path in (tmp_path / "plain", tmp_path / "plain/model.safetensors"):
         state = load_model(open_weights(path, Registry())).state_dict()
         assert all(torch.equal(state[name], tensor) for name, tensor in tensors(given).items())
     assert run("evaluate", tmp_path / "plain", "--weights", "ema") == 2
-    assert "which has one set of weights" in capsys.readouterr().err
+    assert "which has only one set of weights" in capsys.readouterr().err
 
 
 def test_a_run_with_frozen_tensors_that_checkpoints_share(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_run_with_frozen_tensors_that_checkpoints_share(tmp_path: Path) -> Non
 def test_files_of_others_need_a_recipe(given: InMemory, recipe: Path, tmp_path: Path) -> None:
     file = tmp_path / "theirs.safetensors"
     save_file({f"model.{name}": tensor.clone() for name, tensor in tensors(given).items()} | {"step": torch.ones(1)}, file)
-    with pytest.raises(ForgeError, match="does not say which model its tensors are of; pass --recipe"):
+    with pytest.raises(ForgeError, match="has no description of the model of its tensors; pass --recipe"):
         converter().read(file)
     found = converter(recipe=recipe, prefix="model.").read(file)
     assert alike(tensors(found), tensors(given))
@@ -145,7 +145,7 @@ def test_files_that_contradict_each_other_are_refused(given: InMemory, tmp_path:
     converter(5000).write(folder, given)
     first = min(folder.glob("*.safetensors"))
     (folder / "copy.safetensors").write_bytes(first.read_bytes())
-    with pytest.raises(ForgeError, match=r"differ about copy\.safetensors"):
+    with pytest.raises(ForgeError, match=r"only in .*: copy\.safetensors"):
         converter().read(folder)
     index = folder / "model.safetensors.index.json"
     index.unlink()
@@ -157,7 +157,7 @@ def test_files_that_contradict_each_other_are_refused(given: InMemory, tmp_path:
     with pytest.raises(ForgeError, match="missing"):
         converter().read(folder)
     index.write_text("[]")
-    with pytest.raises(ForgeError, match="is not an index"):
+    with pytest.raises(ForgeError, match="is not a valid safetensors index"):
         converter().read(folder)
 
 
@@ -183,7 +183,7 @@ def test_fault_49_code_that_a_description_names_is_not_run(
 def test_files_of_different_models_are_refused(given: InMemory, tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors", metadata={"forge": "{}"})
     save_file({"b": torch.zeros(1)}, tmp_path / "b.safetensors", metadata={"forge": '{"model": {}}'})
-    with pytest.raises(ForgeError, match="of different models"):
+    with pytest.raises(ForgeError, match="belong to different models"):
         converter().read(tmp_path)
     (tmp_path / "a.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ForgeError, match="cannot be read as safetensors"):

@@ -125,7 +125,7 @@ def test_a_best_step_is_saved_though_its_number_is_not_due(recipe: Path, tmp_pat
 def test_a_run_ends_when_patience_is_over_and_goes_on_with_more(recipe: Path, tmp_path: Path) -> None:
     values = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.5, 5: 1.0, 6: 2.0, 7: 2.0}
     directory = f"--job.dir={tmp_path / 'run'}"
-    why = f"{METRIC} was not better than 3 of step 2 in 2 evaluations"
+    why = f"{METRIC} did not improve on 3 of step 2 in 2 evaluations"
     assert scripted(recipe, [directory, "--schedule.name=constant"], values) == (why, 4)
     assert (tmp_path / "run/checkpoints/step-00000004").is_dir()
     assert scripted(recipe, [directory, "--schedule.name=constant"], values) == (why, 4), "again, before the first step"
@@ -151,7 +151,7 @@ def test_all_ranks_decide_alike(world: World, recipe: Path, tmp_path: Path) -> N
     recipe.write_text(recipe.read_text().replace("lr = 1e-2", "lr = 3.0"))
     first, second = world.run(_ended, 2, recipe, [f"--job.dir={tmp_path / 'run'}"])
     assert first == second
-    assert "was not better than" in first[0] and first[1] < 8
+    assert "did not improve on" in first[0] and first[1] < 8
     name = (tmp_path / "run/checkpoints/best").read_text().strip()
     assert name == f"step-{first[2]['best']:08d}" and (tmp_path / "run/checkpoints" / name).is_dir()
 
@@ -233,7 +233,7 @@ def test_a_step_that_becomes_due_after_it_was_saved_is_saved_again() -> None:
 @pytest.mark.parametrize(
     ("hooks", "says"),
     [
-        ('name = "best"\n[[hooks]]\nname = "save"', "measured by no hook that comes before"),
+        ('name = "best"\n[[hooks]]\nname = "save"', "no earlier hook measures"),
         ('name = "evaluate"\n[[hooks]]\nname = "best"', "'best' needs hook 'save'"),
         ('name = "evaluate"\n[[hooks]]\nname = "save"\n[[hooks]]\nname = "early_stop"', "'early_stop' comes after 'save'"),
         (
@@ -257,7 +257,7 @@ def test_early_stopping_without_any_finite_result_ends_too() -> None:
     for step in (1, 2):
         run.state.step, run.results[METRIC] = step, (step, math.nan)
         hook.after_step(run, None)  # type: ignore[arg-type]
-    assert ends == [f"{METRIC} was not better than no finite result in 2 evaluations"]
+    assert ends == [f"{METRIC} did not improve on no finite result in 2 evaluations"]
     again = EarlyStopHook(METRIC, patience=2)
     again.load_state(hook.state())
     assert again.state() == hook.state()

@@ -203,7 +203,7 @@ def test_weights_in_bf16_are_averaged_in_fp32_unless_asked() -> None:
     [
         ('[[hooks]]\nname = "evaluate"\nweights = "ema"', "hooks.0.weights", "no such hook comes before"),
         ('[[hooks]]\nname = "save"\n[[hooks]]\nname = "ema"', "hooks.1.name", "'ema' comes after 'save'"),
-        ('[[hooks]]\nname = "ema"\n[[hooks]]\nname = "ema"', "hooks.1.name", "there twice"),
+        ('[[hooks]]\nname = "ema"\n[[hooks]]\nname = "ema"', "hooks.1.name", "listed twice"),
         ('[[hooks]]\nname = "ema"\n[[hooks]]\nname = "save"', "hooks.0.name", "averages already"),
     ],
 )
@@ -219,7 +219,7 @@ def test_hooks_in_an_order_that_cannot_work_are_refused(tmp_path: Path, hooks: s
 def test_an_optimizer_that_evaluates_averages_is_refused() -> None:
     """A plugin's, which no check knows: an average of what it trains would be taken for what it evaluates."""
     run: Any = SimpleNamespace(model=SimpleNamespace(averages=[lambda: None]))
-    with pytest.raises(ForgeError, match="hook 'ema' averages weights, and the optimizer evaluates averages already"):
+    with pytest.raises(ForgeError, match="hook 'ema' averages weights, but the optimizer evaluates averages already"):
         EmaHook().check(run)
     EmaHook().check(SimpleNamespace(model=SimpleNamespace(averages=[])))  # type: ignore[arg-type]
 

@@ -45,7 +45,7 @@ def test_trials_c1_prompts_that_cannot_be_continued_are_refused_by_check(keys: s
 
 def test_prompts_whose_length_only_the_tokenizer_knows_are_refused_at_the_start() -> None:
     SampleHook(prompts=["x" * 22], max_tokens=10).check(run_of(32))
-    with pytest.raises(ForgeError, match=r"hook 'sample': prompt 1 of 23 tokens and .* are more than the 32"):
+    with pytest.raises(ForgeError, match=r"hook 'sample': prompt 1 with 23 tokens and .* exceed the model's limit of 32"):
         SampleHook(prompts=["a", "x" * 23], max_tokens=10).check(run_of(32))
     with pytest.raises(ForgeError, match="hook 'sample': prompt 0 is empty"):
         SampleHook(prompts=[""], max_tokens=10).check(run_of(32))
@@ -107,13 +107,13 @@ def test_trials_c1_tasks_that_generate_more_than_the_model_takes_are_refused(
     (tmp_path / "several.yaml").write_text("group: several\ntask: [mine]\n")
     hook = TasksHook([asked_as], folder=str(tmp_path))
     if asked_as == "tagged" and tokens < 64:  # the other task of the tag asks for 256
-        with pytest.raises(ForgeError, match="task 'other' asks for 256"):
+        with pytest.raises(ForgeError, match="task 'other' needs 256"):
             hook.check(run_of(64))
         return
     if tokens < 64:
         hook.check(run_of(64))
         return
-    with pytest.raises(ForgeError, match=r"hook 'tasks': task '\w+' asks for \d+ new tokens, and the model takes 64"):
+    with pytest.raises(ForgeError, match=r"hook 'tasks': task '\w+' needs \d+ new tokens, but the model supports 64"):
         hook.check(run_of(64))
 
 
@@ -138,14 +138,10 @@ def test_every_image_of_an_evaluated_set_is_looked_for_at_the_start(tmp_path: Pa
 
     checked(tmp_path / "w")
     (tmp_path / "3.png").unlink()
-    with pytest.raises(
-        DataError, match=r"'evaluate': held-out set 'pets' has 1 images that are missing: 3\.png; put .*image_jsonl-"
-    ):
+    with pytest.raises(DataError, match=r"'evaluate': held-out set 'pets' has 1 missing images: 3\.png; restore .*image_jsonl-"):
         checked(tmp_path / "w")
     for number in range(12):
         (tmp_path / f"{number}.png").unlink(missing_ok=True)
-    with pytest.raises(
-        DataError, match=r"has 12 images that are missing: 0\.png, .* 9\.png and 2 others; put them back, or remove "
-    ):
+    with pytest.raises(DataError, match=r"has 12 missing images: 0\.png, .* 9\.png and 2 others; restore them, or remove "):
         checked(tmp_path / "w")
     checked(tmp_path / "anew")

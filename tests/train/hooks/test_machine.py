@@ -202,7 +202,7 @@ def test_the_device_of_this_machine_is_well_and_one_that_loses_bytes_is_not() ->
     probe, real = device_probe(torch.device("cpu")), torch.Tensor.cpu
     assert probe() == ""
     with patch.object(torch.Tensor, "cpu", lambda tensor: real(tensor) + (tensor.dtype == torch.int32)):
-        assert probe() == "the device gives back other bytes than it was given"
+        assert probe() == "the device returns other bytes than were copied to it"
 
 
 def _by_clock(recipe: Path, folder: Path, minutes: float) -> list[int]:

@@ -145,7 +145,7 @@ def test_multi_step_equals_torch() -> None:
 
 
 def test_multi_step_names_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="give one factor for each"):
+    with pytest.raises(ValueError, match="set one factor for each"):
         MultiStep(at=(0.5,), factors=(0.1, 0.2))
     with pytest.raises(ValueError, match="must ascend"):
         MultiStep(at=(0.5, 0.5), factors=(0.1, 0.2))
@@ -158,7 +158,7 @@ def test_multi_step_names_what_does_not_fit() -> None:
 )
 def test_trials_h_multi_step_refuses_a_piece_that_never_runs(at: tuple[float, ...], steps: int, piece: int) -> None:
     (fault,) = MultiStep(at=at, factors=(0.1,) * len(at)).faults(steps)
-    assert fault.key == "schedule.at" and f"piece {piece} of 3 would begin at step" in fault.message
+    assert fault.key == "schedule.at" and f"piece {piece} of 3 would begin and end at step" in fault.message
     assert MultiStep(at=at, factors=(0.1,) * len(at)).faults(1000) == []
 
 
@@ -240,7 +240,7 @@ def test_cycles_that_do_not_fit_are_refused_before_anything_starts() -> None:
     assert CosineRestarts(cycles=10).faults(10) == []
     job = SimpleNamespace(schedule=CosineRestarts(warmup=1, cycles=10), train=SimpleNamespace(max_steps=10))
     (fault,) = schedule_fits(job, Layout())
-    assert fault.key == "schedule.cycles" and "do not fit in the 9 steps" in fault.message
+    assert fault.key == "schedule.cycles" and "do not fit into the 9 steps" in fault.message
     assert [fault.key for fault in CosineRestarts(cycles=3, growth=100.0).faults(50)] == ["schedule.cycles"]
     assert [fault.key for fault in CosineRestarts(cycles=3, growth=1e300).faults(50)] == ["schedule.cycles"]
     with pytest.raises(ValueError, match=r"below min_ratio = 0\.3; raise peak or lower min_ratio"):

@@ -195,11 +195,11 @@ def test_what_cannot_be_asked_says_why(folder: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(ForgeError, match="does not exist"):
         open_tasks(["forge_choose"], folder / "absent")
     model = ours(folder, [], 1)
-    with pytest.raises(ForgeError, match="takes 1 to max_length = 32"):
+    with pytest.raises(ForgeError, match="supports 1 to max_length = 32"):
         model.loglikelihood(requests(("a", TEXT[:400])), disable_tqdm=True)
-    with pytest.raises(ForgeError, match="a task asks for num_beams"):
+    with pytest.raises(ForgeError, match="a task sets num_beams"):
         model.generate_until(requests(("a", {"until": [], "num_beams": 4})))
-    with pytest.raises(ForgeError, match="asks for 32 new tokens"):
+    with pytest.raises(ForgeError, match="needs 32 new tokens"):
         model.generate_until(requests(("a", {"max_gen_toks": 32})))
     sampled = _Wanted.of({"temperature": 0.7, "top_p": 0.9, "until": "\n"})
     assert (sampled.until, sampled.sampling.temperature, sampled.sampling.top_p) == (("\n",), 0.7, 0.9)
@@ -209,10 +209,10 @@ def test_what_cannot_be_asked_says_why(folder: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (["--shots", "2"], "--shots: of tasks only"),
-        (["--batch", "2", "--tokenizer", "a"], "--batch, --tokenizer: of tasks only"),
+        (["--shots", "2"], "--shots has no effect without --tasks"),
+        (["--batch", "2", "--tokenizer", "a"], "--batch, --tokenizer has no effect without --tasks"),
         (["--tasks", ","], "--tasks names no task"),
-        (["--tasks", "forge_choose", "--recipe", "debug"], "--recipe says which sets are held out"),
+        (["--tasks", "forge_choose", "--recipe", "debug"], "--recipe (held-out sets) and --tasks"),
     ],
 )
 def test_an_option_without_a_part_in_the_evaluation_is_refused(
@@ -249,7 +249,7 @@ def test_a_run_that_is_asked_to_stop_leaves_the_questions_and_the_next_start_ask
 
 @pytest.mark.slow
 def test_a_misspelled_task_of_the_harness_is_told_what_is_near() -> None:
-    with pytest.raises(ForgeError, match=r"no task 'hellaswga'.*hellaswag"):
+    with pytest.raises(ForgeError, match=r"task 'hellaswga' is neither.*hellaswag"):
         open_tasks(["hellaswga"], None)
 
 

@@ -62,7 +62,7 @@ def test_fault_30_too_short_a_grace_is_said_at_the_first_save_and_kept(
         reason, step, warned, left_out = stopped(recipe, tmp_path / "run", ["--checkpoint.grace=0.1"], at=5)
     assert (reason, step, left_out) == (STOPPED, 3, True)
     first, last = warned
-    took = re.match(r"a save takes (\d+\.\d+) s, and checkpoint.grace leaves 0.1 s after a signal", first)
+    took = re.match(r"a save takes (\d+\.\d+) s, but checkpoint.grace leaves 0.1 s after a signal", first)
     assert took and float(took[1]) >= 0.25  # or more, on a machine with other work
     assert last.startswith(f"step 5 is not saved: a save takes {took[1]} s")
     assert [record.getMessage() for record in caplog.records][-2:] == warned

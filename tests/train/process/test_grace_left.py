@@ -30,6 +30,6 @@ def test_fault_30_a_save_lacks_what_the_median_of_the_newest_takes_longer() -> N
     for seconds in (500.0, 500.0, 500.0, 40.0, 32.0, 33.0, 31.0, 900.0):
         grace.took(seconds)
     assert grace.needed == 33.0 and grace.lacks() == 3.0
-    assert grace.too_short().startswith("a save takes 33 s, and checkpoint.grace leaves 30 s after a signal")
+    assert grace.too_short().startswith("a save takes 33 s, but checkpoint.grace leaves 30 s after a signal")
     grace.seconds = 33.0
     assert (grace.lacks(), grace.too_short()) == (0.0, "")

@@ -65,9 +65,9 @@ def alive(folder: Path) -> list[int]:
 CAUSES = {
     "SIGKILL": Ended(-9, "rank 2 was ended by SIGKILL", 2),
     "SIGSEGV": Ended(-11, "rank 2 was ended by SIGSEGV", 2),
-    "exit": Ended(9, "rank 2 ended with exit code 9 without a word", 2),
-    "exception": Ended(1, "rank 2 ended with exit code 1 without a word", 2),
-    "import": Ended(1, "rank 2 ended with exit code 1 without a word", 2),
+    "exit": Ended(9, "rank 2 ended with exit code 9 without a message", 2),
+    "exception": Ended(1, "rank 2 ended with exit code 1 without a message", 2),
+    "import": Ended(1, "rank 2 ended with exit code 1 without a message", 2),
     "refused": Ended(2, "rank 2 exit code 2: a wrong key", 2),
     "all follow": Ended(-9, "rank 2 was ended by SIGKILL", 2),
 }
@@ -129,7 +129,7 @@ def test_failed_ranks_are_started_again_as_long_as_that_may_help(
         ports = {path.read_text() for path in tmp_path.glob("port-0-*")}
         assert len(ports) == 1, "all ranks of a life meet at one address"
     if code and expected > restarts:
-        assert said[-1].endswith(f"no restart is left of {restarts}")
+        assert said[-1].endswith(f"no restarts left (maximum {restarts})")
 
 
 def test_after_a_signal_nothing_is_started_again(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_the_second_failure_of_a_place_in_a_row_leaves_it_out() -> None:
     assert fewer.after(KILLED, range(4)) == ([0, 1, 2, 3], "")
     places, said = fewer.after(KILLED, range(4))
     assert places == [0, 2], "three ranks do not divide the batch"
-    assert said == "the rank at local place 1 failed twice in a row: going on with 2 of 4 ranks, at local places 0, 2"
+    assert said == "the rank at local place 1 failed twice in a row: continuing with 2 of 4 ranks, at local places 0, 2"
     assert fewer.after(KILLED, places) == ([0, 2], ""), "rank 1 is at place 2 now: a first failure"
     assert fewer.after(Ended(1, "", 0), places) == ([0, 2], ""), "another place"
     assert fewer.after(KILLED, places) == ([0, 2], ""), "not in a row"
@@ -174,15 +174,15 @@ def test_what_does_not_fit_is_said_and_all_are_started_again() -> None:
     fewer.after(KILLED, range(4))
     places, said = fewer.after(KILLED, range(4))
     assert places == [0, 1, 2, 3]
-    assert said.endswith("no smaller number of ranks from 2 on fits: with 3: 3 are refused; with 2: 2 are refused")
-    assert fewer.largest(2) == (0, "2 ranks cannot get fewer")
+    assert said.endswith("no smaller number of ranks, down to 2, fits: with 3: 3 are refused; with 2: 2 are refused")
+    assert fewer.largest(2) == (0, "2 ranks cannot be reduced further")
 
 
 @pytest.mark.parametrize(("there", "expected"), [(3, [0, 1]), (2, [0, 1]), (1, [0]), (0, [0, 1, 2, 3]), (4, [0, 1, 2, 3])])
 def test_a_device_that_is_gone_is_not_waited_for(there: int, expected: list[int]) -> None:
     places, said = Fewer(1, halves, devices=lambda: there).after(Ended(1, "", 3), range(4))
     assert places == expected
-    assert (f"this machine shows {there} device" in said) == (len(expected) < 4)
+    assert (f"this machine now has only {there} device" in said) == (len(expected) < 4)
 
 
 def test_devices_that_are_left_have_new_numbers_when_one_more_is_gone() -> None:
@@ -212,6 +212,6 @@ def test_ranks_that_are_left_find_their_devices(tmp_path: Path) -> None:
     assert [line.partition(";")[0] for line in said] == [
         "rank 1 was ended by SIGKILL",
         "rank 1 was ended by SIGKILL",
-        "the rank at local place 1 failed twice in a row: going on with 2 of 4 ranks, at local places 0, 2",
+        "the rank at local place 1 failed twice in a row: continuing with 2 of 4 ranks, at local places 0, 2",
     ]
     assert DEVICE == environment.DEVICE

@@ -23,10 +23,10 @@ def test_fault_26_three_restarts_without_a_newer_checkpoint_are_the_last(tmp_pat
     start(tmp_path, 0, automatic=False)
     for _ in range(3):
         start(tmp_path, 0)
-    with pytest.raises(NoProgress, match="started again 3 times from step 0") as error:
+    with pytest.raises(NoProgress, match="restarted 3 times from step 0") as error:
         start(tmp_path, 0)
     assert error.value.exit_code == 93
-    assert "Look at the ends of its logs; start it by hand to go on" in (tmp_path / NO_PROGRESS_FILE).read_text()
+    assert "Look at the ends of its logs; start it by hand to continue" in (tmp_path / NO_PROGRESS_FILE).read_text()
     with pytest.raises(NoProgress):
         start(tmp_path, 0)
     start(tmp_path, 0, automatic=False)

@@ -108,7 +108,7 @@ def test_fault_26_restarts_that_get_nowhere_end_with_93(tmp_path: Path) -> None:
     assert re.findall(r"restart (\d) of 9", said) == ["1", "2", "3", "4"]
     assert "a fault that comes again" in said
     reason = (tmp_path / "runs" / "tiny" / NO_PROGRESS_FILE).read_text()
-    assert "started again 3 times from step 0" in reason
+    assert "restarted 3 times from step 0" in reason
     record = json.loads((tmp_path / "runs" / "tiny" / "restarts.json").read_text())
     assert record == {"step": 0, "restarts": 3}
 
@@ -120,7 +120,7 @@ def test_fault_34_a_place_that_fails_again_is_left_out_and_the_losses_are_those_
     (tmp_path / "a").mkdir()
     code, said = train(tmp_path / "a", "a bad place", 4, *exact, "--min-processes=2", processes=4)
     assert code == 0, said
-    assert "the rank at local place 1 failed twice in a row: going on with 2 of 4 ranks, at local places 0, 2\n" in said
+    assert "the rank at local place 1 failed twice in a row: continuing with 2 of 4 ranks, at local places 0, 2\n" in said
     assert re.findall(r"restart (\d) of 4", said) == ["1", "2"]
     alone = runs.train(recipe_of(tmp_path / "alone.toml"), [f"--job.dir={tmp_path / 'alone'}", *exact])
     lines = read_metrics(tmp_path / "a" / "runs" / "tiny" / METRICS)
@@ -138,13 +138,13 @@ def recipe_of(path: Path) -> Path:
     ("restarts", "more", "says"),
     [
         (1, ["--fresh"], "--fresh with --restarts would start over after a failure"),
-        (0, ["--min-processes=1"], "--min-processes says what a restart may do, and there is none"),
+        (0, ["--min-processes=1"], "--min-processes has no effect without restarts"),
         (1, ["--min-processes=2"], "--min-processes = 2 is not below --processes = 2"),
         (1, ["--min-processes=1", "--parallel.dp_shard=2"], "with 1: parallel: the world size is 1, but dp_shard 2 = 2"),
         (
             1,
             ["--min-processes=1", "--model.moe.experts=4", "--model.moe.capacity=1.0"],
-            "with 1: what model.moe.capacity does depends on the number of ranks",
+            "with 1: the effect of model.moe.capacity depends on the number of ranks",
         ),
     ],
 )

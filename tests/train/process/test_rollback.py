@@ -214,10 +214,10 @@ def test_fault_37_without_a_checkpoint_there_is_no_way_back(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["--checkpoint.every=0"], "saves nothing that it could go back to"),
-        (["--hooks=[{name='log'}]"], "saves nothing that it could go back to"),
-        (["--data.phases=[{start=4, sequence_length=8}]"], r"data\.phases\.0\.sequence_length would begin at another step"),
-        (["--data.phases=[{start=4, lr_scale=0.5}]"], r"data\.phases\.0\.lr_scale would begin at another step"),
+        (["--checkpoint.every=0"], "saves no checkpoint to roll back to"),
+        (["--hooks=[{name='log'}]"], "saves no checkpoint to roll back to"),
+        (["--data.phases=[{start=4, sequence_length=8}]"], r"data\.phases\.0\.sequence_length would begin at a different step"),
+        (["--data.phases=[{start=4, lr_scale=0.5}]"], r"data\.phases\.0\.lr_scale would begin at a different step"),
     ],
 )
 def test_what_does_not_fit_a_run_that_goes_back_is_refused(tmp_path: Path, settings: list[str], said: str) -> None:

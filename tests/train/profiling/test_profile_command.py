@@ -92,4 +92,4 @@ def test_a_rank_without_a_trace_is_refused(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit) as ended:
         main(["profile", str(tmp_path), "--rank", "3"])
     assert ended.value.code == 2
-    assert "--rank 3: there are traces of the ranks 0" in capsys.readouterr().err
+    assert "--rank 3 has no trace; choose one of the ranks 0" in capsys.readouterr().err

@@ -140,7 +140,7 @@ def test_a_snapshot_of_memory_is_said_to_be_missing_on_a_cpu(
     recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_hook(recipe, "at=[2], steps=1, memory=true")
-    assert "hooks.profile.memory: the allocator of this device keeps no record" in caplog.text
+    assert "hooks.profile.memory: the allocator of this device records no history" in caplog.text
     assert [path.name for path in windows(tmp_path / "run")[2].iterdir()] == ["rank-0.json.gz"]
 
 
@@ -189,8 +189,8 @@ def test_a_signal_to_one_rank_opens_the_same_window_on_all(
     ("keys", "says"),
     [
         ("steps=3", "never begins"),
-        ("at=[9]", "step 9 comes after the last one, train.max_steps = 8"),
-        ("at=[2, 5]", "windows of 3 steps after 1 of warm-up overlap at steps 2 and 5"),
+        ("at=[9]", "step 9 comes after the last step, train.max_steps = 8"),
+        ("at=[2, 5]", "windows of 1 warm-up and 3 active steps overlap at steps 2 and 5"),
         ("every=3", "overlap at steps 3 and 6"),
         ("at=[2], every=4, steps=2", "overlap at steps 2 and 4"),
         ("at=[2], ranks=[0, 1]", "rank 1 does not exist: 1 processes run"),
@@ -205,5 +205,5 @@ def test_windows_that_cannot_be_are_refused(recipe: Path, keys: str, says: str) 
 
 
 def test_two_profilers_are_refused(recipe: Path) -> None:
-    with pytest.raises(ConfigError, match=r"hooks\.1\.name: 'profile' is there twice"):
+    with pytest.raises(ConfigError, match=r"hooks\.1\.name: 'profile' is listed twice"):
         load(recipe, ["--hooks=[{name='profile', at=[2], steps=1}, {name='profile', at=[6], steps=1}, {name='save'}]"], 1)

@@ -19,11 +19,11 @@ def test_trials_d13_a_kernel_for_gpus_is_refused_on_a_cpu(core: str, tmp_path: P
     monkeypatch.setattr(checks, "has_accelerator", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (warning,) = [each for each in load(recipe, given, 1, Registry()).warnings if "attention.core" in each]
-    assert said in warning and "this machine shows none" in warning, "a check may be for a run elsewhere"
+    assert said in warning and "this machine has no visible one" in warning, "a check may be for a run elsewhere"
     with pytest.raises(ConfigError, match=said):
         load(recipe, given, 1, Registry(), here=True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ConfigError, match=f"{said}, and the environment hides all of them"):
+    with pytest.raises(ConfigError, match=f"{said}, and CUDA_VISIBLE_DEVICES hides all of them"):
         load(recipe, given, 1, Registry())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(checks, "has_accelerator", lambda: True)  # shown, and torch cannot use it

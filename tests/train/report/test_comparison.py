@@ -102,7 +102,7 @@ def test_several_runs_without_the_command_that_compares_name_its_package(made, t
         main(["report", *places, "--out", str(tmp_path / "page.html")])
     said = " ".join(capsys.readouterr().err.split())
     assert ended.value.code == 2 and not (tmp_path / "page.html").exists()
-    assert "a page about 2 runs compares them" in said and "pip install forge-lab" in said
+    assert "a page about 2 runs needs the command compare" in said and "pip install forge-lab" in said
 
 
 def test_further_sections_of_a_page_stand_behind_the_results_unless_they_are_empty(made, tmp_path) -> None:

@@ -1,8 +1,8 @@
 """The directory of a run, `runs/<name>/`: its files, and how a start probes it, takes it over, or moves earlier files aside.
 
-A start only reads until it takes the directory over, when nothing is left that could refuse. It then takes the store of
-checkpoints first, so that an older job of the same directory saves and logs nothing more, and the files of the two do not mix.
-Only prepared data is written earlier: its name depends on its content, and it appears by a rename.
+A start writes nothing to the directory before all checks have passed, except prepared data, whose file names depend on their
+content. It then takes over the checkpoint store first, so that an older job in the same directory stops saving and logging
+before the new job writes files.
 """
 
 import logging
@@ -30,42 +30,42 @@ RECIPE = "config.toml"
 CHECKPOINTS = "checkpoints"
 
 ROUTING = "routing.json"
-"""Loads at the newest look: {"step": ..., "layers": {"blocks.3": [load of each expert / mean load]}}."""
+"""Expert loads at the newest measurement: {"step": ..., "layers": {"blocks.3": [load of each expert / mean load]}}."""
 
 SIMILARITY = "similarity.json"
-"""How alike layers are at the newest look of hook `inside`; see `forge_train.report.page`."""
+"""Similarity of layers at the newest measurement of hook `inside`; see `forge_train.report.page`."""
 
 SAMPLES = "samples.json"
 """The newest texts that hook `sample` generated."""
 
 ANSWERS = "answers.json"
-"""The newest answers that hook `answers` was given, with their pictures."""
+"""The newest answers of the model to hook `answers`, with their images."""
 
 MICRO_BATCH = "micro-batch.json"
-"""The micro-batch that fits, and that of the recipe which did not; see `forge_train.run.micro_batch`."""
+"""The micro-batch that fits into memory, and that of the recipe, which does not; see `forge_train.run.micro_batch`."""
 
 INSIDE = "inside"
-"""What hook `inside` compares with: products of activations at the first look and at later ones."""
+"""Products of activations at earlier measurements, with which hook `inside` compares."""
 
 OWNED = (
     *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SIMILARITY, SAMPLES, ANSWERS, "tensorboard"),
     *(INSIDE, "profiles", "wandb", "wandb-id", RESTARTS_FILE, NO_PROGRESS_FILE, MICRO_BATCH),
 )
-"""What `--fresh` moves aside. Prepared data stays: it depends on its inputs only and is checked against them."""
+"""Files that `--fresh` moves aside. Prepared data stays: it depends only on its inputs and is checked against them."""
 
 _PREVIOUS = re.compile(r"previous-[1-9]\d*")
 
 
 def run_directory(job: Job) -> Path:
-    """`job.dir`, or `runs/<job.name>` below the working directory."""
+    """Returns `job.dir`, or `runs/<job.name>` in the working directory."""
     return Path(job.job.dir) if job.job.dir else Path("runs") / job.job.name
 
 
 def claim(directory: Path) -> None:
-    """Makes the directory and shows that it can be written.
+    """Creates the directory and checks that it is writable.
 
     Raises:
-        ForgeError: it cannot be made or written.
+        ForgeError: the directory cannot be created or written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -73,12 +73,12 @@ def claim(directory: Path) -> None:
             pass
     except OSError as cause:
         raise ForgeError(
-            f"the run's directory {directory} cannot be written: {cause.strerror}; choose another one with --job.dir=PATH"
+            f"the run's directory {directory} cannot be written: {cause.strerror}; choose another directory with --job.dir=PATH"
         ) from cause
 
 
 def probe(directory: Path, fresh: bool) -> None:
-    """Shows that the directory can be claimed, and leaves nothing behind.
+    """Checks that the directory can be claimed, without leaving a change.
 
     Raises:
         ForgeError: as `claim`; or `fresh` would move files of a directory that is not a run's.
@@ -90,24 +90,27 @@ def probe(directory: Path, fresh: bool) -> None:
         for path in missing:
             with suppress(OSError):
                 path.rmdir()
-    held = _held(directory)
-    if fresh and held and not (directory / RECIPE).is_file():
-        raise ForgeError(f"--fresh: {directory} has {held[0].name} but no {RECIPE}, so it is not a run; nothing was moved")
+    files = _owned_files(directory)
+    if fresh and files and not (directory / RECIPE).is_file():
+        raise ForgeError(
+            f"--fresh: {directory} has {files[0].name} but no {RECIPE}, so it is not a run; nothing was moved. "
+            "Choose another directory with --job.dir=PATH"
+        )
 
 
 def move_aside(directory: Path) -> Path | None:
-    """Moves what a run has made to a new `previous-N` inside of its directory, which is a run's directory itself then.
+    """Moves the files of a run to a new folder `previous-N` in its directory; the folder is a complete run directory.
 
     Raises:
-        ForgeError: something cannot be moved; names where the rest is.
+        ForgeError: a file cannot be moved; the error names the folder with the files that were moved.
     """
-    held = [*_held(directory), *(path for path in [directory / RECIPE] if path.exists())]
-    if not held:
+    files = [*_owned_files(directory), *(path for path in [directory / RECIPE] if path.exists())]
+    if not files:
         return None
     target = directory / f"previous-{max((_number(path) for path in previous(directory)), default=0) + 1}"
     try:
         target.mkdir()
-        for path in held:
+        for path in files:
             path.rename(target / path.name)
     except OSError as cause:
         raise ForgeError(
@@ -117,32 +120,32 @@ def move_aside(directory: Path) -> Path | None:
 
 
 def previous(directory: Path) -> list[Path]:
-    """What starts with --fresh moved aside, oldest first."""
-    found = directory.iterdir() if directory.is_dir() else ()
-    return sorted((path for path in found if _PREVIOUS.fullmatch(path.name) and path.is_dir()), key=_number)
+    """Returns the folders that starts with --fresh moved aside, oldest first."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return sorted((path for path in paths if _PREVIOUS.fullmatch(path.name) and path.is_dir()), key=_number)
 
 
 def forget_previous(directory: Path) -> None:
-    """Removes what was moved aside: the new run has saved.
+    """Removes the folders that were moved aside, after the first checkpoint of the new run.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: a folder cannot be removed.
     """
     for path in previous(directory):
         shutil.rmtree(path)
 
 
 def keep_recipe(directory: Path, recipe: str) -> None:
-    """Writes the resolved recipe, whole, since it can be run again. Only its owner may read one that holds secrets."""
+    """Writes the resolved recipe, including secrets, so that it can be run again; with secrets, only the owner can read it."""
     path = directory / RECIPE
     private = redacted_text(recipe) != recipe
     path.touch(mode=0o600 if private else 0o666)
     if private:
-        path.chmod(0o600)  # it may be of an earlier start
+        path.chmod(0o600)  # the file may exist from an earlier start
     path.write_text(recipe, encoding="utf-8")
 
 
-def _held(directory: Path) -> list[Path]:
+def _owned_files(directory: Path) -> list[Path]:
     return [directory / name for name in OWNED if (directory / name).exists() or (directory / name).is_symlink()]
 
 
@@ -151,16 +154,16 @@ def _number(path: Path) -> int:
 
 
 def refuse_fresh(job: Job, fresh: bool) -> None:
-    """Raises a ForgeError when a start over is asked for and forbidden."""
+    """Raises a ForgeError if both --fresh and `checkpoint.resume = 'require'` are set."""
     if fresh and job.checkpoint.resume == "require":
         raise ForgeError("--fresh conflicts with checkpoint.resume = 'require'; remove one of them")
 
 
 def prepare_directory(directory: Path, store: Store, fresh: bool, say: Callable[[str], None]) -> None:
-    """Makes the directory; with `fresh`, ends an older job and moves what is there aside. On rank 0.
+    """Creates the directory; with `fresh`, takes over from an older job and moves its files aside. Rank 0 only.
 
     Raises:
-        ForgeError: the directory or the store cannot be written, or `fresh` would leave checkpoints where they are.
+        ForgeError: the directory or the store cannot be written, or `fresh` cannot move the checkpoints.
     """
     claim(directory)
     if not fresh:
@@ -168,8 +171,8 @@ def prepare_directory(directory: Path, store: Store, fresh: bool, say: Callable[
     if store.list():
         if place := elsewhere(store):
             raise ForgeError(
-                f"--fresh moves the files of a run's directory aside, and {place} has checkpoints that it cannot move: "
-                "give the run another job.name, or remove them"
+                f"--fresh moves the files of a run's directory aside, but it cannot move the checkpoints in {place}: "
+                "set another job.name, or remove the checkpoints"
             )
         Fence.take(store, SingleProcessWorld())
     if moved := move_aside(directory):
@@ -180,13 +183,13 @@ def prepare_directory(directory: Path, store: Store, fresh: bool, say: Callable[
 
 
 def elsewhere(store: Store) -> str:
-    """The URL of a store that is not in the run's directory; empty for one that is there."""
+    """Returns the URL of a remote store; empty if the store is in the run's directory."""
     root = getattr(store, "root", "")
     return str(root) if is_url(root) else ""
 
 
 def remind(directory: Path, say: Callable[[str], None]) -> None:
-    """Says what an earlier `--fresh` moved aside, when no checkpoint has followed since."""
+    """Reports the run that an earlier `--fresh` moved aside, if no checkpoint was saved since."""
     if moved := previous(directory):
         say(
             f"no checkpoint was saved since the start with --fresh. The previous run is in {moved[0]} and is removed after this "
@@ -195,7 +198,7 @@ def remind(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def forget(directory: Path) -> None:
-    """Removes what `--fresh` moved aside, now that the new run has saved; a fault there is a warning."""
+    """Removes the run that `--fresh` moved aside, after the new run has saved; failures are only warnings."""
     try:
         forget_previous(directory)
     except OSError as cause:

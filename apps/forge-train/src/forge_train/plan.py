@@ -1,4 +1,4 @@
-"""A recipe as a dry run: what each rank would hold and exchange, and the size of the run, as plain data."""
+"""Dry runs of a recipe: memory and traffic of each rank, and the size of the run, as plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,25 +25,25 @@ from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
 
 METHOD = (
-    "Parameters, gradients, optimizer state and traffic are exact: the real code ran on tensors without memory, in a world "
-    "that is not there. "
+    "Parameters, gradients, optimizer state and traffic are exact: the real code ran on tensors without memory, in a "
+    "simulated world. "
 )
-KEPT = "What hooks keep of each parameter, such as its average, is counted with the optimizer's state. "
-ON_CPU = "Memory within a step is what operators of a CPU ask for: kernels of a GPU may keep more or less (see --device), and "
+KEPT = "Tensors that hooks keep per parameter, such as its average, are counted as optimizer state. "
+ON_CPU = "Memory within a step is that of CPU operators: GPU kernels may use more or less (see --device), and "
 ON_GPU = (
-    "Memory within a step is that of attention as a GPU keeps it, its output and log-sum-exp, and what a CPU asks for elsewhere: "
-    "other kernels of a GPU may keep more or less, and "
+    "Memory within a step is that of GPU attention, which keeps its output and log-sum-exp, and of CPU operators elsewhere: "
+    "other GPU kernels may use more or less, and "
 )
-BLOCKS = "its allocator takes some more. Blocks are taken uncompiled, and rows as single documents."
+BLOCKS = "the GPU's allocator adds overhead. Blocks are assumed not compiled, and rows to be single documents."
 EVEN = (
-    " Experts are taken to be chosen with equal chance: with a router that prefers some, their ranks receive and keep more, so "
-    "what travels to experts, and what they keep, is an estimate, too."
+    " Routing is assumed to be uniform: with a router that prefers some experts, their ranks receive and keep more tokens, so "
+    "traffic and activations of experts are estimates, too."
 )
 
 
 @dataclass(frozen=True)
 class Group:
-    """One axis of a layout: its size, how many groups of ranks there are, the first of them, and how many nodes a group spans."""
+    """One axis of a layout: its size, the number of groups, the ranks of the first group, and the nodes that a group spans."""
 
     axis: str
     size: int
@@ -57,16 +57,16 @@ class DryRun:
     """A dry run of a recipe.
 
     Attributes:
-        layout: of the world that was asked for.
-        per_node: ranks of a node.
+        layout: layout for the requested number of processes.
+        per_node: ranks per node.
         transforms: names, in the order of application.
-        micro_batches: of a rank and step; `rows` sequences of `length` tokens each.
-        groups: for each axis larger than 1.
-        ranks: estimates, one rank of each pipeline stage unless others were asked for.
-        experts: whether the model has some.
-        keeps: whether a hook keeps something for each parameter.
-        accelerator: the GPU that was asked about; None for a CPU.
-        sharding: recommended values of `[transforms.shard]` for that GPU; None where there is nothing to recommend.
+        micro_batches: micro-batches per rank and step, each with `rows` sequences of `length` tokens.
+        groups: groups of each axis larger than 1.
+        ranks: estimates of the requested ranks; by default of one rank per pipeline stage.
+        experts: True if the model has experts.
+        keeps: True if a hook keeps tensors per parameter.
+        accelerator: the GPU to plan for; None for a CPU.
+        sharding: recommended values of `[transforms.shard]` for that GPU; None if there is no recommendation.
     """
 
     layout: Layout
@@ -83,7 +83,7 @@ class DryRun:
     keeps: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, bytes as integers."""
+        """Returns all attributes as JSON, with bytes as integers."""
         ranks = []
         for estimate in self.ranks:
             entry = asdict(estimate)
@@ -105,12 +105,12 @@ class DryRun:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """On which ranks have places; those of experts where they borrow ranks."""
+        """Axes of the coordinates of ranks, including those of experts if experts use their own axes."""
         return tuple(dict.fromkeys(DENSE + SPARSE)) if self.layout.ep * self.layout.etp > 1 else DENSE
 
     @property
     def method(self) -> str:
-        """What is exact in the numbers, and what is not."""
+        """Text that says which numbers are exact and which are estimates."""
         return (
             METHOD
             + (KEPT if self.keeps else "")
@@ -128,12 +128,12 @@ def dry_run(
     ranks: Sequence[int] = (),
     accelerator: Accelerator | None = None,
 ) -> DryRun:
-    """Runs `job` dry on some ranks of `layout`: by default on the first one of each pipeline stage, which hold the most.
+    """Runs `job` dry on some ranks of `layout`: by default on the first rank of each pipeline stage, which holds the most.
 
-    What their attention keeps is that of `accelerator`, or of a CPU.
+    Memory of attention is that of `accelerator`, or of a CPU.
 
     Raises:
-        ForgeError: what a run would refuse when it is assembled.
+        ForgeError: a run could not be assembled from this recipe.
     """
     plan, workload = plan_of(job, layout, registry), _workload(job, layout)
     estimates = dry_runs(workload, plan, ranks or first_ranks(layout), accelerator=accelerator)
@@ -146,17 +146,17 @@ def dry_run(
 
 
 def first_ranks(layout: Layout) -> Sequence[int]:
-    """The first rank of each pipeline stage."""
+    """Returns the first rank of each pipeline stage."""
     return range(0, layout.world, layout.world // layout.pp)
 
 
 def placed_parameters(
     job: Job, layout: Layout, registry: Registry, ranks: Sequence[int] = ()
 ) -> dict[int, list[ParameterPlacement]]:
-    """Every parameter that some ranks of `layout` hold once `job`'s model is laid out; by rank.
+    """Returns all parameters on some ranks of `layout` after `job`'s model is parallelized, by rank.
 
     Raises:
-        ForgeError: what a run would refuse when it lays the model out.
+        ForgeError: the model cannot be parallelized in this layout.
     """
     plan, workload = plan_of(job, layout, registry), _workload(job, layout)
     return {rank: parameters_of(workload, plan, rank) for rank in ranks or first_ranks(layout)}
@@ -164,7 +164,7 @@ def placed_parameters(
 
 def _workload(job: Job, layout: Layout) -> Workload:
     train = job.train
-    # Of stages what any of them trains, so that none needs more.
+    # Union of the parameters that any training stage trains: an upper bound for each stage.
     settings = replace(settings_in(job, Blueprint.of(job.model.build)), stages=())
     return Workload(
         build=job.model.build,
@@ -175,14 +175,14 @@ def _workload(job: Job, layout: Layout) -> Workload:
         micro_batches=train.global_batch // (layout.data * train.micro_batch),
         compute=job.precision.compute,
         state=job.precision.state,
-        # Ranks that share rows tell each other where documents begin; others keep it to themselves.
+        # Only ranks that share rows exchange the boundaries of documents.
         documents=layout.cp > 1 and job.data.documents == "mask",
         settings=settings,
     )
 
 
 class _Keeping:
-    """An optimizer whose state has what hooks keep, too."""
+    """An optimizer whose state includes the tensors of hooks."""
 
     def __init__(self, optimizer: Optimizer, kept: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._optimizer, self._kept = optimizer, kept
@@ -195,13 +195,13 @@ class _Keeping:
 
 
 def _keeping(job: Job) -> list[Hook]:
-    """The hooks of a recipe that keep tensors."""
+    """Returns the hooks of a recipe that keep tensors."""
     hooks = [component.build() for component in job.hooks]
     return [hook for hook in hooks if type(hook).tensors is not Hook.tensors]
 
 
 def _with_kept(job: Job, settings: Settings, model: ParallelModel) -> Any:
-    """The optimizer of a recipe, and what its hooks keep for each parameter."""
+    """Returns the optimizer of a recipe, with the tensors that hooks keep per parameter."""
     optimizer, kept = optimizers.build_optimizer(job.optimizer, model, settings), {}
     for hook in _keeping(job):
         kept |= hook.tensors(model)
@@ -209,7 +209,7 @@ def _with_kept(job: Job, settings: Settings, model: ParallelModel) -> Any:
 
 
 def groups_of(layout: Layout, per_node: int) -> tuple[Group, ...]:
-    """Groups of every axis larger than 1, and of the experts' axes where experts borrow ranks."""
+    """Returns the groups of every axis larger than 1, including expert axes if they are used."""
     views: list[tuple[str, ...]] = [(axis,) for axis in DENSE]
     if layout.cp > 1 and layout.dp_shard > 1:
         views.append(("dp_shard", "cp"))
@@ -225,10 +225,10 @@ def groups_of(layout: Layout, per_node: int) -> tuple[Group, ...]:
 
 
 def plan_of(job: Job, layout: Layout, registry: Registry) -> Plan:
-    """The recipe's transforms, those that its axes pull in, and its pipeline where the layout has one.
+    """Returns the plan of a recipe: its transforms, the default transforms of its axes, and its pipeline if the layout has one.
 
     Raises:
-        PlanError: they do not fit together; see `Plan.of`.
+        PlanError: the transforms do not fit together; see `Plan.of`.
     """
     defaults = default_transforms(layout, job.transforms)
     transforms = [
@@ -243,12 +243,12 @@ class RunSize:
     """Counts of one recipe.
 
     Attributes:
-        parameters: weights of the whole model, a tied table once.
-        blocks: without the table of the embedding and the output projection; None where a model does not tell.
-        active: weights that one token uses, which are fewer with experts; None as above.
-        tokens: positions that go through the model in the whole run.
-        flops: of forward and backward over the whole run, as `forge_models.flops` counts; 6 x parameters x tokens where a model
-            does not declare its products, or where some do not go by tokens: how many images there are, only the data know.
+        parameters: weights of the whole model; a tied embedding counts once.
+        blocks: weights without embedding and output projection; None if the model does not declare its counts.
+        active: weights that one token uses, fewer than `parameters` with experts; None as above.
+        tokens: positions processed by the model in the whole run.
+        flops: FLOPs of forward and backward over the whole run, counted by `forge_models.flops`; 6 x parameters x tokens if the
+            model does not declare its matrix products, or if their number does not follow from the tokens, as with images.
     """
 
     parameters: int
@@ -259,7 +259,7 @@ class RunSize:
 
 
 def run_size(job: Job) -> RunSize:
-    """The size of a run of this recipe."""
+    """Returns the size of a run of this recipe."""
     from forge_models.flops import counts_of
 
     spans = _spans(job)
@@ -275,7 +275,7 @@ def run_size(job: Job) -> RunSize:
 
 
 def _spans(job: Job) -> list[tuple[int, int, int]]:
-    """(steps, sequences in a step, tokens in a sequence) of each stretch of the run."""
+    """Returns (steps, sequences per step, tokens per sequence) of each interval of the run with constant batches."""
     last = job.train.max_steps
     intervals = [interval for interval in intervals_of(job.data, job.train.global_batch) if interval.step < last]
     ends = [interval.step for interval in intervals[1:]] + [last]

@@ -1,8 +1,8 @@
 """Learning-rate schedules: their keys in `[schedule]`, and their formulas as functions of the step. No torch.
 
 A run of S steps calls a factor with s = 0 ... S - 1. The progress of a decay from `start` to `stop` is
-p = (s - start) / (stop - start). So the first step of a decay still has the full rate, and `floor` would be reached one step
-after the last one: no step of a run has the factor 0, not even with `floor` = 0.
+p = (s - start) / (stop - start). So the first step of a decay still has the full rate, and `floor` is reached one step after
+the last step of the run: no step has the factor 0, not even with `floor` = 0.
 """
 
 import math
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Factor = Callable[[int], float]
-"""Optimizer step 0, 1, ... -> factor on every group's learning rate; never 0 for a step of the run."""
+"""Maps an optimizer step 0, 1, ... to the factor on every group's learning rate; never 0 for a step of the run."""
 
 SHAPES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
     {
@@ -35,12 +35,12 @@ SHAPES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
         "rex": lambda p: (1.0 - p) / (0.5 + 0.5 * (1.0 - p)),
     }
 )
-"""Decay curves: progress in [0, 1] -> what is left of the full rate; 1 at 0, 0 at 1."""
+"""Decay curves: map progress in [0, 1] to the share of the full rate; 1 at progress 0, 0 at progress 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Component):
-    """What every schedule of Forge has: a linear warm-up, whose step s of W runs at (s + 1) / W."""
+    """Base class of Forge's schedules: a linear warm-up, whose step s of W has the factor (s + 1) / W."""
 
     key_class: ClassVar = FREE
 
@@ -48,7 +48,7 @@ class Schedule(Component):
     """Optimizer steps of the linear warm-up; 0 starts at the full rate."""
 
     def faults(self, steps: int) -> list[Fault]:
-        """What is wrong with this schedule for a run of `steps` optimizer steps."""
+        """Returns the faults of this schedule for a run of `steps` optimizer steps."""
         if self.warmup > steps:
             return [
                 Fault(
@@ -60,14 +60,14 @@ class Schedule(Component):
         return []
 
     def refuse(self, steps: int) -> None:
-        """Raises ConfigError when the schedule does not fit `steps`."""
+        """Raises a ConfigError if the schedule does not fit into `steps`."""
         if faults := self.faults(steps):
             raise ConfigError(faults)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unscheduled(Component):
-    """The optimizer's own rate at every step: f(s) = 1. It has no key; with a warm-up it is `constant`."""
+    """The full rate at every step, f(s) = 1. It has no keys; use `constant` for a warm-up."""
 
     def build(self, steps: int) -> Factor:
         return constant
@@ -84,10 +84,10 @@ class Constant(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Decaying(Schedule):
-    """A schedule that decays from the end of the warm-up to the end of the run."""
+    """Base class of schedules that decay from the end of the warm-up to the end of the run."""
 
     def faults(self, steps: int) -> list[Fault]:
-        """Those of every schedule, and a warm-up that leaves no step for the decay."""
+        """Returns the faults of every schedule, and a warm-up that leaves no step for the decay."""
         faults = super().faults(steps)
         if not faults and self.warmup == steps:
             message = f"a warm-up of {self.warmup} steps leaves no step for the decay (train.max_steps = {steps})"
@@ -97,7 +97,7 @@ class Decaying(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Curve(Decaying):
-    """One of `SHAPES` over the progress p from the end of the warm-up to the end of the run."""
+    """Base class of schedules with one of `SHAPES` from the end of the warm-up to the end of the run."""
 
     key_class: ClassVar = FREE
     shape: ClassVar[str]
@@ -137,12 +137,14 @@ class Rex(Curve):
 
 @dataclass(frozen=True, kw_only=True)
 class InverseSqrt(Decaying):
-    """After the warm-up, 1 / sqrt of the step: sqrt(warmup / (s + 1)) (Vaswani et al., 2017). It does not know the run's end."""
+    """Inverse square root of the step after the warm-up: sqrt(warmup / (s + 1)) (Vaswani et al., 2017), independent of the
+    run's length."""
 
     key_class: ClassVar = FREE
 
     timescale: Annotated[int, Gt(0)] | None = None
-    """Steps t of the curve sqrt(t / (t + n)), n steps after the last one of the full rate; none takes `warmup`, at least 1."""
+    """Time scale t, in steps, of the curve sqrt(t / (t + n)), n steps after the last step at the full rate; by default `warmup`,
+    at least 1."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[InverseSqrt]":
@@ -157,22 +159,22 @@ class InverseSqrt(Decaying):
 
 @dataclass(frozen=True, kw_only=True)
 class CosineRestarts(Decaying):
-    """Cosines in cycles, each back at the full rate at its first step (Loshchilov and Hutter, 2017, SGDR)."""
+    """Cosine decay in cycles, each of which restarts at the full rate (Loshchilov and Hutter, 2017, SGDR)."""
 
     key_class: ClassVar = FREE
 
     cycles: Annotated[int, Gt(0)] = 4
-    """Cycles between the warm-up and the end of the run, which is the end of the last one."""
+    """Number of cycles between the warm-up and the end of the run."""
     growth: Annotated[float, Ge(1)] = 1.0
-    """How many times as long as the cycle before each one is (the paper's T_mult); borders are rounded to a step."""
+    """Length of each cycle relative to the previous one (T_mult in the paper); borders are rounded to a step."""
     peak: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Factor of each restart's rate on that of the restart before; 1 as published."""
+    """Peak rate of each cycle relative to the previous one; 1 as published."""
     min_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
     """Factor that each cycle reaches just after its last step, relative to the full rate."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[CosineRestarts]":
-        """Even cycles, and cycles that grow while their peaks sink."""
+        """Returns equal cycles, and growing cycles with decreasing peaks."""
         return (cls(warmup=50), cls(warmup=50, cycles=3, growth=2.0, peak=0.7, min_ratio=0.05))
 
     def __post_init__(self) -> None:
@@ -183,16 +185,16 @@ class CosineRestarts(Decaying):
             )
 
     def borders(self, steps: int) -> tuple[int, ...]:
-        """The first step of each cycle, and the end of the last one, in a run of `steps`."""
+        """Returns the first step of each cycle, and the end of the last cycle, in a run of `steps`."""
         return cycles(self.warmup, steps, self.cycles, self.growth)
 
     def faults(self, steps: int) -> list[Fault]:
-        """Those of every decay, and a cycle without a step."""
+        """Returns the faults of every decay, and cycles without a step."""
         faults = super().faults(steps)
         if not faults and any(before == after for before, after in pairwise(self.borders(steps))):
             message = (
-                f"{self.cycles} cycles, each {self.growth:g} times as long as the one before, do not fit in the "
-                f"{steps - self.warmup} steps after the warm-up (train.max_steps = {steps}): one has no step"
+                f"{self.cycles} cycles, each {self.growth:g} times as long as the previous one, do not fit into the "
+                f"{steps - self.warmup} steps after the warm-up (train.max_steps = {steps}): a cycle has no step"
             )
             faults.append(Fault("schedule.cycles", message, hint="lower schedule.cycles or schedule.growth"))
         return faults
@@ -209,24 +211,24 @@ class Wsd(Schedule):
     key_class: ClassVar = FREE
 
     decay: Annotated[float, Gt(0), Le(1)] = 0.2
-    """Part of the whole run, warm-up included, that the decay takes: 0.2 is its last fifth, rounded, at least one step."""
+    """Length of the decay as a share of the whole run, warm-up included: 0.2 is the last fifth, rounded, at least one step."""
     shape: Literal["linear", "cosine", "sqrt", "one_minus_sqrt"] = "linear"
-    """Curve of the decay over its progress p: 1 - p, (1 + cos(pi p)) / 2, sqrt(1 - p), or 1 - sqrt(p) (Haegele et al., 2024)."""
+    """Curve of the decay at progress p: 1 - p, (1 + cos(pi p)) / 2, sqrt(1 - p), or 1 - sqrt(p) (Haegele et al., 2024)."""
     min_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
     """Factor that the decay reaches just after the last step, relative to the full rate."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Wsd]":
-        """One for each curve of the decay."""
+        """Returns one schedule for each curve of the decay."""
         shapes = ("linear", "cosine", "sqrt", "one_minus_sqrt")
         return tuple(cls(warmup=50, shape=shape) for shape in shapes)
 
     def decay_steps(self, steps: int) -> int:
-        """Optimizer steps of the decay in a run of `steps`."""
+        """Returns the number of optimizer steps of the decay in a run of `steps`."""
         return max(1, round(self.decay * steps))
 
     def faults(self, steps: int) -> list[Fault]:
-        """Those of every schedule, and a decay that would start inside the warm-up."""
+        """Returns the faults of every schedule, and a decay that would start inside the warm-up."""
         faults = super().faults(steps)
         decay = self.decay_steps(steps)
         if not faults and self.warmup + decay > steps:
@@ -234,7 +236,7 @@ class Wsd(Schedule):
                 Fault(
                     "schedule.decay",
                     f"{decay} steps of decay ({self.decay:g} of train.max_steps = {steps}) and schedule.warmup = {self.warmup} "
-                    f"are {self.warmup + decay} steps, more than the run has",
+                    f"are {self.warmup + decay} steps, more than the run",
                     hint="lower schedule.decay or schedule.warmup",
                 )
             )
@@ -248,27 +250,27 @@ class Wsd(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class MultiStep(Schedule):
-    """Constant pieces: the full rate after the warm-up, and from each part of the run on another one (DeepSeek LLM, 2024)."""
+    """Piecewise constant: the full rate after the warm-up, then other rates from given points on (DeepSeek LLM, 2024)."""
 
     key_class: ClassVar = FREE
 
     at: tuple[Annotated[float, Gt(0), Lt(1)], ...] = (0.8, 0.9)
-    """Where the pieces after the first one begin, as parts of the whole run, warm-up included; rounded to a step."""
+    """Begins of all pieces but the first, as shares of the whole run, warm-up included; rounded to a step."""
     factors: tuple[Annotated[float, Gt(0)], ...] = (0.316, 0.1)
-    """Factor of each of these pieces, relative to the full rate."""
+    """Factor of each of these pieces on the full rate."""
 
     def __post_init__(self) -> None:
         if len(self.at) != len(self.factors):
-            raise ValueError(f"factors has {len(self.factors)} numbers, but at has {len(self.at)}; give one factor for each")
+            raise ValueError(f"factors has {len(self.factors)} numbers, but at has {len(self.at)}; set one factor for each")
         if any(later <= before for before, later in pairwise(self.at)):
-            raise ValueError(f"at {list(self.at)} must ascend")
+            raise ValueError(f"at = {list(self.at)} must ascend; list the shares in increasing order")
 
     def starts(self, steps: int) -> tuple[int, ...]:
-        """The first step of each piece after the first one, in a run of `steps`."""
+        """Returns the first step of each piece but the first, in a run of `steps`."""
         return tuple(round(part * steps) for part in self.at)
 
     def faults(self, steps: int) -> list[Fault]:
-        """Those of every schedule, a piece that would begin inside the warm-up, and one that has no step of the run."""
+        """Returns the faults of every schedule, pieces that would begin inside the warm-up, and pieces without a step."""
         faults = super().faults(steps)
         starts = self.starts(steps)
         if not faults and starts and starts[0] < self.warmup:
@@ -276,8 +278,8 @@ class MultiStep(Schedule):
             faults.append(Fault("schedule.at", message, hint="raise schedule.at or lower schedule.warmup"))
         for number, (begin, end) in enumerate(pairwise((0, *starts, steps))):
             if not faults and begin >= end:
-                text = f"piece {number + 1} of {len(starts) + 1} would begin at step {begin} and end there, so it never runs"
-                hint = "set schedule.at further apart, train longer, or leave the piece out"
+                text = f"piece {number + 1} of {len(starts) + 1} would begin and end at step {begin}, so it has no step"
+                hint = "set schedule.at further apart, train longer, or remove the piece"
                 faults.append(Fault("schedule.at", f"{text} (train.max_steps = {steps})", hint=hint))
         return faults
 
@@ -287,12 +289,12 @@ class MultiStep(Schedule):
 
 
 def constant(step: int) -> float:  # noqa: ARG001 (a factor is given the step)
-    """1 at every step."""
+    """Returns 1 at every step."""
     return 1.0
 
 
 def decayed(shape: str, *, start: int, stop: int, floor: float) -> Factor:
-    """1 before `start`, then floor + (1 - floor) * shape(p), and `floor` from `stop` on."""
+    """Returns a factor: 1 before `start`, then floor + (1 - floor) * shape(p), and `floor` from `stop` on."""
     curve = SHAPES[shape]
     length = stop - start
 
@@ -307,7 +309,7 @@ def decayed(shape: str, *, start: int, stop: int, floor: float) -> Factor:
 
 
 def stepped(starts: Sequence[int], factors: Sequence[float]) -> Factor:
-    """1 before the first start, then `factors[i]` from step `starts[i]` on; starts ascend."""
+    """Returns a factor: 1 before the first start, then `factors[i]` from step `starts[i]` on; starts are increasing."""
 
     def factor(step: int) -> float:
         return ([1.0, *factors])[bisect_right(starts, step)]
@@ -316,7 +318,7 @@ def stepped(starts: Sequence[int], factors: Sequence[float]) -> Factor:
 
 
 def falling(full: int, timescale: int) -> Factor:
-    """sqrt(timescale / (timescale + s - full)) after step `full`, the last one of the full rate."""
+    """Returns a factor: sqrt(timescale / (timescale + s - full)) after step `full`, the last step at the full rate."""
 
     def factor(step: int) -> float:
         return math.sqrt(timescale / (timescale + max(0, step - full)))
@@ -325,7 +327,7 @@ def falling(full: int, timescale: int) -> Factor:
 
 
 def cycles(start: int, stop: int, count: int, growth: float) -> tuple[int, ...]:
-    """Borders of `count` cycles from `start` to `stop`, each `growth` times as long as the one before: count + 1 steps.
+    """Returns the count + 1 borders of `count` cycles from `start` to `stop`, each `growth` times as long as the previous one.
 
     Border i is at start + round((stop - start) * (1 + g + ... + g^(i-1)) / (1 + g + ... + g^(count-1))).
     """
@@ -335,7 +337,10 @@ def cycles(start: int, stop: int, count: int, growth: float) -> tuple[int, ...]:
 
 
 def restarted(borders: Sequence[int], peak: float, floor: float) -> Factor:
-    """In cycle i, whose length ends at `borders[i + 1]`: floor + (peak^i - floor) * (1 + cos(pi p)) / 2; then `floor`."""
+    """Returns a factor: in cycle i, floor + (peak^i - floor) * (1 + cos(pi p)) / 2; after the last cycle, `floor`.
+
+    Cycle i lasts from `borders[i]` to `borders[i + 1]`.
+    """
     curve = SHAPES["cosine"]
 
     def factor(step: int) -> float:
@@ -349,7 +354,7 @@ def restarted(borders: Sequence[int], peak: float, floor: float) -> Factor:
 
 
 def warmed(warmup: int, after: Factor) -> Factor:
-    """(s + 1) / warmup for the first `warmup` steps, so that the first is not lost at rate 0; then `after`."""
+    """Returns a factor: (s + 1) / warmup for the first `warmup` steps, so that the first rate is not 0; then `after`."""
 
     def factor(step: int) -> float:
         return (step + 1) / warmup if step < warmup else after(step)

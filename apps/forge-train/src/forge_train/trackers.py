@@ -1,14 +1,14 @@
 """Trackers write the metrics of a run: JSON lines, TensorBoard, Weights & Biases. A tracker that fails does not stop the run.
 
-After a resume the steps since the checkpoint are trained again, and what trackers hold of them is void:
+After a resume, the steps since the checkpoint are trained again, and the earlier metrics of these steps become void:
 
 - JSON lines: a line is `{"step": 120, "time": "2026-01-31T12:00:00.123+00:00", "loss": 3.2, ...}`, appended by a single system
-  call. NaN and the infinities, for which JSON has no number, are the strings "nan", "inf" and "-inf", and `read_metrics` returns
-  them as floats. A resume after step s appends `{"rewind": s, "time": ...}`, and `read_metrics` leaves out earlier lines of later
-  steps. Nothing is cut from the file, so it shows every start of the run and what a crash lost.
-- TensorBoard: a resume after step s starts a new event file with the "purge step" s + 1, from which TensorBoard ignores earlier
-  files. One event holds all values of a write, as 32-bit floats.
-- W&B: its own step never goes back, and it drops values of earlier steps. So every row has `step`, the axis of its charts, and
+  call. NaN and infinities, which JSON lacks, are the strings "nan", "inf" and "-inf"; `read_metrics` returns them as floats. A
+  resume after step s appends `{"rewind": s, "time": ...}`, and `read_metrics` leaves out earlier lines of later steps. The file
+  is never truncated, so it shows every start of the run and the steps that a crash lost.
+- TensorBoard: a resume after step s starts a new event file with the "purge step" s + 1; TensorBoard ignores later steps in
+  earlier files. One event holds all values of a write, as 32-bit floats.
+- W&B: its own step never decreases, and it drops values of earlier steps. So every row has `step`, the axis of its charts, and
   `started_after`, the step from which this start resumed. A row is void if a later start has a `started_after` below its `step`.
 """
 
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class SafeTracker:
-    """A tracker whose failures cost one warning; later ones are silent, and later writes are still tried."""
+    """Wraps a tracker so that failures do not stop the run: the first one is a warning, later ones are silent."""
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
@@ -53,7 +53,7 @@ class SafeTracker:
         self._try(lambda: self.tracker.write(step, values))
 
     def rewind(self, step: int) -> None:
-        """Passes on that a run goes on after `step`; 0 is the start of a run."""
+        """Passes on that a run continues after `step`; 0 is the start of a run."""
         self._try(lambda: self.tracker.rewind(step))
 
     def close(self) -> None:
@@ -71,16 +71,16 @@ class SafeTracker:
 
 
 def import_library(name: str, extra: str) -> Any:
-    """Imports a library that a tracker needs, `extra` being the one of forge-train that installs it.
+    """Imports a library that a tracker needs; `extra` is the extra of forge-train that installs it.
 
     Raises:
-        ForgeError: it is not installed; says what to install.
+        ForgeError: the library is not installed; the error says what to install.
     """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as cause:
         if (cause.name or "").partition(".")[0] != name.partition(".")[0]:
-            raise  # the library is there, and something that it needs is not: its own message says what
+            raise  # the library is installed but lacks a dependency, which the original message names
         raise ForgeError(
             f'tracker {extra!r} needs a library that is not installed: pip install "forge-train[{extra}]"'
         ) from cause
@@ -93,10 +93,10 @@ _ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class JsonlTracker:
-    """Appends to one file.
+    """Appends JSON lines to one file.
 
     Raises:
-        OSError: the disk is full or gone; a later write mends a line that was cut off (`write` and `rewind`).
+        OSError: the file cannot be written (`write` and `rewind`); the next write starts a new line after an incomplete one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,16 +104,16 @@ class JsonlTracker:
         self._torn = _ends_inside_a_line(path)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends `values` of optimizer step `step` with the time of now."""
+        """Appends `values` of optimizer step `step` with the current time."""
         self._append({"step": step, "time": _now(), **{name: _number(value) for name, value in values.items()}})
 
     def rewind(self, step: int) -> None:
-        """A run goes on after `step`: later lines are void. Writes nothing into a file without lines: a run begins."""
+        """Marks lines after `step` as void, because a run continues from there; writes nothing to a file without steps."""
         if any("step" in item for item in json_objects(self.path)):
             self._append({"rewind": step, "time": _now()})
 
     def close(self) -> None:
-        """Nothing is held open between writes."""
+        """Does nothing: the file is closed after each write."""
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         line = json.dumps(entry, allow_nan=False).encode() + b"\n"
@@ -130,9 +130,9 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Entries of the file in the order written, without what a rewind made void. No file means no entries.
+    """Returns the entries of the file in order, without void and incomplete lines; no entries if the file does not exist.
 
-    A line that a kill cut off is skipped. `time` is text, `step` an int, every other value a float.
+    `time` is text, `step` is an int, every other value is a float.
     """
     entries: list[dict[str, Any]] = []
     for item in json_objects(path):
@@ -144,7 +144,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def json_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines of the file one by one, as they are in it, void ones too; `{}` for one that is cut off or no JSON object."""
+    """Yields all lines of the file, including void ones; `{}` for a line that is incomplete or not a JSON object."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -178,12 +178,12 @@ def _ends_inside_a_line(path: Path) -> bool:
                 return False
             file.seek(-1, os.SEEK_END)
             return file.read(1) != b"\n"
-    except OSError:  # no file yet, or one that the first write will complain about
+    except OSError:  # the file does not exist, or the first write will report the error
         return False
 
 
 class TensorBoardTracker:
-    """Writes with TensorBoard's own writer; a thread of it flushes every `flush_seconds`.
+    """Writes events with TensorBoard's own writer, whose thread flushes every `flush_seconds`.
 
     Raises:
         ForgeError: tensorboard is not installed.
@@ -204,13 +204,13 @@ class TensorBoardTracker:
         self._writer().add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
 
     def rewind(self, step: int) -> None:
-        """Voids what earlier starts wrote after `step`; a run without earlier files has nothing to void."""
+        """Marks values that earlier starts wrote after `step` as void; does nothing without earlier files."""
         if any(self.directory.glob("events.out.tfevents.*")):
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._writer().add_event(self._events.Event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def close(self) -> None:
-        """Flushes and ends the file."""
+        """Flushes and closes the file."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -222,19 +222,19 @@ class TensorBoardTracker:
 
 
 RUN_ID = "wandb-id"
-"""File in the run's directory with the W&B run id: a resumed run goes on under the same one."""
+"""File in the run's directory with the W&B run id, so that a resumed run keeps its id."""
 
 FINISH_SECONDS = 120.0
-"""How long the end of a run waits for a network; what is not sent by then stays in the folder, for `wandb sync`."""
+"""Maximum seconds that the end of a run waits for uploads; unsent data stays in the folder, for `wandb sync`."""
 
 
 class WandbTracker:
-    """One W&B run for all starts of a run; the connection is made by `rewind`, which every start calls once.
+    """Writes to one W&B run for all starts of a run; `rewind`, which every start calls once, opens the connection.
 
-    The resolved recipe is sent without secrets. Source code, command line and the terminal's text are not sent.
+    Sends the resolved recipe without secrets; does not send source code, command line or terminal output.
 
     Raises:
-        ForgeError: wandb is not installed, or is to go online and knows no API key.
+        ForgeError: wandb is not installed, or is online without an API key.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class WandbTracker:
         self._run: Any = None
 
     def rewind(self, step: int) -> None:
-        """Opens the W&B run, new or by its kept id; rows from here on say that they started after `step`."""
+        """Opens the W&B run, new or by its stored id; later rows have `started_after` = `step`."""
         self._after = step
         if self._run is None:
             self._run = self._start()
@@ -265,12 +265,12 @@ class WandbTracker:
             self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs one row. Nothing while the run could not be opened: asking again at each step would hold up training."""
+        """Logs one row; does nothing if the run could not be opened, because retrying at each step would delay training."""
         if self._run is not None:
             self._run.log({**values, "step": step, "started_after": self._after})
 
     def close(self) -> None:
-        """Ends the W&B run and waits for what is still to be sent."""
+        """Ends the W&B run and waits for pending uploads."""
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -282,10 +282,10 @@ class WandbTracker:
             disable_code=True,
             disable_git=True,
             disable_job_creation=True,
-            x_disable_meta=True,  # it holds the command line, where a secret may stand
+            x_disable_meta=True,  # has the command line, which may contain a secret
             x_save_requirements=False,
             init_timeout=30.0,
-            login_timeout=1.0,  # a run cannot answer a question
+            login_timeout=1.0,  # a run cannot answer a prompt
             finish_timeout=FINISH_SECONDS,
             finish_timeout_raises=True,
         )
@@ -305,25 +305,25 @@ class WandbTracker:
 
 
 def _refuse_without_key(wandb: Any, mode: str | None) -> None:
-    """Raises ForgeError when W&B would ask at the terminal for a key, while the other ranks wait."""
+    """Raises a ForgeError if W&B would prompt for a key on the terminal while the other ranks wait."""
     online = mode in (None, "online") and wandb.setup().settings.mode == "online"
     if online and not wandb.login(prompt=False):
         raise ForgeError("tracker 'wandb' has no API key: run `wandb login`, set WANDB_API_KEY, or set mode = \"offline\"")
 
 
 def run_id(directory: Path) -> str:
-    """The W&B id of the run in `directory`, made at the first call and kept in a file."""
+    """Returns the W&B id of the run in `directory`; creates it at the first call and stores it in a file."""
     path = directory / RUN_ID
     if path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
         return known
-    made = uuid.uuid4().hex[:12]
-    path.write_text(made + "\n", encoding="utf-8")
-    return made
+    new = uuid.uuid4().hex[:12]
+    path.write_text(new + "\n", encoding="utf-8")
+    return new
 
 
 @dataclass(frozen=True, kw_only=True)
 class Jsonl(Component):
-    """JSON lines in `metrics.jsonl` of the run's directory; every run keeps them, named in its recipe or not."""
+    """JSON lines in `metrics.jsonl` of the run's directory; every run writes them, even if its recipe lists no tracker."""
 
     def build(self, run: "Run") -> "Tracker":
         return JsonlTracker(run.directory / METRICS)
@@ -336,7 +336,7 @@ class TensorBoard(Component):
     key_class: ClassVar = FREE
 
     flush_seconds: Annotated[float, Gt(0)] = 30.0
-    """Longest time that values wait in memory before they are written to the file."""
+    """Maximum seconds that values stay in memory before they are written to the file."""
 
     def build(self, run: "Run") -> "Tracker":
         return TensorBoardTracker(run.directory / "tensorboard", flush_seconds=self.flush_seconds)
@@ -351,13 +351,13 @@ class Wandb(Component):
     project: str = "forge"
     """Project that the run appears in."""
     entity: str | None = None
-    """User or team that owns the project; the account's default when absent."""
+    """User or team that owns the project; by default that of the account."""
     group: str | None = None
     """Runs of one group are shown together."""
     tags: list[str] = field(default_factory=list)
     """Labels of the run."""
     mode: Literal["online", "offline"] | None = None
-    """`offline` writes a folder that `wandb sync` uploads later; when absent, `WANDB_MODE` or W&B's own settings decide."""
+    """`offline` writes a folder that `wandb sync` uploads later; by default `WANDB_MODE` or W&B's own settings apply."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Wandb]":

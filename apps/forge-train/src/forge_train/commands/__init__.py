@@ -1,1 +1,1 @@
-"""Commands of the trainer, one file each; found through the group `forge.commands`."""
+"""Commands of `forge-train`, registered in the plugin group `forge.commands`."""

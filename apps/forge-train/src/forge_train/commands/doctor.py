@@ -1,4 +1,4 @@
-"""`forge-train doctor`: what is wrong, or slow, with this machine."""
+"""`forge-train doctor`: finds what is wrong or slow on this machine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 def doctor(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="A preset or a TOML file; 350m on a GPU, else debug.", show_default=False)] = "",
-    acceptance: Annotated[bool, typer.Option("--acceptance", help="Every step: a node's first minutes.")] = False,
+    acceptance: Annotated[bool, typer.Option("--acceptance", help="Run all steps, to accept a new node.")] = False,
     only: Annotated[str, typer.Option("--only", help="Steps, separated by commas: matmul,disk.", show_default=False)] = "",
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for doctor.json and doctor.html; ./doctor with --acceptance.")
     ] = None,
-    directory: Annotated[Path, typer.Option("--directory", help="Where runs will write: its disk is measured.")] = Path(),
-    minutes: Annotated[float, typer.Option("--minutes", min=0, help="Train for so long; 0 leaves it out.")] = 0.0,
+    directory: Annotated[Path, typer.Option("--directory", help="Folder of future runs; its disk is measured.")] = Path(),
+    minutes: Annotated[float, typer.Option("--minutes", min=0, help="Minutes of training; 0 skips it.")] = 0.0,
     compare: Annotated[
         Path | None, typer.Option("--compare", help="An earlier doctor.json: more than 3 % worse counts as slow.")
     ] = None,
@@ -27,7 +27,7 @@ def doctor(
 ) -> None:
     """Find what is wrong with this machine before a run does; with --acceptance, measure it.
 
-    Exit code 0: all is right; 1: something is slower than it should be; 2: something is wrong. Every finding says what to do.
+    Exit code 0: no problem; 1: something is slower than expected; 2: something is wrong. Every finding says what to do.
     """
     from dataclasses import replace
 
@@ -43,16 +43,16 @@ def doctor(
     require_single_process("doctor")
     console = Console(as_json=as_json)
     if not directory.is_dir():
-        raise ForgeError(f"--directory {directory}: this folder does not exist; make it first")
+        raise ForgeError(f"--directory {directory}: this folder does not exist; create it first")
     old = read_report(compare) if compare else None
     recipe = recipe or ("350m" if sees_gpu() else "debug")
-    load(recipe, context.args)  # refused here, in one message, rather than in every step
+    load(recipe, context.args)  # reports faults of the recipe once rather than in every step
     settings = Settings(recipe, tuple(context.args), str(directory.resolve()), minutes, acceptance)
     steps = chosen(ACCEPTANCE if acceptance or only else QUICK, only)
     steps = [replace(step, seconds=step.seconds + 60 * minutes) if step.name == "endurance" else step for step in steps]
     folder = out if out is not None else Path("doctor") if acceptance else None
     report = Report(recipe, folder)
-    results = examine_all(steps, settings, lambda found: _told(found, report, console))
+    results = examine_all(steps, settings, lambda finished: _report_last(finished, report, console))
     document = report.end(old)
     if as_json:
         console.document(document)
@@ -63,10 +63,10 @@ def doctor(
     raise typer.Exit(max(exit_code(results), 1 if document.get("regressions") else 0))
 
 
-def _told(found: "list[Result]", report: Any, console: "Console") -> None:
-    """Writes down and prints what the last step found."""
-    report.write(found)
-    last = found[-1]
+def _report_last(results: "list[Result]", report: Any, console: "Console") -> None:
+    """Writes the report of all finished steps, and prints the result of the last one."""
+    report.write(results)
+    last = results[-1]
     console.text(f"{last.verdict:7}  {last.name} ({last.seconds:.0f} s)")
     for check in last.checks:
         expected = f" (expected: {check.expected})" if check.expected and check.verdict in ("SLOW", "FAIL") else ""

@@ -1,4 +1,4 @@
-"""`forge-train evaluate CHECKPOINT`: loss on held-out sets."""
+"""`forge-train evaluate CHECKPOINT`: loss on held-out sets, or results of tasks of the LM Evaluation Harness."""
 
 import os
 from collections.abc import Mapping
@@ -16,16 +16,16 @@ def evaluate(
         str, typer.Argument(help="A run's directory, a checkpoint, or the URL of one of them; or a Hugging Face folder.")
     ],
     recipe: Annotated[
-        str | None, typer.Option("--recipe", help="Take all sections but the model from this recipe.", show_default=False)
+        str | None, typer.Option("--recipe", help="Recipe for all sections except the model.", show_default=False)
     ] = None,
-    weights: Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")] = "model",
+    weights: Annotated[str, typer.Option(help="Weights to use: `model`, or `ema` for the average of hook ema.")] = "model",
     tasks: Annotated[
-        str | None, typer.Option(help="Tasks of the LM Evaluation Harness instead of held-out sets, with commas between.")
+        str | None, typer.Option(help="Tasks of the LM Evaluation Harness, separated by commas, instead of held-out sets.")
     ] = None,
-    folder: Annotated[Path | None, typer.Option(help="A folder with task files of your own.")] = None,
-    shots: Annotated[int | None, typer.Option(help="Examples before each question; what the task says when absent.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Questions of each task at most.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Texts in one forward of a process, for tasks; 8 when absent.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder with your own task files.")] = None,
+    shots: Annotated[int | None, typer.Option(help="Examples before each question. Default: as the task says.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of questions per task.")] = None,
+    batch: Annotated[int | None, typer.Option(help="For tasks: texts per forward and process. Default: 8.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="For tasks: a tokenizer.json or sentencepiece model to use.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
@@ -48,7 +48,7 @@ def evaluate(
 
     of_tasks = {"--folder": folder, "--shots": shots, "--limit": limit, "--batch": batch, "--tokenizer": tokenizer}
 
-    def asked() -> None:
+    def evaluate_tasks() -> None:
         from forge_train.hooks.evaluation import import_harness
         from forge_train.inference.stored import load_sharded_model, recipe_to_generate
         from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
@@ -75,43 +75,43 @@ def evaluate(
         if first and as_json:
             console.document({"checkpoint": opened.facts.origin, "step": opened.facts.step, "tasks": results})
 
-    def evaluated() -> None:
+    def evaluate_sets() -> None:
         if recipe is not None:
-            load(recipe, (), None, registry)  # Python files that it names may run, also where the weights name them
+            load(recipe, (), None, registry)  # allows the recipe's Python files to run, also if the weights name them
         opened = open_weights(checkpoint, registry, weights)
         resolved = recipe_for(opened, recipe, context.args, where.size, registry)
         device = process_group.init_process_groups(
             where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry)
         )
-        found = []
+        sets = []
         for score in scores(opened, resolved, device, registry, console.note if first else lambda _: None):
-            found.append(asdict(score))
+            sets.append(asdict(score))
             if first and not as_json:
                 bits = f"  {score.bits_per_byte:.4f} bits per byte" if score.bits_per_byte is not None else ""
                 numbers = f"loss {score.loss:.4f}  perplexity {score.perplexity:.2f}{bits}"
                 console.text(f"{score.name}: {numbers}  {score.tokens:,} tokens")
         if first and as_json:
-            console.document({"checkpoint": opened.facts.origin, "step": opened.facts.step, "sets": found})
+            console.document({"checkpoint": opened.facts.origin, "step": opened.facts.step, "sets": sets})
 
     def body() -> None:
         _refuse_unused(tasks, recipe, of_tasks)
-        evaluated() if tasks is None else asked()
+        evaluate_sets() if tasks is None else evaluate_tasks()
 
     on_ranks(where, console, body)
 
 
 def _refuse_unused(tasks: str | None, recipe: str | None, of_tasks: Mapping[str, object]) -> None:
-    """What has no part in what is asked for.
+    """Refuses options without effect.
 
     Raises:
-        ForgeError: options that would change nothing; or --tasks names none.
+        ForgeError: an option would have no effect, or --tasks is empty.
     """
     from forge_core.errors import ForgeError
 
     if tasks is None:
-        if given := [name for name, value in of_tasks.items() if value is not None]:
-            raise ForgeError(f"{', '.join(given)}: of tasks only; name some with --tasks, or leave it out")
+        if unused := [name for name, value in of_tasks.items() if value is not None]:
+            raise ForgeError(f"{', '.join(unused)} has no effect without --tasks; set --tasks, or remove the option")
     elif recipe is not None:
-        raise ForgeError("--recipe says which sets are held out, and tasks have their own questions; leave it or --tasks out")
+        raise ForgeError("--recipe (held-out sets) and --tasks (tasks with their own data) exclude each other; remove one")
     elif not [name for name in tasks.split(",") if name]:
-        raise ForgeError("--tasks names no task; give some with commas between, such as --tasks hellaswag,arc_easy")
+        raise ForgeError("--tasks names no task; list tasks separated by commas, such as --tasks hellaswag,arc_easy")

@@ -1,4 +1,4 @@
-"""`forge-train generate CHECKPOINT`: text from a checkpoint, from a prompt, a file, several prompts, or line by line."""
+"""`forge-train generate CHECKPOINT`: continues a prompt, a file, several prompts, or lines from the terminal."""
 
 import os
 import sys
@@ -37,14 +37,14 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Sample from the fewest tokens whose probabilities sum to this.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Exclude tokens below this share of the largest probability.")] = None,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that already occurred become less likely.")] = 1.0,
-    chat: Annotated[bool, typer.Option("--chat", help="A prompt is a user's turn, by the chat template of the weights.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Format prompts as user turns with the weights' chat template.")] = False,
     template: Annotated[str | None, typer.Option(help="Chat template to use instead: a name, a file or a folder.")] = None,
     image: Annotated[
         list[str] | None,
-        typer.Option(help="An image file of the prompt, which has <image> in its place; may be given several times."),
+        typer.Option(help="An image file for the prompt, in place of <image>; may be given several times."),
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End where the continuation has this text; may be given several times.")
+        list[str] | None, typer.Option(help="Stop where the continuation contains this text; may be given several times.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of sampling.")] = 0,
     speculate: Annotated[
@@ -52,13 +52,13 @@ def generate(
     ] = False,
     prefill: Annotated[int | None, typer.Option(help="Prompt tokens per forward; limits memory, changes no result.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json or sentencepiece model to use instead.")] = None,
-    weights: Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")] = "model",
+    weights: Annotated[str, typer.Option(help="Weights to use: `model`, or `ema` for the average of hook ema.")] = "model",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
-    """Continue text with the newest checkpoint of a run, token by token as it is made.
+    """Continue text with the newest checkpoint of a run, and print each token as it is generated.
 
-    A model that takes images is shown those of --image, each where the prompt has <image>. Without that all stand before the
-    prompt; with --chat, where the chat template has no place for images, before the whole conversation.
+    The images of --image replace the <image> marks of the prompt. Without marks, all images come before the prompt, or before
+    the whole conversation if --chat uses a template without a place for images.
 
     Runs as one process, or under torchrun on any layout for a model that is too large for one: --parallel.tp=2. The tokens are
     the same.
@@ -76,7 +76,7 @@ def generate(
     first = where.rank == 0
     note: Callable[[str], None] = console.note if first else lambda _: None
 
-    def continued() -> None:
+    def body() -> None:
         texts = _texts(where.size, prompt, file, prompts, speculate)
         if image and (prompts is not None or speculate):
             raise ForgeError(f"--image cannot be combined with {'--prompts' if prompts else '--speculate'}; remove one of them")
@@ -131,14 +131,14 @@ def generate(
         if as_json and first:
             console.document(answer)
 
-    on_ranks(where, console, continued)
+    on_ranks(where, console, body)
 
 
 def _texts(size: int, prompt: str | None, file: Path | None, prompts: Path | None, speculate: bool) -> list[str] | None:
-    """What is continued; None where it comes from standard input.
+    """Returns the texts to continue; None if the text comes from standard input.
 
     Raises:
-        ForgeError: options that exclude each other, a file that cannot be read, or what several processes cannot do.
+        ForgeError: options exclude each other, a file cannot be read, or several processes cannot do what the options request.
     """
     from forge_core.errors import ForgeError
     from forge_core.lines import lines_of
@@ -147,15 +147,15 @@ def _texts(size: int, prompt: str | None, file: Path | None, prompts: Path | Non
     if len(given) > 1:
         raise ForgeError(f"{' and '.join(given)} exclude each other; give one")
     if speculate and (size > 1 or prompts is not None):
-        raise ForgeError("--speculate continues one text on one process; leave it out, or --prompts and torchrun")
+        raise ForgeError("--speculate supports only one text on one process; remove it, or --prompts and torchrun")
     if size > 1 and (not given or str(file) == "-"):
-        raise ForgeError("standard input reaches one process only; under torchrun pass --prompt, --file or --prompts")
+        raise ForgeError("standard input reaches only one process; under torchrun pass --prompt, --file or --prompts")
     if prompt is not None:
         return [prompt]
     if prompts is not None:
         lines = [line for line in lines_of(_content(prompts)) if line]
         if not lines:
-            raise ForgeError(f"--prompts {prompts} has no line with text")
+            raise ForgeError(f"--prompts {prompts}: the file has no line with text; write one prompt per line")
         return lines
     return None if file is None or str(file) == "-" else [_content(file)]
 
@@ -164,7 +164,7 @@ def _texts(size: int, prompt: str | None, file: Path | None, prompts: Path | Non
 def _model(
     weights: "Weights", overrides: Sequence[str], where: "Launch", registry: "Registry"
 ) -> "Iterator[tuple[Any, Callable[[Any], Any] | None]]":
-    """Collective: the model that this process calls, and how ranks agree on a token; None where there is one."""
+    """Collective: yields the model, and the function by which ranks agree on a token (None for one process)."""
     from forge_core.errors import ForgeError
     from forge_parallel.launch import process_group
     from forge_train.inference.stored import load_model, load_sharded_model, recipe_to_generate
@@ -173,8 +173,8 @@ def _model(
     if where.size == 1:
         if overrides:
             if not all(given.startswith("--parallel.") for given in overrides):
-                recipe_to_generate(weights, overrides, 1, registry)  # says what is wrong with a misspelled one
-            raise ForgeError(f"{overrides[0]}: one process has no layout; start several with torchrun, or leave it out")
+                recipe_to_generate(weights, overrides, 1, registry)  # raises an error that explains a misspelled override
+            raise ForgeError(f"{overrides[0]} has no effect on one process; start several with torchrun, or remove it")
         yield load_model(weights), None
         return
     resolved = recipe_to_generate(weights, overrides, where.size, registry)
@@ -187,7 +187,7 @@ def _model(
 
 
 def _ends(weights: "Weights", coder: "Tokenizer") -> frozenset[int]:
-    """Ids that end a text: what the settings of generation say, else what travels with the weights, else the tokenizer's."""
+    """Returns the ids that end a text: those of the generation settings, else of the weights, else of the tokenizer."""
     if weights.facts.ends:
         return frozenset(weights.facts.ends)
     named = weights.facts.special_tokens.get("eos_token_id")
@@ -199,7 +199,7 @@ def _ends(weights: "Weights", coder: "Tokenizer") -> frozenset[int]:
 def _illustrated(
     weights: "Weights", coder: "Tokenizer", chat: "Chat | None", images: Sequence[str], note: Callable[[str], None]
 ) -> "Prompts":
-    """Prompts with images, as the sources of the run behind the weights make documents."""
+    """Returns the builder of prompts with images, which formats them like the documents that the weights were trained on."""
     from forge_vlm.data.prompts import Prompts, image_inputs
 
     inputs = image_inputs(weights)
@@ -212,13 +212,13 @@ def _content(file: Path) -> str:
     from forge_core.errors import ForgeError
 
     try:
-        return file.read_bytes().decode("utf-8")  # as it is: reading as text would change ends of lines
+        return file.read_bytes().decode("utf-8")  # reading in text mode would change line endings
     except (OSError, UnicodeDecodeError) as cause:
         raise ForgeError(f"{file} cannot be read: {cause}") from cause
 
 
 def _converse(begun: "Continuation") -> None:
-    """A prompt a line until the end of input; each is continued on its own, or is the next turn of a chat."""
+    """Reads prompts line by line until the end of input; continues each alone, or as the next turn of a chat."""
     turns: list[Any] = []
     while True:
         try:
@@ -236,14 +236,14 @@ def _converse(begun: "Continuation") -> None:
 
 
 def _shown(text: str, pieces: Iterable[str], quiet: bool) -> str:
-    """Prints a text as it grows; returns what was added."""
-    made: list[str] = []
+    """Prints a text and then its continuation as it grows; returns the continuation."""
+    printed: list[str] = []
     if not quiet:
         print(text, end="", flush=True)
     for piece in pieces:
-        made.append(piece)
+        printed.append(piece)
         if not quiet:
             print(piece, end="", flush=True)
     if not quiet:
         print()
-    return "".join(made)
+    return "".join(printed)

@@ -1,4 +1,4 @@
-"""What commands share: the argument RECIPE, overrides with shell completion, and the rule of one process. No torch."""
+"""Shared by commands: the argument RECIPE, overrides with shell completion, and the check for one process. No torch."""
 
 import os
 from collections.abc import Iterator
@@ -21,27 +21,27 @@ RECIPE = "recipe"
 
 
 class OverridesCommand(TyperCommand):
-    """A command that takes overrides of a recipe."""
+    """A command that accepts overrides of a recipe, such as `--optimizer.lr=1e-3`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typer does. What is neither an option nor a key of a recipe is refused with what is near.
+        """Parses arguments as typer does, and refuses unknown options with a suggestion.
 
         Raises:
-            ForgeError: for it.
+            ForgeError: an argument is neither an option nor a key of a recipe.
         """
         rest = super().parse_args(ctx, args)
-        unknown = [given[2:].partition("=")[0] for given in ctx.args if given.startswith("--")]
-        if whole := [name for name in unknown if "." not in name]:
+        names = [argument[2:].partition("=")[0] for argument in ctx.args if argument.startswith("--")]
+        if undotted := [name for name in names if "." not in name]:
             known = [*_sections(), *(option[2:] for item in self.params for option in item.opts if option.startswith("--"))]
-            if wrong := next((name for name in whole if name not in known), None):
+            if wrong := next((name for name in undotted if name not in known), None):
                 near = "".join(f" Did you mean --{name}?" for name in get_close_matches(wrong, known, n=1))
                 raise ForgeError(
-                    f"--{wrong} is neither an option nor a section of a recipe; its keys are written --section.key=value.{near}"
+                    f"--{wrong} is neither an option nor a section of a recipe; write recipe keys as --section.key=value.{near}"
                 )
         return rest
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Options of the command, then keys of the recipe that was given."""
+        """Completes options of the command, then keys of its recipe."""
         recipe, options = ctx.params.get(RECIPE), super().shell_complete(ctx, incomplete)
         item = type(super().shell_complete(ctx, "--")[0])  # --help is always there
         before = [part for part in ctx.args if part != "="][-1:]
@@ -61,7 +61,7 @@ def _sections() -> list[str]:
 
 
 def recipe_names(incomplete: str) -> list[str]:
-    """Presets and TOML files whose names begin so."""
+    """Returns presets and TOML files whose names begin with `incomplete`."""
     from forge_core.config.layers import PRESETS
     from forge_core.registry import Registry
 
@@ -71,17 +71,17 @@ def recipe_names(incomplete: str) -> list[str]:
 
 
 def recipe_keys(recipe: str | None) -> Iterator[str]:
-    """Every key of a recipe that takes a value."""
+    """Yields every key of a recipe that has a value."""
     from forge_core.config.descriptions import explain
 
     for item in explain(*_resolution(recipe)):
-        table = isinstance(item.value, dict)  # of a component, whose `name` is a key; of a section, which is none itself
+        table = isinstance(item.value, dict)  # a component, whose `name` is a key, or a section, which has no value itself
         if not table or item.names:
             yield f"{item.key}.name" if table else item.key
 
 
 def component_names(recipe: str, key: str) -> tuple[str, ...]:
-    """What the component behind `key` (such as `optimizer.name`) may be called."""
+    """Returns the possible names of the component of `key` (such as `optimizer.name`)."""
     from forge_core.config.descriptions import explain
 
     outcome, registry = _resolution(recipe)
@@ -91,7 +91,7 @@ def component_names(recipe: str, key: str) -> tuple[str, ...]:
 
 
 def _resolution(recipe: str | None) -> "tuple[Resolution, Registry]":
-    """A recipe as it stands, or the defaults where it cannot be read: a recipe that is being written has faults."""
+    """Resolves a recipe, faults included, or the defaults if the file cannot be read: unfinished recipes need completion, too."""
     from forge_core.config.layers import load_layers
     from forge_core.config.tree import DEFAULT, Table
     from forge_core.config.validation import walk
@@ -114,7 +114,7 @@ RecipePath = Annotated[
 
 
 def require_single_process(command: str) -> None:
-    """Does nothing for a command that was started once.
+    """Checks that a command runs in one process.
 
     Raises:
         LayoutError: torchrun or srun started several processes, which would all write the same files.

@@ -1,4 +1,4 @@
-"""`forge-train parity RECIPE`: does a layout give the numbers of one process? Measured, not promised."""
+"""`forge-train parity RECIPE`: measures whether a layout computes the same numbers as one process."""
 
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -27,19 +27,19 @@ def parity(
     layouts: Annotated[str, typer.Option(help="Layout strings, separated by commas.")] = "dp2,hsdp2x1,hsdp2x2,dp4",
     mode: Annotated[str, typer.Option(help="fp64: all numbers within 1e-10; fp32: loss, norm, gradients within 2e-6.")] = "fp64",
     rows: Annotated[int, typer.Option(help="Sequences of the global batch.")] = 8,
-    micro_batch: Annotated[int, typer.Option(help="Sequences per forward; gradients are accumulated over the rest.")] = 1,
+    micro_batch: Annotated[int, typer.Option(help="Sequences per forward; gradients are accumulated over the global batch.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 32,
-    steps: Annotated[int, typer.Option(help="Optimizer steps; with train.stages at least one for each.")] = 2,
+    steps: Annotated[int, typer.Option(help="Optimizer steps; at least one per stage of train.stages.")] = 2,
     record: Annotated[
         Path | None,
-        typer.Option(help="Write receipts of equal layouts to this folder; check reads them with parallel.proofs = ['DIR']."),
+        typer.Option(help="Write receipts of layouts that pass to this folder; check reads them with parallel.proofs = ['DIR']."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Compare layouts of a recipe with one process, on CPU.
 
-    Loss, gradient norm, every gradient, and weights after updates; random tokens in packed documents, uneven numbers of
-    labels, one micro-batch without any. Exit code 1 when a layout is not within tolerance.
+    Compares loss, gradient norm, every gradient, and weights after updates. The batches are random tokens in packed documents,
+    with uneven numbers of labels and one micro-batch without labels. Exit code 1 if a layout is not within tolerance.
     """
     from forge_core.errors import ForgeError
     from forge_core.layout import Layout
@@ -85,7 +85,7 @@ def parity(
             rounded = all(within_rounding(exact, reference, found) for found in every)
         table.append({"layout": text, **asdict(worst), "passed": passed or rounded, "rounding": rounded})
         if rounded and record is not None:
-            console.note(f"no receipt of {text}: it is within the rounding of float8, and not within {TOLERANCE[mode]:g}")
+            console.note(f"no receipt for {text}: its error is within the rounding of float8, but above {TOLERANCE[mode]:g}")
         if passed and record is not None:
             console.note(f"receipt: {_receipt(job, layout, mode, rows, micro_batch, asdict(worst), record)}")
     if as_json:
@@ -97,7 +97,7 @@ def parity(
 
 
 def _receipt(job: "Job", layout: "Layout", mode: Any, rows: int, micro_batch: int, worst: dict[str, Any], folder: Path) -> Path:
-    """Writes down what was measured: the recipe in this precision, with these batches."""
+    """Writes the receipt of a measurement: the recipe in this precision, with these batches."""
     import torch
 
     from forge_parallel.verify import proofs
@@ -135,7 +135,7 @@ def rank(
     steps: int,
     exact: bool = False,
 ) -> dict[str, Any]:
-    """What one rank of one layout measures, without float8 where it is to be `exact`; runs in a separate process."""
+    """Returns the measurement of one rank of a layout, without float8 if `exact`; runs in a process of its own."""
     import torch
 
     from forge_core.layout import Layout
@@ -175,11 +175,12 @@ def rank(
 def refuse_layouts(
     recipe: str, overrides: "Sequence[str]", layouts: "Mapping[str, Layout]", mode: str, rows: int, micro_batch: int, length: int
 ) -> None:
-    """Refuses layouts that `check` refuses for this model and these batches, before a process is started. That no test proves a
-    composition is no reason: it is what parity is for.
+    """Refuses layouts that `check` refuses for this model and these batches, before any process starts.
+
+    Compositions without a proof are allowed, since parity is the way to prove them.
 
     Raises:
-        ForgeError: with all faults of all layouts.
+        ForgeError: a layout has faults; the error lists the faults of all layouts.
     """
     from forge_core.errors import ConfigError, ForgeError
     from forge_parallel.checks import UNPROVEN
@@ -187,28 +188,28 @@ def refuse_layouts(
 
     batch = {"train.global_batch": rows, "train.micro_batch": micro_batch, "data.sequence_length": length}
     precision = {"precision.compute": mode, "precision.state": mode}
-    said = []
+    messages = []
     for text, layout in layouts.items():
         ours = {**batch, **precision, **{f"parallel.{axis}": size for axis, size in layout.sizes().items()}}
-        theirs = [each for each in overrides if each.removeprefix("--").partition("=")[0] not in ours]
+        theirs = [override for override in overrides if override.removeprefix("--").partition("=")[0] not in ours]
         try:
             load(recipe, [*theirs, *(f"--{key}={value}" for key, value in ours.items())], layout.world)
         except ConfigError as cause:
             faults = [fault for fault in cause.faults if fault.key.startswith(_OF_LAYOUTS) and UNPROVEN not in fault.message]
-            said += [f"{text}: {fault.key}: {fault.message}" + (f"; {fault.hint}" if fault.hint else "") for fault in faults]
-    if said:
-        raise ForgeError("check refuses these layouts:\n  " + "\n  ".join(said))
+            messages += [f"{text}: {fault.key}: {fault.message}" + (f"; {fault.hint}" if fault.hint else "") for fault in faults]
+    if messages:
+        raise ForgeError("check refuses these layouts:\n  " + "\n  ".join(messages))
 
 
 def short_stages(stages: "Sequence[Any]") -> tuple[Any, ...]:
-    """The stages of a recipe with a step each, and the rest for the last one."""
+    """Returns the stages of a recipe, shortened to one step each; the last stage has all further steps."""
     return tuple(
         replace(stage, until=None if number == len(stages) else number, warmup=0) for number, stage in enumerate(stages, 1)
     )
 
 
 def as_measured(job: "Job", rows: int, micro_batch: int) -> "Job":
-    """The job with the batches of the measurement."""
+    """Returns the job with the batch sizes of the measurement."""
     return replace(job, train=replace(job.train, global_batch=rows, micro_batch=micro_batch))
 
 

@@ -1,4 +1,4 @@
-"""`forge-train plan RECIPE --world N`: what a run would hold and exchange, from one process without memory for any tensor."""
+"""`forge-train plan RECIPE --world N`: memory and traffic of a run, from a dry run in one process without tensor memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -35,20 +35,20 @@ def plan(
     ] = None,
     device: Annotated[
         Literal["cpu", "a100", "h100", "h200", "b200"],
-        typer.Option("--device", help="Whose attention to plan for; a GPU's keeps no scores or masks."),
+        typer.Option("--device", help="Device whose attention to plan for; on GPUs, attention keeps no scores or masks."),
     ] = "cpu",
     modules: Annotated[
-        bool, typer.Option("--modules", help="Show each parameter instead: its path, classes, placement and bytes.")
+        bool, typer.Option("--modules", help="Show each parameter instead, with path, classes, placement and bytes.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, with bytes as integers.")] = False,
 ) -> None:
-    """Show what a recipe would hold and exchange on N processes, before renting any.
+    """Show the memory and traffic of a recipe on N processes, before renting any.
 
     Draws which ranks form which group; then, per rank, bytes of parameters, gradients and optimizer state, of
     activations, and of every collective next to its lower bound. The recipe's own model, transforms and optimizer
-    run for a step, on tensors without memory: no GPU, no data, a few hundred MiB, seconds to a minute.
+    run for one step on tensors without memory: this needs no GPU, no data, a few hundred MiB, and up to a minute.
 
-    Try layouts before you rent: forge-train plan 7b --world 64 --device h100 --parallel.dp_replicate=8
+    Example: forge-train plan 7b --world 64 --device h100 --parallel.dp_replicate=8
     """
     from forge_core.errors import LayoutError
     from forge_core.registry import Registry
@@ -64,7 +64,7 @@ def plan(
         console.note(f"warning: {warning}")
     assert resolved.layout is not None, "a world was given"
     if outside := [rank for rank in ranks or () if not 0 <= rank < world]:
-        raise LayoutError(f"--rank {outside[0]}: ranks of {world} processes are 0 to {world - 1}")
+        raise LayoutError(f"--rank {outside[0]} does not exist: the ranks of {world} processes are 0 to {world - 1}")
     chosen = tuple(dict.fromkeys(ranks or ()))
     if modules:
         _show_modules(resolved, registry, chosen, recipe, console, as_json)
@@ -98,7 +98,7 @@ def _show_modules(
 
 
 def _terminal(width: int) -> Terminal:
-    """Where to draw: this terminal, or `width` characters where there is none."""
+    """Returns the terminal to draw on; output that is not a terminal has `width` characters per line."""
     terminal = Terminal(markup=False, highlight=False)
     return terminal if terminal.is_terminal else Terminal(markup=False, highlight=False, width=width)
 
@@ -106,13 +106,13 @@ def _terminal(width: int) -> Terminal:
 LETTERS = {"pp": "p", "dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t", "efsdp": "f", "ep": "e", "etp": "w"}
 COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 SHOWN = 4
-"""Nodes drawn of many, and columns of many stages."""
+"""Maximum number of nodes drawn, and of columns of stages."""
 NOTATION = (
-    "Placements as torch writes them: S(d) is split along dimension d over the ranks of the axis, R is whole on each of them, "
-    "_S(d, n) is split within each of the n parts that a later axis makes of the same dimension."
+    "Placements in torch's notation: S(d) is sharded along dimension d over the ranks of the axis, R is replicated on each rank, "
+    "_S(d, n) is sharded within each of the n shards that a later axis makes of the same dimension."
 )
 BAR = 32
-"""Characters of the longest bar."""
+"""Length of the longest bar in characters."""
 
 
 def draw(plan: "DryRun", recipe: str, out: Terminal) -> None:
@@ -136,7 +136,7 @@ def draw(plan: "DryRun", recipe: str, out: Terminal) -> None:
 
 
 def draw_modules(held: "Mapping[int, Sequence[ParameterPlacement]]", out: Terminal) -> None:
-    """Prints every parameter of each rank: where it is in the model, what it became, how it is placed, and its bytes."""
+    """Prints every parameter of each rank: its name, classes, shapes, placement and bytes."""
     for rank, parameters in held.items():
         total = sum(parameter.bytes for parameter in parameters)
         out.print(Text(f"Parameters of rank {rank}, {size(total)}", style="bold"))
@@ -151,12 +151,12 @@ def draw_modules(held: "Mapping[int, Sequence[ParameterPlacement]]", out: Termin
 
 
 def _map(layout: Layout, per_node: int) -> Iterator[Text]:
-    """A line per node, with the rank and the coordinates that differ on it; the others are printed before the bar."""
+    """Yields a line per node: coordinates that all its ranks share, a bar, and each rank with its other coordinates."""
     active = [axis for axis in DENSE if layout.size(axis) > 1]
     nodes = [range(start, min(start + per_node, layout.world)) for start in range(0, layout.world, per_node)]
     shown = range(len(nodes)) if len(nodes) <= SHOWN + 1 else [*range(SHOWN - 1), len(nodes) - 1]
     at = {rank: layout.coordinates(rank) for number in shown for rank in nodes[number]}
-    # The places that experts borrow: a second name for the same ranks.
+    # Expert axes are a second coordinate system for the same ranks.
     borrowed = [axis for axis in SPARSE if axis not in DENSE and layout.ep * layout.etp > 1 and layout.size(axis) > 1]
     drawn = [*active, *borrowed]
     varying = [axis for axis in drawn if any(len({at[rank][axis] for rank in nodes[n]}) > 1 for n in shown)]
@@ -190,7 +190,7 @@ def _cell(rank: int, at: dict[str, int], axes: Sequence[str]) -> str:
 
 
 def _group(at: dict[str, int], axes: Sequence[str], layout: Layout) -> int:
-    """The number of a rank's group, whose members differ on the axis that is left out."""
+    """Returns the number of a rank's group: ranks with equal coordinates on `axes`."""
     number = 0
     for axis in axes:
         number = number * layout.size(axis) + at[axis]
@@ -206,7 +206,7 @@ def _axes(plan: "DryRun") -> Table:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """`0-7`, `0, 8, 16` or `0, 8 .. 504`."""
+    """Returns ranks as text: `0-7`, `0, 8, 16` or `0, 8 .. 504`."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     regular = all(b - a == step for a, b in pairwise(ranks))
     if regular and step == 1 and len(ranks) > 2:
@@ -228,29 +228,29 @@ def _ranks(plan: "DryRun") -> Iterator[list[Table | Text]]:
             *((f"{plan.accelerator.memory:,}",) if len(many) == 1 else ()),
             Text("in all", style="dim"),
         )
-    yield [memory, *([Text(f"{left_out} more with --json", style="dim")] if left_out else [])]
+    yield [memory, *([Text(f"{left_out} more ranks with --json", style="dim")] if left_out else [])]
     fullest = max(plan.ranks, key=lambda estimate: sum(estimate.peak.values()))
     yield [Text(f"The peak of rank {fullest.rank}, {size(sum(fullest.peak.values()))}", style="bold"), _peak(fullest)]
     for estimate in many:
         if flows := [flow for flow in estimate.flows if flow.axis != "self"]:
-            yield [Text(f"What rank {estimate.rank} exchanges in a step", style="bold"), _traffic(flows, estimate)]
+            yield [Text(f"Traffic of rank {estimate.rank} in a step", style="bold"), _traffic(flows, estimate)]
 
 
 def _recommended(sharding: "Recommendation", device: str) -> list[Text]:
-    """The recommended values of `[transforms.shard]` as lines of a recipe, and the estimates behind them."""
+    """Returns the recommended values of `[transforms.shard]` as lines of a recipe, with the estimates behind them."""
     from forge_parallel.dryrun.sharding import USABLE, keys_of
 
     best, usable = sharding.best, f"{size(sharding.usable)}, {100 * USABLE:.0f} % of the memory of {device}"
-    why = f"the least traffic of what fits into {usable}"
+    why = f"the least traffic among options that fit into {usable}"
     if not sharding.fits:
-        why = f"the least memory, since nothing fits into {usable}"
+        why = f"the least memory, since no option fits into {usable}"
     lines = [Text(f"Recommended sharding, about {size(best.memory)}: {why}", style="bold")]
     lines += [Text(f"  {line}") for line in ("[transforms.shard]", *keys_of(best))]
     for option in (*sharding.proven, *sharding.unproven):
         if option == best:
             continue
         keys = ", ".join(keys_of(option))
-        proof = ", and no test proves it with the rest of this recipe" if option in sharding.unproven else ""
+        proof = ", not tested with the rest of this recipe" if option in sharding.unproven else ""
         lines.append(Text(f"{keys}: about {size(option.memory)}, {_compared(option.traffic, best.traffic)}{proof}", style="dim"))
     return lines
 

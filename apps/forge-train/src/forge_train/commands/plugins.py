@@ -1,4 +1,4 @@
-"""`forge-train plugins list|show|doctor`: list, show and test what is installed."""
+"""`forge-train plugins list|show|doctor`: lists, shows and tests installed plugins."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +13,7 @@ plugins = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="List installed plugins, show one, and check that all of them are sound.",
+    help="List installed plugins, show one, and test them.",
 )
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -24,7 +24,7 @@ def list_(
     group: Annotated[str, typer.Argument(help="A group such as forge.optimizers or optimizers.", show_default=False)] = "",
     as_json: _Json = False,
 ) -> None:
-    """List every plugin by group, with its distribution; imports none of them."""
+    """List every plugin by group, with its distribution, without importing it."""
     from forge_core.registry import GROUPS, Registry
     from forge_core.terminal import Console
 
@@ -45,7 +45,7 @@ def show(
     group: Annotated[str, typer.Option("--group", help="Only this group.", show_default=False)] = "",
     as_json: _Json = False,
 ) -> None:
-    """Show what a plugin is and which keys it takes."""
+    """Show a plugin and its keys."""
     from forge_core.plugins import describe_plugin, find_everywhere
     from forge_core.registry import Registry
     from forge_core.terminal import Console
@@ -80,7 +80,7 @@ def doctor(
     conform: Annotated[bool, typer.Option("--conform", help="Also run the conformance checks of each group.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Load every plugin and report the broken ones, names claimed twice and, with --conform, failed conformance checks."""
+    """Load every plugin and report broken plugins, duplicate names and, with --conform, failed conformance checks."""
     from forge_core.conformance import examine
     from forge_core.machine import slow_bf16
     from forge_core.plugins import diagnose

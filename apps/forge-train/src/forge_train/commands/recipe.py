@@ -1,4 +1,4 @@
-"""`forge-train check|config|prepare RECIPE`: commands that read a recipe and do not train. No torch."""
+"""`forge-train check|config|prepare RECIPE`: commands that read a recipe without training. No torch."""
 
 import json
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def check(
         console.note(f"warning: {warning}")
     depends = list(getattr(resolved.job.model, "layout_dependent", ()))
     for key in depends:
-        console.note(f"note: what {key} does depends on the number of ranks and on train.micro_batch")
+        console.note(f"note: the effect of {key} depends on the number of ranks and on train.micro_batch")
     if as_json:
         console.document(
             {
@@ -88,10 +88,10 @@ def show(
     resolved = load(recipe, context.args)
     text = resolved.as_toml(origins=origins).rstrip("\n")
     if redacted_text(text) != text:
-        console.note("secrets are hidden, so what is shown does not load to the same run")
+        console.note("secrets are hidden, so the recipe shown here does not load to the same run")
     if as_json:
-        told = [row | {"value": redacted(row["value"], row["key"])} for row in resolved.origins()]
-        console.document({"recipe": redacted(resolved.as_json())} | ({"origins": told} if origins else {}))
+        rows = [row | {"value": redacted(row["value"], row["key"])} for row in resolved.origins()]
+        console.document({"recipe": redacted(resolved.as_json())} | ({"origins": rows} if origins else {}))
     else:
         console.text(redacted_text(text))
 
@@ -103,7 +103,7 @@ def explain(
     key: Annotated[str, typer.Argument(help="A key such as optimizer.lr, or a section.", show_default=False)] = "",
     as_json: _Json = False,
 ) -> None:
-    """Explain a key: type, range, default, value and where it comes from. Give a section, or nothing, for all its keys."""
+    """Explain a key: type, range, default, value and origin. A section, or no key at all, explains all keys in it."""
     from forge_core.config.descriptions import explain as explain_key
     from forge_core.config.toml import value_text
     from forge_core.redaction import redacted
@@ -111,7 +111,7 @@ def explain(
     console = Console(as_json=as_json)
     registry = Registry()
     overrides = list(context.args)
-    if key.startswith("-"):  # an override, since the key may be left out
+    if key.startswith("-"):  # an override: the argument KEY is optional
         overrides, key = [key, *overrides], ""
     resolved = load(recipe, overrides, None, registry)
     found = [replace(item, value=redacted(item.value, item.key)) for item in explain_key(resolved.outcome, registry, key)]
@@ -137,8 +137,8 @@ def diff(
 ) -> None:
     """List keys that differ between two recipes, runs or checkpoints, defaults included; exit code 1 when any differ.
 
-    Each has its class: a resume refuses another value of an `identity` key. Overrides such as --optimizer.lr=1e-3 change the
-    second side.
+    Shows the class of each key: for example, a resume refuses to change an `identity` key. Overrides such as
+    --optimizer.lr=1e-3 apply to the second side.
     """
     found = differences(one, other, context.args)
     console = Console(as_json=as_json)
@@ -160,12 +160,12 @@ def schema(
     """Print the JSON Schema of a recipe with every installed component, for editors that complete TOML."""
     from forge_core.config.descriptions import json_schema
 
-    made = json_schema(Job, Registry())
+    document = json_schema(Job, Registry())
     if output is None:
-        Console().document(made)
+        Console().document(document)
         return
     try:
-        output.write_text(json.dumps(made, indent=2) + "\n")
+        output.write_text(json.dumps(document, indent=2) + "\n")
     except OSError as cause:
         raise ForgeError(f"the schema cannot be written to {output}: {cause.strerror}; choose another --output") from cause
     Console().text(f"wrote {output}")
@@ -178,7 +178,7 @@ def prepare(
 ) -> None:
     """Tokenize the text of a recipe before its run starts.
 
-    A run does the same at its start. On a cluster, do it once before, in one process, so that no accelerator waits.
+    A run does the same at its start. On a cluster, run this once before, in one process, so that no accelerator waits.
     """
     from forge_core.protocols.data import StreamedSource
     from forge_data.loading.evaluation import evaluation
@@ -206,14 +206,14 @@ def prepare(
 
 
 def differences(one: str, other: str, overrides: Sequence[str] = (), registry: Registry | None = None) -> list[Change]:
-    """Every key whose value differs, defaults included, with the class that says what a resume makes of it.
+    """Returns every key whose value differs, defaults included, with its class (what a resume does if the key changes).
 
     Args:
         one, other: a TOML file, the name of a preset, a run's directory, a checkpoint, or a directory of checkpoints.
-        overrides: `--section.key=value`, laid over the second side, which is a recipe or a run then.
+        overrides: `--section.key=value`, applied to the second side, which must be a recipe or a run then.
 
     Raises:
-        ForgeError: a side is none of these, or a recipe has faults.
+        ForgeError: a side cannot be read, or a recipe has faults.
     """
     registry = registry or Registry()
     return changes(_outcome(one, (), registry), _outcome(other, overrides, registry), registry)
@@ -231,11 +231,11 @@ def _outcome(given: str, overrides: Sequence[str], registry: Registry) -> Resolu
 
 
 def _recorded(path: Path, registry: Registry) -> Resolution:
-    """The recipe that a checkpoint carries."""
+    """Resolves the recipe in a checkpoint."""
     from forge_ckpt.checkpoint.locate import locate
 
     place = locate(path)
     tree = build(place.manifest().meta.get("config", {}), (), lambda _: f"{place.store.root}/{place.name}", Path.cwd())
     if not isinstance(tree, Table) or not tree.items:
-        raise CheckpointError(f"{place.store.root}/{place.name} has no recipe")
+        raise CheckpointError(f"{place.store.root}/{place.name} has no recipe to compare; compare with a checkpoint of a run")
     return walk(Job, tree, registry)

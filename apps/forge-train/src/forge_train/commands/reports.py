@@ -1,4 +1,4 @@
-"""`forge-train report|profile RUN`: what a run has recorded."""
+"""`forge-train report|profile RUN`: shows what a run has recorded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Directories of runs, or folders of runs: runs/demo runs/other.")],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where to write the page; by default report.html in the only RUN, else here.")
+        Path | None, typer.Option("--out", help="File of the page. Default: report.html in RUN, or here for several runs.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write one offline page about a run, or about several on top of each other; also while they go on.
+    """Write an offline page about a run, finished or not, or a page that compares several runs.
 
-    Several are compared by `forge-train compare`, a command of the package forge-lab.
+    Comparing runs needs the package forge-lab, which has the command `forge-train compare`.
 
-    Curves to zoom into, throughput, memory, data, experts, samples, faults and restarts,
-    machine and versions. The page is a single file that needs no network.
+    The page has curves to zoom into, throughput, memory, data, experts, samples, faults and restarts,
+    machine and versions. It is a single file that needs no network.
     """
     from forge_train.report.page import directories_of
     from forge_train.report.page import report as write
@@ -36,7 +36,7 @@ def report(
         try:
             compare = Registry().load("forge.commands", "compare")
         except UnknownComponent as cause:
-            raise ForgeError(f"a page about {several} runs compares them: {cause}") from cause
+            raise ForgeError(f"a page about {several} runs needs the command compare: {cause}") from cause
         compare(runs, out, as_json)
         return
     path = write(runs, out)
@@ -53,17 +53,18 @@ def profile(
             metavar="RUN", help="Directory of a run, such as runs/demo; or a folder of traces, or one trace.", show_default=False
         ),
     ],
-    step: Annotated[int | None, typer.Option("--step", help="First step of a window; by default the newest one.")] = None,
-    rank: Annotated[int | None, typer.Option("--rank", help="Whose kernels to list; by default the first rank's.")] = None,
+    step: Annotated[int | None, typer.Option("--step", help="First step of a window. Default: the newest window.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="Rank whose kernels to list. Default: the first rank.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, in nanoseconds, with every kernel.")] = False,
 ) -> None:
-    """Show where the time of profiled steps went: each instant in exactly one class.
+    """Show where the time of profiled steps went, with each instant in exactly one class.
 
-    compute, communication that is overlapped by compute, communication that is exposed, memory, idle: they sum to the
-    window on each rank. Then, what was waited for and what ran next, kernels, named ranges, and waits of the host.
+    The classes are compute, communication overlapped by compute, exposed communication, memory and idle; they sum to the
+    window on each rank. Then follow exposed collectives with the kernels that waited for them, kernels, named ranges, and
+    waits of the host.
 
-    Make a profile with [[hooks]] name = "profile" at = [100], or any trace of torch.profiler. A GPU is read by its
-    kernels, a CPU by the operators of its threads. The traces open in ui.perfetto.dev, too.
+    Record a profile with [[hooks]] name = "profile" at = [100]; any trace of torch.profiler works, too. On a GPU, kernels
+    are analyzed; on a CPU, the operators of its threads. The traces also open in ui.perfetto.dev.
     """
     from forge_train.profiling.summary import spreads, summarize, waited_for_others
     from forge_train.profiling.trace import chosen_traces, traces_of
@@ -72,7 +73,7 @@ def profile(
     ranks = {number: summarize(trace) for number, trace in traces_of(paths).items()}
     shown = min(ranks) if rank is None else rank
     if shown not in ranks:
-        raise ForgeError(f"--rank {shown}: there are traces of the ranks {', '.join(map(str, ranks))}")
+        raise ForgeError(f"--rank {shown} has no trace; choose one of the ranks {', '.join(map(str, ranks))}")
     console = Console(as_json=as_json)
     if as_json:
         console.document(
@@ -86,20 +87,20 @@ def profile(
 
 
 SHOWN = 12
-"""Rows of a long table; `--json` has all."""
+"""Maximum number of rows of a table; `--json` has all rows."""
 RANKS = 16
-"""Ranks that a table shows one by one."""
+"""Maximum number of ranks in a table."""
 _WIDTH = 72
 
 MEANING = (
     "compute: computing without communication; overlapped: both at once; exposed: communication alone; "
     "memory: copies and fills alone; idle: nothing. They sum to the window."
 )
-_ON_THREADS = "On a CPU, idle is Python, and operators that only call others."
+_ON_THREADS = "On a CPU, idle is time in Python and in operators that only call other operators."
 
 
 def draw(ranks: "Mapping[int, Summary]", shown: int, out: Console) -> None:
-    """Prints the classes of all ranks and the rest of one of them."""
+    """Prints the time classes of all ranks, and the details of rank `shown`."""
     from forge_train.profiling.classes import CLASSES, has_parts
     from forge_train.profiling.summary import waited_for_others
 
@@ -110,7 +111,7 @@ def draw(ranks: "Mapping[int, Summary]", shown: int, out: Console) -> None:
     out.text(f"{window}{_milliseconds(one.window)} ms on rank {shown}, {where}")
     out.text(MEANING if one.device else f"{MEANING} {_ON_THREADS}")
     if not one.device and one.about.get("device", "cpu") != "cpu":
-        out.text(f"The trace has no kernel of the {one.about['device']} device, so this is the host: is its profiler missing?")
+        out.text(f"The trace has no kernels of the {one.about['device']} device; host times are shown: is its profiler missing?")
     out.text()
     out.table(["rank", "window ms", *(f"{label} ms" for label in CLASSES), *(f"{label} %" for label in CLASSES)], _classes(ranks))
     if len(ranks) > 1:
@@ -120,8 +121,8 @@ def draw(ranks: "Mapping[int, Summary]", shown: int, out: Console) -> None:
         if waiting := waited_for_others(ranks):
             slowest, most = min(waiting, key=lambda rank: waiting[rank]), max(waiting.values())
             out.text(
-                f"rank {slowest} is the one that others wait for: it waited {_milliseconds(waiting[slowest])} ms for others in "
-                f"collectives, the longest wait is {_milliseconds(most)} ms"
+                f"the other ranks wait for rank {slowest}: it waited only {_milliseconds(waiting[slowest])} ms in collectives, "
+                f"while the longest wait of a rank is {_milliseconds(most)} ms"
             )
     sections: list[tuple[str, list[str], Iterator[Sequence[str]], int]] = [
         ("the time of a step", ["part", "ms of each", "%"], _split(one), len(one.split) if has_parts(one.split) else 0),

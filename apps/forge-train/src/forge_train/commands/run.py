@@ -1,4 +1,4 @@
-"""`forge-train run RECIPE`: train, or go on training."""
+"""`forge-train run RECIPE`: trains, or resumes training."""
 
 import os
 import sys
@@ -22,23 +22,19 @@ def run(
     context: typer.Context,
     recipe: RecipePath,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; the earlier run is kept until the new one has saved.")
+        bool, typer.Option("--fresh", help="Start over; the earlier run is kept until the new run saves a checkpoint.")
     ] = False,
-    processes: Annotated[
-        int, typer.Option(min=1, help="JobRanks that are started on this machine, without another launcher.")
-    ] = 1,
-    restarts: Annotated[
-        int, typer.Option(min=0, help="How often failed ranks are started again, from the newest checkpoint.")
-    ] = 0,
+    processes: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine, without another launcher.")] = 1,
+    restarts: Annotated[int, typer.Option(min=0, help="How often to restart failed ranks, from the newest checkpoint.")] = 0,
     min_processes: Annotated[
         int | None,
-        typer.Option(min=1, help="After failures of one device, go on with fewer ranks, down to so many."),
+        typer.Option(min=1, help="After failures of one device, continue with fewer ranks, but at least this many."),
     ] = None,
 ) -> None:
     """Train a recipe; started again, it resumes. Any key can be set: --optimizer.lr=1e-3
 
-    Runs as one process, under torchrun or under srun. The run lives in runs/<job.name> (or --job.dir=PATH): resolved
-    recipe, metrics, logs of every rank, checkpoints and report.html. A start that is refused changes nothing there.
+    Runs as one process, under torchrun or under srun. The directory runs/<job.name> (or --job.dir=PATH) has the resolved
+    recipe, metrics, logs of every rank, checkpoints and report.html. A start that is refused does not change it.
     """
     from forge_parallel.launch.environment import read_launcher
     from forge_train.process.logs import logging_of
@@ -63,7 +59,7 @@ def run(
 def run_recipe(
     recipe: str, overrides: Sequence[str], fresh: bool, where: "Launch", log: "RunLog", signals: "Signals | None" = None
 ) -> int:
-    """Reads a recipe, trains it, and returns the exit code of this rank. Rank 0 prints what ranks refuse before they train."""
+    """Reads a recipe, trains it, and returns the exit code of this rank. Rank 0 prints refusals of any rank before training."""
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_train.process.stop import Signals
@@ -73,8 +69,8 @@ def run_recipe(
     resolved, unread = None, None
     try:
         resolved = load(recipe, overrides, where.size, registry, here=True)
-    except Exception as cause:  # noqa: BLE001 (the other ranks have to learn of any error)
-        if where.size == 1 and isinstance(cause, ForgeError):  # there are none, and torch need not be imported
+    except Exception as cause:  # noqa: BLE001 (the other ranks must be informed of any error)
+        if where.size == 1 and isinstance(cause, ForgeError):  # no other ranks, so torch is not needed
             log.say(cause)
             return cause.exit_code
         unread = cause
@@ -108,16 +104,16 @@ def run_recipe(
     except (Refused, RanksDiffer) as refusal:
         if where.rank == 0:
             log.say(refusal)
-        ranks.watch.stop()  # all ranks end now, which is not a failure of this one
+        ranks.watch.stop()  # all ranks end now, so the end of this rank is not a failure
         ranks.agreement.said()
         tell_launcher(str(refusal), refusal.exit_code, follows=where.rank > 0)
         return refusal.exit_code
-    except BaseException as error:  # noqa: BLE001 (the last stop before the process ends: the cause must be on paper)
+    except BaseException as error:  # noqa: BLE001 (last chance to record the cause before the process ends)
         return conclude(error, ranks.watch, log.say)
 
 
 def _train(recipe: "Resolved", ranks: "JobRanks", fresh: bool) -> int:
-    """Trains, and returns the exit code of this rank."""
+    """Trains a recipe and returns the exit code of this rank."""
     from rich.console import Console
 
     from forge_parallel.launch import process_group
@@ -138,13 +134,13 @@ def _train(recipe: "Resolved", ranks: "JobRanks", fresh: bool) -> int:
             failed = ", ".join(sorted({*run.calls.off, *run.calls.failed_last}))
             tell_launcher(f"{reason} after step {run.state.step}; these hooks failed: {failed}", code)
         return code
-    saved = "without the time to save it" if run.saves.left_out else "and saved"
-    tell_launcher(f"{reason} after step {run.state.step}, {saved}; start it again", REQUEUE)
+    saved = "without enough time to save a checkpoint" if run.saves.left_out else "and saved a checkpoint"
+    tell_launcher(f"{reason} after step {run.state.step}, {saved}; start the same command again to resume", REQUEUE)
     return REQUEUE
 
 
 def _conclude(run: "Run", resolved: "Resolved", reason: str) -> None:
-    """Writes the report."""
+    """Writes the report and prints its path."""
     from forge_train.report.facts import write_run_report
 
     report = write_run_report(run, resolved, reason, list(resolved.warnings))

@@ -1,4 +1,4 @@
-"""`forge-train convert|upcycle SOURCE`: weights in another format, or as those of a model with experts."""
+"""`forge-train convert|upcycle SOURCE`: converts weights to another format, or a dense model to one with experts."""
 
 import tempfile
 from dataclasses import fields
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOLERANCE = 1e-4
-"""Largest difference from another library's fp32 logits, in units of the largest logit."""
+"""Largest allowed difference from another library's fp32 logits, relative to the largest logit."""
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="The weights to convert; checkpoints by their URL, too.")],
+    source: Annotated[str, typer.Argument(help="The weights to convert: a path, or the URL of a checkpoint.")],
     target_: Annotated[str, typer.Argument(metavar="TARGET", help="The folder to create.")],
-    from_: Annotated[str | None, typer.Option("--from", help="Format of SOURCE. Default: as its files say.")] = None,
+    from_: Annotated[str | None, typer.Option("--from", help="Format of SOURCE. Default: detected from its files.")] = None,
     to: Annotated[str, typer.Option("--to", help="Format of TARGET.")] = ...,  # type: ignore[assignment]  # required
     dtype: Annotated[str | None, typer.Option(help="Data type to write: fp32, bf16 or fp16. Default: unchanged.")] = None,
     family: Annotated[str | None, typer.Option(help="Model family to write, such as llama or llava.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder to copy tokenizer files from.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="A key of config.json to ignore; may be given several times.")] = None,
     max_shard_bytes: Annotated[int | None, typer.Option(help="Maximum size of one tensor file, in bytes.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="Recipe whose [model] the tensors of SOURCE are of.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe with the [model] of the tensors in SOURCE.")] = None,
     prefix: Annotated[str | None, typer.Option(help="Text before each name in SOURCE, such as `model.`.")] = None,
     to_prefix: Annotated[str | None, typer.Option(help="Text before each name in TARGET.")] = None,
     unsafe_pickle: Annotated[
         bool, typer.Option("--unsafe-pickle", help="Unpickle SOURCE, which can run any code of its author.")
     ] = False,
-    weights: Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")] = "model",
+    weights: Annotated[str, typer.Option(help="Weights to use: `model`, or `ema` for the average of hook ema.")] = "model",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Convert weights between formats, read the result again, and compare its logits.
 
-    Formats are plugins of the group forge.converters. Forge has `hf`, `forge`, and `safetensors`, `dcp` and `torch`, which hold
-    tensors under the names that they have in the model.
+    Formats are plugins of the group forge.converters. Forge has `hf`, `forge`, and `safetensors`, `dcp` and `torch`, which store
+    tensors under their names in the model.
     """
     from dataclasses import replace
 
@@ -58,11 +58,11 @@ def convert(
     require_single_process("convert")
     if is_url(target_):
         raise ForgeError(
-            f"{target_}: weights are written to a folder of this machine and compared there; copy it to the URL then"
+            f"{target_}: weights can only be written to a local folder; write them there, then copy the folder to the URL"
         )
     from_ = from_ or format_of(source)
     if is_url(source) and from_ != "forge":
-        raise ForgeError(f"{source}: format {from_!r} is read from a folder of this machine; copy it there first")
+        raise ForgeError(f"{source}: format {from_!r} can only be read from a local folder; copy the weights to one first")
     target = Path(target_)
     place: Any = source if is_url(source) else Path(source)
     console, registry = Console(as_json=as_json), Registry()
@@ -89,26 +89,26 @@ def convert(
         aside = target.with_name(f"{target.name}.refused")
         if not aside.exists():
             target.rename(aside)
-            console.note(f"the written weights failed the comparison and were moved to {aside}")
+            console.note(f"the converted weights failed the comparison and were moved to {aside}")
         raise
     result = {"source": source, "target": str(target), "tensors": len(again.tensors), "logits": "equal", "notes": notes}
     if as_json:
         console.document(result)
-    console.text(f"{target}: {len(again.tensors)} tensors; read again, its logits are bit by bit those of {source}")
+    console.text(f"{target}: {len(again.tensors)} tensors; read again, its logits are bitwise equal to those of {source}")
     for note in notes:
         console.text(f"  {note}")
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """The options that the command line has."""
+    """Returns the options that are set."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def converter(registry: "Registry", name: str, options: dict[str, Any]) -> "Converter":
-    """The converter of a format.
+    """Returns the converter of a format.
 
     Raises:
-        ForgeError: an option that this format does not have.
+        ForgeError: the format does not support an option.
     """
     from forge_core.errors import ForgeError
 
@@ -123,15 +123,15 @@ def converter(registry: "Registry", name: str, options: dict[str, Any]) -> "Conv
 def _options(registry: "Registry", name: str) -> set[str]:
     from forge_core.trust import trust_name
 
-    trust_name(name)  # of the command line
+    trust_name(name)  # the user typed the name, so its Python file may run
     return {item.name for item in fields(registry.load("forge.converters", name))}
 
 
 def same(weights: "Weights", again: "Weights") -> None:
-    """Compares logits of what was to be written with those of what is there now.
+    """Compares the logits of the source weights with those of the written weights.
 
     Raises:
-        ForgeError: they differ in any bit, or are not finite.
+        ForgeError: the logits differ in any bit, or are not finite.
     """
     import torch
 
@@ -145,10 +145,10 @@ def same(weights: "Weights", again: "Weights") -> None:
 
 
 def compared(converter: "Converter", path: Path, weights: "Weights") -> str:
-    """What the comparison with the format's own library showed.
+    """Compares logits with the format's own library, and returns the result as text.
 
     Raises:
-        ForgeError: the logits differ.
+        ForgeError: the logits differ by more than `TOLERANCE`.
     """
     from forge_core.errors import ForgeError
     from forge_models.hf.streamed_forward import fixed_rows
@@ -178,9 +178,9 @@ def upcycle(
     noise: Annotated[float, typer.Option(min=0.0, help="Noise added to experts, in standard deviations of each matrix.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of noise and routers.")] = 0,
 ) -> None:
-    """Turn the feed-forward parts of a dense model into experts; without noise the new model computes the same.
+    """Turn the feed-forward layers of a dense model into experts; without noise, the new model computes the same function.
 
-    Start a run from a folder in the Hugging Face format with `[model] from_hf`.
+    To train it, set `[model] from_hf` to TARGET (in the Hugging Face format).
     """
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
@@ -195,11 +195,11 @@ def upcycle(
     registry = Registry()
     model: Any = load(recipe, registry=registry).job.model
     if getattr(model, "moe", None) is None:
-        raise ForgeError(f"{recipe} has no [model.moe], which defines the experts")
-    console, given = Console(), open_weights(source, registry)
-    for note in given.facts.notes:
+        raise ForgeError(f"{recipe} has no [model.moe], which defines the experts; add it")
+    console, dense = Console(), open_weights(source, registry)
+    for note in dense.facts.notes:
         console.note(note)
-    weights = Upcycled(given, model.moe, noise, seed)
+    weights = Upcycled(dense, model.moe, noise, seed)
     trust_name(to)
     registry.load("forge.converters", to)().build().write(target, weights)
     shape = weights.model.shape

@@ -1,4 +1,4 @@
-"""Hooks that ask the model: held-out sets, tasks, questions and prompts; chosen in `[[hooks]]`."""
+"""Hooks of `[[hooks]]` that evaluate the model: on held-out sets, tasks, questions and prompts."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -21,11 +21,11 @@ class Evaluate(Component):
     key_class: ClassVar = FREE
 
     every: Annotated[int, Gt(0)] = 500
-    """Optimizer steps between two evaluations; the last step of the run is always evaluated."""
+    """Optimizer steps between evaluations; the last step of the run is always evaluated."""
     at_start: bool = False
     """Also evaluate the initial weights, before the first step."""
     weights: Literal["model", "ema"] = "model"
-    """Whose weights: the model's, or their average, which hook `ema` keeps. Results of the average have `@ema` in their names."""
+    """Weights to evaluate: the model's, or their average of hook `ema`, whose results have `@ema` in their names."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.evaluation import EvaluateHook
@@ -35,29 +35,29 @@ class Evaluate(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks(Component):
-    """Tasks of the LM Evaluation Harness, on the weights as they are; needs `pip install "forge-train[eval]"`. The metrics of a
-    task are logged as `tasks/NAME/METRIC`."""
+    """Runs tasks of the LM Evaluation Harness on the current weights; needs `pip install "forge-train[eval]"`. Metrics of a task
+    are logged as `tasks/NAME/METRIC`."""
 
     key_class: ClassVar = FREE
 
     tasks: Annotated[list[str], MinLen(1)]
-    """Their names, or those of groups of tasks."""
+    """Names of tasks, or of groups of tasks."""
     every: Annotated[int, Gt(0)] = 1000
-    """Optimizer steps between two times; after the last step they are always asked."""
+    """Optimizer steps between evaluations on the tasks; the last step of the run is always evaluated."""
     folder: str | None = None
-    """Folder with task files of your own."""
+    """Folder with your own task files."""
     shots: Annotated[int, Ge(0)] | None = None
-    """Examples before each question; what the task says when absent."""
+    """Examples before each question; by default as the task says."""
     limit: Annotated[int, Gt(0)] | None = None
-    """Questions of each task at most; all when absent."""
+    """Maximum number of questions per task; by default all."""
     batch: Annotated[int, Gt(0)] = 8
-    """Texts in one forward of a rank."""
+    """Texts per forward and rank."""
     weights: Literal["model", "ema"] = "model"
-    """Whose weights: the model's, or their average, which hook `ema` keeps; then `NAME@ema` takes the place of NAME."""
+    """Weights to evaluate: the model's, or their average of hook `ema`, for which NAME becomes `NAME@ema`."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Tasks]":
-        """A task of one question."""
+        """Returns a task with one question."""
         question = folder / "question.jsonl"
         question.write_text('{"text": "a", "answer": 1}\n')
         (folder / "task.yaml").write_text(
@@ -83,14 +83,14 @@ class Tasks(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Best(Component):
-    """Saves where an evaluation is better than all before; retention spares that checkpoint, and the file `best` names it."""
+    """Saves a checkpoint at each new best evaluation, writes its name to the file `best`, and protects it from retention."""
 
     key_class: ClassVar = FREE
 
     metric: str = "evaluation/held_out/loss"
-    """The result that counts, by the name under which it is logged."""
+    """Metric to compare, by its name in logs."""
     mode: Literal["min", "max"] = "min"
-    """Whether less or more is better."""
+    """`min` if smaller is better, `max` if larger is better."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.evaluation import BestHook
@@ -100,18 +100,18 @@ class Best(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStop(Component):
-    """Ends the run when evaluations no longer get better, with a checkpoint and exit code 0."""
+    """Ends the run when evaluations no longer improve, with a checkpoint and exit code 0."""
 
     key_class: ClassVar = FREE
 
     metric: str = "evaluation/held_out/loss"
-    """The result that counts, by the name under which it is logged."""
+    """Metric to compare, by its name in logs."""
     mode: Literal["min", "max"] = "min"
-    """Whether less or more is better."""
+    """`min` if smaller is better, `max` if larger is better."""
     patience: Annotated[int, Gt(0)] = 3
-    """Evaluations in a row that may be no better than the best one; the last of them ends the run."""
+    """Number of consecutive evaluations without improvement after which the run ends."""
     min_delta: Annotated[float, Ge(0)] = 0.0
-    """By how much a result has to be better than the best one to count as better."""
+    """Minimum change over the best result that counts as an improvement."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.evaluation import EarlyStopHook
@@ -121,23 +121,23 @@ class EarlyStop(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Answers(Component):
-    """Has the model answer held-out documents, such as to describe images, and logs the share that is exactly right: at the end
-    of the run, and every N steps if asked. Of a document what stands before its first learned token is given."""
+    """Lets the model answer held-out documents, such as describing images, and logs the share of exact matches: at the end of the
+    run, and every N steps if set. The prompt of a document is the part before its first token with loss."""
 
     key_class: ClassVar = FREE
 
     sets: tuple[str, ...] = ()
-    """Held-out sets; by default all whose documents have a part that is given."""
+    """Held-out sets; by default all sets whose documents have a prompt."""
     count: Annotated[int, Gt(0)] = 64
-    """Documents of each set that are asked, at equal distances; fewer where the set has fewer."""
+    """Maximum number of documents per set, taken at equal distances."""
     shown: Annotated[int, Ge(0)] = 16
-    """Answers of each set that are kept for the report with their pictures, wrong ones first."""
+    """Answers per set, with their images, to keep for the report; wrong answers come first."""
     every: Annotated[int, Ge(0)] = 0
-    """Optimizer steps between answers; 0 answers at the end only."""
+    """Optimizer steps between answers; 0 answers only at the end."""
     max_tokens: Annotated[int, Gt(0)] = 256
-    """Tokens of an answer at most."""
+    """Maximum number of tokens of an answer."""
     weights: Literal["model", "ema"] = "model"
-    """Whose weights: the model's, or their average, which hook `ema` keeps."""
+    """Weights to use: the model's, or their average of hook `ema`."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.samples import AnswersHook
@@ -147,28 +147,28 @@ class Answers(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(Component):
-    """Generates text from prompts: at the end of the run, and every N steps if asked; shown and kept for the report."""
+    """Generates text from prompts, for the terminal and the report: at the end of the run, and every N steps if set."""
 
     key_class: ClassVar = FREE
 
     prompts: list[str] = field(default_factory=lambda: ["The "])
     """Texts to continue."""
     every: Annotated[int, Ge(0)] = 0
-    """Optimizer steps between samples; 0 samples at the end only."""
+    """Optimizer steps between samples; 0 samples only at the end."""
     max_tokens: Annotated[int, Gt(0)] = 96
-    """Tokens to generate for each prompt."""
+    """Maximum number of tokens to generate per prompt."""
     temperature: Annotated[float, Ge(0)] = 0.8
     """Divides the logits before sampling; 0 takes the most likely token."""
     top_k: Annotated[int, Gt(0)] | None = None
     """Samples among the k most likely tokens."""
     top_p: Annotated[float, Gt(0), Le(1)] = 0.95
-    """Samples among the most likely tokens that together have this probability."""
+    """Samples among the fewest most likely tokens whose probabilities sum to this value."""
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
-    """Leaves out tokens below this fraction of the most likely one's probability."""
+    """Excludes tokens below this share of the largest probability."""
     repetition_penalty: Annotated[float, Gt(0)] = 1.0
     """Above 1, tokens that already occurred become less likely."""
     weights: Literal["model", "ema"] = "model"
-    """Whose weights: the model's, or their average, which hook `ema` keeps."""
+    """Weights to use: the model's, or their average of hook `ema`."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.samples import SampleHook

@@ -1,4 +1,4 @@
-"""Hooks as they are chosen in `[[hooks]]`."""
+"""Hooks of `[[hooks]]` except those that evaluate the model."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -21,7 +21,7 @@ class Log(Component):
     key_class: ClassVar = FREE
 
     every: Annotated[int, Gt(0)] = 10
-    """Optimizer steps between two lines; the first and the last step are always written."""
+    """Optimizer steps between lines; the first and the last step are always written."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.metrics import LogHook
@@ -31,15 +31,15 @@ class Log(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress(Component):
-    """Shows step, loss, rate, tokens/s, MFU, memory, faults and the time left: a live panel on a terminal, else a line of text
-    now and then."""
+    """Shows step, loss, learning rate, tokens/s, MFU, memory, faults and the time left: a live panel on a terminal, otherwise
+    occasional lines of text."""
 
     key_class: ClassVar = FREE
 
     every: Annotated[int, Gt(0)] = 10
-    """Optimizer steps between two updates of the loss."""
+    """Optimizer steps between updates of the loss."""
     seconds: Annotated[float, Ge(0)] = 10.0
-    """Least time between two lines when the output is not a terminal."""
+    """Minimum seconds between lines if the output is not a terminal."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.progress import ProgressHook
@@ -49,18 +49,19 @@ class Progress(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Ema(Component):
-    """Keeps an exponential moving average of the weights, in checkpoints too; `evaluate` and `sample` use it when asked."""
+    """Keeps an exponential moving average of the weights, also in checkpoints; `evaluate` and `sample` can use it."""
 
     key_class: ClassVar = FREE
 
     decay: Annotated[float, Gt(0), Lt(1)] = 0.999
-    """What stays of the average m at each update: m = decay m + (1 - decay) w, with w the weights."""
+    """Decay of the average m at each update: m = decay m + (1 - decay) w, where w are the weights."""
     start: Annotated[int, Ge(0)] = 0
-    """The average begins as the weights after this optimizer step; 0 takes the initial ones."""
+    """The average starts with the weights after this optimizer step; 0 starts with the initial weights."""
     every: Annotated[int, Gt(0)] = 1
-    """Optimizer steps between two updates of the average."""
+    """Optimizer steps between updates of the average."""
     dtype: Annotated[Literal["fp32", "weights"], IDENTITY] = "fp32"
-    """Of the average: fp32, or that of the weights, in which a decay near 1 may round to nothing. fp64 weights keep fp64."""
+    """Dtype of the average: fp32, or that of the weights, where rounding may cancel updates if the decay is near 1. The average
+    of fp64 weights is always fp64."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.weights import EmaHook
@@ -70,12 +71,12 @@ class Ema(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas(Component):
-    """Compares replicated parameters bit by bit, and stops the run when replicas have diverged."""
+    """Compares replicated parameters bitwise, and stops the run if replicas have diverged."""
 
     key_class: ClassVar = FREE
 
     every: Annotated[int, Gt(0)] = 200
-    """Optimizer steps between two comparisons, of a few bytes a tensor; the last step is always compared."""
+    """Optimizer steps between comparisons, which exchange a few bytes per tensor; the last step is always compared."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.weights import ReplicasHook
@@ -85,14 +86,14 @@ class Replicas(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Stragglers(Component):
-    """Names ranks, with their hosts, that are slower than those which do the same work, and which all others wait for."""
+    """Names ranks, with their hosts, that are slower than others with the same work, so that all other ranks wait for them."""
 
     key_class: ClassVar = FREE
 
     every: Annotated[int, Gt(1)] = 20
-    """Optimizer steps of a window; times of all ranks are compared after each. Three slow windows of five make a straggler."""
+    """Optimizer steps per window, after which all ranks compare their times. Three slow windows of five make a straggler."""
     ratio: Annotated[float, Gt(1)] = 1.5
-    """How many times as long as the median of the others a slow rank takes for its own work in a step."""
+    """A rank is slow if its own work in a step takes more than this multiple of the median of the others."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.stragglers import StragglersHook
@@ -102,19 +103,19 @@ class Stragglers(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(Component):
-    """Asks now and then whether device, exchange between ranks, disk and memory of every machine are well. What is wrong ends the
-    run with the rank and its host named; what is slow or short is a warning."""
+    """Probes device, communication, disk and memory of every machine. A fault ends the run and names the rank and its host; slow
+    probes and low memory are warnings."""
 
     key_class: ClassVar = FREE
 
     every: Annotated[int, Gt(0)] = 200
-    """Optimizer steps between two probes."""
+    """Optimizer steps between probes."""
     minutes: Annotated[float, Ge(0)] = 0.0
-    """Least time between two probes, by the clock of rank 0; then `every` is how often the clock is looked at."""
+    """Minimum minutes between probes, by the clock of rank 0, which is read every `every` steps."""
     slow: Annotated[float, Gt(0)] = 10.0
-    """Seconds of one probe above which it is a warning. Each takes milliseconds on a machine that is well."""
+    """Seconds above which a probe is reported as slow. A probe takes milliseconds on a healthy machine."""
     least_memory: Annotated[float, Ge(0)] = 0.5
-    """GiB of free host memory below which it is a warning."""
+    """GiB of free host memory below which there is a warning."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Machine]":
@@ -135,7 +136,7 @@ class Norms(Component):
     every: Annotated[int, Gt(0)] = 100
     """Optimizer steps between two measurements; the last step is always measured."""
     by: Literal["group", "tensor"] = "group"
-    """One norm for each group of the optimizer (matrices, vectors, embeddings, ...), or for each tensor."""
+    """One norm per group of the optimizer (matrices, vectors, embeddings, ...), or per tensor."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Norms]":
@@ -174,7 +175,7 @@ class Routing(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Component):
-    """Records some steps on every rank with torch.profiler; `forge-train profile RUN` says where their time went."""
+    """Profiles some steps on every rank with torch.profiler; `forge-train profile RUN` shows where their time went."""
 
     key_class: ClassVar = FREE
 
@@ -183,22 +184,22 @@ class Profile(Component):
     every: Annotated[int, Ge(0)] = 0
     """A window begins at each multiple of this step; 0 for none."""
     steps: Annotated[int, Gt(0)] = 3
-    """Steps of a window."""
+    """Steps per window."""
     warmup: Annotated[int, Ge(0)] = 1
-    """Steps before a window in which the profiler already runs and records nothing: its own start takes time."""
+    """Steps before a window in which the profiler runs without recording, because its start takes time."""
     signal: Literal["SIGUSR1", "SIGUSR2"] | None = None
-    """Signal that opens a window, on all ranks, when one process of the run gets it; it does not end the run then. SIGUSR1 ends
-    torchrun when it is sent there."""
+    """Signal that opens a window on all ranks if any process of the run receives it; it no longer ends the run. Do not send
+    SIGUSR1 to torchrun, which it ends."""
     ranks: Literal["all", "nodes"] | list[Annotated[int, Ge(0)]] = "all"
-    """Who writes a trace: all ranks, the first one of each node, or those of a list."""
+    """Ranks that write a trace: all ranks, the first rank of each node, or the ranks in a list."""
     memory: bool = False
-    """Also write what the allocator of the device did, for pytorch.org/memory_viz. Devices without such a record are said."""
+    """Also write the history of the device's allocator, for pytorch.org/memory_viz; a warning if the device has none."""
     stacks: bool = False
-    """Also record Python's stacks: traces get large and steps slow."""
+    """Also record Python stacks, which makes traces large and steps slow."""
     shapes: bool = False
     """Also record the shapes of operators' inputs."""
     keep: Annotated[int, Gt(0)] = 5
-    """Windows that are kept, the newest ones."""
+    """Number of newest windows to keep."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Profile]":

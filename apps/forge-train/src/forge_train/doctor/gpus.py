@@ -1,5 +1,7 @@
-"""How the GPUs of a node stand: what their driver says of them, which cores are near them, and whether they read each other's
-memory. `facts` asks the machine, `judge` needs none."""
+"""State of a node's GPUs: reports of the driver, nearby cores, and access to each other's memory.
+
+`facts` queries the machine; `judge` needs only the facts.
+"""
 
 import csv
 import subprocess
@@ -14,7 +16,7 @@ from forge_train.doctor.step import Check, Settings, Skip
 
 _ASKED = ("pci.bus_id", "ecc.errors.uncorrected.volatile.total", "power.limit", "power.default_limit")
 _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The name of newer drivers, and of older ones."""
+"""Name of the query in newer and in older drivers."""
 
 _SLOWED = {
     0x2: "clocks were set",
@@ -23,18 +25,18 @@ _SLOWED = {
     0x40: "too hot for the hardware",
     0x80: "the power supply asks for less",
 }
-"""Bits of NVML's reasons that hold without work, too; to be idle is none, nor is the power limit under load."""
+"""Bits of NVML's reasons for low clocks that also matter without load; idling and the power limit under load do not count."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the driver says of one GPU; None is not told.
+    """State of one GPU, from its driver; None if unknown.
 
     Attributes:
-        bus: its address, such as `0000:18:00.0`.
-        errors: numbers of its memory that were lost since the driver was loaded (uncorrected by ECC).
-        slowed: why its clocks are lower than they could be, as bits of NVML.
-        limit, default: watts that it may take, and those of its maker.
+        bus: PCI address, such as `0000:18:00.0`.
+        errors: number of memory errors that ECC could not correct, since the driver was loaded.
+        slowed: reasons for reduced clocks, as bits of NVML.
+        limit, default: current and default power limit in watts.
     """
 
     bus: str
@@ -46,14 +48,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a node's GPUs.
+    """Facts about a node's GPUs.
 
     Attributes:
-        driver: what the tool of the driver lists; None where the tool is missing or fails.
-        near: memory node of each device of torch; None where the system does not say.
-        nodes: memory nodes of the machine, and the cores of each.
-        cores: that this process may use.
-        apart: pairs of devices of torch of which the first cannot read the memory of the second.
+        driver: the GPUs listed by nvidia-smi; None if it is missing or fails.
+        near: NUMA node of each torch device; None if unknown.
+        nodes: cores of each NUMA node of the machine.
+        cores: cores that this process may use.
+        apart: pairs of torch devices where the first cannot access the memory of the second.
     """
 
     driver: tuple[Gpu, ...] | None
@@ -64,7 +66,7 @@ class Facts:
 
 
 def examine_gpus(_: Settings) -> Iterator[Check]:
-    """The step: collects the facts and judges them."""
+    """Step `gpus`: collects facts about the GPUs and checks them."""
     import torch
 
     from forge_parallel import accelerator
@@ -75,11 +77,12 @@ def examine_gpus(_: Settings) -> Iterator[Check]:
 
 
 def facts(buses: Sequence[str | None], reads: Callable[[int, int], bool], root: Path = Path("/")) -> Facts:
-    """What this node is.
+    """Returns the facts about this node's GPUs.
 
     Args:
-        buses: address of each device of torch; None where torch does not tell.
-        reads: whether a device can read the memory of another one.
+        buses: PCI address of each torch device; None if unknown.
+        reads: returns True if a device can access the memory of another.
+        root: root of the file system.
     """
     pairs = [(one, other) for one in range(len(buses)) for other in range(len(buses)) if one != other]
     return Facts(
@@ -92,7 +95,7 @@ def facts(buses: Sequence[str | None], reads: Callable[[int, int], bool], root: 
 
 
 def _bus(index: int) -> str | None:
-    """The address of a device of torch, as Linux writes it."""
+    """Returns the PCI address of a torch device in the format of Linux."""
     import torch
 
     seen = torch.cuda.get_device_properties(index)
@@ -120,7 +123,7 @@ def _nodes(root: Path) -> dict[int, frozenset[int]]:
 
 
 def _driver() -> tuple[Gpu, ...] | None:
-    """What `nvidia-smi` lists."""
+    """Returns the GPUs that `nvidia-smi` lists; None if it fails."""
     command = which("nvidia-smi")
     for reasons in _REASONS if command else ():
         asked = f"--query-gpu={','.join((*_ASKED, reasons))}"
@@ -141,7 +144,7 @@ def _gpu(row: list[str]) -> Gpu:
 
 
 def _number(text: str, of: Callable[[str], Any] = float) -> Any:
-    """What a GPU does not have is `[N/A]`, `[Not Supported]` or another word."""
+    """Parses a number; returns None for text such as `[N/A]` or `[Not Supported]`."""
     try:
         return of(text)
     except ValueError:
@@ -149,7 +152,7 @@ def _number(text: str, of: Callable[[str], Any] = float) -> Any:
 
 
 def judge(found: Facts) -> Iterator[Check]:
-    """What is wrong, and what to do."""
+    """Yields checks of the GPUs' facts, with remedies."""
     if found.driver is None:
         yield Check("driver's own account", "SKIPPED", "nvidia-smi is not here or fails", remedy="install the driver's tools")
     else:
@@ -198,7 +201,7 @@ def _power(gpus: Sequence[Gpu]) -> Check:
 
 
 def _cores(found: Facts) -> Check:
-    """Cores of another node reach the memory next to a GPU, and so the GPU, over a slower bus."""
+    """Checks for cores on each GPU's NUMA node, since other cores reach the GPU over a slower bus."""
     name, expected = "cores near the GPUs", "some of each GPU's memory node (NUMA)"
     if len(found.nodes) < 2 or all(node is None for node in found.near):
         return Check(name, "PASS", "one memory node" if len(found.nodes) < 2 else "the system does not say", expected=expected)
@@ -211,7 +214,7 @@ def _cores(found: Facts) -> Check:
 
 
 def _is_far(node: int | None, found: Facts) -> bool:
-    """A node may have memory only."""
+    """Returns True if a NUMA node has cores, but none that this process may use."""
     return node is not None and not found.cores & (found.nodes.get(node) or found.cores)
 
 

@@ -10,12 +10,12 @@ from forge_parallel.accelerator import wait
 
 
 def device() -> torch.device:
-    """The accelerator of this process, else the CPU."""
+    """Returns the accelerator of this process, else the CPU."""
     return torch.device(accelerator.kind())
 
 
 def fastest(work: Callable[[], object], of: torch.device, budget: float = 0.3, batch: int = 4) -> float:
-    """Seconds of one call of `work`: of the fastest of many batches within `budget` seconds, after one to warm up."""
+    """Returns the seconds per call of `work` in the fastest of many batches within `budget` seconds, after a warm-up batch."""
     work()
     wait(of)
     best, end = float("inf"), perf_counter() + budget

@@ -29,21 +29,21 @@ _EXTRAS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What a node offers.
+    """Properties of a node.
 
     Attributes:
-        gpu: whether the system shows a GPU.
-        infiniband: whether it shows network cards that read memory by themselves.
-        file: bytes that one file may have; None is without a limit.
-        locked: bytes of memory that a process may lock; None is without a limit.
-        shared: bytes of /dev/shm; None where there is none.
-        free: bytes free where the run writes.
-        wanted: bytes that it will want there, at least.
-        triton: whether it is installed.
-        compiler: path of a C compiler; None where there is none.
+        gpu: True if the system has a visible GPU.
+        infiniband: True if the system has InfiniBand cards.
+        file: maximum bytes of a file; None without a limit.
+        locked: maximum bytes of memory that a process may lock; None without a limit.
+        shared: bytes of /dev/shm; None if it does not exist.
+        free: free bytes on the disk of the run.
+        wanted: minimum bytes that the run needs there.
+        triton: True if Triton is installed.
+        compiler: path of a C compiler; None if there is none.
         missing: modules of extras that are not installed.
-        cores: that this process may use.
-        slow_bf16: a sentence where a processor without bf16 units would have to train.
+        cores: number of cores that this process may use.
+        slow_bf16: a warning if a processor without bf16 units would have to train.
     """
 
     gpu: bool
@@ -61,12 +61,12 @@ class Facts:
 
 
 def examine_node(settings: Settings) -> Iterator[Check]:
-    """The step: collects the facts and judges them."""
+    """Step `node`: collects facts about the node and checks them."""
     return judge_node(facts(settings))
 
 
 def facts(settings: Settings, root: Path = Path("/")) -> Facts:
-    """What this node is."""
+    """Returns the properties of this node."""
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shared, cards = root / "dev/shm", root / "sys/class/infiniband"
     return Facts(
@@ -86,8 +86,10 @@ def facts(settings: Settings, root: Path = Path("/")) -> Facts:
 
 
 def checkpoints(settings: Settings) -> int:
-    """Bytes of the checkpoints that a run of the recipe has on the disk at once: those that it keeps and the one that it writes;
-    which ones `keep_hours` adds is not known before. Weights and both moments of AdamW, 4 bytes each."""
+    """Returns the maximum bytes of checkpoints on the disk in a run of the recipe: those that it keeps and the one being written.
+
+    Counts weights and both moments of AdamW, 4 bytes each; checkpoints kept by `keep_hours` are not counted.
+    """
     from forge_models.flops import counts_of
     from forge_train.recipe.load import load
 
@@ -99,12 +101,12 @@ def checkpoints(settings: Settings) -> int:
 
 
 def _compiler() -> str | None:
-    """The one that Triton would take."""
+    """Returns the compiler that Triton would use."""
     return os.environ.get("CC") or next(filter(None, map(shutil.which, ("clang", "gcc"))), None)
 
 
 def judge_node(found: Facts) -> Iterator[Check]:
-    """What is missing, and what to do."""
+    """Yields checks of a node's facts, with remedies."""
     yield Check("cores", "PASS", f"{found.cores} usable")
     if found.slow_bf16:
         yield Check("bf16 on the processor", "SKIPPED", found.slow_bf16, remedy="precision.compute = 'fp32' on this machine")
@@ -174,7 +176,7 @@ _SLOW_DISK = 100e6
 
 
 def examine_disk(settings: Settings) -> Iterator[Check]:
-    """The step; files are removed again."""
+    """Step `disk`: measures the disk with a temporary file."""
     length = _GPU_DISK_BYTES if sees_gpu() else _CPU_DISK_BYTES
     content = os.urandom(1 << 20) * (length >> 20)
     with tempfile.TemporaryDirectory(prefix=".forge-doctor-", dir=settings.directory) as name:
@@ -201,7 +203,7 @@ def _rate(name: str, rate: float) -> Check:
 
 
 def _forget(file: Path) -> None:
-    """Asks the system to drop the file from memory, so that it is read from the disk."""
+    """Drops the file from the page cache, so that it is read from the disk."""
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(file, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""What GPUs promise, by their names: dense products, without the sparsity of data sheets. No torch."""
+"""Peak performance of GPUs by name, from data sheets: dense products, without sparsity. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,9 +37,9 @@ _TABLE: Mapping[str, Peak] = {
     "A100-PCIE-40GB": Peak(312 * TERA, 156 * TERA, 19.5 * TERA, None, 1.56 * TERA),
     "L40S": Peak(362 * TERA, 183 * TERA, 91.6 * TERA, 733 * TERA, 0.864 * TERA),
 }
-"""Parts of the names that drivers give; earlier lines win, so a longer name stands before one that it contains."""
+"""Parts of device names; the first match wins, so a longer name comes before names that it contains."""
 
 
 def peak(name: str) -> Peak | None:
-    """Of the GPU of that name; None, so that nothing is judged, where it is unknown. A slice of a GPU (MIG) counts as unknown."""
+    """Returns the peak of the GPU with a name; None if it is unknown, as for a slice of a GPU (MIG)."""
     return None if "MIG" in name else next((value for part, value in _TABLE.items() if part in name), None)

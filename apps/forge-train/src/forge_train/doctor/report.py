@@ -19,7 +19,7 @@ SCHEMA = 1
 
 
 class Report:
-    """What is known so far; in `folder`, where there is one. It names neither the machine nor its addresses."""
+    """Collects results, and writes them to `folder` if one is set. It contains neither the machine's name nor its addresses."""
 
     def __init__(self, recipe: str, folder: Path | None) -> None:
         self.folder = folder
@@ -37,12 +37,12 @@ class Report:
             self._save()
 
     def write(self, results: Sequence[Result]) -> None:
-        """Puts everything found so far on the disk."""
+        """Saves all results so far."""
         self.document["steps"] = [result.as_json() for result in results]
         self._save()
 
     def end(self, old: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Compares with an earlier report, where there is one, and writes the page; returns the document."""
+        """Compares with an earlier report, if given, and writes the page; returns the document."""
         self.document["ended"] = True
         if old is not None:
             self.document["regressions"] = [str(one) for one in regressions(old, self.document)]
@@ -60,7 +60,7 @@ _NAME = "forge-train doctor"
 
 
 def report_page(report: Mapping[str, Any]) -> str:
-    """The page of `doctor.json`, as far as it has got."""
+    """Returns the page of `doctor.json`, which may be incomplete."""
     summary = [[step["name"], step["what"], step["verdict"], f"{step['seconds']:.1f} s"] for step in report["steps"]]
     return document(
         _NAME,
@@ -77,7 +77,7 @@ def report_page(report: Mapping[str, Any]) -> str:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """One line: the recipe, how many steps have which verdict, and whether the report is whole."""
+    """Returns a line with the recipe, the number of steps per verdict, and whether the report is complete."""
     verdicts = [step["verdict"] for step in report["steps"]]
     counted = ", ".join(f"{verdicts.count(one)} {one}" for one in ("FAIL", "SLOW", "PASS", "SKIPPED") if one in verdicts)
     ended = "" if report["ended"] else "; broken off, later steps are missing"
@@ -101,12 +101,12 @@ def _regressions(lines: list[str]) -> str:
 
 
 TOLERANCE = 0.03
-"""Share by which a number may be worse than before."""
+"""Share by which a number may be worse than before without being reported."""
 
 
 @dataclass(frozen=True)
 class Regression:
-    """A number that became worse by `share` (0.1 is a tenth), or a verdict that became worse (then `share` is None)."""
+    """A number that became worse by `share` (0.1 is 10 %), or a verdict that became worse (then `share` is None)."""
 
     step: str
     check: str
@@ -123,10 +123,10 @@ class Regression:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report.
+    """Reads a report.
 
     Raises:
-        DataError: the file is not one.
+        DataError: the file is not a report.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -137,7 +137,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def regressions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Regression]:
-    """Checks of both reports that are worse now; those that only one of them has are not compared."""
+    """Returns checks that are worse in the new report; checks in only one of the reports are not compared."""
     before, found = _verdicts(old), []
     for (step, name), now in _verdicts(new).items():
         was = before.get((step, name))
@@ -156,7 +156,7 @@ def _verdicts(document: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, An
 
 
 def _worse(was: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
-    """The share by which `now` is worse, negative where it is better; None unless both are numbers of one unit."""
+    """Returns the share by which `now` is worse, negative if it is better; None unless both are numbers of the same unit."""
     pair = was["measured"], now["measured"]
     if not now["better"] or was["unit"] != now["unit"] or any(isinstance(value, str) or value <= 0 for value in pair):
         return None

@@ -1,4 +1,4 @@
-"""The steps of the doctor, and how they run: each in a process of its own with a time limit. No torch."""
+"""The steps of the doctor, and their execution: each in a process of its own with a time limit. No torch."""
 
 import json
 import os
@@ -32,7 +32,7 @@ QUICK = (
         "errors, clocks, power, near cores; whether GPUs reach each other",
     ),
 )
-"""What plain `doctor` looks at."""
+"""Steps of `doctor`."""
 
 ACCEPTANCE = (
     *QUICK,
@@ -95,18 +95,18 @@ ACCEPTANCE = (
         "the repository's own tests of GPUs",
     ),
 )
-"""What `doctor --acceptance` looks at."""
+"""Steps of `doctor --acceptance`."""
 
 
 SETTINGS, FOUND = "settings.json", "found.json"
-"""Files by which a step and its process exchange what to do and what was found."""
+"""Files through which a step and its process exchange settings and results."""
 
 _LINES = 30
-"""Of what a step printed before it went wrong, how many are kept."""
+"""Number of lines to keep of the output of a failed step."""
 
 
 def chosen(steps: Sequence[Step], only: str) -> list[Step]:
-    """The steps named in `only` (separated by commas), in their own order; all where it is empty.
+    """Returns the steps named in `only` (separated by commas), in their own order; all steps if it is empty.
 
     Raises:
         ForgeError: a name is unknown.
@@ -120,9 +120,9 @@ def chosen(steps: Sequence[Step], only: str) -> list[Step]:
 
 
 def examine_all(steps: Iterable[Step], settings: Settings, after: Callable[[list[Result]], None]) -> list[Result]:
-    """Runs the steps; `after` gets everything found so far once each of them is through.
+    """Runs the steps; calls `after` with all results so far after each step.
 
-    A step that was not chosen blocks nothing.
+    A step that was not chosen does not block others.
     """
     results: list[Result] = []
     for step in steps:
@@ -138,7 +138,7 @@ def examine_all(steps: Iterable[Step], settings: Settings, after: Callable[[list
 
 
 def run_step(step: Step, settings: Settings) -> Result:
-    """What one step found, also when its process hangs or dies."""
+    """Runs one step in its own process and returns its result, also if the process hangs or dies."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / SETTINGS).write_text(json.dumps(asdict(settings)), encoding="utf-8")
@@ -163,7 +163,7 @@ def run_step(step: Step, settings: Settings) -> Result:
 
 
 def _end_child(child: "subprocess.Popen[bytes]") -> None:
-    """Ends the process and those that it started: they are a session."""
+    """Kills the process and all processes that it started, which form a session."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -195,9 +195,9 @@ def _broken(step: Step, code: int | None, last: str, log: str) -> Check:
 
 
 def work_as_child(target: str, folder: Path) -> None:
-    """Runs a step's function, in its own process: `python -m forge_train.doctor.runner module:function FOLDER`.
+    """Runs a step's function in its own process: `python -m forge_train.doctor.runner module:function FOLDER`.
 
-    Each check is written as soon as it is known, so that nothing is lost when a later one ends the process.
+    Writes each check immediately, so that no result is lost if a later check ends the process.
     """
     given: dict[str, Any] = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     settings = Settings(**{**given, "overrides": tuple(given["overrides"])})

@@ -1,4 +1,4 @@
-"""What a step is, and what it finds: plain data that goes from one process to another as JSON. No torch."""
+"""Steps of the doctor and their results: plain data, exchanged between processes as JSON. No torch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ _GRAVITY: tuple[Verdict, ...] = ("SKIPPED", "PASS", "SLOW", "FAIL")
 
 
 class Skip(Exception):
-    """A step does not apply here; the message says why, `remedy` how to have it."""
+    """A step does not apply here; the message says why, and `remedy` how to enable it."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(reason)
@@ -19,16 +19,16 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         name: unique within its step.
-        verdict: PASS right, SLOW right but slower than it should be, FAIL wrong, SKIPPED not looked at.
+        verdict: PASS: correct; SLOW: correct but slower than expected; FAIL: wrong; SKIPPED: not checked.
         measured: a number in `unit`, or text.
         unit: such as "GB/s"; empty for text.
-        expected: what was hoped for, in words.
-        remedy: what to do, for anything but PASS.
-        better: which direction of `measured` is better; "" where two runs are not to be compared by it.
+        expected: the expected value, as text.
+        remedy: what to do, for verdicts other than PASS.
+        better: which direction of `measured` is better; "" if reports are not compared by it.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Check:
     better: Literal["", "higher", "lower"] = ""
 
     def value(self) -> str:
-        """`measured` with its unit, in four digits."""
+        """Returns `measured` with its unit, with four significant digits."""
         if isinstance(self.measured, str):
             return self.measured
         return f"{self.measured:.4g} {self.unit}".rstrip()
@@ -48,9 +48,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Step:
-    """What to run: `target` (`module:function`) takes `Settings` and gives checks; it is ended after `seconds`.
+    """A step to run: `target` (`module:function`) takes `Settings` and yields checks; it is killed after `seconds`.
 
-    `needs` names steps that come before: where one of them fails, this one says nothing about the machine and is skipped.
+    `needs` names earlier steps; if one of them fails, this step is skipped, because its result would be meaningless.
     """
 
     name: str
@@ -62,14 +62,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Settings:
-    """What every step is told.
+    """Settings of all steps.
 
     Attributes:
         recipe: a preset or a TOML file.
-        overrides: `--section.key=value`, as of a run.
+        overrides: `--section.key=value`, as for a run.
         directory: an existing folder on the disk that runs write to.
-        minutes: how long the endurance step trains; 0 skips it.
-        acceptance: whether a whole run is meant, so that room for checkpoints of the recipe is asked for.
+        minutes: minutes of training of the endurance step; 0 skips it.
+        acceptance: True to require disk space for the checkpoints of a whole run.
     """
 
     recipe: str
@@ -81,11 +81,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """What a step found.
+    """The result of a step.
 
     Attributes:
-        blocked: it failed, or was skipped because a step that it needs did; its dependents are skipped too.
-        log: the end of what it printed, where it did not end as it should.
+        blocked: True if the step failed, or was skipped because a step that it needs is blocked; blocks its dependents.
+        log: the end of its output, if it did not end properly.
     """
 
     name: str
@@ -98,22 +98,22 @@ class Result:
 
     @classmethod
     def of(cls, step: Step, seconds: float, checks: Iterable[Check], *, blocked: bool = False, log: str = "") -> "Result":
-        """The verdict is the gravest of the checks'."""
+        """Returns the result of a step with the worst verdict of its checks."""
         checks = tuple(checks)
         verdict = _GRAVITY[max((_GRAVITY.index(check.verdict) for check in checks), default=0)]
         return cls(step.name, step.what, verdict, seconds, checks, blocked or verdict == "FAIL", log)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns the result as plain data."""
         return asdict(self)
 
 
 def checks_of(found: Iterable[Mapping[str, Any]]) -> tuple[Check, ...]:
-    """Checks from what another process wrote."""
+    """Returns checks from the plain data of another process."""
     return tuple(Check(**one) for one in found)
 
 
 def exit_code(results: Iterable[Result]) -> int:
-    """0 where all is right, 1 where something is slow, 2 where something is wrong. What was skipped does not count."""
+    """Returns 0 if no check failed, 1 if something is slow, 2 if something is wrong. Skipped checks do not count."""
     verdicts = {result.verdict for result in results}
     return 2 if "FAIL" in verdicts else 1 if "SLOW" in verdicts else 0

@@ -1,4 +1,4 @@
-"""Does this torch fit this machine's driver and GPUs? `facts` asks the machine, `judge` needs none."""
+"""Checks that this torch build fits the machine's driver and GPUs. `facts` queries the machine; `judge` needs only the facts."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides whether torch can use the GPUs of a node.
+    """Facts that determine whether torch can use the GPUs of a node.
 
     Attributes:
         seen: whether the system shows a GPU, also when torch does not use it.
@@ -58,20 +58,20 @@ class Facts:
 
 
 def examine_torch(settings: Settings) -> Iterator[Check]:
-    """The step: collects the facts and judges them."""
+    """Step `torch`: collects facts about torch and the driver, and checks them."""
     from forge_train.recipe.load import load
 
     return judge(facts(("forge.transforms", "float8") in load(settings.recipe, settings.overrides).used))
 
 
 def faults() -> list[str]:
-    """Why torch cannot use the GPUs of this machine, and what to do, for a person; empty where nothing is wrong."""
+    """Returns why torch cannot use the GPUs of this machine, and what to do; empty if it can."""
     wrong = (one for one in judge(facts()) if one.verdict == "FAIL")
     return [f"{one.name}: {one.value()}; needed: {one.expected}. What to do: {one.remedy}" for one in wrong]
 
 
 def facts(wants_float8: bool = False) -> Facts:
-    """What this machine and this torch are."""
+    """Returns the facts about this machine and this torch."""
     import torch
 
     from forge_parallel.accelerator import FLOAT8
@@ -101,7 +101,7 @@ def facts(wants_float8: bool = False) -> Facts:
 
 
 def sees_gpu(root: Path = Path("/")) -> bool:
-    """Whether a driver shows a GPU: its device file, or `nvidia-smi -L` lists one."""
+    """Returns True if there is a GPU: its device file exists, or `nvidia-smi -L` lists one."""
     if (root / "dev/nvidia0").exists() or (root / "dev/kfd").exists():
         return True
     command = which("nvidia-smi")
@@ -125,7 +125,7 @@ def _driver() -> tuple[int, int] | None:
 
 
 def judge(found: Facts) -> Iterator[Check]:
-    """What is wrong, and what to do."""
+    """Yields checks of the facts, with remedies."""
     yield Check("torch", "PASS", f"{found.version}, {_built_for(found)}")
     if not found.seen and not found.available:
         yield Check("GPU", "SKIPPED", "this machine shows none", remedy="on a node that has one: does nvidia-smi list it?")
@@ -152,7 +152,7 @@ def _built(found: Facts) -> Check:
 
 
 def _drives(found: Facts) -> Check:
-    """A driver runs every CUDA of the same major version and of earlier ones."""
+    """Checks the driver's CUDA version: it must have the same major version as torch's, or a later one."""
     name = "driver"
     if found.hip or found.driver is None:
         if found.available:

@@ -1,1 +1,1 @@
-"""Weights as plain files of tensors, under the model's own names: safetensors, torch's distributed checkpoints, torch files."""
+"""Formats of weights: Forge's checkpoints, safetensors, torch's distributed checkpoints, and torch files."""

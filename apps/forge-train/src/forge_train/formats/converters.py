@@ -1,4 +1,4 @@
-"""Formats of weights that Forge reads and writes: its own, and plain tensors under the names of the model."""
+"""Components of the formats of weights that Forge reads and writes: its own, and tensors under the model's names."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -15,17 +15,17 @@ class Forge(Component):
     implementation: ClassVar[str] = "forge_train.formats.forge:ForgeConverter"
 
     weights: str = "model"
-    """Which weights are read: `model`, or what a hook kept next to them, such as `ema`, their average."""
+    """Weights to read: `model`, or a set that a hook saved, such as their average `ema`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Safetensors(Component):
-    """Plain safetensors: `model.safetensors`, or shards and their index, with the names of the model's tensors."""
+    """Safetensors with the names of the model's tensors: `model.safetensors`, or shards and their index."""
 
     implementation: ClassVar[str] = "forge_train.formats.plain:PlainConverter"
 
     max_shard_bytes: Annotated[int, Gt(0)] = 5_000_000_000
-    """Largest file of tensors; also what a conversion holds in memory."""
+    """Maximum size of one file in bytes; also the memory that a conversion needs."""
     recipe: str | None = None
     """TOML file or preset whose `[model]` the tensors are of, for files that Forge did not write."""
     prefix: str = ""
@@ -34,7 +34,7 @@ class Safetensors(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Dcp(Component):
-    """Checkpoints of `torch.distributed.checkpoint`, with the names of the model's tensors at the top."""
+    """Checkpoints of `torch.distributed.checkpoint`, with the names of the model's tensors at the top level."""
 
     implementation: ClassVar[str] = "forge_train.formats.torch_files:DcpConverter"
 
@@ -43,12 +43,12 @@ class Dcp(Component):
     prefix: str = ""
     """What stands before every name in the files, such as `model.`; tensors without it are left out."""
     unsafe_pickle: bool = False
-    """Unpickle a checkpoint that Forge did not write, in a separate process. That can run any code of its author as this user."""
+    """Unpickle a checkpoint that Forge did not write, in a separate process. This can run any code of its author as this user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Torch(Component):
-    """Files of `torch.save` with a table of tensors; tables in it have names with dots between."""
+    """Files of `torch.save` with a dict of tensors; the names of nested dicts are joined with dots."""
 
     implementation: ClassVar[str] = "forge_train.formats.torch_files:TorchConverter"
 
@@ -57,4 +57,4 @@ class Torch(Component):
     prefix: str = ""
     """What stands before every name in the files, such as `model.`; tensors without it are left out."""
     unsafe_pickle: bool = False
-    """Unpickle a file that Forge did not write, in a separate process. That can run any code of its author as this user."""
+    """Unpickle a file that Forge did not write, in a separate process. This can run any code of its author as this user."""

@@ -1,4 +1,4 @@
-"""Weights of a Forge checkpoint, read by tensor from any layout, and written as a checkpoint of weights alone."""
+"""The format `forge`: reads tensors of a checkpoint of any layout, and writes checkpoints with weights only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field, make_dataclass, replace
@@ -23,21 +23,21 @@ from forge_train.recipe.schema import Job
 
 PREFIX = "model/"
 TOKENIZER = "tokenizer"
-"""Folder next to converted checkpoints that keeps the tokenizer's files."""
+"""Folder with the tokenizer's files, next to converted checkpoints."""
 OF_THE_START = ("generation", "chat_template")
 """Keys of a checkpoint's metadata: settings of generation and the chat template of the weights that a run started from."""
 
 
 def job_of(meta: Mapping[str, Any], registry: Registry, *sections: str, origin: str = "the checkpoint") -> Job:
-    """The sections of the recipe that a checkpoint carries; the others have their defaults. `origin` names it in messages.
+    """Returns the job with some sections of a checkpoint's recipe, defaults elsewhere; `origin` names the checkpoint in errors.
 
     Raises:
-        ConfigError: a component that they name is not installed, reads other keys by now, or is code that the user did not grant.
-        CheckpointError: it carries none, or without the secrets that they had.
+        ConfigError: a component is not installed, has different keys now, or is a Python file that the user did not allow.
+        CheckpointError: the checkpoint has no recipe, or the sections lack secrets that were removed.
     """
     config = meta.get("config")
     if not isinstance(config, Mapping) or "model" not in config:
-        raise CheckpointError(f"{origin} has no recipe, so its tensors cannot be interpreted")
+        raise CheckpointError(f"{origin} has no recipe, so its tensors cannot be interpreted; choose a checkpoint of a run")
     chosen = {name: config[name] for name in sections if name in config}
     refuse_redacted(chosen, origin)
     tree = build(chosen, (), lambda _: origin, Path.cwd())
@@ -46,9 +46,9 @@ def job_of(meta: Mapping[str, Any], registry: Registry, *sections: str, origin: 
 
 
 def with_rules_of_then(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The metadata of a checkpoint in which keys that came later have the value that says what was done before them.
+    """Returns the metadata of a checkpoint, where newer keys have the value that matches the behavior of older versions.
 
-    Runs from before `data.tokenizer.add_special_tokens` read documents without what their tokenizer puts around a text.
+    Versions before `data.tokenizer.add_special_tokens` read documents without the tokenizer's prefix and suffix.
     """
     config = meta.get("config")
     data = config.get("data") if isinstance(config, Mapping) else None
@@ -61,17 +61,19 @@ def with_rules_of_then(meta: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def table_of(component: Component, registry: Registry) -> dict[str, Any]:
-    """A model's component as the table `[model]` that chooses it, every key included."""
+    """Returns the table `[model]` that describes a model's component, with all its keys."""
     slot = Annotated[Component, Slot("forge.models")]
     schema = make_dataclass("Recipe", [("model", slot, field(default=component))], frozen=True)
     return plain(resolve(schema, Table({}, DEFAULT), registry).tree)["model"]
 
 
 class ForgeWeights:
-    """`Weights` of a checkpoint. What is read is verified first, and nothing else is.
+    """`Weights` of a checkpoint. Verifies only the bytes that it reads, before using them.
 
     Args:
-        section: of the tensors that are read; what it lacks, such as buffers, is the model's.
+        place: the checkpoint.
+        registry: where the model is found.
+        section: section of the tensors to read; tensors that it lacks, such as buffers, come from the section `model`.
 
     Raises:
         CheckpointError: the checkpoint does not have the section.
@@ -88,7 +90,9 @@ class ForgeWeights:
         if section != "model":
             found = [name for name in manifest.index if name.startswith(f"{section}/") and PREFIX + _bare(name) in self._stored]
             if not found:
-                raise CheckpointError(f"{origin} has no weights {section!r}: the run had no hook that keeps them")
+                raise CheckpointError(
+                    f"{origin} has no weights {section!r}: the run had no hook that saves them; use --weights model"
+                )
             self._stored |= {PREFIX + _bare(name): name for name in found}
         infos = {_bare(name): manifest.tensors[manifest.index[stored]] for name, stored in self._stored.items()}
         self.tensors: Mapping[str, StoredTensor] = {name: StoredTensor(info.shape, info.dtype) for name, info in infos.items()}
@@ -107,11 +111,11 @@ class ForgeWeights:
         )
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Whole tensors, gathered from all ranks' files."""
+        """Reads whole tensors from the files of all ranks."""
         return self._load({name: ((0,) * len(self.tensors[name].shape), self.tensors[name].shape) for name in names})
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> torch.Tensor:
-        """The box of one tensor that begins at `offset`."""
+        """Reads the slice of one tensor at `offset` with shape `extent`."""
         return self._load({name: (tuple(offset), tuple(extent))})[name]
 
     def _load(self, boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, torch.Tensor]:
@@ -126,7 +130,7 @@ class ForgeWeights:
 
 
 def _bare(name: str) -> str:
-    """The name of a tensor without its section."""
+    """Returns the name of a tensor without its section."""
     return name.partition("/")[2]
 
 
@@ -137,17 +141,17 @@ class ForgeConverter:
         self.weights = weights
 
     def read(self, path: Path | str) -> ForgeWeights:
-        """Opens a run's newest checkpoint, the newest of a directory, or the one that is given, by name, mark or URL."""
+        """Opens the newest checkpoint of a run or a directory, or one checkpoint, by path, mark or URL."""
         return ForgeWeights(locate(path), Registry(), self.weights)
 
     def write(self, path: Path, weights: Weights) -> None:
-        """Writes a directory with one checkpoint of weights, which carries a recipe with `[model]` only.
+        """Writes a directory with one checkpoint of weights, whose recipe has only `[model]`.
 
         Raises:
             CheckpointError: `path` is not empty, or the checkpoint cannot be written.
         """
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise CheckpointError(f"{path} exists and is not an empty directory; choose another one")
+            raise CheckpointError(f"{path} exists and is not an empty directory; choose another directory")
         path.mkdir(parents=True, exist_ok=True)
         meta = {
             "config": {"model": table_of(weights.model, Registry())},
@@ -162,7 +166,7 @@ class ForgeConverter:
             "ends": list(weights.facts.ends),
             "notes": list(weights.facts.notes),
         }
-        # Tensors that are mapped from files stay there until their bytes are copied.
+        # Memory-mapped tensors are loaded only when their bytes are copied.
         pieces = (
             Piece(PREFIX + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, True)
             for name, tensor in weights.read(list(weights.tensors)).items()
@@ -172,12 +176,12 @@ class ForgeConverter:
             copy_tokenizer(weights.facts.tokenizer, path / TOKENIZER)
 
     def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
-        """No other library reads this format."""
+        """Returns why there is no reference: no other library reads this format."""
         return "this is Forge's format"
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies the files of a tokenizer, and the settings of generation, which name the same ids."""
+    """Copies the files of a tokenizer, and the generation settings, which refer to its ids."""
     from shutil import copyfile
 
     from forge_models.hf.reader import GENERATION, TOKENIZER_FILES
@@ -189,7 +193,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 class Cast:
-    """`Weights` in another dtype. Buffers keep theirs: a counter or a routing bias is not a weight."""
+    """`Weights` in another dtype. Buffers, such as counters and routing biases, keep their dtype."""
 
     def __init__(self, weights: Weights, dtype: str) -> None:
         self._weights, self._dtype = weights, getattr(torch, dtype)
@@ -202,11 +206,11 @@ class Cast:
         }
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Whole tensors, rounded."""
+        """Reads whole tensors and converts them."""
         return {name: self._rounded(name, tensor) for name, tensor in self._weights.read(names).items()}
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> torch.Tensor:
-        """One box, rounded."""
+        """Reads a slice of one tensor and converts it."""
         return self._rounded(name, self._weights.box(name, offset, extent))
 
     def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The format `safetensors`: tensors under the names of the model, and the description that says which model they belong to."""
+"""The format `safetensors`: tensors under the names of the model, and a description of the model."""
 
 import json
 import os
@@ -21,23 +21,23 @@ from forge_train.formats.forge import TOKENIZER, copy_tokenizer, job_of, table_o
 from forge_train.recipe.load import load
 
 DESCRIPTION = "forge"
-"""Key of a file's metadata with the description, as JSON."""
+"""Key of a file's metadata with the description of the model, as JSON."""
 
 _DTYPES = DTYPES | {"I8": "int8", "I16": "int16", "U16": "uint16", "U32": "uint32", "U64": "uint64", "C64": "complex64"}
 _DTYPES |= {"F8_E8M0": "float8_e8m0fnu"}
 
 
 class PlainWeights:
-    """`Weights` of safetensors files: memory-mapped, so what is not asked for is not read.
+    """`Weights` of safetensors files. Files are memory-mapped, so only requested tensors are read.
 
     Args:
-        path: a file, or a folder of them.
-        recipe: says which model it is; by default the files do.
-        prefix: of the names that are read; others are left out, which a note says.
-        origin: what messages call it.
+        path: a file, or a folder of files.
+        recipe: recipe with the `[model]` of the tensors; by default the description in the files.
+        prefix: prefix of the names to read; tensors with other names are left out, with a note.
+        origin: name of the weights in messages; by default `path`.
 
     Raises:
-        ForgeError: there are none, a file is damaged, or the tensors do not fit the model: one error with all that does not.
+        ForgeError: there are no tensors, a file is damaged, or tensors do not fit the model (one error lists them).
     """
 
     def __init__(self, path: Path, recipe: str | None = None, prefix: str = "", origin: Path | None = None) -> None:
@@ -55,7 +55,7 @@ class PlainWeights:
             raise ForgeError(f"{path} has no tensor{f' whose name begins with {prefix!r}' if prefix else ''}")
         texts = {text for handle in opened if (text := (handle.metadata() or {}).get(DESCRIPTION)) is not None}
         if len(texts) > 1:
-            raise ForgeError(f"{path}: its files are of different models; keep the files of one model in the folder")
+            raise ForgeError(f"{path}: the files belong to different models; keep the files of one model in the folder")
         description = _parsed(texts.pop(), path) if texts else None
         self.tensors: Mapping[str, StoredTensor] = {name: _stored(*place) for name, place in self._places.items()}
         self.model = model_of(description, recipe, origin)
@@ -65,11 +65,11 @@ class PlainWeights:
         self.facts = facts_of(description, origin, folder / TOKENIZER, notes)
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Whole tensors, mapped from the files."""
+        """Returns whole tensors, memory-mapped from the files."""
         return {name: handle.get_tensor(stored) for name in names for handle, stored in [self._places[name]]}
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> torch.Tensor:
-        """The box of one tensor that begins at `offset`."""
+        """Reads the slice of one tensor at `offset` with shape `extent`."""
         handle, stored = self._places[name]
         if not offset:
             return handle.get_tensor(stored)
@@ -87,10 +87,10 @@ class PlainConverter:
         return PlainWeights(path, self.recipe, self.prefix)
 
     def write(self, path: Path, weights: Weights) -> None:
-        """Writes a folder with `model.safetensors`, or with shards and their index, as other libraries name them.
+        """Writes a folder with `model.safetensors`, or with shards and their index, named as in other libraries.
 
         Raises:
-            ForgeError: `path` is taken.
+            ForgeError: `path` exists and is not an empty folder.
         """
         from safetensors.torch import save_file
 
@@ -109,8 +109,8 @@ class PlainConverter:
                 (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
-        """The format has tensors and no model."""
-        return "safetensors has no model that could be run"
+        """Returns why there is no reference: the format has only tensors."""
+        return "safetensors files have no model to run"
 
 
 def _files(path: Path) -> list[Path]:
@@ -118,14 +118,16 @@ def _files(path: Path) -> list[Path]:
         return [path]
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if not found:
-        raise ForgeError(f"{path} is not a safetensors file, nor a folder that holds some")
+        raise ForgeError(f"{path} is neither a safetensors file nor a folder with safetensors files; check the path")
     if (path / INDEX).is_file():
         try:
             named = set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as cause:
-            raise ForgeError(f"{path / INDEX} is not an index of safetensors: {cause!r}") from cause
+            raise ForgeError(f"{path / INDEX} is not a valid safetensors index: {cause!r}; restore it") from cause
         if odd := sorted(named ^ {file.name for file in found}):
-            raise ForgeError(f"{path / INDEX} and the folder differ about {', '.join(odd[:5])}")
+            raise ForgeError(
+                f"these files are only in the folder or only in {path / INDEX}: {', '.join(odd[:5])}; restore or remove them"
+            )
     return found
 
 
@@ -142,9 +144,9 @@ def _parsed(text: str, path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as cause:
-        raise ForgeError(f"{path}: its description {DESCRIPTION!r} is not JSON: {cause}") from cause
+        raise ForgeError(f"{path}: the description {DESCRIPTION!r} is not JSON: {cause}; pass --recipe") from cause
     if not isinstance(found, dict):
-        raise ForgeError(f"{path}: its description {DESCRIPTION!r} is not an object")
+        raise ForgeError(f"{path}: the description {DESCRIPTION!r} is not a JSON object")
     return found
 
 
@@ -152,7 +154,7 @@ def _stored(handle: Any, name: str) -> StoredTensor:
     entry = handle.get_slice(name)
     dtype = str(entry.get_dtype())
     if dtype not in _DTYPES:
-        raise ForgeError(f"{name}: dtype {dtype} is not implemented")
+        raise ForgeError(f"tensor {name}: dtype {dtype} is not supported; convert it to a supported dtype")
     return StoredTensor(tuple(entry.get_shape()), _DTYPES[dtype])
 
 
@@ -161,7 +163,7 @@ def _bytes(entry: StoredTensor) -> int:
 
 
 def _shards(tensors: Mapping[str, StoredTensor], limit: int) -> Iterator[list[str]]:
-    """Names in order, cut so that no group has more than `limit` bytes unless it is a single tensor."""
+    """Yields the names in order, in groups of at most `limit` bytes; a larger tensor is a group of its own."""
     group: list[str] = []
     size = 0
     for name, entry in tensors.items():
@@ -177,7 +179,7 @@ _SHOWN = 20
 
 
 def describe(weights: Weights) -> dict[str, Any]:
-    """The model and the facts of weights as JSON, to be written next to their tensors."""
+    """Returns the model and the facts of weights as JSON, to be stored with the tensors."""
     facts = weights.facts
     return {
         "model": table_of(weights.model, Registry()),
@@ -191,37 +193,37 @@ def describe(weights: Weights) -> dict[str, Any]:
 
 
 def model_of(description: Mapping[str, Any] | None, recipe: str | None, origin: Path) -> Component:
-    """The model of a recipe, where one is given, else that of a description.
+    """Returns the model of a recipe if one is given, else that of a description.
 
     Raises:
-        ForgeError: there is neither; or a description names a Python file, which does not run unasked.
+        ForgeError: there is neither, or the description names a Python file that the user did not allow.
     """
     if recipe is not None:
         return load(recipe, registry=Registry()).job.model
     if description is None or "model" not in description:
-        raise ForgeError(f"{origin} does not say which model its tensors are of; pass --recipe with a [model] that fits")
+        raise ForgeError(f"{origin} has no description of the model of its tensors; pass --recipe with a [model] that fits")
     return job_of({"config": {"model": description["model"]}}, Registry(), "model", origin=str(origin)).model
 
 
 def facts_of(description: Mapping[str, Any] | None, origin: Path, tokenizer: Path, notes: tuple[str, ...] = ()) -> WeightsInfo:
-    """The facts of a description; `tokenizer` is the folder of its files, where it exists."""
-    given = description or {}
+    """Returns the facts in a description; `tokenizer` is the folder of the tokenizer's files, which may not exist."""
+    facts = description or {}
     return WeightsInfo(
-        step=given.get("step", 0),
-        special_tokens=dict(given.get("special_tokens", {})),
-        ends=tuple(given.get("ends", ())),
-        family=given.get("family", ""),
+        step=facts.get("step", 0),
+        special_tokens=dict(facts.get("special_tokens", {})),
+        ends=tuple(facts.get("ends", ())),
+        family=facts.get("family", ""),
         origin=str(origin),
         tokenizer=tokenizer if tokenizer.is_dir() else None,
-        notes=(*given.get("notes", ()), *notes),
+        notes=(*facts.get("notes", ()), *notes),
     )
 
 
 def check_fit(component: Any, tensors: Mapping[str, StoredTensor], origin: Path) -> None:
-    """Compares names and shapes with the model. A buffer may be missing, since it begins as in a new run.
+    """Compares names and shapes of tensors with the model. Buffers may be missing; they are initialized as in a new run.
 
     Raises:
-        ForgeError: one error with the tensors that are missing, left over or of another shape, the first 20 of each.
+        ForgeError: tensors are missing, unexpected or of another shape; the error lists the first 20 of each kind.
     """
     with torch.device("meta"):
         module: torch.nn.Module = component.build()
@@ -249,13 +251,14 @@ def _cut(faults: list[str]) -> list[str]:
 
 @contextmanager
 def new_folder(path: Path, weights: Weights) -> Iterator[Path]:
-    """Inside, a folder to fill; afterwards it is `path`, with the files of the tokenizer. After an error there is none.
+    """Yields a temporary folder; after the `with` block, adds the tokenizer's files and renames it to `path`. After an error,
+    the folder is removed.
 
     Raises:
-        ForgeError: `path` is taken.
+        ForgeError: `path` exists and is not an empty folder.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ForgeError(f"{path} exists and is not an empty folder; choose another")
+        raise ForgeError(f"{path} exists and is not an empty folder; choose another folder")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:

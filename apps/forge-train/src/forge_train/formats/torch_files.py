@@ -1,8 +1,8 @@
-"""The formats `dcp` and `torch`: checkpoints of `torch.distributed.checkpoint`, and `torch.save` files with a table of tensors.
+"""The formats `dcp` and `torch`: checkpoints of `torch.distributed.checkpoint`, and `torch.save` files with a dict of tensors.
 
-Both are pickles. Next to the files that torch writes, Forge writes `forge.json`, which says where the bytes of each tensor are,
-with their digest: such files are read as plain bytes, without unpickling. Files without `forge.json`, or files that have changed
-since, come from somebody else. They are unpickled only with `--unsafe-pickle`, in a separate process.
+Both are pickles. Next to torch's files, Forge writes `forge.json` with the position and digest of each tensor's bytes, so that
+it can read them without unpickling. Files without `forge.json`, or files that have changed since, come from somebody else; they
+are unpickled only with `--unsafe-pickle`, in a separate process.
 
 The keys of `dcp` are the names of parameters at the top, as torchtitan has written them since its pull request 1347 of 2025.
 Checkpoints of `{"model": ...}`, as torchtitan wrote them before, have the prefix `model.`. Names and orientation of tensors are
@@ -38,7 +38,7 @@ SIDECAR = "forge.json"
 
 @dataclass(frozen=True)
 class Place:
-    """Where the bytes of a tensor are, and their blake2b."""
+    """Position of a tensor's bytes in a file, and their blake2b digest."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,27 +48,27 @@ class Place:
 
     @property
     def bytes(self) -> int:
-        """Their number."""
+        """Size of the tensor in bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @classmethod
     def parsed(cls, entry: Mapping[str, Any], folder: Path) -> "Place":
-        """What `forge.json` says of a tensor.
+        """Parses the entry of a tensor in `forge.json`.
 
         Raises:
-            ValueError: it leads elsewhere than to a part of a file in the folder.
+            ValueError: the entry does not point into a file in the folder.
         """
-        found = cls(**{**entry, "shape": tuple(map(int, entry["shape"]))})
-        file = folder / found.file
-        if Path(found.file).name != found.file or file.is_symlink() or min(0, found.start, *found.shape) < 0:
-            raise ValueError(found.file)
-        if found.start + found.bytes > file.stat().st_size:
-            raise ValueError(found.file)
-        return found
+        place = cls(**{**entry, "shape": tuple(map(int, entry["shape"]))})
+        file = folder / place.file
+        if Path(place.file).name != place.file or file.is_symlink() or min(0, place.start, *place.shape) < 0:
+            raise ValueError(place.file)
+        if place.start + place.bytes > file.stat().st_size:
+            raise ValueError(place.file)
+        return place
 
 
 class BytesWeights:
-    """`Weights` that Forge wrote: read as bytes by `forge.json`, nothing is unpickled.
+    """`Weights` that Forge wrote: reads the bytes that `forge.json` points to, without unpickling.
 
     Raises:
         ForgeError: the tensors do not fit the model.
@@ -84,15 +84,15 @@ class BytesWeights:
         self.facts = facts_of(content, folder, folder / TOKENIZER)
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Whole tensors.
+        """Reads whole tensors.
 
         Raises:
-            ForgeError: the bytes are not those that were written.
+            ForgeError: the bytes have changed since they were written.
         """
         return {name: self._tensor(name) for name in names}
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> torch.Tensor:
-        """The box of one tensor that begins at `offset`; the whole tensor is read, for its digest."""
+        """Reads the slice of one tensor at `offset` with shape `extent`; reads the whole tensor to check its digest."""
         return self._tensor(name)[tuple(slice(at, at + size) for at, size in zip(offset, extent, strict=True))]
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -101,7 +101,10 @@ class BytesWeights:
             file.seek(place.start)
             data = bytearray(file.read(place.bytes))
         if blake2b(data).hexdigest() != place.digest:
-            raise ForgeError(f"{self._folder / place.file}, bytes from {place.start} ({name}): not what was written")
+            raise ForgeError(
+                f"{self._folder / place.file}: the bytes of {name} at {place.start} have changed since they were written; "
+                "restore the file"
+            )
         dtype = DTYPES[place.dtype]
         return torch.frombuffer(data, dtype=dtype).reshape(place.shape) if data else torch.empty(place.shape, dtype=dtype)
 
@@ -113,10 +116,10 @@ def read_pickled(
 
     Args:
         kind: `dcp` or `torch`.
-        marker: the file that shows that there is something of this kind; it may not have changed since `forge.json` was written.
+        marker: the file by which the format is recognized; `forge.json` is ignored if this file has changed since.
 
     Raises:
-        ForgeError: there is nothing of the kind, unpickling was not asked for or failed, or the tensors do not fit the model.
+        ForgeError: there are no such weights, unpickling was not requested or failed, or the tensors do not fit the model.
     """
     if not marker.is_file():
         raise ForgeError(f"{path} is not of format {kind!r}: {marker} is missing")
@@ -125,7 +128,7 @@ def read_pickled(
     if not unsafe:
         raise ForgeError(
             f"{path} is pickled ({kind}), and unpickling can run any code of its author as this user, so nothing was read. "
-            "If its author is trusted, pass --unsafe-pickle"
+            "If you trust its author, pass --unsafe-pickle"
         )
     folder = mkdtemp(prefix="forge-unpickled-")
     try:
@@ -143,17 +146,17 @@ def read_pickled(
 
 
 def write_sidecar(folder: Path, weights: Weights, marker: Path, places: Mapping[str, Place]) -> None:
-    """Writes `forge.json` next to what torch has written."""
+    """Writes `forge.json` next to torch's files."""
     tensors = {name: vars(place) | {"shape": list(place.shape)} for name, place in places.items()}
     content = {"version": 1, "marker": _digest(marker), **describe(weights), "tensors": tensors}
     (folder / SIDECAR).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def place_in(file: Path, span: tuple[int, int], key: str, stored: StoredTensor) -> Place:
-    """Where in an archive of `torch.save`, which lies at `span` (start, length) of a file, the bytes of storage `key` are."""
+    """Returns the place of storage `key` in an archive of `torch.save`, which is at `span` (start, length) of a file."""
     with file.open("rb") as raw, zipfile.ZipFile(_Part(raw, sum(span))) as archive:
         entry = next(item for item in archive.infolist() if item.filename.endswith(f"/data/{key}"))
-        raw.seek(entry.header_offset + 26)  # the lengths of name and extra field, after which the bytes begin
+        raw.seek(entry.header_offset + 26)  # lengths of name and extra field; the bytes follow these fields
         name, extra = (int.from_bytes(raw.read(2), "little") for _ in range(2))
         start = entry.header_offset + 30 + name + extra
         raw.seek(start)
@@ -162,7 +165,7 @@ def place_in(file: Path, span: tuple[int, int], key: str, stored: StoredTensor) 
 
 
 def _of_forge(folder: Path, marker: Path) -> tuple[Mapping[str, Any], Mapping[str, Place]] | None:
-    """The content of `forge.json` and the places in it, if it is of these files."""
+    """Returns the content of `forge.json` and the places in it; None if it is missing, invalid or of other files."""
     try:
         content = json.loads((folder / SIDECAR).read_text(encoding="utf-8"))
         places = {name: Place.parsed(entry, folder) for name, entry in content["tensors"].items()}
@@ -181,7 +184,7 @@ def _digest(file: Path) -> str:
 
 
 class _Part(BufferedIOBase):
-    """A file that seems to end at `end`, where an archive in it ends."""
+    """A view of a file that ends at `end`, the end of an archive in it."""
 
     def __init__(self, file: IO[bytes], end: int) -> None:
         self._file, self._end = file, end
@@ -217,10 +220,10 @@ class DcpConverter:
         return read_pickled(path, "dcp", path / METADATA, recipe=self.recipe, prefix=self.prefix, unsafe=self.unsafe_pickle)
 
     def write(self, path: Path, weights: Weights) -> None:
-        """Writes a checkpoint of one rank, a tensor at a time, and `forge.json` next to it.
+        """Writes a checkpoint of one rank, one tensor at a time, and `forge.json` next to it.
 
         Raises:
-            ForgeError: `path` is taken.
+            ForgeError: `path` exists and is not an empty folder.
         """
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -229,7 +232,7 @@ class DcpConverter:
         failed: list[Exception] = []
 
         class OnDemand(DefaultSavePlanner):
-            """Reads a tensor when its bytes are written."""
+            """Reads each tensor only when its bytes are written."""
 
             def lookup_object(self, index: Any) -> torch.Tensor:
                 name = index.fqn.removeprefix(prefix)
@@ -244,7 +247,7 @@ class DcpConverter:
             for name, entry in weights.tensors.items()
         }
         with new_folder(path, weights) as folder:
-            with catch_warnings(action="ignore", category=UserWarning):  # that this is one process
+            with catch_warnings(action="ignore", category=UserWarning):  # torch warns about saving from one process
                 try:
                     made: Any = dcp.save(outlines, checkpoint_id=folder, planner=OnDemand(), no_dist=True)
                 except dcp.CheckpointException:
@@ -259,8 +262,8 @@ class DcpConverter:
             write_sidecar(folder, weights, folder / METADATA, places)
 
     def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
-        """The format has tensors and no model."""
-        return "a distributed checkpoint has no model that could be run"
+        """Returns why there is no reference: the format has only tensors."""
+        return "a distributed checkpoint has no model to run"
 
 
 TORCH_FILE = "model.pt"
@@ -285,10 +288,10 @@ class TorchConverter:
         )
 
     def write(self, path: Path, weights: Weights) -> None:
-        """Writes a folder with `model.pt`, `{name: tensor}`, and `forge.json` next to it. All weights are in memory at once.
+        """Writes a folder with `model.pt`, `{name: tensor}`, and `forge.json` next to it. Needs memory for all weights.
 
         Raises:
-            ForgeError: `path` is taken.
+            ForgeError: `path` exists and is not an empty folder.
         """
         with new_folder(path, weights) as folder:
             state = {self.prefix + name: tensor.clone() for name, tensor in weights.read(list(weights.tensors)).items()}
@@ -301,5 +304,5 @@ class TorchConverter:
             write_sidecar(folder, weights, folder / TORCH_FILE, places)
 
     def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
-        """The format has tensors and no model."""
-        return "a file of tensors has no model that could be run"
+        """Returns why there is no reference: the format has only tensors."""
+        return "a file of tensors has no model to run"

@@ -1,7 +1,7 @@
-"""Turns pickled weights into safetensors, in a process that does nothing else: `python -I -m forge_train.formats.unpickle ...`.
+"""Converts pickled weights to safetensors in a separate process: `python -I -m forge_train.formats.unpickle ...`.
 
-Unpickling can run any code of the file's author, as this user. So it happens here only, when a person has asked for it, and what
-comes out are files of plain tensors.
+Unpickling can run any code of the file's author as this user. It happens only here, and only on the user's request; the result is
+files of plain tensors.
 """
 
 import sys
@@ -15,7 +15,7 @@ _LIMIT = 2 << 30
 
 
 def of_dcp(path: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors of a distributed checkpoint under their flat names, in groups of about `_LIMIT` bytes."""
+    """Yields the tensors of a distributed checkpoint by flat name, in groups of about `_LIMIT` bytes."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -34,7 +34,7 @@ def of_dcp(path: Path) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def of_torch(path: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors of a file of `torch.save`; tables in tables have names with dots between."""
+    """Yields the tensors of a file of `torch.save`; the names of nested dicts are joined with dots."""
     yield dict(_flat(torch.load(path, map_location="cpu", weights_only=False)))
 
 
@@ -53,7 +53,7 @@ def main(kind: str, source: Path, target: Path) -> None:
     from safetensors.torch import save_file
 
     for number, group in enumerate({"dcp": of_dcp, "torch": of_torch}[kind](source)):
-        # Tensors that share memory in the file, such as tied ones, get their own here.
+        # safetensors does not allow shared memory, so tied tensors are copied.
         save_file(
             {name: tensor.detach().clone().contiguous() for name, tensor in group.items()}, target / f"{number}.safetensors"
         )

@@ -16,28 +16,28 @@ from forge_train.hooks.periodic import Periodic, length_limit
 
 _log = logging.getLogger(__name__)
 _IMAGES_SHOWN = 10
-"""Missing images that a message names."""
+"""Maximum number of missing images in a message."""
 
 Mode = Literal["min", "max"]
 
 
 def result_names(name: str, weights: str) -> tuple[str, str]:
-    """Under which names loss and perplexity of a set are logged: `evaluation/NAME/loss`, for others than the model's own weights
-    `evaluation/NAME@WEIGHTS/loss`."""
+    """Returns the names of loss and perplexity of a set in logs: `evaluation/NAME/loss` and `.../perplexity`, or
+    `evaluation/NAME@WEIGHTS/...` for weights other than `model`."""
     at = name if weights == "model" else f"{name}@{weights}"
     return f"evaluation/{at}/loss", f"evaluation/{at}/perplexity"
 
 
 @dataclass
 class Improvement:
-    """Follows one result of evaluations. All ranks have the same numbers, so all of them come to the same verdict.
+    """Tracks the best result of one evaluation metric. All ranks have the same results, so all ranks agree.
 
     Attributes:
-        metric: name under which it is logged, such as `evaluation/held_out/loss`.
-        mode: whether less or more is better.
-        least: by how much a result has to be better than the best one to count.
-        best: of all results so far; None before the first. One that is not finite is none.
-        step: of the best one.
+        metric: name of the metric in logs, such as `evaluation/held_out/loss`.
+        mode: `min` if smaller is better, `max` if larger is better.
+        least: minimum improvement over the best result.
+        best: the best finite result so far; None before the first.
+        step: step of the best result.
         seen: step of the newest result; -1 before the first.
     """
 
@@ -49,7 +49,7 @@ class Improvement:
     seen: int = -1
 
     def look(self, run: Run) -> bool | None:
-        """Whether the result of this step is the best; None without a result that was not looked at yet."""
+        """Returns True if this step has a new best result, False if its new result is not the best, and None without one."""
         step, value = run.results.get(self.metric, (-1, math.nan))
         if step != run.state.step or step == self.seen:
             return None
@@ -61,13 +61,13 @@ class Improvement:
         return True
 
     def state(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps."""
+        """Returns the state to save in a checkpoint."""
         if self.seen < 0:
             return {}
         return {"metric": self.metric, "mode": self.mode, "best": self.best, "step": self.step, "seen": self.seen}
 
     def load_state(self, state: Mapping[str, Any]) -> bool:
-        """Takes what `state` gave, and says whether it did: of another metric or mode, the best is not known."""
+        """Restores the state and returns True; returns False if the state is of another metric or mode."""
         if (state.get("metric"), state.get("mode")) != (self.metric, self.mode):
             return False
         self.best, self.step, self.seen = state["best"], state["step"], state["seen"]
@@ -75,22 +75,22 @@ class Improvement:
 
 
 def bits_per_byte(loss: float, tokens: int, text_bytes: float) -> float:
-    """Bits that a model needs for a byte of text.
+    """Returns the bits per byte of text.
 
     Args:
-        loss: nats per predicted token, the mean.
-        tokens: that are predicted.
-        text_bytes: of the text that these tokens say, and no other: see `EvaluationSet.predicted`.
+        loss: mean loss in nats per predicted token.
+        tokens: number of predicted tokens.
+        text_bytes: size of the text of exactly these tokens; see `EvaluationSet.predicted`.
     """
     return loss * tokens / math.log(2) / text_bytes
 
 
 class EvaluateHook(Periodic):
     """Evaluates every set on all ranks and logs `evaluation/NAME/loss` (nats per token) and `.../perplexity`. With the weights of
-    another hook, the average for one, `NAME@ema` takes the place of the name.
+    another hook, such as their average, NAME becomes `NAME@ema`.
 
-    Each rank reads its own share of a set; the step sums loss and valid tokens over all ranks before it divides, so
-    the result does not depend on how many ranks there are.
+    Each rank reads its own share of a set. Loss and valid tokens are summed over all ranks before the division, so the result
+    does not depend on the number of ranks.
     """
 
     leisurely = True
@@ -101,7 +101,7 @@ class EvaluateHook(Periodic):
         self.at_start, self.weights = at_start, weights
 
     def check(self, run: Run) -> None:
-        """Refuses sets whose images are gone: an evaluation that fails does not end the run, which would have no result."""
+        """Refuses sets with missing images, since a failed evaluation would not end the run but have no result."""
         for name, held_out in run.evaluations.items():
             source: Any = getattr(held_out, "source", None)
             gone = source.missing() if hasattr(source, "missing") else []
@@ -109,18 +109,18 @@ class EvaluateHook(Periodic):
                 others = f" and {len(gone) - _IMAGES_SHOWN} others" if len(gone) > _IMAGES_SHOWN else ""
                 named = f"{', '.join(gone[:_IMAGES_SHOWN])}{others}"
                 raise DataError(
-                    f"hook 'evaluate': held-out set {name!r} has {len(gone)} images that are missing: {named}; put them back, or "
-                    f"remove {getattr(source, 'name', 'its store')}, which is made again without them as far as `skip` allows"
+                    f"hook 'evaluate': held-out set {name!r} has {len(gone)} missing images: {named}; restore them, or remove "
+                    f"{getattr(source, 'name', 'its store')}, which is then prepared again without them as far as `skip` allows"
                 )
 
     def start(self, run: Run) -> None:
-        """Evaluates the initial weights when asked to."""
+        """Evaluates the initial weights if `at_start` is set."""
         super().start(run)
         if self.at_start and run.state.step == 0:
             self.once(run)
 
     def act(self, run: Run) -> None:
-        """Evaluates every set; a run that is asked to stop meanwhile leaves it, without a result."""
+        """Evaluates every set; a stop request ends the evaluation without a result."""
         with nullcontext() if self.weights == "model" else run.weights(self.weights):
             self._evaluate(run)
 
@@ -132,7 +132,7 @@ class EvaluateHook(Periodic):
             if self.left:
                 return
             if result.tokens == 0:
-                _log.warning("evaluation set %r has no token to predict; it is skipped", name)
+                _log.warning("held-out set %r has no token to predict and is skipped", name)
                 continue
             results = result.loss, perplexity(result.loss)
             values |= dict(zip(result_names(name, self.weights), results, strict=True))
@@ -144,7 +144,7 @@ class EvaluateHook(Periodic):
             run.console.print("  ".join([f"step {run.state.step}", *_described(values)]), highlight=False)
 
     def _until_left(self, run: Run, name: str, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Every rank brings the same number of batches, so all of them look, and leave, before the same one."""
+        """Yields batches until a stop request. All ranks have the same number of batches, so all stop before the same one."""
         for count, batch in enumerate(batches):
             if self.leaves(run, f"the evaluation of {name!r}", count):
                 return
@@ -152,7 +152,7 @@ class EvaluateHook(Periodic):
 
 
 def perplexity(loss: float) -> float:
-    """exp of a loss in nats per token; inf where a float cannot hold it."""
+    """Returns exp(loss), with the loss in nats per token; inf on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -160,7 +160,7 @@ def perplexity(loss: float) -> float:
 
 
 def _described(values: dict[str, float]) -> list[str]:
-    """`held_out loss 3.2145  perplexity 24.89`"""
+    """Returns results as text: `held_out loss 3.2145`, `perplexity 24.89`."""
     parts = []
     for key, value in values.items():
         name, _, kind = key.removeprefix("evaluation/").rpartition("/")
@@ -169,26 +169,26 @@ def _described(values: dict[str, float]) -> list[str]:
 
 
 def import_harness() -> Any:
-    """The module that needs the library.
+    """Imports the module that needs the LM Evaluation Harness.
 
     Raises:
-        ForgeError: it is not installed; says what to install.
+        ForgeError: the library is not installed; the error says what to install.
     """
     try:
         return importlib.import_module("forge_train.inference.harness")
     except ModuleNotFoundError as cause:
         if (cause.name or "").partition(".")[0] != "lm_eval":
-            raise  # the library is there, and something that it needs is not: its own message says what
-        raise ForgeError('tasks need the LM Evaluation Harness: pip install "forge-train[eval]"') from cause
+            raise  # the library is installed but lacks a dependency, which the original message names
+        raise ForgeError('tasks need the LM Evaluation Harness; install it: pip install "forge-train[eval]"') from cause
 
 
 class _Left(Exception):
-    """The run was asked to stop, between two batches of questions."""
+    """A stop request arrived between two batches of questions."""
 
 
 class TasksHook(Periodic):
-    """Asks every task on all ranks alike, which share its questions, and logs its metrics. Training goes on as without it, and a
-    run that is asked to stop meanwhile leaves it, without a result."""
+    """Runs tasks on all ranks, which share the questions, and logs their metrics. It does not affect training; a stop request
+    ends it without a result."""
 
     leisurely = True
     observes = True
@@ -209,34 +209,34 @@ class TasksHook(Periodic):
         self._index: Any = None
 
     def check(self, run: Run) -> None:
-        """Refuses a run without a tokenizer, without the library, names that are none of its tasks, and tasks that ask for more
-        new tokens than the model takes."""
+        """Refuses a run without a tokenizer or without the library, unknown tasks, and tasks that need more new tokens than the
+        model supports."""
         if run.data.tokenizer is None:
             raise ForgeError("hook 'tasks' needs a tokenizer: add [data.tokenizer], or remove the hook")
-        found = import_harness()
-        self._index = found.open_tasks(self.tasks, self.folder)
+        harness = import_harness()
+        self._index = harness.open_tasks(self.tasks, self.folder)
         room = length_limit(run)
-        for name, tokens in found.new_tokens(self.tasks, self._index) if room is not None else ():
+        for name, tokens in harness.new_tokens(self.tasks, self._index) if room is not None else ():
             if tokens >= room:
                 raise ForgeError(
-                    f"hook 'tasks': task {name!r} asks for {tokens} new tokens, and the model takes {room} with the question; "
-                    "set max_gen_toks in its generation_kwargs, raise model.max_length, or leave the task out"
+                    f"hook 'tasks': task {name!r} needs {tokens} new tokens, but the model supports {room} with the question; "
+                    "set max_gen_toks in its generation_kwargs, raise model.max_length, or remove the task"
                 )
 
     def act(self, run: Run) -> None:
-        """Asks all of them."""
-        found = import_harness()
+        """Runs all tasks."""
+        harness = import_harness()
         assert run.data.tokenizer is not None, "`check` refuses a run without a tokenizer"
 
         def look(count: int) -> None:
             if self.leaves(run, "tasks of the LM Evaluation Harness", count):
                 raise _Left
 
-        index = self._index or found.open_tasks(self.tasks, self.folder)
+        index = self._index or harness.open_tasks(self.tasks, self.folder)
         try:
             with nullcontext() if self.weights == "model" else run.weights(self.weights):
-                model = found.HarnessModel(run.model, run.data.tokenizer, batch=self.batch, before=look)
-                results = found.results_of(model, self.tasks, index, self.shots, self.limit)
+                model = harness.HarnessModel(run.model, run.data.tokenizer, batch=self.batch, before=look)
+                results = harness.results_of(model, self.tasks, index, self.shots, self.limit)
         except _Left:
             return
         at = "" if self.weights == "model" else f"@{self.weights}"
@@ -249,18 +249,18 @@ class TasksHook(Periodic):
 
 
 BEST_MARK = "best"
-"""File next to the checkpoints whose one line names the best one."""
+"""File next to the checkpoints with one line: the name of the best checkpoint."""
 
 
 class BestHook(Hook):
-    """Where an evaluation is better than all before, hook `save` saves this step, the file `best` names that checkpoint, and
-    retention spares it until a better one is durable. Initial weights do not count."""
+    """After each new best evaluation, makes hook `save` save the step, writes its name to the file `best`, and protects the
+    checkpoint from retention until a better one is durable. Initial weights do not count."""
 
     def __init__(self, metric: str, mode: Mode = "min") -> None:
         self.improvement = Improvement(metric, mode)
 
     def start(self, run: Run) -> None:
-        """Says again which one was best, and looks at an evaluation that an earlier start had left."""
+        """Restores the mark of the best checkpoint, and checks the result of an evaluation that was interrupted earlier."""
         if self.improvement.best is not None:
             run.requests.marks[BEST_MARK] = self.improvement.step
         self._look(run)
@@ -270,11 +270,11 @@ class BestHook(Hook):
         self._look(run)
 
     def finish(self, run: Run) -> None:
-        """Looks at the evaluation of the end."""
+        """Checks the final evaluation."""
         self._look(run)
 
     def state(self) -> Mapping[str, Any]:
-        """The best result and its step."""
+        """Returns the best result and its step."""
         return self.improvement.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -288,9 +288,9 @@ class BestHook(Hook):
 
 
 class EarlyStopHook(Hook):
-    """Ends the run, with a checkpoint and exit code 0, when `patience` evaluations in a row were not better than the best one.
+    """Ends the run, with a checkpoint and exit code 0, after `patience` consecutive evaluations without improvement.
 
-    A start after that ends at once, unless `patience` is larger by then.
+    A later start ends at once, unless `patience` was raised.
     """
 
     def __init__(self, metric: str, mode: Mode = "min", patience: int = 3, min_delta: float = 0.0) -> None:
@@ -299,7 +299,7 @@ class EarlyStopHook(Hook):
         self.waited = 0
 
     def start(self, run: Run) -> None:
-        """Looks at an evaluation that an earlier start had left, and whether that start had come to an end."""
+        """Checks the result of an evaluation that was interrupted earlier, and ends the run if an earlier start had ended it."""
         self._look(run)
         self._judge(run)
 
@@ -309,7 +309,7 @@ class EarlyStopHook(Hook):
             self._judge(run)
 
     def state(self) -> Mapping[str, Any]:
-        """The best result, its step, and the evaluations since."""
+        """Returns the best result, its step, and the number of evaluations since."""
         kept = self.improvement.state()
         return {**kept, "waited": self.waited} if kept else {}
 
@@ -328,4 +328,4 @@ class EarlyStopHook(Hook):
         if self.waited >= self.patience:
             found = self.improvement
             best = f"{found.best:.6g} of step {found.step}" if found.best is not None else "no finite result"
-            run.stop.end(f"{found.metric} was not better than {best} in {self.waited} evaluations")
+            run.stop.end(f"{found.metric} did not improve on {best} in {self.waited} evaluations")

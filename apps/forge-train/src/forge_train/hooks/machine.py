@@ -1,4 +1,4 @@
-"""Hook `machine`: probes device, network, disk and memory of every rank, by small pieces of work with known results."""
+"""Hook `machine`: probes device, network, disk and memory of every rank with small tasks whose results are known."""
 
 import errno
 import json
@@ -22,17 +22,17 @@ from forge_train.hooks.periodic import Periodic
 from forge_train.process.stop import FAULTY
 
 PROBE_FILE = ".probe"
-"""How a file that tries the disk begins, in the run's directory; it is there for some milliseconds."""
+"""Prefix of the name of temporary files of the disk probe in the run's directory."""
 
 TIMED: tuple[str, ...] = ("device", "disk", "collective")
 
 
 class MachineHook(Periodic):
-    """Probes every N steps: each rank computes what is known, the first rank of each host writes and reads a file in the run's
-    directory, and all ranks sum what is known.
+    """Probes every N steps: each rank computes a known product, the first rank of each host writes and reads a file in the run's
+    directory, and all ranks compute a known sum together.
 
-    All ranks learn what was found. What is wrong ends the run after the same step on all: the rank on the machine at fault
-    with code 6, the others with code 5. What is slow, a full disk and little memory are said once, and again when it is over.
+    All ranks receive the results. A fault ends the run after the same step on all ranks: the rank on the faulty machine with exit
+    code 6, the others with 5. Slow probes, a full disk and low memory are reported once, and again when they are over.
     """
 
     def __init__(self, every: int = 200, minutes: float = 0.0, slow: float = 10.0, least_memory: float = 0.5) -> None:
@@ -42,7 +42,7 @@ class MachineHook(Periodic):
         self.wrong: set[tuple[int, str]] = set()
 
     def start(self, run: Run) -> None:
-        """Learns which hosts there are."""
+        """Collective: gathers the hosts, and prepares the probes."""
         topology = run.topology
         self.world = ProcessGroupWorld() if topology.size > 1 else SingleProcessWorld()
         self.hosts = [name.decode() for name in self.world.all_gather(socket.gethostname().encode())]
@@ -52,10 +52,10 @@ class MachineHook(Periodic):
         self.since = time.monotonic()
 
     def finish(self, run: Run) -> None:
-        """Nothing: what comes now is saved, and a probe would only delay it."""
+        """Does nothing: a probe would only delay the final save."""
 
     def once(self, run: Run) -> None:
-        """Probes, unless too little time has passed since; by the clock of rank 0."""
+        """Probes, unless fewer than `minutes` have passed since the last probe, by the clock of rank 0."""
         due = time.monotonic() - self.since >= 60 * self.minutes
         if self.minutes and not json.loads(self.world.broadcast(json.dumps(due).encode())):
             return
@@ -63,11 +63,11 @@ class MachineHook(Periodic):
         super().once(run)
 
     def act(self, run: Run) -> None:
-        """Collective: probes.
+        """Collective: runs all probes.
 
         Raises:
-            MachineFault: on the rank whose machine is at fault.
-            PeerFailure: on the others.
+            MachineFault: on the rank whose machine is faulty.
+            PeerFailure: on the other ranks.
         """
         seconds, full = dict.fromkeys(TIMED, 0.0), ""
         with _timed(seconds, "device"):
@@ -115,7 +115,7 @@ class MachineHook(Periodic):
         self._say(run, rank, "memory", short, f"only {told(free or 0)} of memory are left")
 
     def _say(self, run: Run, rank: int, what: str, is_wrong: bool, text: str) -> None:
-        """Once when it begins, once when it is over; all ranks say the same."""
+        """Warns once when a problem begins and once when it is over; all ranks warn alike."""
         key, who = (rank, what), f"rank {rank} on {self.hosts[rank]}"
         if is_wrong and key not in self.wrong:
             self.wrong.add(key)
@@ -136,22 +136,22 @@ _ROWS = 256
 _COPIED = 1 << 20
 _WRITTEN = 1 << 18
 _ATTEMPTS, _PAUSE = 3, 0.5
-"""A network file system may fail once: the write is repeated, after longer pauses."""
+"""Network file systems may fail temporarily: the write is retried after increasing pauses."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class MachineFault(ForgeError):
-    """What this rank runs on has failed a probe."""
+    """The machine of this rank failed a probe."""
 
     exit_code = FAULTY
 
 
 def device_probe(device: torch.device) -> Callable[[], str]:
-    """A function that says what is wrong with the device; empty where nothing is.
+    """Returns a function that probes the device and returns its fault, or an empty text.
 
-    It multiplies matrices of small whole numbers, whose product is exact in every format, and copies a mebibyte there and back.
-    The host waits for it.
+    The probe multiplies matrices of small integers, whose product is exact in every format, and copies a mebibyte to the device
+    and back. The host waits for it.
     """
     row = torch.arange(_ROWS * _ROWS).reshape(_ROWS, _ROWS)
     left, right = row % 7 - 3, row % 5 - 2
@@ -165,17 +165,19 @@ def device_probe(device: torch.device) -> Callable[[], str]:
             return f"the device fails: {_first(cause)}"
         if not torch.equal(product, expected):
             return f"the device multiplies wrong: {int((product != expected).sum())} of {expected.numel()} numbers differ"
-        return "" if torch.equal(copied, pattern) else "the device gives back other bytes than it was given"
+        return "" if torch.equal(copied, pattern) else "the device returns other bytes than were copied to it"
 
     return probe
 
 
 def disk_probe(path: Path, number: int) -> tuple[str, bool]:
-    """Writes a file of a quarter of a mebibyte, flushes it, reads it back and removes it: what is wrong, if anything, and whether
-    that is only that the disk is full.
+    """Writes a file of a quarter of a mebibyte, flushes it, reads it back and removes it.
+
+    Returns the fault, or an empty text, and True if the only fault is a full disk.
 
     Args:
-        number: the content depends on it.
+        path: the file.
+        number: varies the content of the file.
     """
     content = (number % 2**32).to_bytes(4, "little") * (_WRITTEN // 4)
     cause = None
@@ -197,7 +199,7 @@ def disk_probe(path: Path, number: int) -> tuple[str, bool]:
 
 
 def collective_probe(rank: int, size: int, device: torch.device, all_reduce: Callable[[Any], Any]) -> Callable[[], str]:
-    """A function that says what is wrong with a sum of whole numbers over all ranks, which is exact. Calling it is collective."""
+    """Returns a collective function that checks a sum of integers over all ranks, which is exact, and returns its fault."""
     pattern = torch.arange(_COPIED // 8, dtype=torch.float64, device=device) % 1000
     expected = (pattern * (size * (size + 1) // 2)).cpu()
 

@@ -1,4 +1,4 @@
-"""Hook `log`: writes the metrics of a step to the trackers, with model FLOP/s and MFU (Chowdhery et al., 2022)."""
+"""Hook `log`: writes the metrics of steps to the trackers, with model FLOP/s and MFU (Chowdhery et al., 2022)."""
 
 import logging
 import resource
@@ -28,22 +28,22 @@ _log = logging.getLogger(__name__)
 class LogHook(Hook):
     """Writes a line every N steps, at the first step of this start and at the last step of the run.
 
-    A line has the numbers of the step at which it is due. On an accelerator all ranks wait for them; steps without a line do not.
+    A line has the numbers of its step. On an accelerator, all ranks wait for these numbers; steps without a line do not wait.
 
-    Values: `loss` (nats per token), `grad_norm` (before clipping), `lr` (where the optimizer has a single one), `skipped` (this
-    step), `stage` (its number, from 1, of a run in stages), `skipped_steps` (of the run so far, once there is one) and every
-    other number of the step, such as `source/LABEL/loss` and `source/LABEL/tokens` (of that step, where it has any) of each
-    source of a mixture; `data/LABEL/tokens` and `data/LABEL/planned_tokens` (of the run so far, with and without loss: read, and
-    asked for by the weights); `tokens` (read by the run so far, without padding), `step_tokens` (with loss, in this step),
-    `tokens_per_second` and `step_seconds` (means since the last line, all ranks together, without evaluation and saving),
-    `peak_memory` (bytes, resident memory of rank 0's process). On an accelerator also `device_memory`, `device_memory_reserved`
-    and `device_memory_retries` of rank 0 since the last line, as `forge_parallel.accelerator.take_peaks` has them.
+    Values: `loss` (nats per token), `grad_norm` (before clipping), `lr` (if the optimizer has a single learning rate), `skipped`
+    (this step), `stage` (number of the training stage, from 1), `skipped_steps` (of the run so far, after the first) and every
+    other number of the step, such as `source/LABEL/loss` and `source/LABEL/tokens` of each source of a mixture in this step;
+    `data/LABEL/tokens` (read by the run so far, with and without loss) and `data/LABEL/planned_tokens` (planned by the mixture's
+    weights); `tokens` (read by the run so far, without padding), `step_tokens` (with loss, in this step), `tokens_per_second` and
+    `step_seconds` (means since the last line, over all ranks, without evaluation and saving), `peak_memory` (bytes, resident
+    memory of rank 0's process). On an accelerator also `device_memory`, `device_memory_reserved` and `device_memory_retries` of
+    rank 0 since the last line; see `forge_parallel.accelerator.take_peaks`.
 
-    Of the speed: `model_tflops`, `mfu` and `mfu_attended` (`forge_train.hooks.metrics`; their convention is printed at the
-    start). Of this step on rank 0: `time/data`, `time/count`, `time/forward`, `time/backward`, `time/reduce`, `time/optimizer`
-    and `time/other` in seconds, on an accelerator of the device, so that what it does not wait for takes none; hook `profile`
-    says how much of them is exposed communication. Of the memory of rank 0 in bytes: `memory/parameters`, `memory/gradients`,
-    `memory/optimizer`, and on an accelerator `memory/rest`, what was held besides at the peak: activations and buffers.
+    Speed: `model_tflops`, `mfu` and `mfu_attended` (see `Utilization`; their convention is printed at the start). Parts of this
+    step on rank 0, in seconds: `time/data`, `time/count`, `time/forward`, `time/backward`, `time/reduce`, `time/optimizer` and
+    `time/other`; on an accelerator in device time, so work that the device does not wait for takes no time. Hook `profile` shows
+    how much of them is exposed communication. Memory of rank 0, in bytes: `memory/parameters`, `memory/gradients`,
+    `memory/optimizer`, and on an accelerator `memory/rest`: activations and buffers at the peak.
     """
 
     observes = True
@@ -56,7 +56,7 @@ class LogHook(Hook):
         self.speed: Utilization | None = None
 
     def start(self, run: Run) -> None:
-        """Starts the clock, and says what MFU means here."""
+        """Starts the clock, and prints the convention of MFU."""
         if run.topology.rank == 0:
             self.speed = Utilization.of(run)
             _log.info("%s", self.speed.line())
@@ -66,19 +66,19 @@ class LogHook(Hook):
         self._look_ahead(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Writes a line when one is due."""
+        """Writes a line if one is due."""
         step, due = run.state.step, self._due(run, run.state.step)
         self.first = self.first and not due
         self._look_ahead(run)
         if not due:
             return
-        run.judge()  # for `skipped_steps`; on all ranks, though one of them writes
+        run.judge()  # for `skipped_steps`; collective, although only rank 0 writes
         if run.topology.rank != 0:
             return
         numbers = dict(result.numbers())
         seconds, steps, tokens = self.watch.lap()
         for wish in ("stop", "trace"):
-            numbers.pop(wish, None)  # of the loop and of a hook, not metrics
+            numbers.pop(wish, None)  # signals of the loop and of a hook, not metrics
         if "tokens" in numbers:
             numbers["step_tokens"] = numbers.pop("tokens")
         if run.health.total:
@@ -103,7 +103,7 @@ class LogHook(Hook):
         return self.first or step % self.every == 0 or step in ends
 
     def _look_ahead(self, run: Run) -> None:
-        """Parts of the next step are timed where it has a line, on the rank that writes it."""
+        """Times the parts of the next step if it has a line, on the rank that writes it."""
         run.times.timed = run.topology.rank == 0 and self._due(run, run.state.step + 1)
 
     def _memory(self, run: Run, peak: float | None) -> dict[str, float]:
@@ -113,7 +113,7 @@ class LogHook(Hook):
 
 
 def held_memory(run: Run) -> dict[str, int]:
-    """Bytes that this rank holds all the time, in this stage of training; gradients are as large as what they belong to."""
+    """Returns the bytes of parameters, gradients and optimizer state on this rank, in this stage of training."""
     parameters = [tensor for _, tensor in run.model.parameters_held()]
     states = [tensor for named in run.optimizer.state().values() for tensor in named.values()]
     return {
@@ -129,7 +129,7 @@ def _bytes(tensor: Any) -> int:
 
 
 def mixture(data: Any, step: int) -> dict[str, float]:
-    """Tokens of each source that the run has read and that its weights asked for, where it mixes several: no device is asked."""
+    """Returns read and planned tokens of each source of a mixture; empty for a single source. Does not wait for the device."""
     mix = getattr(data, "mix", None)
     found = mix(step) if mix else {}
     return {
@@ -141,27 +141,27 @@ def mixture(data: Any, step: int) -> dict[str, float]:
 
 
 def peak_memory() -> int:
-    """Largest resident memory of this process so far, in bytes."""
+    """Returns the peak resident memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
 _SIZES = (256, 512, 1024, 2048)
 _SECONDS = 0.02
-"""Of the longest product that is tried on a CPU."""
+"""Maximum seconds of a matrix product that is timed on a CPU."""
 
 
 @dataclass(frozen=True)
 class Utilization:
-    """What turns tokens per second into shares.
+    """Converts tokens per second to model FLOP/s and MFU.
 
     Attributes:
-        counts: products of the model; None for one that does not declare them.
-        length: tokens of a row.
-        devices: all of the run.
-        peak: FLOP/s of one device in `precision`; None where it is unknown, and then no share is given.
-        precision: that most products are made in: `fp32`, `bf16` or `fp8`.
-        device: its name.
+        counts: matrix products of the model; None for a model that does not declare them.
+        length: tokens per row.
+        devices: number of devices of the run.
+        peak: peak FLOP/s of one device in `precision`; None if it is unknown, and then there is no MFU.
+        precision: precision of most products: `fp32`, `bf16` or `fp8`.
+        device: name of the device.
     """
 
     counts: "Counts | None"
@@ -173,7 +173,7 @@ class Utilization:
 
     @classmethod
     def of(cls, run: Run) -> "Utilization":
-        """Of a run. The peak of a CPU is measured, in at most a tenth of a second or three products."""
+        """Returns the utilization of a run. Measures the peak of a CPU, in at most a tenth of a second or three products."""
         job, here = run.job, run.topology.device
         from forge_models.flops import counts_of
 
@@ -183,11 +183,15 @@ class Utilization:
         return cls(counts, length, run.topology.size, promised, precision, name(here))
 
     def numbers(self, rate: float, batches: Sequence[Batch] = (), frozen: Collection[str] = ()) -> dict[str, float]:
-        """`model_tflops` of a device, `mfu`, and `mfu_attended`, for `rate` tokens per second of all devices together, without
-        padding. Images count as these batches have them; `frozen` are names of parameters that are not trained.
+        """Returns `model_tflops` per device, `mfu` and `mfu_attended`.
 
-        `mfu_attended` counts only keys that a query meets: those before it in its own document and window, by the rows of these
-        batches. `mfu` counts whole rows, as most tables do.
+        `mfu_attended` counts only keys that a query attends to: earlier keys in its own document and window, in the rows of
+        `batches`. `mfu` counts whole rows, as most publications do.
+
+        Args:
+            rate: tokens per second of all devices together, without padding.
+            batches: batches of the step, for images and documents.
+            frozen: names of parameters that are not trained.
         """
         if self.counts is None:
             return {}
@@ -203,28 +207,28 @@ class Utilization:
         return found
 
     def now(self, rate: float, run: Run) -> dict[str, float]:
-        """`numbers` of a run, by the batches of its step on this rank and by what it trains."""
+        """Returns `numbers` of a run, from this rank's batches of the step and the parameters that it trains."""
         frozen = {name for name, tensor in run.model.parameters_held() if not tensor.requires_grad}
         return self.numbers(rate, run.batches, frozen)
 
     def line(self) -> str:
-        """The convention, for people."""
+        """Returns the convention of MFU as text."""
         from forge_models.flops import CONVENTION
 
         if self.counts is None:
-            return "mfu: not given, since the model does not declare its matrix products"
+            return "mfu: not reported, since the model does not declare its matrix products"
         counted = (
             f"{self.counts.training(self.length) / 1e6:,.4g} MFLOP a token ({CONVENTION}; 2 per multiply-add){self.counts.note}"
         )
         if self.peak is None:
-            return f"mfu: not given, since the {self.precision} peak of {self.device} is unknown; {counted}"
-        how = "measured" if self.device == "cpu" else "dense, by its data sheet"
+            return f"mfu: not reported, since the {self.precision} peak of {self.device} is unknown; {counted}"
+        how = "measured" if self.device == "cpu" else "dense, from its data sheet"
         many = f"{self.devices} x " if self.devices > 1 else ""
         return f"mfu: {counted}, against {many}{self.peak / TERA:,.4g} TFLOP/s of {self.device} in {self.precision}, {how}"
 
 
 def of_device(here: torch.device, precision: str) -> float | None:
-    """FLOP/s that a device promises in a precision; None where nothing is known. fp32 is without TF32, which Forge leaves off."""
+    """Returns the peak FLOP/s of a device in a precision; None if unknown. fp32 is without TF32, which Forge disables."""
     if here.type == "cpu":
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(precision)
         return None if dtype is None else _measured(dtype, torch.get_num_threads())
@@ -233,9 +237,9 @@ def of_device(here: torch.device, precision: str) -> float | None:
 
 
 def keys_met(batches: Sequence[Batch], length: int, window: int | None) -> float:
-    """Mean number of keys that a token of these rows meets: itself and those before it, in its document and window.
+    """Returns the mean number of keys that a token attends to: itself and earlier tokens in its document and window.
 
-    Without `positions` each row is one document.
+    Without `positions`, each row is one document.
     """
     total, queries = 0, 0
     for batch in batches:
@@ -251,19 +255,19 @@ def keys_met(batches: Sequence[Batch], length: int, window: int | None) -> float
 
 
 def _precision(job: Any) -> str:
-    """A transform may say what products are made in."""
-    said = [found for transform in getattr(job, "transforms", {}).values() if (found := getattr(transform, "products", None))]
-    return said[0] if said else job.precision.compute if hasattr(job, "precision") else "fp32"
+    """Returns the precision of most products, which a transform may change."""
+    precisions = [own for transform in getattr(job, "transforms", {}).values() if (own := getattr(transform, "products", None))]
+    return precisions[0] if precisions else job.precision.compute if hasattr(job, "precision") else "fp32"
 
 
 @cache
 def _measured(dtype: torch.dtype, threads: int) -> float:  # noqa: ARG001 (another number has another speed)
-    """FLOP/s of the fastest square product on this CPU with the threads of this process, measured once."""
+    """Measures, once, the FLOP/s of the fastest square product on this CPU with the threads of this process."""
     best = 0.0
     for size in _SIZES:
         a = torch.ones(size, size, dtype=dtype)
         seconds = fastest(lambda a=a: torch.mm(a, a), torch.device("cpu"), budget=_SECONDS, batch=1)
         best = max(best, 2 * size**3 / seconds)
-        if 8 * seconds > _SECONDS:  # the next one would take longer
+        if 8 * seconds > _SECONDS:  # the next size takes 8 times as long
             break
     return best

@@ -1,4 +1,4 @@
-"""Profiles windows of steps: at steps of the recipe, or when a signal asks for it."""
+"""Hook `profile`: profiles windows of steps, at steps of the recipe or on a signal."""
 
 import gzip
 import json
@@ -26,20 +26,20 @@ from forge_train.profiling.summary import summarize
 from forge_train.profiling.trace import ABOUT, WINDOW, folder_of, forget_old, read_trace, snapshot_of, trace_of
 
 ALLOCATIONS = 200_000
-"""Events of the allocator that a snapshot holds, the last ones."""
+"""Maximum number of allocator events in a snapshot; older events are dropped."""
 
 _log = logging.getLogger(__name__)
 
 
 class ProfileHook(Hook):
-    """Records all ranks, or some, over the same steps, and writes a trace for each: `profiles/step-N/rank-K.json.gz`.
+    """Profiles all or some ranks over the same steps, and writes a trace per rank: `profiles/step-N/rank-K.json.gz`.
 
-    A window reaches from before its first step to before the step after its last, so it has the data and the hooks of as many
-    steps. On an accelerator the host waits for the device at both ends, nowhere else. A signal on any rank opens a window on all,
-    after the step whose numbers have carried the wish. What fails here, such as a full disk, costs a warning and never the run.
+    A window lasts from before its first step to after the hooks of its last step. On an accelerator, the host waits for the
+    device only at both ends. A signal on any rank opens a window on all ranks, after the request has reached them with the
+    numbers of a step. A failure, such as a full disk, is a warning and does not end the run.
 
     Rank 0 logs `profile/CLASS`, the share of the window in each class of `forge_train.profiling.classes`, `profile/step_seconds`,
-    and `split/PART`, seconds of a step for each of its parts; exposed communication and the host have parts of their own.
+    and `split/PART`, the seconds per step of each part, including exposed communication and the host.
     """
 
     observes = True
@@ -69,19 +69,17 @@ class ProfileHook(Hook):
     def start(self, run: Run) -> None:
         """Listens for the signal."""
         if self.memory and not notes_allocations(run.topology.device) and run.topology.rank == 0:
-            _log.warning(
-                "hooks.profile.memory: the allocator of this device keeps no record; traces are written without snapshots"
-            )
+            _log.warning("hooks.profile.memory: the allocator of this device records no history; traces have no memory snapshots")
         if self.signal is None:
             return
         if threading.current_thread() is not threading.main_thread():
-            _log.warning("hooks.profile.signal: %s is not heard, since the run is not in the main thread", self.signal)
+            _log.warning("hooks.profile.signal: %s has no effect, since the run is not in the main thread", self.signal)
             return
         self._before = signal.signal(getattr(signal, self.signal), self._ask)
         _log.info("profile some steps of all ranks with: kill -%s %d", self.signal.removeprefix("SIG"), os.getpid())
 
     def before_step(self, run: Run) -> None:
-        """Ends a window that is over, opens one that is due, and goes on with one that is open."""
+        """Closes a window that is over, opens a window that is due, and advances an open window."""
         coming = run.state.step + 1
         if self.first is not None and coming >= self.first + self.steps:
             self._close(run)
@@ -92,7 +90,7 @@ class ProfileHook(Hook):
         run.requests.trace, self._asked = self._asked, False
 
     def finish(self, run: Run) -> None:
-        """Ends an open window with the steps that it has, and gives the signal back."""
+        """Closes an open window early, and restores the signal's handler."""
         if self.first is not None:
             self._close(run)
         if self._before is not None and self.signal is not None:
@@ -100,7 +98,7 @@ class ProfileHook(Hook):
             self._before = None
 
     def leave(self, run: Run) -> None:
-        """Drops an open window, and gives the signal back."""
+        """Drops an open window, and restores the signal's handler."""
         if self.recorder is not None:
             self.recorder.abandon()
         self.first = self.recorder = None
@@ -110,7 +108,7 @@ class ProfileHook(Hook):
         self._asked = True
 
     def _due(self, run: Run, coming: int) -> int | None:
-        """The first step of a window that has to begin to warm up now; the same on all ranks."""
+        """Returns the first step of a window whose warm-up begins now, or None; equal on all ranks."""
         if run.requests.trace_step > self._seen:
             self._seen = run.requests.trace_step
             return coming + self.warmup
@@ -135,19 +133,19 @@ class ProfileHook(Hook):
         if self.recorder is not None and not opened:
             self._try(self.recorder.step)
         if coming == self.first:
-            run.judge()  # on all ranks; what was queued before belongs to the steps before
-            if run.topology.rank == 0:  # an earlier start may have left traces of other ranks; all write later than this step
+            run.judge()  # collective; queued work belongs to the steps before
+            if run.topology.rank == 0:  # removes traces of an earlier start; all ranks write later than this step
                 shutil.rmtree(folder_of(run.directory, self.first), ignore_errors=True)
             if self.recorder is not None:
                 self._try(self.recorder.begin)
 
     def _close(self, run: Run) -> None:
-        """Collective: ends the window on all ranks, those that do not record too."""
+        """Collective: closes the window on all ranks, including those that do not record."""
         assert self.first is not None
         first, done = self.first, run.state.step - self.first + 1
         recorder, self.first, self.recorder = self.recorder, None, None
         run.watch.enter("writing a profile")
-        run.judge()  # the device has caught up, so the pause is one
+        run.judge()  # waits for the device, so that the pause is measured correctly
         if recorder is None:
             return
         with pause(run):
@@ -181,7 +179,7 @@ class ProfileHook(Hook):
         return self.ranks == "all" or read_launcher(os.environ).local_rank == 0
 
     def _try(self, action: Callable[[], None], recorder: "_Recorder | None" = None) -> None:
-        """A failure ends this window only."""
+        """Runs an action; a failure ends only this window."""
         try:
             action()
         except Exception as cause:  # noqa: BLE001 - no error of a profiler, a library or a disk may stop training
@@ -207,15 +205,15 @@ class _Recorder:
         )
 
     def start(self) -> None:
-        """Begins to warm up, or to record without any."""
+        """Starts the profiler with its warm-up, or with the window if there is no warm-up."""
         self.profiler.start()
 
     def step(self) -> None:
-        """One step is over."""
+        """Advances the profiler to the next step."""
         self.profiler.step()
 
     def begin(self) -> None:
-        """The window begins."""
+        """Begins the window."""
         self.recording = True
         wait(self.device)
         if self.memory:
@@ -223,12 +221,12 @@ class _Recorder:
         self.ranges.enter_context(record_function(WINDOW))
 
     def stop(self, about: dict[str, Any], folder: Path) -> None:
-        """The window ends; writes it.
+        """Ends the window and writes its trace.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the trace cannot be written.
         """
-        if not self.recording:  # the run has ended while it warmed up
+        if not self.recording:  # the run ended during the warm-up
             self.abandon()
             return
         with record_function(CLOSING):
@@ -243,7 +241,7 @@ class _Recorder:
             note_allocations(self.device, None)
 
     def _export(self, path: str) -> None:
-        """Compressed in large pieces; torch does it line by line, which takes ten times as long."""
+        """Writes the trace compressed in large pieces; torch compresses line by line, which takes ten times as long."""
         plain = f"{path}.json"
         try:
             self.profiler.export_chrome_trace(plain)
@@ -253,7 +251,7 @@ class _Recorder:
             Path(plain).unlink(missing_ok=True)
 
     def abandon(self) -> None:
-        """Ends everything without a trace; what cannot be ended has not begun."""
+        """Stops profiling without a trace; errors are only logged, since some parts may not have started."""
         for action in (self.ranges.close, self.profiler.stop, *([lambda: note_allocations(self.device, None)] * self.memory)):
             try:
                 action()
@@ -262,7 +260,7 @@ class _Recorder:
 
 
 def _write(path: Path, make: Callable[[str], object]) -> None:
-    """A file that appears whole or not at all; `make` writes it to the name that it is given."""
+    """Creates a file atomically; `make` writes it to a temporary name."""
     partial = path.with_name(f".{os.getpid()}-{path.name}")
     try:
         make(str(partial))

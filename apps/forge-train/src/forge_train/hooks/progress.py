@@ -1,4 +1,4 @@
-"""Shows the progress of a run."""
+"""Hook `progress`: shows the progress of a run on the terminal."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class ProgressHook(Hook):
-    """A live panel on a terminal; elsewhere a line with a time stamp at the first and last step and now and then.
+    """Shows a live panel on a terminal; otherwise prints lines with time stamps at the first and last step, and in between
+    at most one every `seconds`.
 
-    The time left is that of the steps since this start, evaluation and saving included.
+    The time left is extrapolated from the steps since this start, including evaluation and saving.
     """
 
     observes = True
@@ -41,7 +42,7 @@ class ProgressHook(Hook):
             self.view = _Live(run.console, Utilization.of(run)) if live else _Lines(run.console, self.seconds)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Moves the panel; reads the numbers when they are due."""
+        """Updates the panel; reads the step's numbers every N steps."""
         if self.view is None:
             return
         step, total = run.state.step, run.job.train.max_steps
@@ -58,7 +59,7 @@ class ProgressHook(Hook):
             self.view.close()
 
     def leave(self, run: Run) -> None:
-        """Closes the panel: another one follows."""
+        """Closes the panel; the next start opens a new one."""
         self.finish(run)
 
     def _left(self, step: int, total: int) -> float:
@@ -68,7 +69,7 @@ class ProgressHook(Hook):
 
 @dataclass(frozen=True)
 class _Now:
-    """What a line says; `fresh` when loss and rate are of this step."""
+    """Values of a line; `fresh` is True if loss and rate are of this step."""
 
     step: int
     total: int
@@ -116,7 +117,7 @@ class _Live:
         self.speed = speed
         self.live = Live(console=console, auto_refresh=False)
         self.live.start()
-        console.show_cursor(True)  # hidden by `start`, and a crash would leave it hidden
+        console.show_cursor(True)  # `start` hides the cursor, and a crash would leave it hidden
         self.drawn = 0.0
 
     def show(self, now: _Now, run: Run) -> None:
@@ -151,6 +152,6 @@ class _Live:
 
 
 def _memory(run: Run) -> str:
-    """Of rank 0: what is taken of its device, else the largest that this process was."""
+    """Returns the used memory of this rank's device, or the peak memory of the process if the device has no such counter."""
     whole, free = memory(run.topology.device), free_memory(run.topology.device)
     return f"{size(whole - free)} of {size(whole)}" if whole and free is not None else size(peak_memory())

@@ -1,4 +1,4 @@
-"""Router statistics of every layer for the trackers, and the load of every expert for the report."""
+"""Hook `routing`: router statistics of every layer for the trackers, and the load of every expert for the report."""
 
 import json
 import logging
@@ -19,12 +19,11 @@ _log = logging.getLogger(__name__)
 
 
 class RoutingHook(Periodic):
-    """Every N steps, what layers of experts report of the step before. Per layer: `routing/blocks.3/load_max` and `load_min` (of
-    an expert, in units of the mean load; 1 when even), `entropy` (of the router's probabilities, nats per token), `dropped`
-    (share of the slots that capacity took away), `loss` (of the router's own, per token) and, where a bias balances, `bias_max`
-    and `bias_min`.
+    """Logs router statistics every N steps. Per layer: `routing/blocks.3/load_max` and `load_min` (load of an expert relative to
+    the mean load; 1 when balanced), `entropy` (of the router's probabilities, nats per token), `dropped` (share of slots dropped
+    because of the capacity), `loss` (the router's own loss, per token) and, with bias-based balancing, `bias_max` and `bias_min`.
 
-    The counts are those of the whole batch of all ranks; a measurement costs two all-gathers and waits for the device.
+    Counts cover the whole batch of all ranks. A measurement costs two all-gathers and waits for the device.
     """
 
     observes = True
@@ -36,15 +35,15 @@ class RoutingHook(Periodic):
         super().__init__(every)
 
     def start(self, run: Run) -> None:
-        """Collective: looks whether any part of the model reports."""
+        """Collective: checks whether any part of the model reports statistics."""
         self.world = ProcessGroupWorld() if run.topology.size > 1 else SingleProcessWorld()
         self.reports = any(self.world.all_gather(b"1" if _observers(run) else b""))
-        if not self.reports:  # one table makes a recipe dense; its hooks need not change with it
+        if not self.reports:  # allowed, so that a dense variant of a recipe can keep its hooks
             _log.info("hook 'routing' has nothing to report: the model has no [model.moe]")
         super().start(run)
 
     def act(self, run: Run) -> None:
-        """Collective: gathers the reports, which are where each layer lives, and writes them."""
+        """Collective: gathers the reports from the ranks of their layers, and writes them."""
         if not self.reports:
             return
         counts = all(at == 0 for axis, at in run.topology.coordinates.items() if axis != "pp")
@@ -73,10 +72,10 @@ def _plain(report: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _observers(run: Run) -> dict[str, Observer]:
-    """Those of this rank's parts, by path."""
+    """Returns the observers in this rank's parts of the model, by path."""
     return {path: module for part in run.model.parts for path, module in part.named_modules() if isinstance(module, Observer)}
 
 
 def _place(names: list[str], path: str) -> int:
-    """Where the tensors of a module begin in the model."""
+    """Returns the index of a module's first tensor in the model."""
     return next((at for at, name in enumerate(names) if name.startswith(f"{path}.")), len(names))

@@ -19,13 +19,13 @@ _log = logging.getLogger(__name__)
 
 
 class _Left(Exception):
-    """The run was asked to stop, between two tokens."""
+    """A stop request arrived between two tokens."""
 
 
 class SampleHook(Periodic):
-    """Continues the prompts on all ranks alike, since a model that is cut answers only when all of them ask.
+    """Continues prompts; all ranks generate together, since a sharded model needs all of them.
 
-    The newest samples are in `samples.json` of the run's directory, where the report finds them.
+    Writes the newest samples to `samples.json` in the run's directory, for the report.
     """
 
     leisurely = True
@@ -55,11 +55,11 @@ class SampleHook(Periodic):
         room = length_limit(run)
         for place, prompt in enumerate(self._prompts(run)):
             if not prompt:
-                raise ForgeError(f"hook 'sample': prompt {place} is empty; a continuation needs a token to begin with")
+                raise ForgeError(f"hook 'sample': prompt {place} is empty, but generation needs at least one token; remove it")
             if room is not None and len(prompt) + self.max_tokens > room:
                 raise ForgeError(
-                    f"hook 'sample': prompt {place} of {len(prompt)} tokens and max_tokens = {self.max_tokens} new ones are more "
-                    f"than the {room} that the model takes; shorten the prompt or lower max_tokens"
+                    f"hook 'sample': prompt {place} with {len(prompt)} tokens and max_tokens = {self.max_tokens} exceed "
+                    f"the model's limit of {room} tokens; shorten the prompt or lower max_tokens"
                 )
 
     def _prompts(self, run: Run) -> list[list[int]]:
@@ -68,7 +68,7 @@ class SampleHook(Periodic):
         return [[*tokenizer.prefix, *map(int, tokenizer.encode(prompt))] for prompt in self.prompts]
 
     def act(self, run: Run) -> None:
-        """Generates from each prompt, prints and keeps the texts; a run that is asked to stop meanwhile leaves it."""
+        """Continues each prompt, prints and saves the texts; a stop request ends it without a result."""
         from forge_models.generation import NewText, Sampling, generate
 
         tokenizer = run.data.tokenizer
@@ -114,13 +114,13 @@ class SampleHook(Periodic):
 
 
 _TOGETHER = 32
-"""Prompts that are continued at a time."""
+"""Maximum number of prompts in one batch."""
 
 
 class AnswersHook(Periodic):
-    """Continues the prompts of held-out documents greedily, and logs the share that is exactly what the document says.
+    """Continues the prompts of held-out documents greedily, and logs the share of exact matches with the documents.
 
-    The first ones are in `answers.json` of the run's directory with their pictures, where the report finds them.
+    Writes the first answers, with their images, to `answers.json` in the run's directory, for the report.
     """
 
     leisurely = True
@@ -132,10 +132,10 @@ class AnswersHook(Periodic):
         self.asked: dict[str, list[Question]] = {}
 
     def check(self, run: Run) -> None:
-        """Finds the questions.
+        """Selects the questions, and loads their images once.
 
         Raises:
-            ForgeError: a set does not exist, or no set has questions; or the run has no tokenizer.
+            ForgeError: the run has no tokenizer, a set does not exist or has no questions, or a question is too long.
         """
         if run.data.tokenizer is None:
             raise ForgeError("hook 'answers' needs a tokenizer: add [data.tokenizer], or remove the hook")
@@ -153,13 +153,13 @@ class AnswersHook(Periodic):
                 self.asked[name] = found
             elif self.sets:
                 raise ForgeError(
-                    f"hook 'answers': documents of held-out set {name!r} have no part that is given before one that is learned; "
-                    "take a set with images or conversations"
+                    f"hook 'answers': documents of held-out set {name!r} have no prompt (a part without loss) before an answer; "
+                    "use a set with images or conversations"
                 )
         if not self.asked:
             raise ForgeError(
-                "hook 'answers' needs a held-out set whose documents have a part that is given, such as images or questions; add "
-                "one to [data.evaluation], or remove the hook"
+                "hook 'answers' needs a held-out set whose documents have a prompt, such as images or questions; add such a set "
+                "to [data.evaluation], or remove the hook"
             )
 
     def _refuse_long(self, run: Run, name: str, asked: list[Question]) -> None:
@@ -169,11 +169,11 @@ class AnswersHook(Periodic):
             if room is not None and given + new > room:
                 raise ForgeError(
                     f"hook 'answers': a document of held-out set {name!r} has a prompt of {given} tokens and an answer of {new}, "
-                    f"and the model takes {room}; raise model.max_length, lower hooks.max_tokens, or leave the set out"
+                    f"but the model supports {room} in all; raise model.max_length, lower hooks.max_tokens, or remove the set"
                 )
 
     def _load(self, name: str, source: Any, asked: list[Question]) -> None:
-        """Loads every item once: one that is gone is said now, and not when training is over."""
+        """Loads every item once, so that a missing item is reported before training rather than after it."""
         for question in asked:
             try:
                 inputs_of(source, [question])
@@ -181,7 +181,7 @@ class AnswersHook(Periodic):
                 raise ForgeError(f"hook 'answers': held-out set {name!r}: {cause}") from cause
 
     def _together(self, run: Run, asked: list[Question]) -> Iterator[list[Question]]:
-        """Portions that are answered at a time: of each, the longest prompt and the longest answer fit the model together."""
+        """Yields batches of questions, such that the longest prompt and the longest answer of a batch fit the model together."""
         room, part = length_limit(run), list[Question]()
         for question in asked:
             longer = [*part, question]
@@ -195,7 +195,7 @@ class AnswersHook(Periodic):
         yield part
 
     def act(self, run: Run) -> None:
-        """Answers, counts and keeps; a run that is asked to stop meanwhile leaves it."""
+        """Answers the questions, logs exact matches and saves answers; a stop request ends it without a result."""
         kept: list[dict[str, Any]] = []
         shares: dict[str, float] = {}
         try:
@@ -222,7 +222,7 @@ class AnswersHook(Periodic):
                 run.console.print(f"step {run.state.step}  {name} {share:.1%} of {count}", highlight=False, markup=False)
 
     def _said(self, run: Run, name: str, asked: list[Question]) -> list[list[int]]:
-        """New tokens for each question, alike on all ranks."""
+        """Collective: returns the new tokens for each question, equal on all ranks."""
         from forge_models.generation import generate
 
         tokenizer, source, said = run.data.tokenizer, getattr(run.evaluations[name], "source", None), list[list[int]]()
@@ -250,14 +250,14 @@ class AnswersHook(Periodic):
         return said
 
     def _kept(self, run: Run, name: str, asked: list[Question], said: list[list[int]], right: list[bool]) -> list[dict[str, Any]]:
-        """The first answers, as the report shows them: wrong ones first, so that they are seen."""
+        """Returns the answers for the report: at most `shown`, wrong ones first."""
         from forge_models.generation import NewText
 
         tokenizer, source = run.data.tokenizer, getattr(run.evaluations[name], "source", None)
         assert tokenizer is not None
 
         def text(ids: Any) -> str:
-            """Without placeholders, which no tokenizer knows, and without the end of the document."""
+            """Decodes ids without image placeholders, which are not in the vocabulary, and without the end of the document."""
             return tokenizer.decode([int(token) for token in ids if token < tokenizer.vocab_size and token != tokenizer.eos])
 
         order = sorted(range(len(asked)), key=lambda number: right[number])[: self.shown]

@@ -1,4 +1,4 @@
-"""Saves checkpoints."""
+"""Hook `save`: saves checkpoints."""
 
 from forge_core.protocols.run import Run, StepResult
 from forge_train.hooks.periodic import Periodic, pause
@@ -6,16 +6,17 @@ from forge_train.process.stop import STOPPED
 
 
 class SaveHook(Periodic):
-    """Saves every `checkpoint.every` steps, at step 0 with `checkpoint.first`, when another hook says that a step is due, and
-    when the run ends; a step that is saved is not saved again, unless it became due since. A run that was asked to stop saves
-    nothing more where the time that is left is too short for it."""
+    """Saves every `checkpoint.every` steps, at step 0 with `checkpoint.first`, at the request of another hook, and at the end.
+
+    A step is saved only once, unless a hook requests it again. After a stop request, saves only if enough time is left.
+    """
 
     def __init__(self) -> None:
         super().__init__(every=0)
         self.left_out = False
 
     def start(self, run: Run) -> None:
-        """What was restored is saved already. Step 0 is what seed and recipe give back, so it is saved only on request."""
+        """Saves step 0 if `checkpoint.first` is set; a step from which the run resumed is already saved."""
         self.every = run.job.checkpoint.every
         self.acted = run.state.step
         if run.job.checkpoint.first and not run.resumed:
@@ -23,7 +24,7 @@ class SaveHook(Periodic):
         self._save_due(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Saves when due."""
+        """Saves if the step is due or another hook requests it."""
         super().after_step(run, result)
         self._save_due(run)
 
@@ -36,7 +37,7 @@ class SaveHook(Periodic):
                 run.saves.finish()
 
     def act(self, run: Run) -> None:
-        """Writes a checkpoint of this step, or begins to; not in too little time."""
+        """Saves this step, in the foreground or the background; skips the save if too little time is left before the stop."""
         run.requests.save = False
         self.left_out = run.stop.reason(run.state) == STOPPED and not run.saves.may_begin()
         if not self.left_out:

@@ -1,8 +1,8 @@
-"""Which rank is slower than those that do the same work, judged by times that every rank has measured of itself.
+"""Hook `stragglers`: finds ranks that are slower than others with the same work, from times that every rank measures itself.
 
-In one window a rank is slow when it takes `ratio` times as long as the median of the others, by more than their scatter (their
-median absolute deviation) and by enough to matter for a step. It is a straggler once it was slow in `most` of the last `WINDOWS`
-windows, and until it was slow in none of them: one slow window is noise.
+A rank is slow in a window if it takes `ratio` times as long as the median of the others, exceeds their scatter (median absolute
+deviation), and costs a noticeable part of the step. A rank becomes a straggler when it is slow in `most` of the last `WINDOWS`
+windows, because one slow window may be noise, and stops being one when it is slow in none of them.
 """
 
 import json
@@ -25,22 +25,22 @@ WINDOWS = 5
 MOST = 3
 RATIO = 1.5
 SCATTERS = 5.0
-"""Standard deviations of the others, by their median absolute deviation, that a slow rank lies above their median."""
+"""Minimum distance of a slow rank from the others' median, in standard deviations estimated from their absolute deviations."""
 
 SHARE = 0.1
-"""What a slow rank costs at least: this part of the time of a step."""
+"""Minimum cost of a slow rank, as a share of the time of a step."""
 
 _SIGMA = 1.4826
-"""A normal distribution's standard deviation over its median absolute deviation."""
+"""Ratio of standard deviation to median absolute deviation of a normal distribution."""
 
 
 class Time(NamedTuple):
-    """What a rank has measured of a window.
+    """Times that a rank measured in a window.
 
     Attributes:
-        own: seconds of a step in which it did not wait for other ranks, a median over the steps.
-        step: seconds of a whole step, waiting included.
-        alike: of ranks that do the same work, such as those of a pipeline stage; only they are compared.
+        own: seconds per step without waiting for other ranks, median over the steps.
+        step: seconds per step, including waiting.
+        alike: key of the ranks with the same work, such as a pipeline stage; only ranks with equal keys are compared.
     """
 
     own: float
@@ -49,11 +49,11 @@ class Time(NamedTuple):
 
 
 class Slow(NamedTuple):
-    """A rank that has just become a straggler, or is none any more.
+    """A rank that became a straggler, or stopped being one.
 
     Attributes:
-        own, others: seconds of a step, of this rank and of the median of the others, in the newest window.
-        over: whether it is none any more.
+        own, others: seconds per step of this rank, and the median of the others, in the newest window.
+        over: True if the rank stopped being a straggler.
     """
 
     rank: int
@@ -64,12 +64,12 @@ class Slow(NamedTuple):
 
 @dataclass
 class Stragglers:
-    """Judges window after window; the same times give the same answer on every rank.
+    """Finds stragglers window by window; the result depends only on the times, so all ranks agree.
 
     Args:
-        ratio: how many times as long as the others a slow rank takes.
-        most: slow windows among the last `WINDOWS` that make a straggler.
-        resolution: seconds; a smaller difference is not measured.
+        ratio: minimum ratio of a slow rank's time to the median of the others.
+        most: number of slow windows among the last `WINDOWS` that make a straggler.
+        resolution: seconds below which differences are ignored.
     """
 
     ratio: float = RATIO
@@ -79,7 +79,7 @@ class Stragglers:
     _slow: defaultdict[int, deque[bool]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=WINDOWS)))
 
     def take(self, times: Sequence[Time]) -> list[Slow]:
-        """The times of one window, by rank; what has changed."""
+        """Takes the times of one window by rank, and returns the changes."""
         changed = []
         for rank, mine in enumerate(times):
             others = [time.own for other, time in enumerate(times) if other != rank and time.alike == mine.alike]
@@ -103,23 +103,22 @@ class Stragglers:
 _log = logging.getLogger(__name__)
 
 _COUNTED = ("step of", "update", "data")
-"""How the names of the watch's sections begin that belong to a step. The first step of a start, which compiles, and sections of
-hooks are others."""
+"""Prefixes of the watch's sections that belong to a step; the first step of a start, which compiles, and hooks do not count."""
 
 _RESOLUTION = 0.02
-"""Seconds; a smaller difference between hosts is noise of their operating systems."""
+"""Seconds below which differences between hosts are noise of the operating system."""
 
 _PRODUCTS, _ROWS = 8, 2048
-"""Of the piece of work that an accelerator is timed with: some milliseconds."""
+"""Number and size of the matrix products that time an accelerator; they take some milliseconds."""
 
 
 class StragglersHook(Hook):
-    """Compares the step times of ranks that do the same work, every N steps, and names a rank that is slower than the others.
+    """Compares the step times of ranks with the same work every N steps, and names ranks that are slower than the others.
 
-    In forward and backward ranks wait for each other, so those times are equal on all ranks. What a rank takes until its first
-    exchange with others is its own: reading data and preparing the step. On an accelerator the host queues the whole step without
-    waiting, so its time counts too; and since the host does not see how fast the device is, a fixed piece of work is timed on the
-    device, without a wait of the host. The times of all ranks are exchanged through the host, once every N steps.
+    In forward and backward, ranks wait for each other, so these times are equal on all ranks. A rank's own time is what it needs
+    before its first communication: reading data and preparing the step. On an accelerator, the host queues the whole step without
+    waiting, so this time counts, too; to measure the device, a fixed amount of work is timed on it without a wait of the host.
+    The times of all ranks are exchanged through the host, once every N steps.
     """
 
     observes = True
@@ -134,16 +133,16 @@ class StragglersHook(Hook):
         self.device: _Device | None = None
 
     def check(self, run: Run) -> None:
-        """Raises a LayoutError where no two ranks do the same work."""
+        """Raises a LayoutError if no two ranks have the same work."""
         layout = run.topology.layout
         if layout.world > 1 and layout.pp == layout.world:
             raise LayoutError(
-                f"hook 'stragglers' compares ranks that do the same work, and each of the {layout.pp} ranks has another pipeline "
-                "stage; leave the hook out, or give each stage several ranks"
+                f"hook 'stragglers' compares ranks with the same work, but each of the {layout.pp} ranks has its own pipeline "
+                "stage; remove the hook, or use several ranks per stage"
             )
 
     def start(self, run: Run) -> None:
-        """Prepares the comparison, where there are other ranks."""
+        """Prepares the comparison; does nothing on a single rank."""
         topology = run.topology
         if topology.size == 1:
             return
@@ -155,12 +154,12 @@ class StragglersHook(Hook):
         self.seen = run.watch.seconds()
 
     def before_step(self, run: Run) -> None:
-        """Notes what this rank took until it is ready for the first exchange of the step."""
+        """Records this rank's time until the first communication of the step."""
         if self.world is not None:
             self.ready = _of_step(self._since(run))
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Notes the step's time, and compares when due."""
+        """Records the time of the step, and compares ranks if the step is due."""
         if self.world is None:
             return
         seconds = self._since(run)
@@ -170,12 +169,12 @@ class StragglersHook(Hook):
             self._compare(run, self.world)
 
     def _since(self, run: Run) -> dict[str, float]:
-        """Seconds of each section of the watch since the last call."""
+        """Returns the seconds of each section of the watch since the last call."""
         before, self.seen = self.seen, run.watch.seconds()
         return {name: value - before.get(name, 0.0) for name, value in self.seen.items()}
 
     def _compare(self, run: Run, world: ProcessGroupWorld) -> None:
-        """Collective: what all ranks have measured."""
+        """Collective: exchanges the times of all ranks, reports changes, and logs numbers."""
         mine = [median(column) for column in zip(*self.steps, strict=True)]
         self.steps.clear()
         products = self.device.seconds() if self.device else None
@@ -206,7 +205,7 @@ class StragglersHook(Hook):
 
 
 class _Device:
-    """Times a fixed piece of work on an accelerator, between two events in its queue."""
+    """Times a fixed amount of work on an accelerator, between two events in its queue."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -215,24 +214,24 @@ class _Device:
         self.between: tuple[Any, Any] | None = None
 
     def work(self) -> None:
-        """Queues it."""
+        """Queues the work."""
         before = timed_event(self.device)
         for _ in range(_PRODUCTS):
             torch.mm(self.left, self.left, out=self.into)
         self.between = before, timed_event(self.device)
 
     def seconds(self) -> float | None:
-        """What the work that was queued last took; its step has long had its verdict. None before there was any."""
+        """Returns the seconds of the last queued work, which has finished by the time of this call; None before the first."""
         return None if self.between is None else self.between[0].elapsed_time(self.between[1]) / 1000
 
 
 def _of_step(seconds: Mapping[str, float]) -> float:
-    """Seconds of the sections that belong to a step."""
+    """Returns the seconds of the sections that belong to a step."""
     return sum(value for name, value in seconds.items() if name.startswith(_COUNTED))
 
 
 def _numbers(own: Sequence[float], named: set[int]) -> dict[str, float]:
-    """What is logged: the slowest rank and how it compares to the median of all, and how many are named."""
+    """Returns the numbers to log: the slowest rank, its ratio to the median of all, and the number of stragglers."""
     usual, most = median(own), max(own)
     slowest = {"stragglers/slowest_rank": float(own.index(most)), "stragglers/named": float(len(named))}
     return slowest | ({"stragglers/slowest_ratio": most / usual} if usual > 0 else {})

@@ -1,4 +1,4 @@
-"""Hooks over all parameters: `ema` (their average), `norms`, and `replicas` (are they equal on all replicas)."""
+"""Hooks over all parameters: `ema` (averages), `norms`, and `replicas` (compares replicas)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -16,15 +16,15 @@ from forge_train.hooks.periodic import Periodic
 from forge_train.process.stop import TrainingError
 
 EMA_SECTION = "ema"
-"""Of a checkpoint: `ema/NAME` is the average of the parameter NAME."""
+"""Section of a checkpoint: `ema/NAME` is the average of the parameter NAME."""
 
 
 class EmaHook(Hook):
-    """Average m of each parameter w that is trained, in any stage of the run: m = w after step `start`, then every N steps
+    """Averages each parameter w that is trained in any stage of the run: m = w after step `start`, then every N steps
     m += (1 - decay) (w - m).
 
-    Each rank averages the elements that it holds, so nothing is exchanged. A step whose update is skipped moves nothing, without
-    the host asking for it. Before `start`, and where a run begins to average later, m is the weights themselves.
+    Each rank averages its own shards, without communication. A skipped step does not change m; the host does not wait to know.
+    Before `start`, m equals the weights.
     """
 
     def __init__(self, decay: float = 0.999, start: int = 0, every: int = 1, dtype: Literal["fp32", "weights"] = "fp32") -> None:
@@ -33,22 +33,22 @@ class EmaHook(Hook):
         self.average: dict[str, Tensor] = {}
 
     def check(self, run: Run) -> None:
-        """Refuses an optimizer that evaluates averages itself: one would be taken for the other."""
+        """Refuses an optimizer that evaluates averages itself, since the two averages could be confused."""
         if run.model.averages:
-            raise ForgeError("hook 'ema' averages weights, and the optimizer evaluates averages already; remove the hook")
+            raise ForgeError("hook 'ema' averages weights, but the optimizer evaluates averages already; remove the hook")
 
     def start(self, run: Run) -> None:
-        """Begins with the initial weights, or those that a run resumes from, where it is time."""
+        """Starts the average with the current weights if step `start` is reached."""
         self._begin(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Begins, or moves the average where it is due."""
+        """Updates the average if it is due, or starts it."""
         if self.begun and (run.state.step - self.begin_at) % self.every == 0:
             self._move(run.model, result.skip)
         self._begin(run)
 
     def state(self) -> Mapping[str, Any]:
-        """Whether the average has begun."""
+        """Returns whether the average has started."""
         return {"begun": True} if self.begun else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ class EmaHook(Hook):
         self.begun = state.get("begun", False)
 
     def tensors(self, model: ParallelModel) -> Mapping[str, Mapping[str, Tensor]]:
-        """The average of each parameter that is trained, laid out as it is."""
+        """Returns the average of each trained parameter, sharded like the parameter."""
         if not self.average:
             for name, tensor, _ in model.trained_sometime():
                 wide = tensor.dtype if self.dtype == "weights" else torch.promote_types(tensor.dtype, torch.float32)
@@ -78,16 +78,16 @@ class EmaHook(Hook):
             mine.lerp_(weights.to(mine.dtype), share)
 
     def _pairs(self, model: ParallelModel) -> list[tuple[Tensor, Tensor]]:
-        """This rank's elements of each average and of its parameter."""
+        """Returns this rank's shards of each average and of its parameter."""
         return [(local_box(self.average[name]).local, local_box(tensor).local) for name, tensor, _ in model.trained_sometime()]
 
 
 class NormsHook(Hook):
-    """Every N steps and at the last one: 2-norms over all ranks of everything that is trained. `norm/gradient/NAME` is that
-    before clipping, `norm/update/NAME` of what the optimizer added, and `norm/parameter/NAME` of the weights after it.
+    """Logs 2-norms of all trained parameters every N steps and at the last step: `norm/gradient/NAME` (before clipping),
+    `norm/update/NAME` (of the change by the optimizer) and `norm/parameter/NAME` (of the weights after the update).
 
-    NAME is the group of the optimizer that a parameter belongs to (`matrix`, `vector`, `embedding`, ...), or its own name. A
-    measurement costs an all-reduce, one wait for the device, and, during the update, a copy of this rank's parameters.
+    NAME is the parameter's group in the optimizer (`matrix`, `vector`, `embedding`, ...), or its own name. A measurement costs an
+    all-reduce, one wait for the device and, during the update, a copy of this rank's parameters.
     """
 
     observes = True
@@ -98,7 +98,7 @@ class NormsHook(Hook):
         self.gradients: Tensor | None = None
 
     def before_update(self, run: Run, result: StepResult) -> None:
-        """Measures gradients and keeps the weights, where the step is due."""
+        """Measures gradients and copies the weights, if the step is due."""
         step = run.state.step + 1
         if step % self.every == 0 or step >= run.job.train.max_steps:
             held = run.model.trainable()
@@ -107,7 +107,7 @@ class NormsHook(Hook):
             self.before = {item.name: local_box(item.tensor).local.clone() for item in held}
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Collective: measures the rest and writes."""
+        """Collective: measures updates and parameters, and logs all norms."""
         if self.gradients is None:
             return
         before, squares = self.before, [self._squares(run, lambda _, local: torch.ones_like(local)), self.gradients]
@@ -119,14 +119,14 @@ class NormsHook(Hook):
             return
         names = list(self._places(run))
         counts, *rows = found.tolist()
-        trained = [place for place, count in enumerate(counts) if count]  # not buffers, nor what is frozen
+        trained = [place for place, count in enumerate(counts) if count]  # without buffers and frozen parameters
         values: dict[str, float] = {}
         for what, row in zip(("gradient", "update", "parameter"), rows, strict=True):
             values |= {f"norm/{what}/{names[place]}": row[place] for place in trained}
         run.log(values)
 
     def _places(self, run: Run) -> Mapping[str, int]:
-        """Names of the norms, on every rank those of the whole model, in its order."""
+        """Returns the index of each norm by name, for the whole model and equal on all ranks."""
         tensors: Mapping[str, Tensor] = run.model.specs.tensors
         names = dict.fromkeys(self._name(run, name) for name in tensors)
         return {name: place for place, name in enumerate(names)}
@@ -136,7 +136,7 @@ class NormsHook(Hook):
 
     @torch.no_grad()
     def _squares(self, run: Run, take: Callable[[str, Tensor], Tensor | None]) -> Tensor:
-        """(names,) fp64 on the device: sums of squares of the elements that this rank owns."""
+        """Returns (names,) fp64 on the device: sums of squares of the elements that this rank owns."""
         places, device = self._places(run), run.topology.device
         total = torch.zeros(len(places), dtype=torch.float64, device=device)
         for name, parameter, _ in run.model.trainable():
@@ -148,17 +148,17 @@ class NormsHook(Hook):
 
 
 class ReplicasHook(Periodic):
-    """Compares the replicas of every parameter, and names the tensor and the rank that differ."""
+    """Compares the replicas of every parameter; the error names the tensor and the rank that differ."""
 
     def act(self, run: Run) -> None:
         """Compares all parameters.
 
         Raises:
-            TrainingError: one drifted.
+            TrainingError: a replica differs.
         """
-        if found := drifted(run.model):
+        if drift := drifted(run.model):
             raise TrainingError(
-                f"after step {run.state.step} rank {found.rank} has other values of {found.name} than its replicas. The cause is "
+                f"after step {run.state.step} rank {drift.rank} has other values of {drift.name} than its replicas. The cause is "
                 "a faulty device or a nondeterministic kernel. Start the run again to resume from its newest checkpoint; "
                 "exclude that rank's device if it happens twice"
             )

@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from forge_vlm.data.prompts import Prompts
 
     Prompt = tuple[list[int], list[int], Mapping[str, torch.Tensor]]
-    """Ids, those of them that are text, and what the model takes besides, as `forge_vlm.data.prompts.Prompt` has them."""
+    """Token ids, the ids that are text, and other inputs of the model; see `forge_vlm.data.prompts.Prompt`."""
 
 
 class Continuation:
-    """Continues a text, piece by piece; what cannot be shown yet is held back.
+    """Continues a text piece by piece.
 
-    With a chat template, a text is what the user says, and the continuation is the answer. `illustrated` makes prompts with
-    images; it has the template, too.
+    With a chat template, the text is a user turn and the continuation is the answer. `illustrated` builds prompts with images,
+    and has the template, too.
 
-    Bytes of an unfinished character and beginnings of a stop string stay inside until they are decided. Where several ranks hold
-    the model, each of them continues the same texts, and `agree` makes their tokens those of one.
+    Bytes of an incomplete character and possible beginnings of a stop string are held back until they are complete or ruled out.
+    If the model is sharded over several ranks, every rank continues the same texts, and `agree` makes all ranks use the same
+    tokens.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Continuation:
             raise ForgeError("--stop must not be empty")
 
     def __call__(self, text: str, before: "Sequence[Turn]" = ()) -> Iterator[str]:
-        """The continuation of `text` in pieces, which joined are what `together` returns; `before` are turns of the chat."""
+        """Yields the continuation of `text` in pieces; `before` are earlier turns of the chat."""
         from forge_models.generation import NewText, Pieces
 
         (prompt, words, inputs), new = self._shown(text, before), list[int]()
@@ -75,7 +76,7 @@ class Continuation:
             yield piece
 
     def together(self, texts: Sequence[str]) -> list[str]:
-        """The continuations of several texts, which the model reads in one batch."""
+        """Returns the continuations of several texts, generated in one batch."""
         from forge_models.generation import NewText, before_stop, generate
 
         model: Any = self.model
@@ -110,11 +111,11 @@ class Continuation:
             return self._illustrated.text(text)
         ids = [*self.tokenizer.prefix, *map(int, self.tokenizer.encode(text))]
         if not ids and self.tokenizer.eos is not None:
-            ids = [self.tokenizer.eos]  # documents follow the end of another
+            ids = [self.tokenizer.eos]  # in training, a document follows the end of another one
         return ids, ids, {}
 
     def _new(self, prompt: list[int], inputs: Mapping[str, torch.Tensor] | None = None) -> Iterator[int]:
-        """The tokens behind a prompt."""
+        """Yields the tokens generated after a prompt."""
         from forge_models.generation import stream
         from forge_models.speculation import speculate
 

@@ -1,4 +1,4 @@
-"""Held-out loss of stored weights: of a run, a checkpoint or a Hugging Face folder, on any layout."""
+"""Evaluates stored weights (a run, a checkpoint or a Hugging Face folder) on held-out sets, in any layout."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from forge_train.process.ranks import rank_zero_first
 from forge_train.recipe.load import Resolved, load
 
 _SECTIONS = ("job", "model", "data", "train", "precision", "schedule", "objective", "transforms")
-"""What says how a loss is computed. Hooks, checkpoints and the layout of the training run have no part in it."""
+"""Sections that determine the loss; hooks, checkpoints and the layout of the training run do not."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Score:
     Attributes:
         loss: nats per predicted token.
         perplexity: exp(loss).
-        bits_per_byte: of the text that the predicted tokens say; None where its size is not known.
-        tokens: that were predicted.
+        bits_per_byte: bits per byte of the text of the predicted tokens; None if the size of the text is unknown.
+        tokens: number of predicted tokens.
     """
 
     name: str
@@ -46,15 +46,17 @@ class Score:
 
 
 def recipe_for(weights: Weights, recipe: str | None, overrides: Sequence[str], world: int, registry: Registry) -> Resolved:
-    """The recipe under which weights are evaluated: the one that they carry, or another one, with the weights' own model.
+    """Returns the recipe for evaluating weights: their own recipe or another one, always with the weights' own model.
 
     Args:
-        recipe: says what is evaluated; None takes the recipe of the weights.
-        overrides: `--section.key=value`; the layout is one of data ranks unless they say otherwise.
+        weights: the weights to evaluate.
+        recipe: recipe with the held-out sets; None uses the recipe of the weights.
+        overrides: `--section.key=value`; by default, all ranks are data ranks.
         world: number of processes.
+        registry: where components are found.
 
     Raises:
-        ForgeError: the weights carry no recipe and none is given, or it has faults, or has no [data.evaluation].
+        ForgeError: there is no recipe, or the recipe has faults or no [data.evaluation].
     """
     origin = weights.facts.origin if recipe is None else recipe
     values: dict[str, Any] = dict(weights.facts.recipe) if recipe is None else load(recipe, (), None, registry).as_json()
@@ -71,7 +73,7 @@ def recipe_for(weights: Weights, recipe: str | None, overrides: Sequence[str], w
     resolved = load(tree, overrides, world, registry)
     if not resolved.job.data.evaluation:
         raise ForgeError(
-            f"{origin} has no held-out set; add one, such as --data.evaluation.mine.name=text "
+            f"{origin} has no held-out set; add a set, such as --data.evaluation.mine.name=text "
             "--data.evaluation.mine.path=FILE, or pass another recipe with --recipe"
         )
     return resolved
@@ -80,10 +82,10 @@ def recipe_for(weights: Weights, recipe: str | None, overrides: Sequence[str], w
 def scores(
     weights: Weights, resolved: Resolved, device: torch.device, registry: Registry, say: Callable[[str], None]
 ) -> Iterator[Score]:
-    """Collective: evaluates each held-out set of the recipe in turn; every rank gets the same numbers.
+    """Collective: evaluates the held-out sets of the recipe one after the other; every rank gets the same results.
 
     Raises:
-        ForgeError: a set cannot be read, was made with another tokenizer, or the weights do not fit the model.
+        ForgeError: a set cannot be read or has another tokenizer, or the weights do not fit the model.
     """
     job, layout = resolved.job, resolved.layout
     assert layout is not None
@@ -91,7 +93,7 @@ def scores(
         try:
             tokenizer = tokenizer_for(weights, None, registry, say)
         except DataError:
-            tokenizer = None  # the weights were trained on ids, or their data are elsewhere by now
+            tokenizer = None  # the weights were trained on token ids, or their data no longer exists here
         workspace = (weights.facts.run or run_directory(job)) / "data"
         vocab_size = getattr(job.model, "vocab_size", None)
         shape: dict[str, Any] = {"workspace": workspace, "vocab_size": vocab_size, "model": job.model, "report": say}

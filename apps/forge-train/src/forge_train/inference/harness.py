@@ -1,5 +1,7 @@
-"""A model of Forge as `lm_eval.api.model.LM`: the tasks of the LM Evaluation Harness (Gao et al., EleutherAI) on a model that is
-being trained, or on stored weights, in any layout. Needs the extra `forge-train[eval]`."""
+"""Runs tasks of the LM Evaluation Harness (Gao et al., EleutherAI) on a model in training or on stored weights, in any layout.
+
+`HarnessModel` is a `lm_eval.api.model.LM`. Needs the extra `forge-train[eval]`.
+"""
 
 import itertools
 import json
@@ -28,25 +30,26 @@ from forge_parallel.placement.topology import Topology
 
 _log = logging.getLogger(__name__)
 _NEW_TOKENS = 256
-"""Of a task that does not say how many: as many as the harness takes then."""
+"""New tokens for a task that does not set their number; the default of the harness."""
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation as text, and as tokens."""
 
 
 class HarnessModel(TemplateLM):
-    """What tasks ask: log-likelihoods and continuations. Every rank asks the same; data ranks share the rows of log-likelihoods.
+    """Computes log-likelihoods and continuations for tasks. Every rank has the same requests; data ranks share the rows of
+    log-likelihoods.
 
     Args:
-        model: whose weights are asked as they are at that moment.
-        tokenizer: its text.
-        batch: rows in one forward of a rank.
-        before: called before each forward of new texts, on all ranks alike, with how many there were; it may raise to leave them.
-        before_all: token that stands before a text without a context, where the tokenizer's own rule puts none before a text; by
-            default the one that ends documents.
+        model: the model, evaluated with its current weights.
+        tokenizer: the tokenizer of the model.
+        batch: rows per forward and rank.
+        before: called on all ranks before each forward of new texts, with the number of earlier forwards; may raise to stop.
+        before_all: token before a text without context, for tokenizers that add no token before a text; by default the token
+            that ends documents.
 
     Raises:
-        ForgeError: the tokenizer has no token that could stand before a text.
+        ForgeError: the tokenizer has no token to put before a text.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class HarnessModel(TemplateLM):
         super().__init__()
         prefix = tokenizer.prefix[-1] if tokenizer.prefix else before_all
         if tokenizer.eos is None and prefix is None:
-            raise ForgeError(f"tokenizer {tokenizer.name} has no token that ends a document, which tasks put before a text")
+            raise ForgeError(
+                f"tokenizer {tokenizer.name} has no end-of-document token, which tasks need before a text; use another tokenizer"
+            )
         self.laid_out, self.coder, self.batch = model, tokenizer, batch
         self.end = tokenizer.eos
         self.prefix = prefix if prefix is not None else tokenizer.eos
@@ -84,16 +89,16 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Names caches of requests."""
+        """Name for caches of requests."""
         return self.coder.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Tokens of a text, behind those that the tokenizer puts before each text unless `add_special_tokens` is False."""
+        """Returns the tokens of a text, with the tokenizer's prefix unless `add_special_tokens` is False."""
         tokens = [int(token) for token in self.coder.encode(string)]
         return tokens if add_special_tokens is False else [*self.coder.prefix, *tokens]
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], **_: Any) -> list[tuple[float, bool]]:
-        """Collective: per request, the sum of log p(continuation | context), and whether each of its tokens is the likeliest."""
+        """Collective: returns per request log p(continuation | context), and True if greedy decoding would generate it."""
         topology = self.laid_out.topology
         pairs = [self._row(context, continuation) for _, context, continuation in requests]
         order = sorted(range(len(pairs)), key=lambda index: -len(pairs[index][0]))
@@ -104,7 +109,7 @@ class HarnessModel(TemplateLM):
                 self._before(next(self._count))
                 count = -(-len(chunk) // topology.data_size)
                 mine = chunk[topology.data_rank * count : (topology.data_rank + 1) * count]
-                # Every rank makes the same forwards: ranks without a row left bring one of zeros.
+                # Every rank runs the same number of forwards: ranks without a row use a row of zeros.
                 tokens = torch.zeros(count, len(pairs[chunk[0]][0]), dtype=torch.int64)
                 for row, index in zip(tokens, mine, strict=False):
                     row[: len(pairs[index][0])] = torch.tensor(pairs[index][0])
@@ -113,20 +118,20 @@ class HarnessModel(TemplateLM):
                     found[index] = _score(row, *pairs[index])
         if topology.size > 1:
             if any(topology.layout.data_rank(rank) == topology.data_rank for rank in range(topology.rank)):
-                found.zero_()  # an earlier rank has the same rows, and says so
+                found.zero_()  # an earlier rank has the same rows and contributes their scores
             found = topology.all_reduce(found.to(topology.device)).cpu()
         return [(likelihood, bool(greedy)) for likelihood, greedy in found.tolist()]
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Collective: as above, of texts; rank 0 shows progress."""
+        """Collective: as `_loglikelihood_tokens`, for texts; rank 0 shows progress."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.laid_out.topology.rank > 0)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Collective: log p of whole texts, each token once, with as much before it as the model takes."""
+        """Collective: returns log p of whole texts; each token is predicted once, with as much context as the model allows."""
         windows: list[Request] = []
         counts = []
         for request in requests:
-            # The first window begins with the prefix: in the tokens it would stand there twice, and be predicted.
+            # The first window adds the prefix; a prefix in the tokens would be duplicated, and predicted.
             tokens = self.tok_encode(*request.args, add_special_tokens=False)
             given = {"token_list": tokens, "prefix_token": self.prefix_token_id}
             pairs = get_rolling_token_windows(**given, max_seq_len=self.max_length, context_len=1)
@@ -137,10 +142,10 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Collective: continuations up to the first of the texts `until`; all ranks make all of them.
+        """Collective: returns continuations up to the first of the texts `until`; every rank generates all of them.
 
         Raises:
-            ForgeError: a task asks for a way to choose tokens that there is not.
+            ForgeError: a task sets a generation option that Forge does not have, or too many new tokens.
         """
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
@@ -151,7 +156,10 @@ class HarnessModel(TemplateLM):
                 wanted = _Wanted.of(requests[indices[0]].args[1])
                 room = self.max_length - wanted.tokens
                 if room < 1:
-                    raise ForgeError(f"a task asks for {wanted.tokens} new tokens, and model.max_length is {self.max_length}")
+                    raise ForgeError(
+                        f"a task needs {wanted.tokens} new tokens, but model.max_length = {self.max_length}; "
+                        "set max_gen_toks in its generation_kwargs, or remove the task"
+                    )
                 prompts = {index: self._cut(self.tok_encode(requests[index].args[0]), room) for index in indices}
                 order = sorted(indices, key=lambda index: -len(prompts[index]))
                 for first in range(0, len(order), self.batch):
@@ -178,43 +186,43 @@ class HarnessModel(TemplateLM):
         return [before_stop(text, wanted.until) for text in added]
 
     def _row(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """What the model reads, its newest tokens where that is too much, and what it is to predict at the end of it."""
+        """Returns the input tokens, cut from the left to the model's limit, and the tokens to predict at their end."""
         if not continuation or len(continuation) > self.max_length:
             raise ForgeError(
-                f"a task has a continuation of {len(continuation)} tokens; the model takes 1 to max_length = {self.max_length}"
+                f"a task has a continuation of {len(continuation)} tokens; the model supports 1 to max_length = {self.max_length}"
             )
         return self._cut(context + continuation, self.max_length + 1)[:-1], continuation
 
     def _cut(self, tokens: list[int], length: int) -> list[int]:
         if len(tokens) > length and not self._told:
             self._told = True
-            _log.warning("texts of tasks are longer than model.max_length = %d; their newest tokens are read", self.max_length)
+            _log.warning("texts of tasks exceed model.max_length = %d; only their last tokens are used", self.max_length)
         return tokens[-length:]
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        # Compiled blocks run eagerly: each batch has another length, and each length would be another graph.
+        # Compiled blocks run eagerly, since each batch length would compile another graph.
         with self.laid_out.inference(whole_sequences=True), torch.compiler.set_stance("force_eager"):
             yield
 
     def _logits(self, tokens: Tensor) -> Tensor:
-        """(B, T) tokens -> (B, T, vocab)."""
+        """Computes logits: tokens (B, T) -> (B, T, vocab)."""
         layout = self.laid_out.topology.layout
         if layout.pp == layout.cp == 1:
             return self.whole(tokens)
-        # With a cache, ranks that share sequences, or stages, read whole ones.
+        # With a cache, context-parallel ranks and pipeline stages process whole sequences.
         return self.whole(tokens, positions=None, cache=self.whole.new_cache(*tokens.shape))
 
 
 class _Wanted:
-    """How a task wants text to be made."""
+    """Generation settings of a task."""
 
     def __init__(self, until: Sequence[str], tokens: int, sampling: Sampling) -> None:
         self.until, self.tokens, self.sampling = tuple(until), tokens, sampling
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "_Wanted":
-        """From the `generation_kwargs` of a task: greedy unless `do_sample` says otherwise."""
+        """Reads the `generation_kwargs` of a task; decoding is greedy unless `do_sample` or `temperature` requests sampling."""
         rest = dict(given)
         until = rest.pop("until", ())
         tokens = [rest.pop(name) for name in ("max_gen_toks", "max_new_tokens") if name in rest]
@@ -223,7 +231,7 @@ class _Wanted:
         penalty = rest.pop("repetition_penalty", 1.0)
         if rest:
             raise ForgeError(
-                f"a task asks for {', '.join(sorted(rest))} in generation_kwargs; generation here has no such option"
+                f"a task sets {', '.join(sorted(rest))} in generation_kwargs, which Forge does not support; remove the option"
             )
         options: dict[str, Any] = {"temperature": 1.0} | chosen if sampled else {"temperature": 0.0}
         sampling = Sampling(repetition_penalty=penalty, **options)
@@ -232,7 +240,7 @@ class _Wanted:
 
 
 def _score(logits: Tensor, read: list[int], predicted: list[int]) -> Tensor:
-    """(2,) fp64: the sum of log p, and 1 where each predicted token is the likeliest, of one row (T, vocab)."""
+    """Returns (2,) fp64 for one row (T, vocab): the sum of log p, and 1 if every predicted token is the most likely one."""
     here = logits[len(read) - len(predicted) : len(read)]
     wide = here.to(torch.promote_types(here.dtype, torch.float32)).log_softmax(dim=-1)
     tokens = torch.tensor(predicted, device=here.device)
@@ -241,39 +249,41 @@ def _score(logits: Tensor, read: list[int], predicted: list[int]) -> Tensor:
 
 
 def open_tasks(names: Iterable[str], folder: Path | None) -> TaskManager:
-    """The index of tasks, those of a folder of task files included.
+    """Returns the index of tasks, including those in a folder of task files.
 
     Raises:
-        ForgeError: a name that is none of them; says which are near.
+        ForgeError: a name is not a task; the error suggests similar names.
     """
     if folder is not None:
         if not folder.is_dir():
-            raise ForgeError(f"the folder of tasks {folder} does not exist")
+            raise ForgeError(f"the folder of tasks {folder} does not exist; create it, or set another folder")
         own = TaskManager(include_path=str(folder), include_defaults=False)
         if all(name in own.all_tasks for name in names):
-            return own  # those of the harness are thousands of files
+            return own  # loading the tasks of the harness would read thousands of files
     manager = TaskManager(include_path=None if folder is None else str(folder))
     for name in names:
         if name not in manager.all_tasks:
             near = get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"; near: {', '.join(near)}" if near else ""
-            raise ForgeError(f"no task {name!r} in lm-eval, nor in {folder or 'a folder of yours'}{hint}")
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ForgeError(f"task {name!r} is neither in lm-eval nor in {folder or 'a folder of your own'}{hint}")
     return manager
 
 
 def new_tokens(names: Iterable[str], manager: TaskManager) -> Iterator[tuple[str, int]]:
-    """Name and new tokens of each task that generates text, those of groups and tags included. Tasks that only Python code
-    describes are left out, and no data set is loaded."""
+    """Yields name and number of new tokens of each task that generates text, also in groups and tags, without loading data.
+
+    Tasks that are defined in Python code are left out.
+    """
     left, seen = list(names), set[str]()
     while left:
         name = left.pop(0)
         entry: Any = None if name in seen else manager.task_index.get(name)
         seen.add(name)
         config: dict[str, Any] = getattr(entry, "cfg", None) or {}
-        # Of a tag, which has no file, `tags` are its tasks; of a task, the tags that it has.
+        # A tag has no file, and its `tags` are its tasks; the `tags` of a task are the tags that it belongs to.
         members: Any = config.get("task") if config else sorted(getattr(entry, "tags", ()))
-        inner = [each.get("task") if isinstance(each, dict) else each for each in members] if isinstance(members, list) else []
-        left += [each for each in inner if isinstance(each, str)]
+        inner = [item.get("task") if isinstance(item, dict) else item for item in members] if isinstance(members, list) else []
+        left += [item for item in inner if isinstance(item, str)]
         if config.get("output_type") == "generate_until":
             kwargs = config.get("generation_kwargs")
             yield name, _Wanted.of(kwargs if isinstance(kwargs, Mapping) else {}).tokens
@@ -282,11 +292,14 @@ def new_tokens(names: Iterable[str], manager: TaskManager) -> Iterator[tuple[str
 def results_of(
     model: HarnessModel, names: Sequence[str], manager: TaskManager, shots: int | None = None, limit: int | None = None
 ) -> dict[str, dict[str, float]]:
-    """Collective: the numbers of each task, and of groups the mean as the harness makes it, by metric; every rank gets them.
+    """Collective: runs tasks; returns the metrics of each task, and of groups as the harness computes them, on all ranks.
 
     Args:
-        shots: examples before each question; what a task says by itself when absent.
-        limit: questions of each task at most.
+        model: the model to evaluate.
+        names: names of tasks, groups or tags.
+        manager: the index of tasks; see `open_tasks`.
+        shots: examples before each question; None uses the task's own number.
+        limit: maximum number of questions per task.
     """
     with _generators_kept():
         found: Any = simple_evaluate(
@@ -299,11 +312,11 @@ def results_of(
             bootstrap_iters=0,
         )
     mine = {} if found is None else {name: dict(_numbers(metrics)) for name, metrics in found["results"].items()}
-    return _of_first(mine, model.laid_out.topology)  # the first process of a node has them
+    return _of_first(mine, model.laid_out.topology)  # the harness returns results only on its first process
 
 
 def _of_first(results: dict[str, dict[str, float]], topology: Topology) -> dict[str, dict[str, float]]:
-    """Collective: the results of rank 0."""
+    """Collective: returns the results of rank 0 on all ranks."""
     if topology.size == 1:
         return results
     payload = torch.tensor(list(json.dumps(results).encode()), dtype=torch.uint8)
@@ -315,7 +328,7 @@ def _of_first(results: dict[str, dict[str, float]], topology: Topology) -> dict[
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """The harness seeds all of Python's, numpy's and torch's; a run that goes on afterwards has its own again."""
+    """Restores the random generators of Python, numpy and torch after the `with` block, because the harness seeds them."""
     python, array = random.getstate(), numpy.random.get_state()
     try:
         with accelerator.random_states_kept():
@@ -326,7 +339,7 @@ def _generators_kept() -> Iterator[None]:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """`acc,none` is `acc`; another filter stays in the name."""
+    """Yields metrics by name: `acc,none` becomes `acc`; other filters stay in the name."""
     for key, value in metrics.items():
         metric, _, filtered = key.partition(",")
         if isinstance(value, int | float) and not isinstance(value, bool) and not metric.endswith("_stderr") and filtered:

@@ -1,4 +1,4 @@
-"""Opens stored weights, and loads them as a model: whole on one process, or laid out over ranks."""
+"""Opens stored weights, and loads them as a model on one process or sharded over ranks."""
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import reduce
@@ -28,26 +28,28 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 def open_weights(where: str | Path, registry: Registry, weights: str = "model") -> Weights:
-    """The weights at `where`: of a run or a checkpoint, by path or URL; a folder in the Hugging Face format; or what Forge wrote
-    as safetensors, for `torch.distributed.checkpoint` or with `torch.save`.
+    """Opens the weights of a run or a checkpoint (by path or URL), of a folder in the Hugging Face format, or of files that Forge
+    wrote as safetensors, for `torch.distributed.checkpoint` or with `torch.save`.
 
     Args:
-        weights: which ones of a checkpoint: the model's, or what a hook kept next to them, such as `ema`.
+        where: path or URL.
+        registry: where the converter is found.
+        weights: weights of a checkpoint to open: `model`, or a set that a hook saved, such as `ema`.
 
     Raises:
-        ForgeError: there is nothing of that kind; see the converters.
+        ForgeError: there are no such weights; see the converters.
     """
     path: Any = str(where) if is_url(where) else Path(where)
     kind = format_of(where)
     if kind != "forge" and weights != "model":
         what = "a Hugging Face folder" if kind == "hf" else f"of format {kind!r}"
-        raise ForgeError(f"--weights {weights}: {path} is {what}, which has one set of weights; leave the option out")
+        raise ForgeError(f"--weights {weights}: {path} is {what}, which has only one set of weights; remove the option")
     options = {} if weights == "model" else {"weights": weights}
     return registry.load("forge.converters", kind)(**options).build().read(path)
 
 
 def format_of(where: str | Path) -> str:
-    """The format of the weights at `where`, as its files say; `forge` for a run, a checkpoint and what is not there."""
+    """Returns the format of the weights at `where`, detected from its files; `forge` for runs, checkpoints and missing paths."""
     if is_url(where):
         return "forge"
     path = Path(where)
@@ -62,14 +64,14 @@ def _is_plain(path: Path) -> bool:
 
 @torch.no_grad()
 def load_model(weights: Weights, device: torch.device | None = None) -> torch.nn.Module:
-    """The whole model in the widest dtype among its weights, ready to run."""
+    """Loads the whole model for inference, in the widest dtype among its weights."""
     from forge_models.hf.streamed_forward import buffers_of
 
     component: Any = weights.model
     place = device or torch.device(accelerator.kind())
     with torch.device("meta"):
         model = component.build()
-    held = dict(model.named_buffers())  # they keep the dtypes that they have
+    held = dict(model.named_buffers())  # buffers keep their dtypes
     dtype = _widest(weights, held)
     state = {name: value.to(place, copy=True) for name, value in buffers_of(weights, model, held).items()}
     ties = dict(model.specs().ties)
@@ -83,7 +85,7 @@ def load_model(weights: Weights, device: torch.device | None = None) -> torch.nn
 
 
 def stored_parameters(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of `load_model` by name, in its order; one is in memory at a time."""
+    """Yields the parameters of `load_model` sorted by name; only one is in memory at a time."""
     component: Any = weights.model
     with torch.device("meta"):
         model = component.build()
@@ -98,29 +100,31 @@ def _widest(weights: Weights, buffers: Collection[str]) -> torch.dtype:
 
 
 _SECTIONS = ("parallel", "transforms", "precision")
-"""What an override may change; nothing of the others is used."""
+"""Sections that an override may change; other sections have no effect."""
 
 _COMPUTES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def recipe_to_generate(weights: Weights, overrides: Sequence[str], world: int, registry: Registry) -> Resolved:
-    """A recipe of the weights' model alone: numbers in the widest dtype among them, as on one process, and the ranks that
-    `--parallel.AXIS=N` says, data ranks that share the model where it says none.
+    """Returns a recipe with only the weights' model, in their widest dtype, as on one process, and with the layout of
+    `--parallel.AXIS=N`; by default, the model is sharded over data ranks.
 
     Raises:
-        ForgeError: the overrides have faults, change what is not used, or lay the model out in a way that is refused.
+        ForgeError: an override has faults or no effect, or the layout is refused.
     """
     dtypes = [getattr(torch, stored.dtype) for stored in weights.tensors.values()]
     widest = reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point), torch.bfloat16)
     compute = _COMPUTES.get(widest)
     if compute is None:
-        raise ForgeError(f"{weights.facts.origin}: no layout computes in {widest}; convert the weights with --dtype bfloat16")
+        raise ForgeError(
+            f"{weights.facts.origin}: several processes cannot compute in {widest}; convert the weights with --dtype bf16"
+        )
     longest, vocab_size = (getattr(weights.model, name, default) for name, default in (("max_length", 2048), ("vocab_size", 2)))
     length = longest // (2 * world) * 2 * world or longest
     values = {
         "model": table_of(weights.model, registry),
         "precision": {"compute": compute, "state": compute},
-        # No batch is read; checks ask for rows that every layout of this world can cut.
+        # No batch is read, but checks need rows that every layout of this world can divide.
         "train": {"micro_batch": 1, "global_batch": 4 * world * world},
         "data": {"sequence_length": length, "sources": [{"name": "random", "vocab_size": vocab_size, "tokens": length + 1}]},
     }
@@ -130,14 +134,12 @@ def recipe_to_generate(weights: Weights, overrides: Sequence[str], world: int, r
     for override in overrides:
         key = override.removeprefix("--").partition("=")[0]
         if override.startswith("--") and key.partition(".")[0] not in _SECTIONS:
-            raise ForgeError(
-                f"--{key} changes nothing here: only [{'], ['.join(_SECTIONS)}] say how a model is laid out; leave it out"
-            )
+            raise ForgeError(f"--{key} has no effect here: only [{'], ['.join(_SECTIONS)}] determine the layout; remove it")
     return resolved
 
 
 def load_sharded_model(weights: Weights, resolved: Resolved, device: torch.device, registry: Registry) -> ParallelModel:
-    """Collective: the model of a recipe over all ranks, each of which reads its own part of the weights.
+    """Collective: builds the model of a recipe over all ranks; each rank reads only its own shards of the weights.
 
     Raises:
         ForgeError: the weights do not fit the model.
@@ -154,12 +156,12 @@ def load_sharded_model(weights: Weights, resolved: Resolved, device: torch.devic
 
 @torch.no_grad()
 def fill_from(weights: Weights, model: ParallelModel) -> None:
-    """Fills this rank's boxes; only their slices are read. Values are converted to the dtype of the model's state.
+    """Fills this rank's shards from stored weights, reads only these slices, and converts them to the dtype of the model's state.
 
-    A buffer that the weights lack, such as a counter of a run, begins as in a new run.
+    A buffer that the weights do not have, such as a counter of a run, is initialized as in a new run.
 
     Raises:
-        ForgeError: names or shapes differ; nothing was changed.
+        ForgeError: names or shapes differ; the model is unchanged.
     """
     stored = weights.tensors
     fresh = {
@@ -175,7 +177,9 @@ def fill_from(weights: Weights, model: ParallelModel) -> None:
     ]
     if faults:
         listed = "\n  ".join(faults[:20])
-        raise ForgeError(f"{weights.facts.origin} does not fit [model]; leave out the keys that differ from it:\n  {listed}")
+        raise ForgeError(
+            f"{weights.facts.origin} does not fit [model]; remove the keys of [model] that differ from these weights:\n  {listed}"
+        )
     for name, piece in pieces:
         if piece.local.numel():
             piece.local.copy_(weights.box(name, piece.offset, tuple(piece.local.shape)))

@@ -26,10 +26,10 @@ SETTINGS = "tokenizer_config.json"
 
 
 def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, report: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer that belongs to some weights: a given file, the run's prepared data, or the folder next to them.
+    """Returns the tokenizer of weights: from `path`, else from the folder of the weights, else from the run's prepared data.
 
     Raises:
-        ForgeError: there is none; says how to give one.
+        ForgeError: no tokenizer was found.
     """
     from forge_data.loading.sources import LoadSpec, context_of, open_sources
 
@@ -43,49 +43,52 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
         job = job_of(weights.meta, registry, "data", "job", origin=weights.facts.origin)
         spec = LoadSpec(job.data, (weights.place.run or run_directory(job)) / "data")
         context = context_of(spec, report)
-        found = context.tokenizer or open_sources(spec, context).tokenizer
-        if found is not None:
-            return found
+        tokenizer = context.tokenizer or open_sources(spec, context).tokenizer
+        if tokenizer is not None:
+            return tokenizer
     raise DataError(f"no tokenizer found for {weights.facts.origin}; pass --tokenizer tokenizer.json")
 
 
 def _is_of_run(weights: ForgeWeights) -> bool:
-    """Whether a run's recipe says what the data are; converted weights bring the files of their tokenizer."""
+    """Returns True for the weights of a run, whose recipe has [data]; converted weights have tokenizer files instead."""
     return "data" in weights.facts.recipe
 
 
 def check_tokenizer(tokenizer: Tokenizer, weights: Weights, report: Callable[[str], None]) -> None:
-    """Compares the ids of a tokenizer with a model's; reports rows without an id.
+    """Checks that a tokenizer's ids fit into the model's vocabulary; reports unused rows of the vocabulary.
 
     Raises:
-        DataError: the tokenizer has ids that the model lacks.
+        DataError: the tokenizer has more ids than the model.
     """
     ids, rows = tokenizer.vocab_size, getattr(weights.model, "vocab_size", tokenizer.vocab_size)
     if ids > rows:
-        raise DataError(f"the tokenizer has {ids} ids, but {weights.facts.origin} has {rows}; pass another one with --tokenizer")
+        raise DataError(
+            f"the tokenizer has {ids} ids, but {weights.facts.origin} has {rows}; pass another tokenizer with --tokenizer"
+        )
     if ids < rows:
         report(f"the tokenizer has {ids} ids; the last {rows - ids} of the model's {rows} ids are padding")
 
 
 def write_tokenizer(weights: Weights, folder: Path, registry: Registry, report: Callable[[str], None] = lambda _: None) -> bool:
-    """Writes into `folder` what belongs to the tokenizer of a run's data, as transformers reads it: its files, the chat template
-    of the weights that the run started from or of its data, and the settings of generation.
+    """Writes the tokenizer of a run's data to `folder` for transformers: its files, the chat template of the weights that the
+    run started from or of its data, and the generation settings.
 
-    Returns whether the tokenizer has such files; `report` is told why one has none. Other weights bring their own.
+    Returns True if files were written; if the tokenizer cannot be written, `report` receives the reason. Weights that are not of
+    a run have tokenizer files of their own.
     """
     if weights.facts.tokenizer is not None or not isinstance(weights, ForgeWeights) or not _is_of_run(weights):
         return False
     try:
         tokenizer = tokenizer_for(weights, None, registry, lambda _: None)
     except DataError:
-        return False  # the run's data are elsewhere by now, or it was trained on numbers
+        return False  # the run's data no longer exists here, or it was trained on token ids
     content = json.loads(tokenizer.dump())
     kind = content.get("type")
     if isinstance(tokenizer, TiktokenTokenizer):
         try:
             content = json.loads(tokenizer.as_json())
         except DataError as cause:
-            report(f"no tokenizer was written: {cause}; give the folder of one with --tokenizer")
+            report(f"no tokenizer was written: {cause}; pass the folder of a tokenizer with --tokenizer")
             return False
     folder.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -99,7 +102,7 @@ def write_tokenizer(weights: Weights, folder: Path, registry: Registry, report: 
     elif "model" not in content:
         return False
     elif not tokenizer.prefix and not tokenizer.suffix and (content.get("post_processor") or {}).get("type") != "ByteLevel":
-        content["post_processor"] = None  # the run's documents begin and end without what it adds
+        content["post_processor"] = None  # the run's documents do not have the tokens that it adds
     if content:
         texts = {entry["id"]: entry["content"] for entry in content.get("added_tokens", [])}
         written = (
@@ -111,15 +114,15 @@ def write_tokenizer(weights: Weights, folder: Path, registry: Registry, report: 
         settings |= (
             {"bos_token": texts[tokenizer.prefix[0]]} if len(tokenizer.prefix) == 1 and tokenizer.prefix[0] in texts else {}
         )
-        # What the configuration of the model names is what its tokenizer must name.
-        given = {
+        # Special tokens of the model's configuration take precedence over those of the tokenizer.
+        configured = {
             key.removesuffix("_id"): texts.get(index) for key, index in weights.facts.special_tokens.items() if type(index) is int
         }
-        settings |= named | {key: text for key, text in given.items() if text is not None}
+        settings |= named | {key: text for key, text in configured.items() if text is not None}
     if (template := weights.meta.get("chat_template")) is not None:
         settings["chat_template"] = template
     else:
-        with suppress(DataError):  # the data have none, or several
+        with suppress(DataError):  # the data has no template, or several
             settings["chat_template"] = chat_for(weights, tokenizer).template
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
     if (generation := weights.meta.get("generation")) is not None:
@@ -128,7 +131,7 @@ def write_tokenizer(weights: Weights, folder: Path, registry: Registry, report: 
 
 
 def bytes_as_json(eos: int | None) -> dict[str, Any]:
-    """The tokenizer of bytes in the format of the tokenizers library: token i is byte i, and nothing is merged."""
+    """Returns the byte tokenizer in the format of the tokenizers library: token i is byte i, without merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = {letter: value for value, letter in byte_letters().items()}
@@ -141,14 +144,14 @@ def bytes_as_json(eos: int | None) -> dict[str, Any]:
 
 
 def byte_letters() -> dict[int, str]:
-    """The letter that stands for each byte in byte-level encodings (Radford et al., 2019): itself where it can be printed."""
+    """Returns the character of each byte in byte-level encodings (Radford et al., 2019): the byte itself if it is printable."""
     printed = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), ord("\u00ff") + 1)]
     others = [value for value in range(256) if value not in printed]
     return {value: chr(value) for value in printed} | {value: chr(256 + place) for place, value in enumerate(others)}
 
 
 def _read(path: Path, weights: Weights) -> Tokenizer:
-    """A `tokenizer.json`, of the tokenizers library or as a store carries it, or a `.model` of sentencepiece."""
+    """Reads a `tokenizer.json` of the tokenizers library or of a data store, or a `.model` of sentencepiece."""
     from forge_data.tokenizers.bpe import BpeTokenizer, named_tokens
     from forge_data.tokenizers.dump import restore
     from forge_data.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -168,25 +171,25 @@ def _read(path: Path, weights: Weights) -> Tokenizer:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """The `tokenizer_config.json` of a folder; empty where it has none.
+    """Reads the `tokenizer_config.json` of a folder; returns an empty table if there is no such file.
 
     Raises:
-        DataError: it is not a JSON object.
+        DataError: the file is not a JSON object.
     """
     path = folder / SETTINGS
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
         raise DataError(f"{path} is not valid JSON: {cause}; restore or remove it") from cause
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise DataError(f"{path} is not a JSON object; restore or remove it")
-    return found
+    return settings
 
 
 def _end(content: bytes, path: Path, weights: Weights) -> int | None:
-    """Id of the token that ends a document in a `tokenizer.json` of the tokenizers library; our own files say it themselves."""
+    """Returns the id of the end-of-text token in a `tokenizer.json` of the tokenizers library; None for Forge's own files."""
     try:
         parsed = json.loads(content)
         added = parsed.get("added_tokens", [])
@@ -207,15 +210,15 @@ def _end(content: bytes, path: Path, weights: Weights) -> int | None:
 
 
 def chat_for(weights: Weights, coder: Tokenizer, template: str | None = None) -> "Chat":
-    """The chat template of weights, with the special tokens of their tokenizer.
+    """Returns the chat template of weights, with the special tokens of their tokenizer.
 
     Args:
         weights: a folder with a template, a run that started from one, or a run with conversations in its data.
-        coder: their tokenizer.
-        template: what to take instead, as recipes name it: a name, a file or a folder.
+        coder: the tokenizer of the weights.
+        template: a template to use instead: a name, a file or a folder.
 
     Raises:
-        DataError: there is none, or there are several.
+        DataError: the weights have no template, or several.
     """
     from forge_vlm.data.chat import Chat, chat_of
 
@@ -228,13 +231,13 @@ def chat_for(weights: Weights, coder: Tokenizer, template: str | None = None) ->
         return Chat(kept).knowing(coder.special_tokens)
     names = _of_the_data(weights)
     if len(names) != 1:
-        found = f"several chat templates in its data: {', '.join(names)}" if names else "no chat template"
-        raise DataError(f"{weights.facts.origin} has {found}; name one with --template, or leave --chat out")
+        problem = f"several chat templates in its data: {', '.join(names)}" if names else "no chat template"
+        raise DataError(f"{weights.facts.origin} has {problem}; choose one with --template, or remove --chat")
     return chat_of(names[0]).knowing(coder.special_tokens)
 
 
 def _of_the_data(weights: Weights) -> list[str]:
-    """The templates by which a run's sources wrote conversations."""
+    """Returns the names of the chat templates of a run's data sources."""
     data: Any = weights.facts.recipe.get("data") or {}
     templates = [source.get("template") for source in data.get("sources") or () if isinstance(source, Mapping)]
     return list(dict.fromkeys(name for name in templates if isinstance(name, str) and name != "none"))

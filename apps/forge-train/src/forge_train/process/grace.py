@@ -1,7 +1,7 @@
-"""Whether the time that is left after a request to stop is enough for a save, by how long saves have taken.
+"""Estimates from earlier saves whether the time left after a stop signal is enough for another save.
 
-A scheduler that ends a job asks for it first, by a signal, and kills it after a grace. A save that is killed is harmless, and so
-is one that is left out; but a run that is killed has no exit code that says to start it again.
+A scheduler sends a signal before it ends a job, and kills the job after a grace period. Neither a killed save nor a skipped save
+does harm, but a killed run has no exit code that makes the scheduler start it again.
 """
 
 import math
@@ -11,20 +11,20 @@ from collections.abc import Callable, Mapping
 from statistics import median
 
 END = "SLURM_JOB_END_TIME"
-"""Where SLURM says when it will end the job: seconds since 1970."""
+"""Environment variable with the time at which SLURM ends the job, in seconds since 1970."""
 
 NEWEST = 5
-"""Saves by whose median the next one is judged."""
+"""Number of recent saves whose median duration is the estimate for the next one."""
 
 
 class Grace:
-    """Of one process.
+    """The time that one process has left to save.
 
     Args:
-        seconds: that lie between a signal and the end of this process; None where it is not known.
-        environment: may have SLURM's end of the job. One that has passed, as where clocks differ, is not believed.
-        since: seconds since the first signal; 0 without one.
-        clock: seconds since 1970.
+        seconds: seconds between a stop signal and the end of this process; None if unknown.
+        environment: may have the time at which SLURM ends the job. A time in the past, as when clocks differ, is ignored.
+        since: returns the seconds since the first signal; 0 without one.
+        clock: returns the seconds since 1970.
     """
 
     def __init__(
@@ -40,30 +40,30 @@ class Grace:
         self._took: deque[float] = deque(maxlen=NEWEST)
 
     def took(self, seconds: float) -> None:
-        """A save is durable, so long after it was begun."""
+        """Records the duration of a save, from its begin until it was durable."""
         self._took.append(seconds)
 
     @property
     def needed(self) -> float:
-        """Seconds that a save takes; 0 while none has been measured."""
+        """Estimated seconds of a save; 0 before the first measurement."""
         return median(self._took) if self._took else 0.0
 
     def left(self) -> float:
-        """Seconds until this process is killed, if it was asked to stop; infinite where nothing says when."""
+        """Returns the seconds until this process is killed; infinite if unknown."""
         left = math.inf if self.seconds is None else self.seconds - self.since()
         until = math.inf if self.end is None else self.end - self.clock()
         return min(left, until if until > 0 else math.inf)
 
     def lacks(self) -> float:
-        """Seconds by which the time that is left is too short for a save; 0 where it is enough."""
+        """Returns the seconds by which the time left is too short for a save; 0 if it is enough."""
         return max(0.0, self.needed - self.left())
 
     def too_short(self) -> str:
-        """What to say of a grace in which no save fits; empty where one does, or where nothing says how long it is."""
+        """Returns a warning if no save fits into the grace period; empty if one fits or the period is unknown."""
         if self.seconds is None or self.needed <= self.seconds:
             return ""
         return (
-            f"a save takes {self.needed:.3g} s, and checkpoint.grace leaves {self.seconds:.3g} s after a signal: the save at a "
-            "stop will be left out. Ask the scheduler for more time (sbatch --signal=USR1@SECONDS) and raise checkpoint.grace, "
-            "or save more often"
+            f"a save takes {self.needed:.3g} s, but checkpoint.grace leaves {self.seconds:.3g} s after a signal: the run will "
+            "stop without saving. Request more time from the scheduler (sbatch --signal=USR1@SECONDS) and raise "
+            "checkpoint.grace, or save more often"
         )

@@ -1,7 +1,7 @@
-"""The ranks of one node as processes: started together, and gone together when one of them ends.
+"""Starts the ranks of one node as processes, and ends all of them when one fails.
 
-For any program that reads torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...). A process that ends may say why in the file
-that TORCHELASTIC_ERROR_FILE names, as under torchrun.
+Works for any program that reads torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...). As under torchrun, a process may write
+the cause of its end to the file in TORCHELASTIC_ERROR_FILE.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pathlib import Path
 from forge_train.process.stop import FOLLOWS
 
 DEVICE = "FORGE_LOCAL_DEVICE"
-"""Variable with the number of the device that a rank takes, which is not its LOCAL_RANK where devices are left out."""
+"""Environment variable with a rank's device number; it differs from LOCAL_RANK if some devices are not used."""
 
 _LOOK_SECONDS = 0.05
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
@@ -32,9 +32,9 @@ class Ended:
     """How the ranks ended.
 
     Attributes:
-        code: 0 where all of them were well; else that of the first cause, negative for a signal.
-        why: the first cause, with its rank; empty where all were well.
-        rank: that of the first cause; -1 where all were well.
+        code: exit code of the first rank that failed, negative for a signal; 0 if no rank failed.
+        why: the first failure, with its rank; empty if no rank failed.
+        rank: the first rank that failed; -1 if no rank failed.
     """
 
     code: int
@@ -50,15 +50,15 @@ def run_local_ranks(
     grace: float = 8.0,
     asked: Callable[[], Sequence[int]] = lambda: (),
 ) -> Ended:
-    """Runs a command on a local rank at each place until all have ended.
+    """Runs a command on one local rank per place until all ranks have ended.
 
     Args:
-        command: of every rank.
-        places: number of the local device of each rank: 0, 1, 2, ... where none is left out. Each finds its own in `DEVICE`.
-        environment: to which the variables of each rank are added.
-        life: how often they have been started before.
-        grace: seconds after the end of a first rank that was not well, after which the others are killed.
-        asked: signals to pass on to all ranks since it was asked last.
+        command: command of every rank.
+        places: local device number of each rank: 0, 1, 2, ... if all devices are used. Each rank reads its own from `DEVICE`.
+        environment: environment variables, to which those of each rank are added.
+        life: number of earlier starts of these ranks.
+        grace: seconds between the first failure of a rank and killing the others.
+        asked: returns the signals received since its last call, which are passed on to all ranks.
     """
     with tempfile.TemporaryDirectory(prefix="forge-ranks-") as name:
         folder = Path(name)
@@ -86,7 +86,7 @@ def run_local_ranks(
 
 
 def _wait(ranks: "Sequence[subprocess.Popen[bytes]]", grace: float, asked: Callable[[], Sequence[int]]) -> list[int]:
-    """Ranks in the order in which they ended by themselves."""
+    """Waits for the ranks; returns those that were not killed, in the order in which they ended."""
     order: list[int] = []
     deadline = None
     while len(order) < len(ranks):
@@ -106,13 +106,13 @@ def _wait(ranks: "Sequence[subprocess.Popen[bytes]]", grace: float, asked: Calla
 
 
 def _cause_of_end(code: int, path: Path) -> str:
-    """What a rank left, or what its code means."""
+    """Returns the error message that a rank wrote, or a description of its exit code."""
     try:
         return json.loads(path.read_text())["message"]["message"]
     except (OSError, ValueError, KeyError, TypeError):
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}"
-        return f"ended with exit code {code} without a word"
+        return f"ended with exit code {code} without a message"
 
 
 def _free_port() -> int:
@@ -122,14 +122,14 @@ def _free_port() -> int:
 
 
 def _dies_with_parent() -> Callable[[], None] | None:
-    """What a new process does first, so that it does not outlive this one, however that ends. Linux has a call for it."""
+    """Returns a function that makes a new process die with this one, however this one ends; None if not on Linux."""
     if not sys.platform.startswith("linux"):
         return None
     library, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
 
     def bind() -> None:
         library.prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended meanwhile
+        if os.getppid() != parent:  # the parent ended before prctl took effect
             os._exit(FOLLOWS)
 
     return bind

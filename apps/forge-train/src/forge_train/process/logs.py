@@ -1,4 +1,4 @@
-"""A log file per rank, with time stamps; warnings and errors of every rank are kept, not only those of rank 0."""
+"""Log files: one per rank, with time stamps."""
 
 import logging
 import logging.handlers
@@ -16,7 +16,7 @@ _NEVER = logging.CRITICAL + 1
 
 
 class RunLog:
-    """Records of one rank: held in memory until the run owns its directory, then in a file of it."""
+    """The log of one rank: kept in memory until the run owns its directory, then written to a file there."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -26,21 +26,21 @@ class RunLog:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a file."""
+        """True if the log is written to a file."""
         return self.held not in self.handlers
 
     def say(self, refusal: ForgeError) -> None:
-        """Into the log once there is one; before, a run has only the terminal."""
+        """Logs a refusal if the log file is open; otherwise prints it on the terminal."""
         if self.is_open:
             self.logger.error("%s", refusal)
         else:
             Console().error(refusal)
 
     def open(self, directory: Path) -> Path:
-        """Begins `logs/rank-00000.log`, or goes on with it, with what was said until now; returns its path.
+        """Opens `logs/rank-00000.log` for appending, writes the records kept in memory, and returns its path.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         folder = directory / "logs"
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,14 +61,14 @@ class RunLog:
 
 
 class _Redacted(logging.Formatter):
-    """Leaves secrets out of messages and tracebacks, whoever wrote them: libraries name the addresses that they cannot open."""
+    """Removes secrets from all messages and tracebacks, also those of libraries, which may show URLs with credentials."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted_text(super().format(record))
 
 
 class _File(logging.FileHandler):
-    """A log file. Where it cannot be written, as on a full disk, that is one warning on the terminal, and the run goes on."""
+    """A log file. If it cannot be written, for example on a full disk, it prints one warning and the run continues."""
 
     failed = False
 
@@ -78,16 +78,16 @@ class _File(logging.FileHandler):
             super().handleError(record)
         elif not self.failed:
             self.failed = True
-            print(f"WARNING: the log {self.baseFilename} cannot be written: {cause.strerror}; the run goes on", file=sys.stderr)
+            print(f"WARNING: the log {self.baseFilename} cannot be written: {cause.strerror}; the run continues", file=sys.stderr)
 
     def close(self) -> None:
-        with suppress(OSError):  # of the flush before it; the file is closed all the same
+        with suppress(OSError):  # raised by the flush; the file is closed anyway
             super().close()
 
 
 @contextmanager
 def logging_of(rank: int, size: int) -> Iterator[RunLog]:
-    """Inside, `logging` and `warnings` go to the run's log; warnings reach the terminal too."""
+    """Sends `logging` and `warnings` to the run's log inside the `with` block; warnings also go to the terminal."""
     log = RunLog(rank, size)
     terminal = logging.StreamHandler(sys.stderr)
     terminal.setLevel(logging.WARNING)

@@ -1,7 +1,7 @@
-"""Ends restarts that get nowhere: a run that was started again and again without a newer checkpoint needs a person.
+"""Stops automatic restarts without progress: a run that restarts repeatedly without a newer checkpoint needs a person.
 
-A file in the run's directory counts the automatic starts since the newest checkpoint became no newer. No clock is involved; a
-start by hand, or from another checkpoint, begins to count anew.
+A file in the run's directory counts the automatic restarts from the same checkpoint. A manual start, or a start from another
+checkpoint, resets the count.
 """
 
 import json
@@ -18,18 +18,18 @@ _COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 class NoProgress(ForgeError):
-    """The run was started again too often without a newer checkpoint. A scheduler must not do so once more."""
+    """The run was restarted too often without a newer checkpoint. A scheduler must not restart it again."""
 
     exit_code = 93
 
 
 def is_automatic(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher or a scheduler says that it has started this job before."""
+    """Returns True if a launcher or a scheduler has started this job before."""
     return any(environment.get(name, "0") not in ("", "0") for name in _COUNTS)
 
 
 def restarts_before(directory: Path, step: int) -> int:
-    """Automatic restarts from the checkpoint of this step, or from step 0, that are on record."""
+    """Returns the recorded number of automatic restarts from the checkpoint of this step, or from step 0."""
     try:
         record = json.loads((directory / RESTARTS_FILE).read_text())
         return int(record["restarts"]) if record["step"] == step else 0
@@ -38,27 +38,30 @@ def restarts_before(directory: Path, step: int) -> int:
 
 
 def refuse_without_progress(directory: Path, step: int, automatic: bool, most: int = MOST_RESTARTS) -> None:
-    """Before a start: refuses one more automatic restart from the same checkpoint, and says so in the file `NO_PROGRESS_FILE`.
+    """Refuses one automatic restart too many from the same checkpoint, and writes the reason to `NO_PROGRESS_FILE`.
 
     Args:
-        step: of the checkpoint that the run goes on from; 0 without one.
+        directory: directory of the run.
+        step: step of the checkpoint that the run resumes from; 0 without one.
+        automatic: True if a launcher or a scheduler restarts the run.
+        most: maximum number of automatic restarts from one step.
 
     Raises:
-        NoProgress: `most` automatic restarts from this step went before.
+        NoProgress: there were already `most` automatic restarts from this step.
     """
     if not automatic or (before := restarts_before(directory, step)) < most:
         return
     where = f"the checkpoint of step {step}" if step else "step 0"
     text = (
-        f"the run in {directory} was started again {before} times from {where}, and ended each time before a newer checkpoint: "
-        f"it is not started again by itself. Look at the ends of its logs; start it by hand to go on"
+        f"the run in {directory} was restarted {before} times from {where}, and ended each time before a newer checkpoint: "
+        f"it is not restarted automatically again. Look at the ends of its logs; start it by hand to continue"
     )
     (directory / NO_PROGRESS_FILE).write_text(text + "\n")
     raise NoProgress(text)
 
 
 def note_start(directory: Path, step: int, automatic: bool) -> None:
-    """At a start that owns the directory: counts it.
+    """Counts a start in the run's directory, after the run has taken the directory over.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,8 +1,8 @@
-"""The ranks of a job start and end together: verdicts, exit codes, and what rank 0 reports for all.
+"""Starts and ends the ranks of a job together: verdicts, exit codes, and the messages of rank 0.
 
-All ranks run one recipe and one code. What one rank refuses, all refuse, with one exit code, and rank 0 reports it once. Verdicts
-go through the store of the process group and not through a collective, because a rank that refuses may leave the others in a
-collective, and they must not take another message for its result.
+All ranks run the same recipe and code. If one rank refuses to start, all refuse, with the same exit code, and rank 0 reports the
+cause once. Verdicts go through the store of the process group rather than through a collective, because a rank that refuses may
+leave others inside a collective, which would take the verdict for its result.
 """
 
 import json
@@ -44,25 +44,25 @@ if TYPE_CHECKING:
 _forge_log = logging.getLogger("forge")
 
 _OWN = {name: name.replace("-", "_") for name in ("forge-core", *HOMES)}
-"""Forge's distributions and their packages."""
+"""Forge's distributions, and the package of each."""
 
 _PLUGIN_FILE = re.compile(r'[^"]*/([^/"]+\.py:\w+)')
 
 _log = logging.getLogger(__name__)
 
 OWN_KEYS = frozenset({"train.threads", "parallel.patience"})
-"""Keys that may differ between ranks: how many cores a node has, and after how long a rank says for whom it waits. They change no
-number, and no rank waits for another because of them."""
+"""Keys that may differ between ranks: CPU threads, and the time after which a rank reports whom it waits for. They change neither
+results nor the order of collectives."""
 
 REPORT = 30.0
-"""Seconds after which a rank that waits for the verdict of all says for whom."""
+"""Seconds after which a rank that waits for a verdict logs the ranks that it waits for."""
 
 LAST_WORDS = 5.0
-"""Seconds that a rank which ends waits for the others: rank 0 until they have read why, they until it has said so."""
+"""Maximum seconds that ranks wait for each other before they end: rank 0 publishes the cause, and the other ranks read it."""
 
 
 class Refused(ForgeError):
-    """One or more ranks refused to begin; the same cause and exit code on every rank."""
+    """One or more ranks refused to start; cause and exit code are the same on every rank."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -71,13 +71,13 @@ class Refused(ForgeError):
 
 @dataclass(frozen=True)
 class Agreement:
-    """This rank's part in the verdicts of all. Without a store it is alone, and its faults are its own.
+    """Exchanges verdicts between ranks. Without a store, the rank is alone and raises its own errors.
 
     Attributes:
-        rank, size: of the world.
-        store: of the process group.
-        patience: seconds to wait for the verdict of a rank that says nothing.
-        life: how often these processes have begun before; verdicts of one life are not those of another.
+        rank, size: rank of this process, and number of ranks.
+        store: store of the process group.
+        patience: maximum seconds to wait for the verdicts of all ranks.
+        life: number of earlier starts of these processes; keeps the verdicts of different starts apart.
     """
 
     rank: int = 0
@@ -87,23 +87,27 @@ class Agreement:
     life: int = 0
 
     def again(self, life: int) -> "Agreement":
-        """For another beginning of the same processes."""
+        """Returns the same agreement for another start of the same processes."""
         return replace(self, life=life)
 
     @classmethod
     def of_group(cls, patience: float) -> "Agreement":
-        """Collective: of the ranks of the default process group."""
+        """Collective: returns the agreement of the ranks of the default process group."""
         import torch.distributed as dist
 
         return cls(dist.get_rank(), dist.get_world_size(), default_store(), patience)
 
     @contextmanager
     def together(self, phase: str, collective: bool = False) -> Iterator[None]:
-        """Collective: runs a body on every rank, each `phase` once. In a `collective` body, ranks may wait for one that refuses.
+        """Collective: runs the `with` block on every rank; if one rank fails, all ranks raise.
+
+        Args:
+            phase: name of the block, used once per start.
+            collective: True if the block has collectives, in which other ranks may wait for the rank that failed.
 
         Raises:
-            Refused: on every rank, with the cause of the first rank that refused. The traceback of what is not a refusal goes
-                to the log of the rank where it was.
+            Refused: on every rank, with the cause of the first rank that failed. Tracebacks of unexpected errors go to the log
+                of their rank.
         """
         fault: Exception | None = None
         try:
@@ -117,12 +121,12 @@ class Agreement:
         if fault is not None and not isinstance(fault, ForgeError):
             _log.critical("%s", "".join(traceback.format_exception(fault)))
         patience = LAST_WORDS if collective and fault is not None else self.patience
-        found = self._verdict(self.store, phase, fault, patience)
-        if found is not None:
-            raise found from fault
+        refusal = self._verdict(self.store, phase, fault, patience)
+        if refusal is not None:
+            raise refusal from fault
 
     def said(self) -> None:
-        """Before all ranks end: waits until rank 0 has said why and the others have read it; never for long."""
+        """Waits briefly, before all ranks end, until rank 0 has published the cause and the others have read it."""
         if self.store is None:
             return
         try:
@@ -134,11 +138,11 @@ class Agreement:
             else:
                 _wait_for(self.store, "start/said", LAST_WORDS)
                 self.store.add("start/read", 1)
-        except RuntimeError:  # the store is gone, and with it the rank that keeps it
+        except RuntimeError:  # the rank that hosts the store has ended
             return
 
     def _verdict(self, store: Any, phase: str, fault: Exception | None, patience: float) -> Refused | None:
-        """The first rank's cause; None when no rank has one. A fault that the others do not come to hear is raised as it is."""
+        """Returns the cause of the first rank that failed, or None. Raises `fault` itself if the other ranks do not respond."""
         key = f"start/{self.life}/{phase}"
         if fault is not None:
             code = fault.exit_code if isinstance(fault, ForgeError) else 1
@@ -214,16 +218,16 @@ class JobRanks:
 
 
 def content_of(resolved: "Resolved", registry: Registry) -> dict[str, str]:
-    """What has to be equal on all ranks, by key, without secrets: the resolved recipe but for `OWN_KEYS`, and the distribution,
-    version and code of what it uses.
+    """Returns what must be equal on all ranks, by key: the resolved recipe except `OWN_KEYS`, and the distribution, version and
+    code of each component.
 
-    Plugin files count by what is in them and not by where they are. A hidden value carries a digest, so that two of them can be
-    told apart without being shown.
+    Plugin files are compared by content, not by path. Secrets are replaced by a digest, so that differences can be found
+    without showing them.
     """
     content = {}
     for key, value, _ in leaves(resolved.tree):
         if key not in OWN_KEYS:
-            shown, whole = (json.dumps(each, default=str) for each in (redacted(value, key), value))
+            shown, whole = (json.dumps(item, default=str) for item in (redacted(value, key), value))
             hidden = f" #{sha256(whole.encode()).hexdigest()[:12]}" if shown != whole else ""
             content[key] = _without_folders(shown) + hidden
     for entry in (registry.find(group, name) for group, name in resolved.used):
@@ -234,12 +238,12 @@ def content_of(resolved: "Resolved", registry: Registry) -> dict[str, str]:
 
 
 def _without_folders(text: str) -> str:
-    """`/home/me/mine.py:Thing` is `mine.py:Thing`: nodes may have their copies in different places."""
+    """Replaces `/home/me/mine.py:Thing` by `mine.py:Thing`, since nodes may have the file in different folders."""
     return _PLUGIN_FILE.sub(r"\1", text)
 
 
 def _files_of(package: str) -> dict[str, bytes]:
-    """The Python files of a package, by name; none where it has no folder."""
+    """Returns the contents of a package's Python files by relative path; for a single module, its own file."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     files = [(folder, file) for folder in folders for file in folder.rglob("*.py")]
@@ -256,17 +260,18 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 
 def _wait_for(store: Any, key: str, patience: float, absent: Callable[[], str] | None = None) -> None:
-    """Until a key is there. It waits in Python, where signals are heard; `store.wait` would hold them back. After `REPORT`
-    seconds, and again after twice as many, it says what `absent` says.
+    """Waits for a key in the store; logs `absent()` after `REPORT` seconds, and again each time the wait has doubled.
+
+    It polls in Python, so that signals are handled; `store.wait` would block them.
 
     Raises:
-        RuntimeError: it is not there after `patience` seconds, or the store is gone.
+        RuntimeError: the key is missing after `patience` seconds, or the store is gone.
     """
     began, pause, report = time.monotonic(), 0.001, REPORT
     while not store.check([key]):
         passed = time.monotonic() - began
         if passed > patience:
-            raise RuntimeError(f"{key} did not arrive within {patience:g} s")
+            raise RuntimeError(f"key {key} was not set within {patience:g} s")
         if passed > report and absent is not None:
             report *= 2
             _log.warning("waiting for %.0f s at the start: %s", passed, absent())
@@ -276,7 +281,7 @@ def _wait_for(store: Any, key: str, patience: float, absent: Callable[[], str] |
 
 @contextmanager
 def rank_zero_first(world: World) -> Iterator[None]:
-    """Collective: rank 0 runs the body first, so that the others find what it prepares; its failure is raised on all."""
+    """Collective: rank 0 runs the `with` block first and prepares files for the others; if it fails, all ranks raise."""
     if world.rank > 0:
         try:
             verdict = world.broadcast(None)
@@ -296,16 +301,16 @@ def rank_zero_first(world: World) -> Iterator[None]:
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Names the file that torchrun shows in its summary; the exit code of torchrun itself is 1 for any failure."""
+"""Environment variable with the file that torchrun shows in its summary; torchrun's own exit code is 1 for any failure."""
 
 
 def conclude(error: BaseException, watch: Watch, say: Callable[[ForgeError], object]) -> int:
-    """The exit code for `error`, after it told the other ranks and the launcher; `say` prints a refusal.
+    """Reports `error` to the other ranks and the launcher, and returns its exit code; `say` prints a refusal.
 
-    A broken connection becomes the name of the rank behind it.
+    For a broken connection, the report names the rank at the other end.
 
     Raises:
-        BaseException: `error` itself, where it is not a failure but a way to end the process, such as SystemExit.
+        BaseException: `error` itself, if it ends the process without being a failure, such as SystemExit.
     """
     if not isinstance(error, (Exception, Interrupted)):
         raise error
@@ -326,7 +331,7 @@ def conclude(error: BaseException, watch: Watch, say: Callable[[ForgeError], obj
 
 
 def tell_launcher(line: str, code: int, follows: bool = False) -> None:
-    """Writes what torchrun shows as the cause; it takes the earliest, so one that follows from another is a second younger."""
+    """Writes the cause for torchrun, which shows the earliest one; a consequence (`follows`) is dated one second later."""
     path = os.environ.get(ERROR_FILE)
     if not path:
         return
@@ -340,10 +345,10 @@ def tell_launcher(line: str, code: int, follows: bool = False) -> None:
 
 
 def on_ranks(where: Launch, console: Console, body: Callable[[], None]) -> None:
-    """Collective: `body`, which opens the process group itself, and what follows. On several processes this never returns.
+    """Collective: runs `body`, which opens the process group itself, and closes the group. Exits if there are several processes.
 
     Raises:
-        ForgeError: what the body refuses, in a world of one; of several processes the first one prints it.
+        ForgeError: `body` refused, on one process; with several processes, rank 0 prints the error.
     """
     code = 0
     try:
@@ -353,7 +358,7 @@ def on_ranks(where: Launch, console: Console, body: Callable[[], None]) -> None:
         if where.size == 1:
             raise
         code = refusal.exit_code
-        if where.rank == 0 or isinstance(refusal, PeerFailure):  # what another rank is refused alone, only it can say
+        if where.rank == 0 or isinstance(refusal, PeerFailure):  # a peer failure may be known to this rank only
             code = console.error(refusal)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Why a run ends. Every rank ends after the same step, because the request is part of the step's reduction."""
+"""Requests that end a run. All ranks end after the same step, because the request is part of the step's all-reduce."""
 
 import os
 import signal
@@ -20,49 +20,49 @@ FINISHED = "finished"
 STOPPED = "asked to stop"
 
 REQUEUE = 75
-"""Exit code of a run that was asked to stop and can go on later: EX_TEMPFAIL, "try again later"."""
+"""Exit code of a run that stopped on request and can resume later: EX_TEMPFAIL, "try again later"."""
 
 HOOK_FAILED = 9
-"""Exit code of a run that trained to its end while a hook that observes was switched off, or failed at the end."""
+"""Exit code of a run that finished training although an observing hook was switched off or failed at the end."""
 
 FOLLOWS = 5
-"""Exit code of a rank that ended because of another one."""
+"""Exit code of a rank that ended because another rank failed."""
 
 FAULTY = 6
 """Exit code of a rank whose machine has failed a probe."""
 
 FULL = 8
-"""Exit code of a rank that ran out of memory, and has noted what may fit."""
+"""Exit code of a rank that ran out of memory and recorded a micro-batch that may fit."""
 
 _NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _TWICE = (signal.SIGTERM, signal.SIGINT)
 _SAME_SECONDS = 2.0
 
 _LOOK_SECONDS = 5.0
-"""Between two looks for a newer job; each reads a small file."""
+"""Seconds between checks for a newer job in the directory; each check reads a small file."""
 
 
 class TrainingError(ForgeError):
-    """Training cannot go on; no update was made with the bad numbers."""
+    """Training cannot continue; the weights were not updated with invalid numbers."""
 
     exit_code = 3
 
 
 class RolledBackTooOften(ForgeError):
-    """The run went back as often as it may, and its steps were bad again."""
+    """The run used all its rollbacks, and its steps were bad again."""
 
     exit_code = 7
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends this process before there is anything to save. Not an `Exception`, so that nothing takes it for a failure."""
+    """A signal ends this process before there is anything to save. Not an `Exception`, so that `except Exception` ignores it."""
 
     exit_code = REQUEUE
 
 
 @contextmanager
 def heard(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside, signals that ask to stop call `note`; in the main thread. SIGHUP stays ignored where it was, as under nohup."""
+    """Calls `note` for stop signals inside the `with` block; main thread only. SIGHUP stays ignored if it was, as under nohup."""
     previous = []
     for number in _NOTED:
         handler = signal.getsignal(number)
@@ -76,14 +76,13 @@ def heard(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 
 class Signals:
-    """What asks a run to stop: SIGTERM and SIGINT, and what schedulers and terminals send, SIGUSR1, SIGUSR2 and SIGHUP.
+    """Stop signals: SIGTERM and SIGINT, and those of schedulers and terminals, SIGUSR1, SIGUSR2 and SIGHUP.
 
-    The first one is noted, and a run stops after its step. A SIGTERM or SIGINT that comes more than two seconds after it ends the
-    process at once; sooner, it is the same request on another way, as a launcher sends it on to processes that had it already.
-    SIGHUP stays ignored where it was, as under nohup.
+    After the first signal, the run stops after its current step. A second SIGTERM or SIGINT ends the process at once; within two
+    seconds it counts as the same request, because launchers forward signals. SIGHUP stays ignored if it was, as under nohup.
 
     Attributes:
-        asked: the name of the first signal; empty while there was none.
+        asked: name of the first signal; empty before one arrives.
     """
 
     def __init__(self) -> None:
@@ -92,19 +91,19 @@ class Signals:
         self._at_once = False
 
     def listening(self) -> AbstractContextManager[None]:
-        """Inside, signals are noted; in the main thread."""
+        """Records signals inside the `with` block; main thread only."""
         return heard(self._note)
 
     def waited(self) -> float:
-        """Returns the seconds since the first signal; 0 while there was none."""
+        """Returns the seconds since the first signal; 0 before one arrives."""
         return time.monotonic() - self._when if self.asked else 0.0
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside there is nothing to save yet, so a signal ends what is done.
+        """Lets signals interrupt the `with` block, in which there is nothing to save yet.
 
         Raises:
-            Interrupted: for a signal that comes inside, or has come before.
+            Interrupted: a signal arrived inside the block or before it.
         """
         self._at_once = True
         try:
@@ -130,10 +129,10 @@ class Signals:
 
 @dataclass
 class Stop:
-    """Watches for the last step, for signals on any rank, and for another job in the run's directory.
+    """Decides when a run ends: at its last step, on a signal of any rank, or because another job took its directory over.
 
     Attributes:
-        pause: the step after which this start ends, and another one goes on; None where it goes to the last one.
+        pause: the step after which the run pauses; None if it runs to its last step.
     """
 
     max_steps: int
@@ -146,14 +145,16 @@ class Stop:
     ended: str = ""
 
     def wanted(self) -> bool:
-        """Whether this rank wants the run to end after the current step."""
+        """Returns True if this rank wants the run to end after the current step."""
         if not self.asked and time.monotonic() - self.looked > _LOOK_SECONDS:
             self.asked = self.superseded()
         return self.asked or bool(self.signals.asked)
 
     def agree(self, topology: Topology) -> bool:
-        """Collective: for long work between steps, whether any rank wants the run to end. All get the same answer, and the
-        loop ends before its next step."""
+        """Collective: returns True on all ranks if any rank wants the run to end; the loop then ends before its next step.
+
+        Long work between steps calls this to stop early.
+        """
         import torch
 
         if topology.size == 1:
@@ -163,12 +164,12 @@ class Stop:
         return self.agreed
 
     def superseded(self) -> bool:
-        """Looks whether another job has started in the run's directory; on rank 0."""
+        """Returns True if another job has started in the run's directory; rank 0 only."""
         self.looked = time.monotonic()
         return self.fence is not None and self.fence.lost()
 
     def check(self) -> None:
-        """Collective: before a run that ends writes anything more.
+        """Collective: checks that this job still owns the run's directory, before the last writes of a run.
 
         Raises:
             Superseded: another job has started in the run's directory.
@@ -177,17 +178,17 @@ class Stop:
             self.fence.check()
 
     def after(self, result: StepResult) -> None:
-        """Reads whether any rank asked for a stop: the host synchronization of the step."""
+        """Reads from the step's result whether any rank wants to stop; this is the host synchronization of the step."""
         self.agreed = result.numbers()["stop"] > 0
 
     def end(self, why: str) -> None:
-        """The run has reached what it was for: it ends before the next step. All ranks say so after the same step."""
+        """Ends the run before the next step because it has reached its goal; all ranks must call this after the same step."""
         self.ended = why
 
     def reason(self, state: RunState) -> str:
-        """Why the run ends before the next step; empty while it goes on."""
+        """Returns why the run ends before the next step; empty if it continues."""
         if self.agreed:
-            return STOPPED  # also after the last step: evaluations may be left
+            return STOPPED  # also after the last step, since evaluations may remain
         if state.step >= self.max_steps:
             return FINISHED
         if self.pause is not None and state.step >= self.pause:

@@ -1,1 +1,1 @@
-"""Reads traces of a run: where the time of a window of steps went, each instant in one class. No torch."""
+"""Analyzes traces of a run: where the time of a window of steps went, with each instant in one class. No torch."""

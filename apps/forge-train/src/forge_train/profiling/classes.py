@@ -1,10 +1,10 @@
-"""Each instant of a window in exactly one class; the time of each part of a step; waits of the host.
+"""Classifies each instant of a window, divides the window by the parts of a step, and finds waits of the host.
 
-An event has a kind by its category first and by the beginning of its name within the category, so an operator is never a kernel:
-`record_param_comms` contains "mm" and multiplies no matrices, and kernels that a compiler fused around a collective name the
-collective, and compute.
+The kind of an event follows from its category and from the beginning of its name. Parts of names elsewhere would mislead:
+`record_param_comms` contains "mm" but multiplies no matrices, and kernels that a compiler fused around a collective contain the
+collective's name but compute.
 
-One pass over the ends of all intervals, on any number of streams, gives each instant a class. They sum to the window exactly:
+One pass over all intervals, on any number of streams, assigns each instant to a class. The classes sum to the window exactly:
 
     compute      computation without communication
     overlapped   computation during communication
@@ -12,8 +12,8 @@ One pass over the ends of all intervals, on any number of streams, gives each in
     memory       only copies and fills
     idle         nothing
 
-Another division, by the parts of a step, sums to the window, too. On a device, work belongs to the part in which the host
-launched it, however late it runs:
+A second division, by the parts of a step, also sums to the window. On a device, work belongs to the part in which the host
+launched it, even if it runs later:
 
     data, forward, backward, reduce, optimizer, ...   computation and copies of that part
     other                                             computation and copies outside of all parts
@@ -35,7 +35,7 @@ from forge_train.profiling.trace import WINDOW, Enclosing, Event, Trace, innermo
 
 
 class Kind(StrEnum):
-    """Of work that takes time on a device, or on the threads of a CPU."""
+    """Kind of work on a device, or on the threads of a CPU."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
@@ -45,37 +45,40 @@ class Kind(StrEnum):
 _KERNELS = re.compile(
     r"(void )?(\w+::)*(nccl|rccl|oneccl|nvshmem|multimem_|one_shot_all_reduce|two_shot_all_reduce)", re.IGNORECASE
 )
-"""Of libraries for collectives, and of torch's symmetric memory."""
+"""Kernels of libraries for collectives, and of torch's symmetric memory."""
 
 _BETWEEN_DEVICES = ("Memcpy PtoP", "CopyPeerToPeer")
 
 _HOST_COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "record_param_comms", "_dtensor::")
-"""Operators that start a collective, with what they do to start it."""
+"""Prefixes of operators that start a collective."""
 
 _WORK = re.compile(r"(gloo|mpi|ucc):")
-"""Collectives of a CPU: annotations of the threads that run them, as long as they run."""
+"""Collectives of a CPU: annotations on the threads that run them, for as long as they run."""
 
 _ENGINES = ("autograd::", "profiler::")
 
 _MOVES = frozenset(f"aten::{name}" for name in ("copy_", "fill_", "zero_", "empty", "empty_strided", "resize_", "_pin_memory"))
-"""Operators that only move, fill or allocate memory, when they do not call others."""
+"""Operators that by themselves only move, fill or allocate memory."""
 
 
 def class_of_kernel(event: Event) -> Kind:
-    """Of a kernel, copy or fill of a device. A copy between devices is communication."""
+    """Returns the kind of a kernel, copy or fill of a device. A copy between devices is communication."""
     if event.category == "kernel":
         return Kind.COMMUNICATION if _KERNELS.match(event.name) else Kind.COMPUTE
     return Kind.COMMUNICATION if event.name.startswith(_BETWEEN_DEVICES) else Kind.MEMORY
 
 
 def is_collective(name: str) -> bool:
-    """Whether an annotation lasts as long as a collective of a CPU."""
+    """Returns True if an annotation has the duration of a collective of a CPU."""
     return _WORK.match(name) is not None
 
 
 def class_of_operator(name: str) -> Kind | None:
-    """Of an operator by itself, without those that it calls. None for what only calls others: autograd's engine, and functions
-    written in Python, which may wait for a collective; without a namespace, compiled code alone computes by itself."""
+    """Returns the kind of an operator's own time, without the operators that it calls.
+
+    None for operators that only call others: autograd's engine, and functions in Python, which may wait for a collective. Of
+    names without a namespace, only compiled code computes by itself.
+    """
     if name.startswith(_HOST_COLLECTIVES):
         return Kind.COMMUNICATION
     if name.startswith(_ENGINES) or ("::" not in name and "Compiled" not in name):
@@ -88,7 +91,7 @@ CLASSES = ("compute", "overlapped", "exposed", "memory", "idle")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work of a part of the step, from `start` to `end` in nanoseconds; `first` of the pieces of an event, which counts once."""
+    """Work in a part of the step, from `start` to `end` in nanoseconds; `first` is True for the first piece of an event."""
 
     kind: Kind
     name: str
@@ -100,11 +103,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Time in one class.
+    """A time interval in one class.
 
     Attributes:
-        waited: where communication is exposed, its name: of several at once the one that ends last.
-        part: of the step that what is computed belongs to, or what is copied where nothing is computed: likewise.
+        waited: the exposed collective, or the one that ends last of several; empty in other classes.
+        part: the part of the step of the computation, or of the copy if nothing is computed; of several, the one that ends last.
     """
 
     start: int
@@ -115,7 +118,7 @@ class Stretch:
 
 
 def classify(spans: Iterable[Span], window: tuple[int, int]) -> list[Stretch]:
-    """The window, cut where its class changes; what lies outside is cut off. The order of spans does not matter."""
+    """Divides the window where its class changes; ignores work outside of it. The order of spans does not matter."""
     begin, stop = window
     found = sorted(
         ((max(span.start, begin), min(span.end, stop), span) for span in spans if span.start < stop and span.end > begin),
@@ -155,7 +158,7 @@ def _label(compute: bool, communication: bool, memory: bool) -> str:
 
 
 def totals(stretches: Sequence[Stretch]) -> dict[str, int]:
-    """Nanoseconds of every class."""
+    """Returns the nanoseconds of every class."""
     found = Counter[str]()
     for stretch in stretches:
         found[stretch.label] += stretch.end - stretch.start
@@ -167,7 +170,7 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime")
 
 
 class StepParts:
-    """Which part of a step work belongs to."""
+    """Finds the part of a step to which work belongs."""
 
     def __init__(self, trace: Trace) -> None:
         named = (event for event in trace.of("user_annotation") if event.name.startswith(PREFIX))
@@ -177,12 +180,12 @@ class StepParts:
         self._called = {event.args["External id"]: event.start for event in trace.of("cpu_op") if "External id" in event.args}
 
     def of_launch(self, work: Event) -> str:
-        """The part in which the host asked for work of a device, as far as the trace tells."""
+        """Returns the part in which the host launched work of a device; `OTHER` if the trace does not record it."""
         launched = self._launched.get(work.args.get("correlation"), self._called.get(work.args.get("External id")))
         return OTHER if launched is None else self.at(launched)
 
     def at(self, instant: int) -> str:
-        """The part that runs on the host; of nested ones the innermost."""
+        """Returns the innermost part that runs on the host at an instant."""
         place = bisect_right(self._starts, instant) - 1
         if place < 0 or self._pieces[place][1] <= instant:
             return OTHER
@@ -190,7 +193,7 @@ class StepParts:
 
 
 def split(stretches: Sequence[Stretch]) -> dict[str, int]:
-    """Nanoseconds of each part, of exposed communication and of the host, the parts in the order in which they come first."""
+    """Returns the nanoseconds of each part, in order of first appearance, of exposed communication and of the host."""
     waits = {"exposed": EXPOSED, "idle": HOST}
     found = Counter[str](dict.fromkeys(_order(stretches), 0))
     for stretch in stretches:
@@ -199,7 +202,7 @@ def split(stretches: Sequence[Stretch]) -> dict[str, int]:
 
 
 def has_parts(found: Mapping[str, int]) -> bool:
-    """Whether the trace names parts of a step; those of other programs do not."""
+    """Returns True if the trace names parts of a step, as Forge's traces do."""
     return bool(found.keys() - {OTHER, EXPOSED, HOST})
 
 
@@ -209,20 +212,20 @@ def _order(stretches: Iterable[Stretch]) -> list[str]:
 
 
 CLOSING = "forge/closing"
-"""Annotation around the one wait that the profile itself makes: it is not counted."""
+"""Annotation around the wait of the profiler itself, which is not counted."""
 
 _READS = "aten::_local_scalar_dense"
-"""What `.item()`, `bool()` and `float()` of a tensor call."""
+"""Operator that `.item()`, `bool()` and `float()` of a tensor call."""
 
 
 @dataclass(frozen=True)
 class HostWait:
-    """Calls of one kind from one place; nanoseconds.
+    """Waits of the host by one kind of call from one place; `time` in nanoseconds.
 
     Attributes:
-        call: such as `cudaStreamSynchronize`; `.item()` where a tensor was read and no such call was recorded, as of a CPU's.
-        operator: the innermost one that made it; "" for Python.
-        inside: the innermost range that a program named.
+        call: such as `cudaStreamSynchronize`; `.item()` if a tensor was read without such a call, as on a CPU.
+        operator: the innermost operator that made the call; "" for Python.
+        inside: the innermost named range.
     """
 
     call: str
@@ -233,7 +236,7 @@ class HostWait:
 
 
 def host_waits(trace: Trace, window: tuple[int, int]) -> list[HostWait]:
-    """All of them that begin in the window, the longest first."""
+    """Returns all waits that begin in the window, the longest first."""
     named = Enclosing(
         event
         for event in trace.of("user_annotation")
@@ -253,7 +256,7 @@ def host_waits(trace: Trace, window: tuple[int, int]) -> list[HostWait]:
             continue
         read, starts = event.name == _READS, begun[event.lane]
         if read and bisect_left(starts, event.start) < bisect_right(starts, event.end):
-            continue  # the call inside of it is what waits
+            continue  # the synchronizing call inside it is counted instead
         operator = (callers if read else operators).at(event.lane, event.start)
         key = (".item()" if read else event.name, operator, named.at(event.lane, event.start))
         counts[key] += 1

@@ -1,4 +1,4 @@
-"""What one rank did in a profiled window, and how ranks differ."""
+"""Summaries of a profiled window: of one rank, and of the differences between ranks."""
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -29,11 +29,11 @@ UNTIL_THE_END = "the end of the window"
 
 @dataclass(frozen=True)
 class Kernel:
-    """All events of one name: of a device its kernels, copies and fills; of a CPU its operators without those that they call.
+    """All events of one name: kernels, copies and fills of a device, or operators of a CPU without those that they call.
 
     Attributes:
-        busy: nanoseconds of each event, added up: two at the same time count twice.
-        exposed: nanoseconds in which the window waited for it; over all of them this is the class.
+        busy: sum of the events' durations in nanoseconds; concurrent events count twice.
+        exposed: nanoseconds of exposed communication of these events.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Exposed:
-    """Communication that nothing was computed meanwhile: what was waited for, and what ran next."""
+    """Communication without concurrent computation: the collective, and the work that ran next."""
 
     collective: str
     waits: str
@@ -55,7 +55,7 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Annotation:
-    """A range that a program named: nanoseconds on the host, and on the device from its first kernel to its last."""
+    """A named range: nanoseconds on the host, and on the device from its first to its last kernel."""
 
     name: str
     count: int
@@ -65,14 +65,14 @@ class Annotation:
 
 @dataclass(frozen=True)
 class Summary:
-    """One rank; times in nanoseconds.
+    """The summary of one rank; times in nanoseconds.
 
     Attributes:
-        about: whose trace it is, see `Trace`.
-        device: whether work of a device was recorded; else the operators of a CPU's threads are what counts.
-        classes: of the window, to which they sum exactly.
-        split: the same by parts of the step, see `forge_train.profiling.classes`; sums to the window too.
-        groups: for each group of ranks the durations of its collectives in order, where the trace names the ranks.
+        about: origin of the trace; see `Trace`.
+        device: True if the trace has work of a device; otherwise the operators of CPU threads are analyzed.
+        classes: time of each class; they sum to the window exactly.
+        split: time by parts of the step, see `forge_train.profiling.classes`; sums to the window, too.
+        groups: durations of the collectives of each group of ranks, in order, if the trace names the ranks.
     """
 
     about: Mapping[str, Any]
@@ -87,15 +87,15 @@ class Summary:
     groups: Mapping[str, Sequence[int]]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Returns the summary as plain values."""
         return asdict(self)
 
 
 def summarize(trace: Trace) -> Summary:
-    """The summary of one trace; the order of its events does not matter.
+    """Returns the summary of one trace; the order of its events does not matter.
 
     Raises:
-        ForgeError: nothing in it took time.
+        ForgeError: the trace has no event with a duration.
     """
     window = trace.window
     work = _distinct(trace.of(*DEVICE))
@@ -117,7 +117,7 @@ def summarize(trace: Trace) -> Summary:
 
 
 def _distinct(events: Iterable[Event]) -> list[Event]:
-    """Each once: tools that merge traces leave some twice."""
+    """Removes duplicates, which tools that merge traces may leave."""
     return list({(event.name, event.lane, event.start, event.end): event for event in events}.values())
 
 
@@ -178,7 +178,7 @@ def _exposed(spans: Sequence[Span], stretches: Sequence[Stretch], operators: Map
 
 
 def _annotations(trace: Trace, window: tuple[int, int]) -> list[Annotation]:
-    """The union of each name's ranges within the window: one inside another of the same name counts once."""
+    """Returns the union of each name's ranges within the window; nested ranges of the same name count once."""
     ranges: dict[str, dict[str, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for event in _distinct(trace.of("user_annotation", "gpu_user_annotation")):
         start, end = max(event.start, window[0]), min(event.end, window[1])
@@ -194,7 +194,7 @@ def _annotations(trace: Trace, window: tuple[int, int]) -> list[Annotation]:
 
 
 def _own(name: str) -> bool:
-    """Of the profile itself, and collectives, which are not ranges that a program named."""
+    """Returns True for annotations of the profiler and for collectives, which are not ranges of the program."""
     return name in (WINDOW, CLOSING) or name.startswith("ProfilerStep#") or is_collective(name)
 
 
@@ -207,7 +207,7 @@ def _union(ranges: list[tuple[int, int]]) -> int:
 
 
 def _groups(events: Iterable[Event], window: tuple[int, int]) -> dict[str, list[int]]:
-    """Collectives of each group of ranks, as torch's NCCL tells it with the kernels."""
+    """Returns the durations of collectives of each group of ranks, from the arguments of NCCL kernels."""
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for event in events:
         ranks, name = event.args.get("Process Group Ranks"), event.args.get("Collective name")
@@ -218,7 +218,7 @@ def _groups(events: Iterable[Event], window: tuple[int, int]) -> dict[str, list[
 
 @dataclass(frozen=True)
 class Spread:
-    """One class over the ranks, in nanoseconds, with the ranks of the extremes."""
+    """Times of one class over the ranks, in nanoseconds, with the ranks of the extremes."""
 
     label: str
     mean: float
@@ -229,7 +229,7 @@ class Spread:
 
 
 def spreads(ranks: Mapping[int, Summary]) -> list[Spread]:
-    """Of every class, and of the window."""
+    """Returns the spread of every class, and of the window."""
     found = []
     for label in (*CLASSES, "window"):
         times = {rank: one.window if label == "window" else one.classes[label] for rank, one in sorted(ranks.items())}
@@ -239,10 +239,10 @@ def spreads(ranks: Mapping[int, Summary]) -> list[Spread]:
 
 
 def waited_for_others(ranks: Mapping[int, Summary]) -> dict[int, int]:
-    """Nanoseconds that each rank spent in collectives before the last of its group had come; the slowest rank has the least.
+    """Returns the nanoseconds that each rank waited in collectives for the last rank of its group; the slowest rank waits least.
 
-    All ranks of a collective leave it together, so what one of them spends in it beyond the shortest stay is waiting. Only groups
-    of which every rank's trace has the same number of collectives count; without one, the result is empty.
+    All ranks leave a collective together, so the time of a rank beyond the shortest one is waiting. Only groups whose traces all
+    have the same number of collectives count; without such a group, the result is empty.
     """
     groups: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
     for rank, one in ranks.items():

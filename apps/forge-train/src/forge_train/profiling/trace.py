@@ -1,4 +1,4 @@
-"""Traces of torch.profiler: where a run writes them, their events in whole nanoseconds, and how events are nested."""
+"""Traces of torch.profiler: their files in a run's directory, their events in integer nanoseconds, and nesting of events."""
 
 import gzip
 import json
@@ -17,10 +17,10 @@ from typing import Any
 from forge_core.errors import ForgeError
 
 ABOUT = "forge"
-"""Key of a trace under which hook `profile` says whose it is."""
+"""Key of a trace under which hook `profile` stores its origin."""
 
 WINDOW = "forge/window"
-"""Annotation around the steps of a window, from the first to when the device has done the last."""
+"""Annotation around the steps of a window, until the device has finished the last one."""
 
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 """Categories of work on a device."""
@@ -28,14 +28,14 @@ DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that took time.
+    """An event with a duration.
 
     Attributes:
-        name: of the kernel, operator, call or annotation.
-        category: torch's: `kernel`, `gpu_memcpy`, `gpu_memset`, `cpu_op`, `user_annotation`, `cuda_runtime`, ...
-        lane: process and thread, or device and stream: what is on one lane is nested or apart.
-        start, end: nanoseconds by the clock of the rank; equal for what took no time.
-        args: what torch says besides.
+        name: name of the kernel, operator, call or annotation.
+        category: torch's category: `kernel`, `gpu_memcpy`, `gpu_memset`, `cpu_op`, `user_annotation`, `cuda_runtime`, ...
+        lane: process and thread, or device and stream; events on one lane are nested or disjoint.
+        start, end: nanoseconds on the clock of the rank; may be equal.
+        args: further values from torch.
     """
 
     name: str
@@ -51,23 +51,23 @@ class Trace:
     """Events of one rank, in any order.
 
     Attributes:
-        about: `rank`, `world`, `step` (the first of the window), `steps`, `device`, where hook `profile` wrote the trace.
+        about: `rank`, `world`, `step` (the first of the window), `steps` and `device`, if hook `profile` wrote the trace.
     """
 
     events: tuple[Event, ...]
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, *categories: str) -> Iterator[Event]:
-        """Those of some categories."""
+        """Yields the events of some categories."""
         return (event for event in self.events if event.category in categories)
 
     @property
     def window(self) -> tuple[int, int]:
-        """What is summed up: the window of hook `profile`; of other traces the steps of torch.profiler, else from the first to
-        the last event. Work of the device that outlasts the steps belongs to them.
+        """Begin and end of the analyzed time: the window of hook `profile`, else the steps of torch.profiler including later work
+        of the device, else from the first to the last event.
 
         Raises:
-            ForgeError: the trace has no event that took time.
+            ForgeError: the trace has no event with a duration.
         """
         marks = [event for event in self.of("user_annotation") if event.name == WINDOW]
         if marks:
@@ -82,10 +82,10 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads `.json` or `.json.gz`.
+    """Reads a trace from a `.json` or `.json.gz` file.
 
     Raises:
-        ForgeError: it is not a trace, or its end is missing.
+        ForgeError: the file is not a trace, or is incomplete.
     """
     try:
         content = path.read_bytes()
@@ -98,7 +98,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _events(items: Any) -> Iterator[Event]:
-    """Complete events (`ph` is X); marks, flows and names of lanes take no time."""
+    """Yields complete events (`ph` is X); marks, flows and names of lanes have no duration."""
     for item in items:
         if item.get("ph") == "X":
             start = _nanoseconds(item["ts"])
@@ -118,22 +118,22 @@ _RANK = re.compile(r"rank-(\d+)\.json(\.gz)?")
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """Of the window that begins with this step."""
+    """Returns the folder of the window that begins with a step."""
     return directory / PROFILES / f"step-{step}"
 
 
 def trace_of(folder: Path, rank: int) -> Path:
-    """The trace of a rank."""
+    """Returns the path of a rank's trace."""
     return folder / f"rank-{rank}.json.gz"
 
 
 def snapshot_of(folder: Path, rank: int) -> Path:
-    """What the allocator of a rank's device did, for pytorch.org/memory_viz."""
+    """Returns the path of a rank's memory snapshot, for pytorch.org/memory_viz."""
     return folder / f"rank-{rank}.memory.pickle"
 
 
 def windows(directory: Path) -> dict[int, Path]:
-    """Every window of a run by its first step, in order."""
+    """Returns the folders of all windows of a run by first step, in order."""
     place = directory / PROFILES
     found = place.iterdir() if place.is_dir() else ()
     named = {int(match[1]): path for path in found if (match := _WINDOW.fullmatch(path.name)) and path.is_dir()}
@@ -141,10 +141,10 @@ def windows(directory: Path) -> dict[int, Path]:
 
 
 def forget_old(directory: Path, keep: int) -> None:
-    """Removes all windows but those written last; one that is just written counts.
+    """Removes all windows except the `keep` newest ones.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError: a window cannot be removed.
     """
     written = sorted(windows(directory).values(), key=lambda folder: folder.stat().st_mtime_ns)
     for folder in written[: max(0, len(written) - keep)]:
@@ -152,13 +152,14 @@ def forget_old(directory: Path, keep: int) -> None:
 
 
 def chosen_traces(path: Path, step: int | None) -> dict[int, Path]:
-    """The traces of one window by rank. `path` is a run's directory, a window's folder, or a trace.
+    """Returns the paths of the traces of one window, by rank.
 
     Args:
-        step: of a run's windows; None takes the newest.
+        path: a run's directory, the folder of a window, or a trace.
+        step: first step of the window; None chooses the newest window.
 
     Raises:
-        ForgeError: there are none, or not this one.
+        ForgeError: there are no traces, or not this window.
     """
     if path.is_file():
         return {0: path}
@@ -181,10 +182,10 @@ def chosen_traces(path: Path, step: int | None) -> dict[int, Path]:
 
 
 def traces_of(paths: Mapping[int, Path]) -> dict[int, Trace]:
-    """The traces themselves, of one start of one run.
+    """Reads the traces of one window.
 
     Raises:
-        ForgeError: one cannot be read, or they are of several windows: a start on another number of ranks has left some.
+        ForgeError: a trace cannot be read, or traces are of runs with different numbers of ranks.
     """
     found = {rank: read_trace(path) for rank, path in paths.items()}
     worlds = {trace.about.get("world") for trace in found.values()}
@@ -202,14 +203,14 @@ def _traces(folder: Path) -> dict[int, Path]:
 
 
 Piece = tuple[int, int, Event]
-"""From, to, and the event that is innermost meanwhile."""
+"""Start, end, and the innermost event in between."""
 
 
 def innermost(events: Iterable[Event]) -> list[Piece]:
-    """Pieces of time in which some event runs, in order and without overlap: the innermost is the one that began last.
+    """Returns disjoint pieces of time in order, each with its innermost event: the running event that began last.
 
-    So the pieces of an event are its own time without that of what it calls, however deep, also when recorded twice or when a
-    child outlasts its parent by a rounding. Events without a length have no piece.
+    The pieces of an event are its own time without the events that it calls, also if events are recorded twice or a child
+    outlasts its parent by rounding. Events without a duration have no piece.
     """
     waiting = sorted(
         (event for event in events if event.end > event.start), key=lambda event: (event.start, -event.end, event.name)
@@ -236,7 +237,7 @@ def innermost(events: Iterable[Event]) -> list[Piece]:
 
 
 class Enclosing:
-    """Finds the innermost of some events that runs on a lane at an instant."""
+    """Finds the innermost event on a lane at an instant."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         lanes: dict[tuple[str, str], list[Event]] = defaultdict(list)
@@ -246,11 +247,11 @@ class Enclosing:
         self._starts = {lane: [piece[0] for piece in pieces] for lane, pieces in self._pieces.items()}
 
     def lanes(self) -> Sequence[list[Piece]]:
-        """The pieces of every lane."""
+        """Returns the pieces of every lane."""
         return list(self._pieces.values())
 
     def at(self, lane: tuple[str, str], instant: int) -> str:
-        """The name of the event; "" where none runs."""
+        """Returns the name of the innermost event; "" if no event runs."""
         place = bisect_right(self._starts.get(lane, ()), instant) - 1
         if place < 0:
             return ""

@@ -1,1 +1,1 @@
-"""A recipe: its keys, how it is read, checked and compared. No torch."""
+"""Recipes: their keys, and how a recipe is read and checked. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Reads a recipe with its bases, overrides and `[model] from_hf`, and checks it: the one way in for every command. No torch."""
+"""Reads a recipe with its bases, overrides and `[model] from_hf`, and checks it; every command uses it. Does not import torch."""
 
 import os
 import re
@@ -27,12 +27,12 @@ class Resolved:
     Attributes:
         job: the typed tree.
         tree: every key with its value and origin, defaults included.
-        layout: of the world that was asked for; None when none was.
-        used: (group, name) of every chosen component, each once; `Registry.used` adds distributions and versions.
-        outcome: the walk behind it, for explanations.
+        layout: the layout for the requested number of processes; None if no number was given.
+        used: (group, name) of every chosen component, without repetitions; `Registry.used` adds distributions and versions.
+        outcome: the result of `walk`, for explanations of keys.
         files: every file that was read, the recipe last.
-        warnings: what stops nothing; also checks that could not run, of distributions that the recipe does not use.
-        registry: where its components were found.
+        warnings: warnings of checks, and failures of checks from distributions that the recipe does not use.
+        registry: the registry in which the components were found.
     """
 
     job: Job
@@ -45,15 +45,15 @@ class Resolved:
     registry: Registry = field(compare=False, repr=False)
 
     def as_json(self) -> dict[str, Any]:
-        """The resolved tree as plain values; `"none"` means unset."""
+        """Returns the resolved tree as plain values; `"none"` means unset."""
         return plain(self.tree)
 
     def origins(self) -> list[dict[str, Any]]:
-        """`{key, value, origin}` of every value, for reports."""
+        """Returns `{key, value, origin}` of every value, for reports."""
         return [{"key": key, "value": value, "origin": origin} for key, value, origin in leaves(self.tree)]
 
     def as_toml(self, *, origins: bool = False) -> str:
-        """The resolved tree as a recipe that loads to an equal job."""
+        """Returns the resolved tree as TOML text that loads to an equal job, with each value's origin as a comment on request."""
         notes = {key: origin for key, _, origin in leaves(self.tree)} if origins else None
         return ("" if origins else _HEADER) + to_toml(plain(self.tree), notes)
 
@@ -66,19 +66,19 @@ def load(
     *,
     here: bool | None = False,
 ) -> Resolved:
-    """Reads a recipe with its bases and overrides.
+    """Reads and checks a recipe with its bases and overrides.
 
     Args:
         recipe: path of a TOML file that the user gave, or name of a preset; or a tree that was read from elsewhere, such as a
-            checkpoint, whose Python files do not run unasked (`forge_core.trust`).
+            checkpoint. Python files that such a tree names do not run without the user's permission (`forge_core.trust`).
         overrides: `--section.key=value`, as on the command line.
-        world: number of processes; None leaves the layout open, and then the checks, which need one, are not run.
-        registry: where components are found; what is installed by default.
-        here: the run starts on this machine now, so that files that are absent are faults and not warnings; None: no file is
-            read, so that they are nothing at all.
+        world: number of processes. Without it the result has no layout, and the checks, which need a layout, do not run.
+        registry: where components are found; by default all that are installed.
+        here: True if the run starts on this machine now: missing files are faults. False: missing files are warnings. None:
+            no file is read, and missing files are not reported.
 
     Raises:
-        ConfigError: everything that is wrong, at once.
+        ConfigError: the recipe has faults; the error lists all of them.
     """
     registry = registry or Registry()
     if isinstance(recipe, Table):
@@ -92,8 +92,8 @@ def load(
     warnings: list[str] = []
     if world is not None:
         job = outcome.value if not outcome.faults else PartialRecipe(outcome.parts)
-        found, warnings = run_checks(job, layout, registry, outcome.tree, outcome.used, here)
-        faults += found
+        check_faults, warnings = run_checks(job, layout, registry, outcome.tree, outcome.used, here)
+        faults += check_faults
         if not outcome.faults:
             from forge_train.recipe.checks import kernels_fit_the_machine
 
@@ -110,11 +110,11 @@ def load(
 
 
 def without_auto(stored: Table, reduce: str | None = None) -> Table:
-    """A stored recipe in which `[transforms.shard]` states its values; earlier versions could leave them to the run ("auto").
+    """Returns a stored recipe without the values "auto" of `[transforms.shard]`, which earlier versions allowed.
 
     Args:
         stored: the tree of a run or a checkpoint.
-        reduce: the value that the run chose, as its checkpoint records it; None leaves the default.
+        reduce: the value of `reduce` that the run chose, from its checkpoint; None keeps the default.
     """
     transforms = stored.items.get("transforms")
     shard = transforms.items.get("shard") if isinstance(transforms, Table) else None
@@ -130,7 +130,7 @@ def without_auto(stored: Table, reduce: str | None = None) -> Table:
 
 
 def _layout(outcome: Resolution, world: int | None) -> tuple[Layout | None, list[Fault]]:
-    """The layout of `[parallel]`, whose keys are named as the sizes of a layout; found even when other sections are wrong."""
+    """Returns the layout of `[parallel]` and its faults; works even if other sections have faults."""
     parallel = outcome.parts.get("parallel")
     axes = [axis for axis in SIZES if f"parallel.{axis}" in outcome.fields]
     if world is None or parallel is None or (isinstance(parallel, PartialRecipe) and not parallel.has(axes)):
@@ -154,10 +154,10 @@ FROM_HF_IGNORE = "from_hf_ignore"
 
 
 def fill_from_hf(tree: Table, registry: Registry) -> tuple[Table, list[Fault]]:
-    """A recipe's tree in which keys of `[model]` that are not given are those of the folder `model.from_hf`, if it has one.
+    """Fills keys of `[model]` that the recipe does not set from the Hugging Face folder `model.from_hf`, if that is set.
 
-    The faults say what the folder's configuration holds that Forge does not have (the tree is as it was then), or what is
-    wrong with the keys that were given.
+    Returns the tree and its faults: either settings of the folder that Forge does not support (the tree is unchanged then), or
+    faults of the recipe's own keys of `[model]`.
     """
     model = tree.items.get("model")
     given = model.items.get(FROM_HF) if isinstance(model, Table) else None
@@ -175,20 +175,20 @@ def fill_from_hf(tree: Table, registry: Registry) -> tuple[Table, list[Fault]]:
         return tree, [Fault(f"model.{FROM_HF}", str(refusal), given.origin)]
     slot = Annotated[Component, Slot("forge.models")]
     schema = make_dataclass("Recipe", [("model", slot, field(default=default))], frozen=True)
-    # The recipe's own keys are laid over those of the folder, so they win, with their origins.
+    # The recipe's own keys override those of the folder and keep their origins.
     outcome = walk(schema, Table({"model": model}, tree.origin), registry)
     fill_from_hf = _with_origin(outcome.tree.items["model"], f"{given.value}/config.json")
     return Table({**tree.items, "model": fill_from_hf}, tree.origin), list(outcome.faults)
 
 
 def _ignored_keys(node: Node | None) -> tuple[str, ...]:
-    """Keys that the recipe leaves out; none where it says something else, which its own type refuses."""
+    """Returns the keys of config.json to ignore; skips values that are not strings, which a type check reports elsewhere."""
     items = node.items if isinstance(node, Array) else []
     return tuple(item.value for item in items if isinstance(item, Leaf) and isinstance(item.value, str))
 
 
 def _with_origin(node: Node, origin: str) -> Node:
-    """The node with `origin` wherever it says "default"."""
+    """Returns the node with `origin` in place of the origin "default", at all depths."""
     place = origin if node.origin == DEFAULT else node.origin
     if isinstance(node, Table):
         return Table({name: _with_origin(item, origin) for name, item in node.items.items()}, place)

@@ -1,4 +1,4 @@
-"""The settings of a model's parameters that a recipe asks for."""
+"""Per-parameter settings of a recipe: `[parameters]` and `[[train.stages]]`."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,25 +11,26 @@ from forge_train.recipe.schema import Job
 
 
 def settings_in(job: Job, blueprint: Blueprint) -> Settings:
-    """Those of `[parameters]` and of `[[train.stages]]`, for the blueprint of the recipe's model.
+    """Returns the settings of `[parameters]` and `[[train.stages]]` for the blueprint of the recipe's model.
 
     Raises:
-        PlanError: a pattern matches nothing, everything is frozen, widths cannot be scaled, or stages do not fit the model.
+        PlanError: a pattern matches no parameter, all parameters are frozen, widths cannot be scaled, or stages do not fit the
+            model.
     """
     narrow = narrow_of(job)
-    made = None if narrow is None else Blueprint.of(narrow.build)
-    return settings_of(blueprint, job.parameters.groups, made, job.train.stages)
+    narrow_blueprint = None if narrow is None else Blueprint.of(narrow.build)
+    return settings_of(blueprint, job.parameters.groups, narrow_blueprint, job.train.stages)
 
 
 def narrow_of(job: Job) -> Any:
-    """The component of the model whose rates were tuned; None where widths are not scaled.
+    """Returns the component of the narrow model whose learning rates were tuned; None without `parameters.width_base`.
 
     Raises:
-        PlanError: the widths make no model.
+        PlanError: a model with these widths is not valid.
     """
     if not job.parameters.width_base:
         return None
     try:
         return replace(job.model, **job.parameters.width_base)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise PlanError(f"parameters.width_base: these values make no model: {error}") from error
+        raise PlanError(f"parameters.width_base: the model with these widths is not valid: {error}") from error

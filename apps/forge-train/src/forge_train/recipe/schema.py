@@ -1,4 +1,4 @@
-"""The typed tree of a recipe. Every field is a table or key of the TOML file; nothing here imports torch."""
+"""The typed tree of a recipe. Every field is a table or key of the TOML file. Does not import torch."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
@@ -14,12 +14,12 @@ from forge_parallel.sections import Parallel, Precision
 
 @dataclass(frozen=True, kw_only=True)
 class JobSection:
-    """Who this run is."""
+    """Name, directory and seed of the run."""
 
     key_class: ClassVar = FREE
 
     name: str = "run"
-    """Name of the run; its files live in `runs/<name>`."""
+    """Name of the run; its files are in `runs/<name>`."""
     dir: str | None = None
     """Directory of the run instead of `runs/<name>`."""
     seed: Annotated[int, Ge(0), IDENTITY] = 0
@@ -27,68 +27,70 @@ class JobSection:
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith(".") or len(self.name.encode()) > 200:
-            raise ValueError("name is one path component: not empty, no '/', no leading '.', at most 200 bytes")
+            raise ValueError("name must be one path component: not empty, no '/', no leading '.', at most 200 bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Weights that a run starts from, at step 0 with a new optimizer. A resume does not look at them."""
+    """Weights that a run starts from, at step 0 with a new optimizer. A resume ignores this section."""
 
     key_class: ClassVar = FREE
 
     weights: Annotated[str | None, Place] = None
     """A run, a checkpoint, a mark such as `best`, a folder in the Hugging Face format, or safetensors that Forge wrote. Unset
-    (`"none"`), weights are drawn from `job.seed`."""
+    (`"none"`), weights are initialized at random from `job.seed`."""
     section: str = "model"
-    """Which ones of a checkpoint: `model`, or what a hook kept next to them, such as `ema`."""
+    """Weights of the checkpoint to load: `model`, or a set that a hook saved, such as `ema`."""
     include: tuple[str, ...] = ("*",)
-    """Names of the model's tensors that are taken, with `*` and `?`, such as `blocks.*`; all others begin as drawn."""
+    """Names of the model's tensors to load, with `*` and `?`, such as `blocks.*`; all others are initialized at random."""
     exclude: tuple[str, ...] = ()
-    """Names that are not taken although `include` has them."""
+    """Names to leave out of `include`."""
     rename: tuple[str, ...] = ()
-    """How names begin that differ, each as `OLD=NEW`, such as `encoder.=blocks.`; the longest OLD counts."""
+    """Prefixes of names to replace, each as `OLD=NEW`, such as `encoder.=blocks.`; the longest matching OLD applies."""
     draw: tuple[str, ...] = ()
-    """Names of the model's tensors that begin as drawn although the weights have them in another kind of layer, such as
-    `blocks.*.mlp.*` of experts where the weights are dense; without it that is refused."""
+    """Names of the model's tensors to initialize at random because the weights have another kind of layer there, such as
+    `blocks.*.mlp.*` for experts in place of dense layers. Without this key, such weights are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """How long and in what portions."""
+    """Length of the run, batch sizes, and what happens at bad steps."""
 
     key_class: ClassVar = FREE
 
     max_steps: Annotated[int, Gt(0)] = 1000
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the whole run."""
     stop_at: Annotated[int, Gt(0)] | None = None
-    """Ends this start after that step, with an evaluation, a checkpoint and exit code 0; the schedule stays that of `max_steps`,
-    and a start with a later step goes on. Unset (`"none"`), the run goes to its end."""
+    """Pauses the run after this step, with an evaluation, a checkpoint and exit code 0. The schedule still follows `max_steps`;
+    start again with a later step to continue. Unset (`"none"`), the run does not pause."""
     global_batch: Annotated[int, Gt(0), DATA] = 32
-    """Sequences per optimizer step over all ranks; the anchor of every resume."""
+    """Sequences per optimizer step over all ranks."""
     micro_batch: Annotated[int, Gt(0), LAYOUT] = 8
-    """Sequences in one forward pass on one rank; gradient accumulation follows."""
+    """Sequences in one forward pass on one rank; the number of gradient accumulation steps follows from it."""
     grad_clip: Annotated[float, Gt(0)] | None = 1.0
-    """Largest norm of the whole gradient; unset (`"none"`) switches clipping off."""
+    """Maximum norm of the gradient of all parameters; unset (`"none"`) switches clipping off."""
     max_skipped: Annotated[int, Gt(0)] = 10
-    """Steps with a loss or gradient that is not finite, among the last 100, that end the run; each one is skipped."""
+    """A step whose loss or gradient is not finite is skipped; this many skipped steps among the last 100 end the run."""
     rollback_after: Annotated[int, Gt(0)] | None = None
-    """Bad steps in a row, skipped or with a loss above its band, after which the run goes back to its newest verified checkpoint
-    whose loss was in the band, and on from there without the data read since. Unset (`"none"`), a run does not go back."""
+    """Number of consecutive bad steps (skipped, or with a loss above its band) after which the run rolls back: it loads the
+    newest verified checkpoint whose loss was in the band, and skips the data read since. Unset (`"none"`), runs never roll
+    back."""
     max_rollbacks: Annotated[int, Ge(0)] = 3
-    """So many times a run goes back; once more ends it with exit code 7."""
+    """Maximum number of rollbacks; the next one ends the run with exit code 7."""
     rollback_lr: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Factor on the learning rate for the rest of the run, each time that it goes back."""
+    """Factor on the learning rate for the rest of the run, applied at each rollback."""
     collect_every: Annotated[int, Gt(0)] | None = 50
-    """Steps after which Python looks for garbage in cycles, on all ranks at once: one that does so alone keeps others waiting.
-    Unset (`"none"`), each process does so when it likes."""
+    """Steps between Python's cyclic garbage collections, which run on all ranks at the same step so that no rank waits for
+    another. Unset (`"none"`), Python collects garbage by its own rules."""
     stages: list[TrainingStage] = field(default_factory=list)
-    """What is trained when, and all else is frozen; one after the other from step 0 on. Empty: the same in all steps."""
+    """Training stages in order, from step 0 on; each trains its own parameters and freezes the others. Empty: one stage."""
     deterministic: bool = False
-    """The same recipe on the same machines gives the same bits: torch takes kernels that sum in one order, which may be slower,
-    and names an operator that has none. Without it, a GPU may round sums differently each time; a CPU does not."""
+    """Uses deterministic kernels, which may be slower, so that the same recipe on the same machines computes the same bits;
+    torch raises an error that names any operator without such a kernel. Without it, GPUs may round sums differently in each
+    run; CPUs do not."""
     threads: Annotated[int, Gt(0)] | None = None
-    """CPU threads per process. By default OMP_NUM_THREADS; without it, the cores that this process may use (affinity, control
-    group's quota) divided by the processes on the machine."""
+    """CPU threads per process. Default: OMP_NUM_THREADS, or without it, the cores available to this process (by affinity and
+    control group quota) divided by the number of processes on the machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,30 +102,30 @@ class Job:
     job: JobSection = field(default_factory=JobSection)
     """Name, directory and seed."""
     model: Annotated[Component, Slot("forge.models", default="decoder"), IDENTITY] = Slot.unset()
-    """What is trained."""
+    """The model to train."""
     data: Data = field(default_factory=Data)
-    """What it is trained on."""
+    """Training and evaluation data."""
     start: Start = field(default_factory=Start)
     """Weights to start from."""
     train: Train = field(default_factory=Train)
-    """Length and batch sizes."""
+    """Length of the run and batch sizes."""
     parallel: Parallel = field(default_factory=Parallel)
     """Sizes of the parallel axes."""
     precision: Precision = field(default_factory=Precision)
     """Number formats."""
     transforms: dict[str, Annotated[Component, Slot("forge.transforms", named_by_key=True), LAYOUT]] = field(default_factory=dict)
-    """Strategies that are switched on by their presence; an axis larger than 1 pulls in its default."""
+    """Parallelism, compilation and other strategies, each switched on by its table; an axis larger than 1 adds its default."""
     optimizer: Annotated[Component, Slot("forge.optimizers", default="adamw"), IDENTITY] = Slot.unset()
-    """How parameters are updated."""
+    """The optimizer that updates the parameters."""
     parameters: Parameters = field(default_factory=Parameters)
-    """Which of them are trained, and which in another way than the others."""
+    """Which parameters are trained, and parameters with settings of their own."""
     schedule: Annotated[Component, Slot("forge.schedules", default="cosine")] = Slot.unset()
-    """How the learning rate moves over the run."""
+    """The learning rate over the run."""
     objective: Annotated[Component, Slot("forge.objectives", default="cross_entropy"), IDENTITY] = Slot.unset()
-    """What is minimized."""
+    """The loss to minimize."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """When and where state is saved."""
+    """When and where checkpoints are saved."""
     hooks: list[Annotated[Component, Slot("forge.hooks")]] = field(default_factory=list)
-    """What happens around a step, in order."""
+    """Hooks that run around each step, in this order."""
     trackers: list[Annotated[Component, Slot("forge.trackers")]] = field(default_factory=list)
-    """Where numbers are written besides the JSON lines that every run keeps."""
+    """Where metrics are written, in addition to the run's own JSON lines."""

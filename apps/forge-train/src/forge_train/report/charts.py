@@ -1,4 +1,4 @@
-"""Which metrics are drawn in which chart, and their points as plain data for `static/report.js`."""
+"""Assigns metrics to charts, and returns their points as plain data for `static/report.js`."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +11,8 @@ from forge_train.report.record import RunRecord
 
 @dataclass(frozen=True)
 class Family:
-    """Metrics of one chart: those that `pattern` matches as a whole. Its group, or `label`, names the curve. An `exact` one is
-    never smoothed: it is set or counted, and has no noise."""
+    """Metrics of one chart: those that `pattern` matches completely. Its group, or `label`, names the curve. `exact` metrics,
+    which are set or counted and have no noise, are never smoothed."""
 
     section: str
     title: str
@@ -70,10 +70,10 @@ FAMILIES = (
 SHOWN_ELSEWHERE = re.compile(
     r"tokens|skipped|profile/step_seconds|evaluation/.+/perplexity|source/.+/tokens|data/.+/(planned_)?tokens"
 )
-"""Metrics without a chart: others say the same, or a table does."""
+"""Metrics without a chart, since another chart or a table shows them."""
 OTHER = "Other numbers"
 MOST_OTHER = 60
-"""Charts of metrics that no family knows; the names of more are only listed."""
+"""Maximum number of charts of metrics without a family; the names of further metrics are only listed."""
 
 
 @dataclass
@@ -81,8 +81,8 @@ class Chart:
     """One pair of axes.
 
     Attributes:
-        labels: names of the curves; the same in all runs.
-        curves: (run, label, curve), each by its number.
+        labels: names of the curves, shared by all runs.
+        curves: (index of the run, index of the label, curve, whether to draw dots).
         references: (value, text) of horizontal lines.
     """
 
@@ -97,14 +97,14 @@ class Chart:
     references: list[tuple[float, str]] = field(default_factory=list)
 
     def add(self, run: int, label: str, series: Series, dots: bool) -> None:
-        """A curve of run number `run`; `dots` where its points are few and far between."""
+        """Adds a curve of run number `run`; `dots` draws its points, for sparse curves."""
         if label not in self.labels:
             self.labels.append(label)
         self.curves.append((run, self.labels.index(label), series, dots))
 
 
 def charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Charts in the order of their sections; a metric that no family knows has its own."""
+    """Returns the charts in order of their sections; a metric without a family has a chart of its own."""
     made: dict[tuple[str, str], Chart] = {(one.section, one.title): _empty(one) for one in FAMILIES}
     for number, run in enumerate(runs):
         for name, series in (*run.history.series.items(), *shares(run.history.series)):
@@ -119,7 +119,7 @@ def charts(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def shares(series: Mapping[str, Series]) -> Iterator[tuple[str, Series]]:
-    """`share/LABEL` of every source of a mixture: its part of the tokens that were read since the line before."""
+    """Yields `share/LABEL` of every source of a mixture: its share of the tokens read since the previous line."""
     read = {match[1]: found for name, found in series.items() if (match := re.fullmatch(r"data/(.+)/tokens", name))}
     before: dict[str, float] = {}
     made = {label: Series() for label in read}
@@ -138,7 +138,7 @@ def shares(series: Mapping[str, Series]) -> Iterator[tuple[str, Series]]:
 
 
 def drawn(runs: Sequence[RunRecord], chosen: Sequence[Chart]) -> dict[str, Any]:
-    """What the script of the page draws: JSON without numbers that JSON lacks."""
+    """Returns the data that the page's script draws, as JSON without NaN and infinities."""
     most = limit(sum(len(chart.curves) for chart in chosen))
     return {
         "runs": [{"name": run.label, "clock": _clock(run, most), **_marks(run)} for run in runs],
@@ -165,7 +165,7 @@ def _family(name: str) -> tuple[Family, str]:
 
 
 def _says_nothing(chart: Chart) -> bool:
-    """Whether it counts something that has never happened."""
+    """Returns True for a chart of counts that are all zero."""
     return chart.from_zero and not any(value for *_, series, _ in chart.curves for value in series.values)
 
 
@@ -184,7 +184,7 @@ def _curve(most: int, run: int, label: int, series: Series, dots: bool) -> dict[
 
 
 def _clock(run: RunRecord, most: int) -> dict[str, list[Any]]:
-    """Tokens and hours at some steps; the page draws a straight line between two of them."""
+    """Returns tokens and hours at some steps, between which the page interpolates."""
     clock = run.history.clock
     every = max(1, -(-len(clock.steps) // most))
     kept = sorted({*range(0, len(clock.steps), every), len(clock.steps) - 1} - {-1})
@@ -196,6 +196,6 @@ def _clock(run: RunRecord, most: int) -> dict[str, list[Any]]:
 
 
 def _marks(run: RunRecord) -> dict[str, list[int]]:
-    """Steps of restarts, and of what else went wrong."""
+    """Returns the steps of restarts and of other faults."""
     faulty = {fault.step for fault in run.faults if fault.kind != "restart" and fault.step is not None}
     return {"restarts": sorted({restart.after for restart in run.history.restarts}), "faults": sorted(faulty)}

@@ -9,21 +9,21 @@ from datetime import datetime
 from typing import Any
 
 POINTS = 2000
-"""Points of a curve at most, but for one more per gap; a page with many curves has fewer, down to `FEWEST`."""
+"""Maximum number of points of a curve, plus one per gap; pages with many curves use fewer, down to `FEWEST`."""
 FEWEST = 250
 ALL_POINTS = 200_000
-"""Points that the curves of a page share: at about 15 bytes each, 3 MB."""
+"""Maximum number of points of all curves of a page: at about 15 bytes each, 3 MB."""
 
 
 @dataclass
 class Series:
-    """One metric over the run: steps that grow, and a value at each; one that is not finite is a gap."""
+    """One metric over the run: increasing steps and their values; a value that is not finite is a gap."""
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     values: "array[float]" = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Appends; of two values at one step the later one counts."""
+        """Appends a value; replaces an earlier value of the same step."""
         if self.steps and self.steps[-1] == step:
             self.values[-1] = value
         else:
@@ -31,25 +31,28 @@ class Series:
             self.values.append(value)
 
     def cut(self, step: int) -> None:
-        """Forgets what is later than `step`."""
+        """Removes values after `step`."""
         while self.steps and self.steps[-1] > step:
             self.steps.pop()
             self.values.pop()
 
     @property
     def last(self) -> float:
-        """The newest value; NaN without any."""
+        """The newest value; NaN without values."""
         return self.values[-1] if self.values else math.nan
 
 
 def limit(curves: int) -> int:
-    """Points that each of so many curves may have."""
+    """Returns the maximum number of points per curve for a number of curves."""
     return max(FEWEST, min(POINTS, ALL_POINTS // max(curves, 1)))
 
 
 def thin(values: "array[float]", most: int) -> list[int]:
-    """Indices of the points to draw: all, or of each of `most / 2` equal stretches the lowest and highest one, so that no extreme
-    is lost; both ends always; and the first value that is not finite in a stretch, which keeps the gap."""
+    """Returns the indices of the points to draw: all points, or at most about `most`.
+
+    Of each of `most / 2` equal parts, the lowest and the highest point are drawn, so that no extreme is lost, and the first value
+    that is not finite, which keeps the gap. Both ends are always drawn.
+    """
     if len(values) <= most:
         return list(range(len(values)))
     kept = {0, len(values) - 1}
@@ -63,18 +66,18 @@ def thin(values: "array[float]", most: int) -> list[int]:
 
 
 def finite(values: "array[float]") -> Sequence[float]:
-    """Those that are numbers: all of them, as a rule."""
+    """Returns the finite values."""
     return values if math.isfinite(sum(values)) else [value for value in values if math.isfinite(value)]
 
 
 def stretches(count: int, most: int) -> list[tuple[int, int]]:
-    """(start, stop) of `most / 2` equal stretches of `count` points, of which none is empty."""
+    """Returns (start, stop) of `most / 2` equal, non-empty parts of `count` points."""
     number = max(1, min(most // 2, count))
     return [(part * count // number, (part + 1) * count // number) for part in range(number)]
 
 
 def means(series: Series, most: int) -> tuple[list[float], list[float]]:
-    """Mean step and mean value of each stretch: what smoothing begins from, as lowest and highest would not be a fair sample."""
+    """Returns mean step and mean value of each part, as input of smoothing, for which extremes would be a biased sample."""
     steps, values = [], []
     for start, stop in stretches(len(series.steps), most):
         there, at = series.values[start:stop], series.steps[start:stop]
@@ -88,7 +91,7 @@ def means(series: Series, most: int) -> tuple[list[float], list[float]]:
 
 
 def short(value: float) -> float | int | None:
-    """Six significant digits; None for what JSON has no number for. A whole number stays whole."""
+    """Rounds to six significant digits; integers stay integers. Returns None for values that are not finite."""
     if not math.isfinite(value):
         return None
     rounded = float(f"{value:.6g}")
@@ -100,12 +103,12 @@ _ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass
 class StepProgress:
-    """Of every step with a line: when it was written, tokens seen, and seconds of training that led there.
+    """Time and tokens of every step with a line in the metrics.
 
     Attributes:
-        tokens: NaN where no line of the step has them.
-        seconds: without steps that were lost at a restart, and without the time between two starts.
-        wall: seconds since 1970.
+        tokens: tokens seen so far; NaN if no line of the step has them.
+        seconds: training time so far, without lost steps and the time between starts.
+        wall: time of the line in seconds since 1970.
     """
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
@@ -114,7 +117,7 @@ class StepProgress:
     wall: "array[float]" = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, tokens: float, seconds: float, wall: float) -> None:
-        """Takes a line; the lines of one step are one entry."""
+        """Adds a line; all lines of one step form one entry."""
         columns = (self.tokens, self.seconds, self.wall)
         if self.steps and self.steps[-1] == step:
             tokens = self.tokens[-1] if math.isnan(tokens) else tokens
@@ -132,14 +135,14 @@ class StepProgress:
                 column.pop()
 
     def step_at(self, wall: float) -> int | None:
-        """The newest step that was written by then."""
+        """Returns the newest step that was written by a time."""
         at = bisect_right(self.wall, wall)
         return self.steps[at - 1] if at else None
 
 
 @dataclass(frozen=True)
 class Restart:
-    """The run went on after step `after`; steps up to `reached` had a line and were trained again."""
+    """A restart after step `after`; steps up to `reached` had lines and were trained again."""
 
     after: int
     reached: int
@@ -148,13 +151,13 @@ class Restart:
 
 @dataclass
 class History:
-    """What was logged for the steps that count: of those that were trained twice, the later time.
+    """The metrics of a run; of steps that were trained twice, those of the later time.
 
     Attributes:
-        series: metric -> curve, in the order of appearance.
-        restarts: every start but the first.
-        unread: lines without metrics: cut off, or damaged.
-        first, last: time of the first and of the newest line, as it is written there; empty without one.
+        series: metric -> curve, in order of appearance.
+        restarts: all starts except the first.
+        unread: number of lines without metrics, which are incomplete or damaged.
+        first, last: times of the first and the newest line, as text; empty without lines.
     """
 
     series: dict[str, Series] = field(default_factory=dict)
@@ -168,7 +171,7 @@ class History:
 
     @classmethod
     def of(cls, lines: Iterable[Mapping[str, Any]]) -> "History":
-        """Reads lines as `forge_train.trackers.json_objects` gives them, in their order."""
+        """Reads the lines of `forge_train.trackers.json_objects` in order."""
         history = cls()
         for line in lines:
             history._take(line)
@@ -176,17 +179,17 @@ class History:
 
     @property
     def step(self) -> int | None:
-        """The last step that has a line; None before any."""
+        """The last step with a line; None without lines."""
         return self.clock.steps[-1] if self.clock.steps else None
 
     @property
     def seconds(self) -> float:
-        """Of training, up to the last line."""
+        """Seconds of training up to the last line."""
         return self.clock.seconds[-1] if self.clock.seconds else 0.0
 
     @property
     def tokens(self) -> float | None:
-        """Seen by the run; None where no line says."""
+        """Tokens seen by the run; None if no line has them."""
         return next((value for value in reversed(self.clock.tokens) if math.isfinite(value)), None)
 
     def _take(self, line: Mapping[str, Any]) -> None:
@@ -194,7 +197,7 @@ class History:
         if (after := _whole(line.get("rewind"))) is not None:
             self._rewind(after, time)
         elif (step := _whole(line.get("step"))) is not None:
-            if self.step is not None and step < self.step:  # no writer of ours leaves out the marker
+            if self.step is not None and step < self.step:  # a foreign writer without rewind markers
                 self._rewind(step - 1, time)
             self._add(step, time, line)
         else:
@@ -231,7 +234,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _number(value: Any) -> float | None:
-    """A float, also of the text that stands for one that JSON lacks; None for anything else."""
+    """Returns a float, also from text such as "nan"; None for other values."""
     if isinstance(value, str):
         return _ODD.get(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):

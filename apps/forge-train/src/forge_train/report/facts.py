@@ -1,4 +1,4 @@
-"""What a finished run and its machine tell the report, without the machine's name, addresses or environment."""
+"""Facts about a finished run and its machine for the report, without the machine's name, addresses or environment variables."""
 
 import os
 import platform
@@ -41,7 +41,7 @@ def write_run_report(run: "Run", resolved: "Resolved", reason: str, warnings: li
 
 
 def data_facts(run: "Run") -> dict[str, Any]:
-    """What the data say of themselves: entropy of the corpus, bytes that a predicted token of each evaluation set says."""
+    """Returns the unigram entropy of the corpus, and the mean bytes of text per predicted token of each held-out set."""
     sets = {name: found.predicted() for name, found in run.evaluations.items()}
     known = {name: found for name, found in sets.items() if found is not None}
     return {
@@ -51,7 +51,7 @@ def data_facts(run: "Run") -> dict[str, Any]:
 
 
 def _processes(run: "Run") -> dict[str, str]:
-    """What the run computed on."""
+    """Returns the device of rank 0, the number of processes, and the threads per process."""
     import torch
 
     from forge_parallel.accelerator import name
@@ -64,7 +64,7 @@ def _processes(run: "Run") -> dict[str, str]:
 
 
 def _checkpoints(directory: Path) -> list[dict[str, Any]]:
-    """Committed checkpoints of a store on disk; another store keeps its own list."""
+    """Returns the committed checkpoints in the run's directory; a remote store is not listed."""
     return [
         {
             "path": folder.name,
@@ -90,7 +90,7 @@ _OURS = (
 
 
 def machine() -> dict[str, str]:
-    """Processor, cores, memory and operating system."""
+    """Returns processor, cores, memory and operating system."""
     found = {
         "Processor": processor_name(),
         "CPU cores": str(usable_cores()),
@@ -102,7 +102,7 @@ def machine() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Python, the libraries that decide numbers, and Forge."""
+    """Returns the versions of Python, of libraries that affect numbers, and of Forge."""
     found = {"Python": platform.python_version()}
     for name in (*_PACKAGES, *_OURS):
         try:
@@ -113,8 +113,7 @@ def versions() -> dict[str, str]:
 
 
 def commit(directory: Path) -> dict[str, str]:
-    """The commit that git has for a working directory, with `-dirty` where files differ from it; empty outside of a repository,
-    or without git."""
+    """Returns the git commit of a directory, with `-dirty` if files differ from it; empty outside a repository or without git."""
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

@@ -10,13 +10,15 @@ from typing import Any
 
 
 def document(title: str, parts: Iterable[str], *, styles: Sequence[str] = (), scripts: Sequence[str] = ()) -> str:
-    """A page of HTML parts; empty parts are left out.
+    """Returns a page of HTML parts; empty parts are left out.
 
-    The browser itself refuses to fetch anything, and to run any script but those given, which it knows by their hashes.
+    Its content security policy forbids the browser to fetch anything or to run scripts other than these, identified by hash.
 
     Args:
-        styles: more style sheets, as text.
-        scripts: run in this order at the end of the page; none has `</script` or `<!--` in it.
+        title: title of the page.
+        parts: HTML of the body.
+        styles: further style sheets, as text.
+        scripts: scripts to run in this order at the end of the page; must not contain `</script` or `<!--`.
     """
     runs = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
     policy = "default-src 'none'; style-src 'unsafe-inline'" + (f"; script-src {runs}" if runs else "")
@@ -36,18 +38,18 @@ def document(title: str, parts: Iterable[str], *, styles: Sequence[str] = (), sc
 
 
 def static(name: str) -> str:
-    """Text of a file that comes with the pages."""
+    """Returns the text of a static file of this package."""
     return files("forge_train.report").joinpath("static", name).read_text(encoding="utf-8")
 
 
 def embedded(name: str, value: Any) -> str:
-    """Plain data for scripts of the page, which find it by the id `name`. No text in it can end the element that holds it."""
+    """Returns an element with JSON data, which scripts find by the id `name`; no text in the data can end the element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def section(title: str, inner: str) -> str:
-    """A titled part of a page; nothing without content."""
+    """Returns a section with a title; empty without content."""
     return f"<section><h2>{escape(title)}</h2>\n{inner}</section>" if inner else ""
 
 
@@ -59,7 +61,7 @@ def rows(
     code: Container[int] = (),
     runs: Sequence[int] = (),
 ) -> str:
-    """A table; columns in `numbers` are aligned to the right, those in `code` have a fixed width. With `runs`, the first cell of
+    """Returns a table; columns in `numbers` are right-aligned, columns in `code` are monospaced. With `runs`, the first cell of
     each row has the color of that run."""
 
     def cells(tag: str, values: Sequence[Any], run: int | None = None) -> str:
@@ -76,19 +78,19 @@ def rows(
 
 
 def fields(caption: str, items: Mapping[str, Any]) -> str:
-    """A table of names and values."""
+    """Returns a table of names and values."""
     lines = [f"<tr><th>{escape(str(name))}</th><td>{escape(_text(value))}</td></tr>" for name, value in items.items()]
     return f"<table><caption>{escape(caption)}</caption><tbody>{''.join(lines)}</tbody></table>"
 
 
 def facts(items: Mapping[str, str]) -> str:
-    """A row of names and values, the values large."""
+    """Returns a row of names and values, with large values."""
     inner = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in items.items())
     return f'<dl class="facts">{inner}</dl>'
 
 
 def swatch(run: int) -> str:
-    """A spot in the color of a run; the page has `PALETTE` colors."""
+    """Returns a spot in the color of a run; the page has `PALETTE` colors."""
     return f'<i class="swatch s{run % PALETTE}"></i>'
 
 
@@ -103,15 +105,15 @@ def _text(value: Any) -> str:
 
 WIDTH, LEFT, TOP, ROW = 720, 90, 38, 16
 FULL = 2.0
-"""The load, in units of the mean, from which on a cell is fully colored."""
+"""Load relative to the mean from which on a cell is fully colored."""
 NAMED = 4096
-"""Cells up to which each shows its number under the pointer; more would only make the page large."""
+"""Maximum number of cells for which each cell has a tooltip with its number; limits the size of the page."""
 
 
 def table(title: str, note: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]]) -> str:
-    """SVG with a cell for each number, the more colored the nearer it is to 1; a number that is not there has none."""
+    """Returns an SVG with a cell for each number, colored in proportion from 0 to 1; None has no cell."""
     side = min(ROW * 2, (WIDTH - LEFT - 16) / max(len(columns), 1))
-    every = max(1, -(-len(columns) * ROW // (WIDTH - LEFT - 16)))  # as many names as have room below each other
+    every = max(1, -(-len(columns) * ROW // (WIDTH - LEFT - 16)))  # shows only as many names as fit
     height = TOP + side * len(rows) + LEFT
     inner = [
         f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">',
@@ -137,7 +139,7 @@ def table(title: str, note: str, rows: Sequence[str], columns: Sequence[str], va
 
 
 def heat(title: str, note: str, layers: Mapping[str, Sequence[float]]) -> str:
-    """SVG of `layers`, name -> values, 1 = even; "" without any."""
+    """Returns an SVG of `layers`, name -> values, where 1 is the mean; "" without layers."""
     if not layers:
         return ""
     height = TOP + ROW * len(layers) + 12

@@ -48,9 +48,9 @@ NO_SECTIONS: Mapping[str, str] = MappingProxyType({})
 
 
 def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
-    """Writes `report.html` and, for later reports, `report.json` into the run's directory; returns the page's path.
+    """Writes `report.html` and, for later reports, `report.json` to the run's directory; returns the page's path.
 
-    Secrets (text under keys with token, key, secret, password; credentials in addresses) appear in neither.
+    Secrets (values of keys with token, key, secret or password; credentials in URLs) are removed from both.
     """
     clean = {name: redacted(value, name) for name, value in summary.items() if name != "config"}
     if "config" in summary:
@@ -60,15 +60,15 @@ def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def report(places: Sequence[Path], out: Path | None = None, sections: Sections | None = None) -> Path:
-    """The page of one or several runs, from what they left in their directories, finished or not; returns its path.
+    """Writes the page of one or several runs, finished or not, from the files in their directories; returns its path.
 
     Args:
-        places: directories of runs, or folders of them. A run that is given twice counts once.
-        out: where the page is written: by default `report.html` of the only place, or of the working directory.
-        sections: gives further sections, which stand behind the results.
+        places: directories of runs, or folders of runs. Duplicates count once.
+        out: path of the page; by default `report.html` in the only place, or in the working directory for several.
+        sections: returns further sections, which follow the results.
 
     Raises:
-        DataError: a place holds no run, what it left cannot be read, or the page cannot be written.
+        DataError: a place has no run, files of a run cannot be read, or the page cannot be written.
     """
     runs = _with_labels([read_record(directory) for directory in directories_of(places)])
     target = out or (places[0] if len(places) == 1 else Path()) / REPORT
@@ -76,19 +76,19 @@ def report(places: Sequence[Path], out: Path | None = None, sections: Sections |
 
 
 def directories_of(places: Sequence[Path]) -> list[Path]:
-    """The runs in some places, each once.
+    """Returns the directories of the runs in some places, without duplicates.
 
     Raises:
-        DataError: a place holds no run.
+        DataError: a place has no run.
     """
     return list({directory.resolve(): directory for place in places for directory in runs_in(place)}.values())
 
 
 def runs_in(place: Path) -> list[Path]:
-    """The run's directory itself, or the runs in a folder of runs, by name.
+    """Returns a run's directory itself, or the directories of the runs in a folder, sorted by name.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no run.
     """
     if is_run(place):
         return [place]
@@ -105,7 +105,7 @@ def runs_in(place: Path) -> list[Path]:
 
 
 def _with_labels(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """With labels that tell the runs apart: names, or as much of the paths as is needed."""
+    """Returns the runs with unique labels: their names, or as many parts of their paths as necessary."""
     for parts in range(max((len(run.directory.resolve().parts) for run in runs), default=0)):
         labels = [run.label if parts == 0 else "/".join(run.directory.resolve().parts[-parts:]) for run in runs]
         if len(set(labels)) == len(runs):
@@ -137,7 +137,7 @@ _LIBRARY = ("uplot/uPlot.min.css", "uplot/uPlot.iife.min.js", "uplot/LICENSE")
 
 
 def page(runs: Sequence[RunRecord], sections: Mapping[str, str] = NO_SECTIONS) -> str:
-    """The whole page, with further `sections` behind the results; a part that no run has anything for is left out."""
+    """Returns the whole page, with further `sections` after the results; parts without content are left out."""
     shown, more = _shown(charts(runs))
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
     parts = [
@@ -176,7 +176,7 @@ def _minutes(time: str) -> str:
 
 
 def _notes(runs: Sequence[RunRecord]) -> str:
-    """Warnings that the runs ended with, and what could not be read or is not there."""
+    """Returns the warnings of the runs, and notes about missing or unreadable files."""
     items = []
     for run in runs:
         empty = ["no step has been logged yet"] if run.history.step is None and len(runs) > 1 else []
@@ -186,14 +186,14 @@ def _notes(runs: Sequence[RunRecord]) -> str:
 
 
 def _shown(made: list[Chart]) -> tuple[list[Chart], list[str]]:
-    """The charts that are drawn, and the titles of those which would be too many."""
+    """Returns the charts to draw, and the titles of charts beyond the maximum number."""
     other = [chart for chart in made if chart.section == OTHER]
     left_out = other[MOST_OTHER:]
     return [chart for chart in made if chart not in left_out], [chart.title for chart in left_out]
 
 
 def _board(runs: Sequence[RunRecord], shown: Sequence[Chart], more: Sequence[str]) -> str:
-    """Controls, and the frames that the script draws charts into."""
+    """Returns the controls, and the frames into which the script draws charts."""
     sections: dict[str, list[str]] = {}
     for number, chart in enumerate(shown):
         name, unit = escape(chart.title), escape(chart.unit)
@@ -264,7 +264,7 @@ def _faults(runs: Sequence[RunRecord]) -> str:
 
 
 def _of_each(runs: Sequence[RunRecord], part: Any) -> str:
-    """A part of every run, under its name where there are several."""
+    """Returns a part of the page for every run, with the run's name if there are several."""
     made = [(number, run.label, part(run)) for number, run in enumerate(runs)]
     if len(runs) == 1:
         return made[0][2]
@@ -278,7 +278,7 @@ def _sample(item: Any) -> str:
 
 
 def _answers(run: RunRecord) -> str:
-    """What was said of each document, with its pictures; what the document says where it is another."""
+    """Returns the model's answers with their images, and the answers of the documents where they differ."""
     cards = []
     for item in run.summary.get("answers", ()):
         names = [name for name in item.get("pictures", ()) if isinstance(name, str) and _BASE64.fullmatch(name)]

@@ -1,4 +1,4 @@
-"""What a run left in its directory, finished or not, and what went wrong when."""
+"""Reads the files that a run, finished or not, left in its directory, and collects its faults."""
 
 import json
 import re
@@ -19,9 +19,9 @@ from forge_train.report.curves import History
 from forge_train.trackers import METRICS, json_objects
 
 MOST_FAULTS = 200
-"""Faults that the page lists; of more, the newest."""
+"""Maximum number of faults on the page; the newest are listed."""
 FIRST_LOG, OTHER_LOGS = 4 * 2**20, 2**16
-"""Bytes that are read at the end of a log: of rank 0, of each other rank."""
+"""Bytes to read from the end of a log: of rank 0, and of each other rank."""
 
 _LINE = re.compile(r"(?P<time>\d{4}-\d\d-\d\dT[\d:.]+)Z rank (?P<rank>\d+)/\d+ (?P<level>[A-Z]+) (?P<by>[\w.]+): (?P<text>.*)")
 _STEP = re.compile(r"\bstep (\d+)")
@@ -30,12 +30,12 @@ _KINDS = {"WARNING": "warning", "ERROR": "error", "CRITICAL": "error"}
 
 @dataclass(frozen=True)
 class RunFault:
-    """One of them.
+    """A warning, an error, a restart or skipped steps of a run.
 
     Attributes:
         kind: `warning`, `error`, `restart` or `skipped`.
-        step: to which it belongs; None before the first one.
-        time: in ISO form, UTC; empty where only the step is known.
+        step: step of the fault; None before the first step.
+        time: ISO time in UTC; empty if only the step is known.
     """
 
     kind: str
@@ -45,9 +45,9 @@ class RunFault:
 
 
 def run_faults(directory: Path, history: History) -> list[RunFault]:
-    """Of a run, in the order of their time; what has none comes first."""
-    found = [*_restarts(history), *_skipped(history), *_logged(directory, history)]
-    return sorted(found, key=lambda fault: fault.time)
+    """Returns the faults of a run sorted by time; faults without a time come first."""
+    faults = [*_restarts(history), *_skipped(history), *_logged(directory, history)]
+    return sorted(faults, key=lambda fault: fault.time)
 
 
 def _restarts(history: History) -> Iterator[RunFault]:
@@ -57,7 +57,7 @@ def _restarts(history: History) -> Iterator[RunFault]:
 
 
 def _skipped(history: History) -> Iterator[RunFault]:
-    """From the count that log lines carry; the lines about single steps in the log are summed up when there are many."""
+    """Yields skipped steps from the counts in the metrics, since the log summarizes many skipped steps."""
     series, before = history.series.get("skipped_steps"), 0.0
     for step, total in zip(series.steps, series.values, strict=True) if series else ():
         if total > before:
@@ -67,7 +67,7 @@ def _skipped(history: History) -> Iterator[RunFault]:
 
 
 def _logged(directory: Path, history: History) -> Iterator[RunFault]:
-    """Warnings and errors; what several ranks say is listed once, at its earliest time."""
+    """Yields warnings and errors of the logs; a message of several ranks is listed once, at its earliest time."""
     said: dict[tuple[str, str, int], list[tuple[str, int]]] = {}
     for path in sorted((directory / "logs").glob("rank-*.log")):
         times: Counter[tuple[str, str]] = Counter()
@@ -82,7 +82,7 @@ def _logged(directory: Path, history: History) -> Iterator[RunFault]:
 
 
 def _records(text: str) -> Iterator[tuple[str, int, str, str]]:
-    """(time, rank, level, message) of warnings and worse; of a traceback, its last line."""
+    """Yields (time, rank, level, message) of warnings and errors; of a traceback, only the last line."""
     found: re.Match[str] | None = None
     message = ""
     for line in [*lines_of(text), ""]:
@@ -97,7 +97,7 @@ def _records(text: str) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _end_of(path: Path, most: int) -> str:
-    """The last `most` bytes; nothing of a file that cannot be read. Half a line at its beginning counts as none."""
+    """Returns the last `most` bytes of a file as text; empty if the file cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - most))
@@ -107,14 +107,14 @@ def _end_of(path: Path, most: int) -> str:
 
 
 def _step_of(text: str, time: str, history: History) -> int | None:
-    """The step that a message names, else the newest one that was logged by then."""
+    """Returns the step that a message names, else the newest step that was logged at that time."""
     if named := _STEP.search(text):
         return int(named[1])
     return history.clock.step_at(datetime.fromisoformat(f"{time}+00:00").timestamp())
 
 
 def _seconds(time: str) -> str:
-    """An ISO time without fractions and zone, which is UTC everywhere."""
+    """Returns an ISO time without fractions and zone; all times are UTC."""
     return time[:19]
 
 
@@ -136,7 +136,7 @@ def _values(test: _Is) -> _Is:
 
 
 def _is_map(value: Any) -> bool:
-    """Whether it is a table of numbers with a name for each row and column."""
+    """Returns True for a table of numbers with a name for each row and column."""
     if not isinstance(value, dict) or not _text(value.get("title")):
         return False
     rows, columns, values = (value.get(name, 0) for name in ("rows", "columns", "values"))
@@ -159,18 +159,18 @@ _SHAPES: Mapping[str, _Is] = {
     "warnings": _each(_text),
     "config": lambda value: isinstance(value, str) or _each(_table)(value),
 }
-"""Keys of the summary and what they may hold; see `forge_train.report.page`."""
+"""Checks of the values of summary keys; see `forge_train.report.page`."""
 
 
 @dataclass
 class RunRecord:
-    """A run as its page shows it, without secrets.
+    """The contents of a run's page, without secrets.
 
     Attributes:
-        label: what the run is called on the page; runs of one page have different ones.
-        summary: of the end of the run, see `forge_train.report.page`; with newer ones of what hooks write in between.
+        label: name of the run on the page, unique on each page.
+        summary: summary of the run's last end, see `forge_train.report.page`, with newer results of hooks.
         recipe: (dotted key, value, origin) of every key; empty without a recipe.
-        notes: what could not be read.
+        notes: messages about files that could not be read.
     """
 
     label: str
@@ -183,7 +183,7 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """How the run ended, or that no end of its newest start is recorded."""
+        """How the run ended, or that its newest start has no recorded end."""
         ended, last = self.summary.get("ended", ""), self.history.last
         if "status" in self.summary and not (ended and last > ended):
             return self.summary["status"]
@@ -194,20 +194,20 @@ class RunRecord:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Value of every key that has one."""
+        """Values of all keys that are set."""
         return {key: value for key, value, _ in self.recipe if value is not None}
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a run has begun to log there, or has ended there."""
+    """Returns True if a directory has the metrics or the summary of a run."""
     return (directory / METRICS).is_file() or (directory / SUMMARY).is_file()
 
 
 def read_record(directory: Path, summary: Mapping[str, Any] | None = None) -> RunRecord:
-    """The run in `directory`; `summary` takes the place of the one that its last end has left.
+    """Reads the run in `directory`; `summary` replaces the stored summary of its last end.
 
     Raises:
-        DataError: it holds no run, or what it left cannot be read.
+        DataError: the directory has no run, or files of the run cannot be read.
     """
     if not is_run(directory):
         raise DataError(f"{directory} has neither {METRICS} nor {SUMMARY}: give a run's directory, such as runs/demo")
@@ -248,7 +248,7 @@ def _summary(directory: Path) -> Mapping[str, Any]:
 
 
 def _checked(summary: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Without known keys that hold something else than they should, which is noted."""
+    """Returns the summary without known keys whose values are invalid; adds a note for each."""
     kept = {key: value for key, value in summary.items() if value is not None}
     for key in [key for key, value in kept.items() if key in _SHAPES and not _SHAPES[key](value)]:
         notes.append(f"{key!r} of the run's files is not what it should be, and is left out")
@@ -267,7 +267,7 @@ def _json(path: Path, notes: list[str]) -> Any:
 
 
 def _recipe(directory: Path, summary: Mapping[str, Any], history: History, notes: list[str]) -> list[tuple[str, Any, str]]:
-    """The recipe of the end of the run, which knows origins; where a start came after it, that start's."""
+    """Returns the recipe of the run's last end, which has origins, or of a later start if there is one."""
     kept = summary.get("config")
     newer = summary.get("ended") and history.last > summary["ended"]
     text, origin = (kept, "the run's recipe") if isinstance(kept, str) else ("", RECIPE)

@@ -1,4 +1,4 @@
-"""The numbers of runs as tables: how far, how good, how fast, from which sources, and in which environment."""
+"""Tables of a page: progress, results, speed, data sources and environment of runs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +12,13 @@ from forge_train.report.html import facts, fields, rows
 from forge_train.report.record import RunRecord
 
 ABSENT = "-"
-"""Stands in a table for a value that a run does not have."""
+"""Text in a table for a value that a run does not have."""
 _EVALUATED = ("evaluation/", "/loss")
 _PARTS = (("Model", "model"), ("Machine", "machine"), ("Versions", "versions"))
 
 
 def overview(runs: Sequence[RunRecord]) -> str:
-    """One run as a row of facts, several as a table with a row for each."""
+    """Returns the facts of one run as a row, of several runs as a table with a row for each."""
     told = [_facts(run) for run in runs]
     if len(runs) == 1:
         return facts({name: value for name, value in told[0].items() if value and name != "status"})
@@ -50,7 +50,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
 
 
 def results(runs: Sequence[RunRecord]) -> str:
-    """Losses: nats per token, perplexity, bits per byte where it is known, and how far below the unigram entropy."""
+    """Returns a table of losses: nats per token, perplexity, bits per byte if known, and the distance to the unigram entropy."""
     found = [(number, line) for number, run in enumerate(runs) for line in _lines(run)]
     order = list(dict.fromkeys(line[0] for _, line in found))
     found.sort(key=lambda pair: order.index(pair[1][0]))  # runs next to each other, set by set
@@ -61,8 +61,8 @@ def results(runs: Sequence[RunRecord]) -> str:
     table = [[runs[number].label, *line] if several else line for number, line in found]
     head = ["loss on", "step", "nats per token", "perplexity", "bits per byte", "below the entropy by", "lowest (step)"]
     note = (
-        '<p class="dim">The unigram entropy is the loss of a model that knows only how often each token occurs in the training '
-        "corpus: a model below it has learned from context.</p>"
+        '<p class="dim">The unigram entropy is the loss of a model that predicts each token by its frequency in the training '
+        "corpus; a model with a lower loss has learned from context.</p>"
     )
     made = rows(
         ["run", *head] if several else head, table, numbers=range(1 + several, 7 + several), runs=marked if several else ()
@@ -91,7 +91,7 @@ def _result(run: RunRecord, what: str, key: str, entropy: float | None) -> list[
 
 
 def mixture(runs: Sequence[RunRecord]) -> str:
-    """What was read of every source against what the weights asked for."""
+    """Returns a table of the tokens read from every source, next to the share that the mixture's weights plan."""
     table: list[list[Any]] = []
     marked: list[int] = []
     for number, run in enumerate(runs):
@@ -122,7 +122,7 @@ def _share(of: dict[str, float], label: str) -> str:
 
 
 def _evaluated(run: RunRecord) -> list[tuple[str, str]]:
-    """(set, metric) of every evaluation set's loss, in the order of appearance."""
+    """Returns (set, metric) of the loss of every held-out set, in order of appearance."""
     start, end = _EVALUATED
     return [(key[len(start) : -len(end)], key) for key in run.history.series if key.startswith(start) and key.endswith(end)]
 
@@ -143,7 +143,7 @@ def _perplexity(loss: float) -> str:
 
 
 def environment(runs: Sequence[RunRecord]) -> str:
-    """Model, machine and versions of every run; of several, a column for each."""
+    """Returns tables of model, machine and versions, with a column for each of several runs."""
     if len(runs) == 1:
         summary = runs[0].summary
         return _grid(fields(caption, summary[key]) for caption, key in _PARTS if summary.get(key))
@@ -155,7 +155,7 @@ def environment(runs: Sequence[RunRecord]) -> str:
 
 
 def values_by_name(tables: Sequence[Mapping[str, Any]], text: Callable[[Any], str]) -> list[tuple[str, list[str]]]:
-    """Every name of any table, and its value in each as `text` writes it; `ABSENT` where a table does not have the name."""
+    """Returns every name with its values in all tables, formatted by `text`; `ABSENT` where a table lacks the name."""
     names = dict.fromkeys(name for table in tables for name in table)
     return [(name, [text(table[name]) if name in table else ABSENT for table in tables]) for name in names]
 
