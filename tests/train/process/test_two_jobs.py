@@ -15,6 +15,7 @@ from forge_ckpt.errors import Superseded
 from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
+from forge_core.protocols.checkpoint import Store
 from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.loop import fit
 from forge_train.trackers import read_metrics
@@ -96,7 +97,7 @@ def _superseded(folder: Path) -> tuple[int, str]:
     """Ranks of one job, of which rank 0 alone sees the newer one."""
     older, _ = prepared(recipe(folder), [f"--job.dir={folder / 'shared'}"])
     if older.topology.rank == 0:
-        Checkpoints(LocalStore(folder / "shared" / "checkpoints"), SingleProcessWorld(), {}, (), 0).own()
+        Fence.take(LocalStore(folder / "shared" / "checkpoints"), SingleProcessWorld())
     try:
         fit(older)
     except Superseded as found:
@@ -117,9 +118,9 @@ def test_what_an_older_job_saves_while_the_newer_one_starts_is_taken_up(tmp_path
     restore, own = Checkpoints.restore, Checkpoints.own
     restored = []
 
-    def late(checkpoints: Checkpoints) -> Fence:
+    def late(checkpoints: Checkpoints, store: Store) -> Fence:
         assert fit(older) == "finished"
-        return own(checkpoints)
+        return own(checkpoints, store)
 
     def noted(checkpoints: Checkpoints, found: VerifiedCheckpoint, *rest: Any) -> Any:
         restored.append(found.step)
