@@ -14,7 +14,7 @@ from forge_interp.methods.patching import activation_patching, attribution_patch
 from forge_interp.methods.probes import dead_neurons, effective_rank, linear_probe, steering_vector
 from forge_interp.methods.sae import SAE, largest, loss_recovered, quality, train_sae
 from forge_interp.recorder import record
-from forge_interp.store import ActivationStore, StoreWriter
+from forge_interp.store import ActivationStore, ActivationWriter
 from forge_interp.tap_names import InterpError
 from forge_models.components.attentions import GQA
 from forge_models.components.layers import LayerNormConfig
@@ -240,7 +240,7 @@ def test_a_steering_vector_is_a_difference_of_means_and_steers(make):
 def stored(folder, rows, name="blocks.0.residual"):
     """A store of given rows."""
     taps = {name: {"alias": "", "shape": list(rows.shape[1:]), "dtype": "float32"}}
-    writer = StoreWriter(folder, {}, taps, shard_bytes=100_000)
+    writer = ActivationWriter(folder, {}, taps, shard_bytes=100_000)
     for at in range(0, len(rows), 100):
         part = rows[at : at + 100]
         index = torch.arange(at, at + len(part))

@@ -26,7 +26,7 @@ from forge_interp.neuro.encoding import (
     ridge,
 )
 from forge_interp.similarity import Moments
-from forge_interp.store import ActivationStore, StoreWriter
+from forge_interp.store import ActivationStore, ActivationWriter
 from forge_interp.tap_names import InterpError
 
 UNITS = (1e-13, 1e9)
@@ -49,7 +49,7 @@ def labels() -> torch.Tensor:
 
 
 def store(x: torch.Tensor, folder) -> ActivationStore:
-    writer = StoreWriter(folder, {}, {"x": {"alias": "", "shape": [x.shape[1]], "dtype": "float32"}})
+    writer = ActivationWriter(folder, {}, {"x": {"alias": "", "shape": [x.shape[1]], "dtype": "float32"}})
     index = {name: torch.arange(len(x)) for name in ("input", "position", "token")}
     writer.add({"x": x.float()}, index, len(x))
     writer.close()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge_lab.sweep.execution import Asked, Executor, outcomes, slots, train
+from forge_lab.sweep.execution import Executor, StopRequests, outcomes, slots, train
 from forge_lab.sweep.files import Outcome
 from forge_lab.sweep.grid import Sweep, read_sweep
 from forge_train.directory import keep_recipe
@@ -106,9 +106,11 @@ def sweep_of(folder: Path, text: str, overrides: Sequence[str] = ()) -> Sweep:
     return read_sweep(folder / "grid.toml", overrides, folder / "sweep")
 
 
-def run_all(sweep: Sweep, runs: FakeRuns, jobs: int = 1, asked: Asked | None = None) -> tuple[Mapping[str, Outcome], list[str]]:
+def run_all(
+    sweep: Sweep, runs: FakeRuns, jobs: int = 1, asked: StopRequests | None = None
+) -> tuple[Mapping[str, Outcome], list[str]]:
     """Trains a sweep with these runs; what became of its points, and what was said."""
     said: list[str] = []
     places = slots(jobs, 1, 0, {})
-    train(sweep, Executor(sweep, places, said.append, asked or Asked(), runs, 0.0), said.append)
+    train(sweep, Executor(sweep, places, said.append, asked or StopRequests(), runs, 0.0), said.append)
     return outcomes(sweep), said

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forge_core.errors import ForgeError
-from forge_lab.sweep.execution import Asked, slots
+from forge_lab.sweep.execution import StopRequests, slots
 from forge_lab.sweep.files import SWEEP_FILE, outcome_of, reached, write_recipes
 from forge_lab.sweep.processes import command_of, meaning, start, tail
 from forge_train.trackers import METRICS
@@ -119,7 +119,7 @@ def test_only_a_value_of_the_last_step_counts(tmp_path: Path) -> None:
 
 
 def test_a_request_to_stop_reaches_all_runs_and_no_other_is_started(prepared: Any) -> None:
-    asked = Asked()
+    asked = StopRequests()
 
     def during(runs: FakeRuns) -> None:
         if len(runs.commands) == 2:
@@ -135,7 +135,7 @@ def test_a_request_to_stop_reaches_all_runs_and_no_other_is_started(prepared: An
 
 
 def test_the_third_request_ends_runs_at_once(prepared: Any) -> None:
-    asked, seen = Asked(), []
+    asked, seen = StopRequests(), []
 
     class Stubborn(FakeRuns):
         def __call__(self, *given: Any) -> Any:
@@ -151,7 +151,7 @@ def test_the_third_request_ends_runs_at_once(prepared: Any) -> None:
 
 
 def test_signals_are_counted_and_named() -> None:
-    asked = Asked()
+    asked = StopRequests()
     before = signal.getsignal(signal.SIGUSR1)
     with asked.listening():
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forge_lab.sweep.execution import Asked, survivors
+from forge_lab.sweep.execution import StopRequests, survivors
 from forge_lab.sweep.files import write_recipes
 from forge_lab.sweep.points import Point, Search
 from forge_lab.sweep.results import collect_results
@@ -91,7 +91,7 @@ def test_a_run_that_fails_or_diverges_does_not_go_on(tmp_path: Path) -> None:
 def test_a_sweep_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     made = sweep_of(tmp_path, GRID)
     write_recipes(made)
-    asked = Asked()
+    asked = StopRequests()
 
     def during(runs: FakeRuns) -> None:
         asked.times = int(len(runs.commands) == 8)

@@ -12,7 +12,7 @@ from forge_lab.scaling.law import (
     DELTA,
     Fit,
     Law,
-    Losses,
+    ObservedLosses,
     Terms,
     _least,
     _starts,
@@ -68,14 +68,14 @@ def test_the_optimum_is_the_closed_form_of_the_paper() -> None:
 
 
 def test_constants_are_recovered_without_noise() -> None:
-    found = fit(Losses.of(ladder()), resamples=100).law
+    found = fit(ObservedLosses.of(ladder()), resamples=100).law
     for name in ("irreducible", "a", "b", "alpha", "beta"):
         assert getattr(found, name) == pytest.approx(getattr(CHINCHILLA, name), rel=1e-6), name
 
 
 @pytest.mark.parametrize("law", [Law(0.5, 30.0, 900.0, 0.2, 0.35), Law(2.5, 5000.0, 50.0, 0.5, 0.2)])
 def test_other_constants_are_recovered_too(law: Law) -> None:
-    found = fit(Losses.of(ladder(law=law)), resamples=100).law
+    found = fit(ObservedLosses.of(ladder(law=law)), resamples=100).law
     assert vars(found) == pytest.approx(vars(law), rel=1e-5)
 
 
@@ -83,7 +83,7 @@ def test_a_run_that_went_wrong_hardly_matters() -> None:
     """The Huber loss takes it by its size, not by its square: least squares would move E by several per cent."""
     rows = ladder()
     rows[7] = (*rows[7][:2], 1.5 * rows[7][2])
-    found = fit(Losses.of(rows), resamples=100).law
+    found = fit(ObservedLosses.of(rows), resamples=100).law
     assert vars(found) == pytest.approx(vars(CHINCHILLA), rel=2e-2)
 
 
@@ -99,7 +99,7 @@ def inside(found: Fit) -> dict[str, bool]:
 
 
 def test_true_constants_are_inside_the_intervals_under_noise() -> None:
-    assert all(inside(fit(Losses.of(ladder(0.005, seed=1)), resamples=400)).values())
+    assert all(inside(fit(ObservedLosses.of(ladder(0.005, seed=1)), resamples=400)).values())
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say(sizes: list, tokens: lis
     counts = dict.fromkeys(constants(CHINCHILLA), 0)
     for seed in range(60):
         for name, hit in inside(
-            fit(Losses.of(ladder(0.005, seed, sizes=sizes, tokens=tokens)), resamples=300, seed=seed)
+            fit(ObservedLosses.of(ladder(0.005, seed, sizes=sizes, tokens=tokens)), resamples=300, seed=seed)
         ).items():
             counts[name] += hit
     print(counts)
@@ -123,7 +123,7 @@ def test_the_minimum_is_that_of_lbfgs() -> None:
     """torch's L-BFGS with a strong Wolfe search, as the paper fits it, on the same objective written down again."""
     rows = ladder(0.005, seed=3)
     n, d, losses = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
-    found = fit(Losses.of(rows), resamples=100)
+    found = fit(ObservedLosses.of(rows), resamples=100)
     x, y = n.log() - n.log().mean(), d.log() - d.log().mean()
     at = torch.tensor([0.3, 0.5, 0.5, 0.5, 0.5], dtype=torch.float64, requires_grad=True)
     solver = torch.optim.LBFGS([at], max_iter=2000, tolerance_grad=1e-12, tolerance_change=1e-15, line_search_fn="strong_wolfe")
@@ -158,7 +158,7 @@ def test_the_huber_loss_is_torchs() -> None:
 def test_a_weight_is_a_run_that_often() -> None:
     """The minimum of a resample is that of the runs written down as often as they were drawn."""
     rows = ladder(0.01, seed=5)
-    given = Losses.of(rows)
+    given = ObservedLosses.of(rows)
     weights = draw_resamples(given, 100, 3)[:3]
     terms = Terms(torch.stack([torch.zeros(30).double(), given.parameters.log() - 20, given.tokens.log() - 22]))
     start = _starts(given.losses)[:1].expand(3, -1)
@@ -171,11 +171,11 @@ def test_a_weight_is_a_run_that_often() -> None:
 
 
 def test_resamples_are_seeded_and_can_tell_the_constants_apart() -> None:
-    given = Losses.of(ladder())
+    given = ObservedLosses.of(ladder())
     first = draw_resamples(given, 50, 0)
     assert torch.equal(first, draw_resamples(given, 50, 0)) and not torch.equal(first, draw_resamples(given, 50, 1))
     assert (first.sum(1) == 30).all()
-    few = Losses.of(ladder(sizes=SIZES[:3], tokens=TOKENS[:3]))
+    few = ObservedLosses.of(ladder(sizes=SIZES[:3], tokens=TOKENS[:3]))
     for counts in draw_resamples(few, 50, 0):
         runs = torch.nonzero(counts)[:, 0]
         assert len(few.parameters[runs].unique()) == len(few.tokens[runs].unique()) == 3 and len(runs) >= 5
@@ -199,13 +199,13 @@ def test_resamples_are_seeded_and_can_tell_the_constants_apart() -> None:
 )
 def test_what_cannot_be_fitted(rows: list, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        Losses.of(rows)
+        ObservedLosses.of(rows)
 
 
 def test_losses_that_do_not_fall_are_refused() -> None:
     rows = [(n, d, 2 + 10 / d**0.2 + 1e-3 * n**0.2) for n, d, _ in ladder()]
     with pytest.raises(DataError, match="do not fall with more parameters"):
-        fit(Losses.of(rows), resamples=100)
+        fit(ObservedLosses.of(rows), resamples=100)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -213,7 +213,10 @@ def test_trials_c7_losses_that_only_scatter_make_no_law(seed: int) -> None:
     draws = torch.randn(len(SIZES) * 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     pairs = itertools.product(SIZES, TOKENS[::2])
     with pytest.raises(DataError, match="a scaling law cannot be fitted"):
-        fit(Losses.of([(n, d, 5.5 + 0.02 * float(draw)) for (n, d), draw in zip(pairs, draws, strict=True)]), resamples=100)
+        fit(
+            ObservedLosses.of([(n, d, 5.5 + 0.02 * float(draw)) for (n, d), draw in zip(pairs, draws, strict=True)]),
+            resamples=100,
+        )
 
 
 @pytest.mark.parametrize(("what", "place"), [("parameters", 1), ("tokens", 0)])
@@ -223,7 +226,7 @@ def test_trials_c7_a_law_that_does_as_well_without_a_term_is_refused(what: str, 
         draws = torch.randn(30, generator=torch.Generator().manual_seed(seed or 0), dtype=torch.float64) * (seed is not None)
         rows = [(*row[:2], (2 + 10 / row[place] ** 0.2) * math.exp(0.005 * d)) for row, d in zip(ladder(), draws, strict=True)]
         with pytest.raises(DataError, match=f"do not fall with more {what}|a law without {what} fits the losses as well"):
-            fit(Losses.of(rows), resamples=100)
+            fit(ObservedLosses.of(rows), resamples=100)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.005, 0.02])
@@ -232,7 +235,7 @@ def test_a_true_law_is_never_taken_for_chance(noise: float) -> None:
     few = ladder(noise, 4, sizes=SIZES[::2], tokens=TOKENS[::2])
     wrong = [(n, d, loss * (1.2 if place == 7 else 1)) for place, (n, d, loss) in enumerate(ladder(noise, 5))]
     for rows in (few, wrong):
-        assert max(fit(Losses.of(rows), resamples=100).chance) < CHANCE
+        assert max(fit(ObservedLosses.of(rows), resamples=100).chance) < CHANCE
 
 
 @pytest.mark.slow
@@ -271,7 +274,7 @@ def test_the_power_law_of_the_best_sizes_is_that_of_the_law() -> None:
     budgets = [1e18 * 4**step for step in range(8)]
     best = [(n := CHINCHILLA.best_parameters(c), c / 6 / n, CHINCHILLA.best_loss(c)) for c in budgets]
     worse = [(64 * n, d / 8, CHINCHILLA.loss(64 * n, d / 8)) for n, d, _ in best[:-2]]
-    given = Losses.of([*best, *worse])
+    given = ObservedLosses.of([*best, *worse])
     found = fit_frontier(given, resamples=100)
     assert found is not None and len(found.runs) == 8
     assert found.law.gamma == pytest.approx(0.34 * 0.28 / 0.62, rel=1e-5)
@@ -282,7 +285,7 @@ def test_the_power_law_of_the_best_sizes_is_that_of_the_law() -> None:
 
 def test_a_short_frontier_has_no_power_law() -> None:
     rows = [(n, d, 5.0 if (n, d) != (SIZES[0], TOKENS[0]) else 4.0) for n, d, _ in ladder()]
-    assert fit_frontier(Losses.of(rows), resamples=100) is None
+    assert fit_frontier(ObservedLosses.of(rows), resamples=100) is None
 
 
 def test_percentiles_are_interpolated() -> None:

@@ -59,8 +59,8 @@ def _kernels() -> dict[str, str]:
 def test_the_kernel_fits_the_batch(devices: World) -> None:
     (found,) = devices.run(_kernels, 1, group=False)
     assert found == {
-        "whole rows": "Order",
-        "a window that hides nothing": "Order",
+        "whole rows": "KernelOrder",
+        "a window that hides nothing": "KernelOrder",
         "documents": "Boundaries",
         "a window": "Boundaries",
         "documents in fp32": "BlockMask",
@@ -70,7 +70,7 @@ def test_the_kernel_fits_the_batch(devices: World) -> None:
         "documents, wide heads": "BlockMask",
         "documents, capped": "BlockMask",
         "whole rows, capped": "BlockMask",
-        "sdpa, whole rows": "Order",
+        "sdpa, whole rows": "KernelOrder",
         "sdpa, capped": "NoneType",
         "sdpa, documents": "Tensor",
         "flex, documents": "BlockMask",

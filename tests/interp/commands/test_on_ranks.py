@@ -9,7 +9,7 @@ import torch
 from forge_core.batch import PADDING, Batch
 from forge_core.layout import Layout
 from forge_interp.captures import capture
-from forge_interp.commands.ranks import Piece, assemble_pieces, capture_sharded, pack, unpack
+from forge_interp.commands.ranks import ValuePiece, assemble_pieces, capture_sharded, pack, unpack
 from forge_interp.tap_names import InterpError
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
@@ -242,10 +242,10 @@ def alike(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
 def test_pieces_travel_as_bytes_and_come_together_once() -> None:
     tokens = torch.tensor([[5, 1], [2, 0]])
     pieces = [
-        Piece(tokens, torch.tensor([1, 0]), torch.arange(12).view(2, 2, 3).to(torch.bfloat16)),
-        Piece(tokens[:1], torch.tensor([2]), torch.full((1, 1, 3), -1.0, dtype=torch.bfloat16)),
-        Piece(tokens[1:], torch.tensor([2]), torch.full((1, 1, 3), -2.0, dtype=torch.bfloat16)),
-        Piece(tokens[:0], torch.tensor([2]), torch.empty(0, 1, 3, dtype=torch.bfloat16)),
+        ValuePiece(tokens, torch.tensor([1, 0]), torch.arange(12).view(2, 2, 3).to(torch.bfloat16)),
+        ValuePiece(tokens[:1], torch.tensor([2]), torch.full((1, 1, 3), -1.0, dtype=torch.bfloat16)),
+        ValuePiece(tokens[1:], torch.tensor([2]), torch.full((1, 1, 3), -2.0, dtype=torch.bfloat16)),
+        ValuePiece(tokens[:0], torch.tensor([2]), torch.empty(0, 1, 3, dtype=torch.bfloat16)),
     ]
     sent = [*unpack(pack(pieces[:1])), *unpack(pack(pieces[1:])), *unpack(pack([]))]
     assert len(sent) == 3

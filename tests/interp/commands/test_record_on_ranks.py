@@ -16,7 +16,7 @@ from forge_ckpt.world import SingleProcessWorld
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_interp.commands import ranks, ranks_store
-from forge_interp.commands.probe import Asked
+from forge_interp.commands.probe import CaptureRequest
 from forge_interp.commands.ranks_store import record_sharded
 from forge_interp.recorder import record
 from forge_interp.store import ActivationStore
@@ -281,7 +281,7 @@ def probed(trained: str, folder: str, layout: list[str]) -> str:
     selection = {"names": ["blocks.*.residual_after"], "layers": None, "heads": None, "positions": "all"}
     source = {"file": place / "text.txt", "lines": False, "length": 16, "limit": None, "tokenizer": None}
     limits: dict[str, Any] = {"budget": 1.0, "batch": 2}
-    asked = Asked(place / "run", "model", selection, source, Path(folder), limits, layout)
+    asked = CaptureRequest(place / "run", "model", selection, source, Path(folder), limits, layout)
     return str(asked.store(read_launcher(os.environ), Registry(), lambda _: None))
 
 

@@ -10,7 +10,7 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from forge_models.generation import NewText, Pieces, broken_id
+from forge_models.generation import NewText, StreamedText, broken_id
 
 TEXT = ["The cat sat on the mat.\n\nShe went to the park.", "for x in y:\n    return x", "größe, 猫 и 🙂\n🙂 été"] * 20
 
@@ -65,7 +65,7 @@ def coder(request: pytest.FixtureRequest) -> Coder:
 
 def shown(text: NewText, new: list[int], broken: int | None, stops: tuple[str, ...] = ()) -> str:
     """What is shown piece by piece."""
-    pieces = Pieces(text, stops, broken)
+    pieces = StreamedText(text, stops, broken)
     told = []
     for size in range(1, len(new) + 1):
         told.append(pieces.add(new[:size]))
@@ -80,7 +80,7 @@ def test_trials_a6_new_text_begins_with_the_space_of_its_first_word(coder: Coder
     whole = encode("She went to the park.")
     assert whole[: len(prompt)] == prompt and decode(whole) == "She went to the park."
     assert NewText(decode, prompt)(whole[len(prompt) :]) == " park."
-    pieces = Pieces(NewText(decode, prompt), (" park",), None)
+    pieces = StreamedText(NewText(decode, prompt), (" park",), None)
     assert pieces.add(whole[len(prompt) :]) == "" and pieces.stopped
 
 

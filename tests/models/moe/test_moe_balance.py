@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from forge_core.batch import IGNORE, PADDING
 from forge_core.protocols.model import Observer
 from forge_models.blocks.moe.layer import ExpertLayer, Totals
-from forge_models.blocks.moe.losses import Rows
+from forge_models.blocks.moe.losses import RowIndex
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import LAYOUT_DEPENDENT, Losses
@@ -90,7 +90,7 @@ def test_rows_of_other_lengths_are_balanced_one_by_one():
     part = layer(MoEConfig(experts=6, top_k=2, losses=Losses(sequence=0.37)))
     lengths, (x, _) = [4, 0, 7, 1], inputs(1, 12)
     mask = (torch.arange(12) % 5 > 0).unsqueeze(0)
-    rows = Rows(torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)), 4)
+    rows = RowIndex(torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)), 4)
     y, counted = part(x, mask, None, False, rows)
     (found,) = torch.autograd.grad(y, x, torch.zeros_like(y))
     expected, losses = torch.zeros_like(x), 0.0

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from forge_core.errors import PlanError
 from forge_parallel import parallelize, verify_layout
 from forge_parallel.foreign import module
-from forge_parallel.foreign.weights import Recording
+from forge_parallel.foreign.weights import ConstructorRecording
 from forge_parallel.launch import local_processes
 from harness.pool import World
 from harness.siblings import fast
@@ -131,10 +131,10 @@ def test_e2_e4_e5_are_found(
 
 def test_e3_lost_initial_values_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     verify_layout(Changed, "1")
-    needed = Recording._needed
+    needed = ConstructorRecording._needed
     lost = ("mul_", "add_")  # what a constructor does beyond a layer's own rule
     monkeypatch.setattr(
-        Recording,
+        ConstructorRecording,
         "_needed",
         lambda self, key: {at for at in needed(self, key) if self._tape[at].function.overloadpacket.__name__ not in lost},
     )

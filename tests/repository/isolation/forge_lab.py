@@ -6,7 +6,7 @@ import tempfile
 from importlib.metadata import distributions
 from pathlib import Path
 
-from forge_lab import Law, Losses, fit
+from forge_lab import Law, ObservedLosses, fit
 
 FORGE = Path(sys.executable).with_name("forge-train")
 SWEEP = """
@@ -22,7 +22,7 @@ metric = "loss"
 assert "forge-interp" not in {found.name for found in distributions()}
 law = Law(irreducible=1.69, a=406.4, b=410.7, alpha=0.34, beta=0.28)
 rows = [(n, d, law.loss(n, d)) for n in (1e7, 3e7, 1e8) for d in (1e9, 3e9, 1e10)]
-assert abs(fit(Losses.of(rows), resamples=2).law.alpha - law.alpha) < 1e-3
+assert abs(fit(ObservedLosses.of(rows), resamples=2).law.alpha - law.alpha) < 1e-3
 
 with tempfile.TemporaryDirectory() as directory:
 

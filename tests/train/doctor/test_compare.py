@@ -7,11 +7,11 @@ import pytest
 
 from forge_core.errors import DataError
 from forge_train.doctor.report import read_report, regressions
-from forge_train.doctor.step import Check, Result, Step
+from forge_train.doctor.step import Check, DoctorStep, StepOutcome
 
 
 def report(*checks: Check) -> dict[str, Any]:
-    return {"steps": [Result.of(Step("copies", "", 1), 1.0, checks).as_json()]}
+    return {"steps": [StepOutcome.of(DoctorStep("copies", "", 1), 1.0, checks).as_json()]}
 
 
 @pytest.mark.parametrize(

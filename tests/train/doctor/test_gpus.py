@@ -11,10 +11,10 @@ from forge_train.doctor.gpus import Gpu
 WELL = Gpu("00000000:18:00.0", errors=0, slowed=0, limit=700.0, default=700.0)
 PEERS = "GPUs read each other's memory"
 NODES = {0: frozenset(range(8)), 1: frozenset(range(8, 16))}
-GOOD = gpus.Facts(driver=(WELL, WELL), near=(0, 1), nodes=NODES, cores=frozenset(range(16)))
+GOOD = gpus.GpuFacts(driver=(WELL, WELL), near=(0, 1), nodes=NODES, cores=frozenset(range(16)))
 
 
-def with_driver(**said: float | None) -> gpus.Facts:
+def with_driver(**said: float | None) -> gpus.GpuFacts:
     """A second GPU of which the driver says something else."""
     return replace(GOOD, driver=(WELL, replace(WELL, bus="00000000:3B:00.0", **said)))
 
@@ -44,7 +44,7 @@ def test_good_gpus_pass() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(facts: gpus.Facts, name: str, verdict: str, measured: str, remedy: str) -> None:
+def test_what_is_wrong_is_named(facts: gpus.GpuFacts, name: str, verdict: str, measured: str, remedy: str) -> None:
     found = {check.name: check for check in gpus.judge(facts)}
     assert found[name].verdict == verdict
     assert measured in found[name].value() and remedy in found[name].remedy
@@ -71,7 +71,7 @@ def test_a_driver_that_does_not_tell_is_not_judged() -> None:
     ],
     ids=["one node", "unknown", "a node without cores"],
 )
-def test_cores_are_judged_only_where_there_is_a_choice(facts: gpus.Facts) -> None:
+def test_cores_are_judged_only_where_there_is_a_choice(facts: gpus.GpuFacts) -> None:
     assert {check.verdict for check in gpus.judge(facts)} == {"PASS"}
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from forge_train.doctor import node, torch_build, training
 from forge_train.doctor.peaks import peak
-from forge_train.doctor.torch_build import Device, has_kernels
+from forge_train.doctor.torch_build import VisibleGpu, has_kernels
 
-H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30)
-GOOD = torch_build.Facts(
+H100 = VisibleGpu("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30)
+GOOD = torch_build.BuildFacts(
     seen=True,
     version="2.13.0+cu128",
     cuda="12.8",
@@ -19,10 +19,10 @@ GOOD = torch_build.Facts(
     architectures=("sm_80", "sm_90"),
     devices=(H100, H100),
 )
-A100 = Device("NVIDIA A100-SXM4-80GB", (8, 0), 80 << 30)
-V100 = Device("Tesla V100", (7, 0), 32 << 30)
+A100 = VisibleGpu("NVIDIA A100-SXM4-80GB", (8, 0), 80 << 30)
+V100 = VisibleGpu("Tesla V100", (7, 0), 32 << 30)
 OUT = replace(GOOD, available=False, devices=(), architectures=())
-NODE = node.Facts(
+NODE = node.NodeFacts(
     gpu=True,
     infiniband=True,
     file=None,
@@ -44,8 +44,8 @@ def test_a_good_machine_passes() -> None:
 @pytest.mark.parametrize(
     ("facts", "name", "verdict", "remedy"),
     [
-        (torch_build.Facts(seen=True, version="2.13.0+cpu"), "torch is built for GPUs", "FAIL", "whl/cu128"),
-        (torch_build.Facts(seen=True, version="2.13.0+cpu", driver=(12, 6)), "torch is built for GPUs", "FAIL", "whl/cu126"),
+        (torch_build.BuildFacts(seen=True, version="2.13.0+cpu"), "torch is built for GPUs", "FAIL", "whl/cu128"),
+        (torch_build.BuildFacts(seen=True, version="2.13.0+cpu", driver=(12, 6)), "torch is built for GPUs", "FAIL", "whl/cu126"),
         (replace(OUT, cuda="13.0", driver=(12, 4)), "driver", "FAIL", "a newer driver"),
         (replace(OUT, driver=None), "driver", "FAIL", "install the driver"),
         (replace(OUT, visible=""), "torch can use a device", "FAIL", "CUDA_VISIBLE_DEVICES"),
@@ -55,10 +55,10 @@ def test_a_good_machine_passes() -> None:
         (replace(GOOD, devices=(V100,), architectures=("sm_70",)), "bf16", "SLOW", "fp32"),
         (replace(GOOD, devices=(A100,), wants_float8=True), "float8", "SLOW", "leave out transforms.float8"),
         (replace(GOOD, devices=(A100,)), "float8", "SKIPPED", "transforms.float8"),
-        (torch_build.Facts(seen=False, version="2.13.0+cpu"), "GPU", "SKIPPED", "nvidia-smi"),
+        (torch_build.BuildFacts(seen=False, version="2.13.0+cpu"), "GPU", "SKIPPED", "nvidia-smi"),
     ],
 )
-def test_an_installation_that_does_not_fit(facts: torch_build.Facts, name: str, verdict: str, remedy: str) -> None:
+def test_an_installation_that_does_not_fit(facts: torch_build.BuildFacts, name: str, verdict: str, remedy: str) -> None:
     found = {check.name: check for check in torch_build.judge(facts)}
     assert found[name].verdict == verdict and remedy in found[name].remedy
 
@@ -98,7 +98,7 @@ def test_which_builds_a_device_can_run(capability: tuple[int, int], architecture
         (replace(NODE, slow_bf16="no bf16 units"), "bf16 on the processor", "SKIPPED", "fp32"),
     ],
 )
-def test_a_node_that_lacks_something(facts: node.Facts, name: str, verdict: str, remedy: str) -> None:
+def test_a_node_that_lacks_something(facts: node.NodeFacts, name: str, verdict: str, remedy: str) -> None:
     found = {check.name: check for check in node.judge_node(facts)}
     assert found[name].verdict == verdict and remedy in found[name].remedy
     assert sum(check.verdict != "PASS" for check in found.values()) == 1

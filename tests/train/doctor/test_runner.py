@@ -14,13 +14,13 @@ import pytest
 from forge_core.errors import ForgeError
 from forge_train.doctor.report import Report
 from forge_train.doctor.runner import ACCEPTANCE, QUICK, chosen, examine_all, run_step
-from forge_train.doctor.step import Settings, Step, exit_code
+from forge_train.doctor.step import DoctorSettings, DoctorStep, exit_code
 
 STEPS = "train.doctor.steps_of_tests"
 
 
-def step(name: str, *needs: str, seconds: float = 60.0) -> Step:
-    return Step(name, f"{STEPS}:{name}", seconds, needs)
+def step(name: str, *needs: str, seconds: float = 60.0) -> DoctorStep:
+    return DoctorStep(name, f"{STEPS}:{name}", seconds, needs)
 
 
 def alive(pid: int) -> bool:
@@ -32,7 +32,7 @@ def alive(pid: int) -> bool:
 
 
 def test_a_step_that_hangs_fails_keeps_what_it_found_and_leaves_no_process(tmp_path: Path) -> None:
-    found = run_step(step("hangs", seconds=5.0), Settings("debug", directory=str(tmp_path)))
+    found = run_step(step("hangs", seconds=5.0), DoctorSettings("debug", directory=str(tmp_path)))
     assert [check.verdict for check in found.checks] == ["PASS", "FAIL"] and found.verdict == "FAIL"
     assert "5 s" in found.checks[1].value() and "'before'" in found.checks[1].value()
     deadline = time.monotonic() + 10
@@ -51,7 +51,7 @@ def test_a_step_that_hangs_fails_keeps_what_it_found_and_leaves_no_process(tmp_p
     ],
 )
 def test_a_step_that_ends_otherwise_fails_and_says_how(name: str, said: str, before: int) -> None:
-    found = run_step(step(name), Settings("debug"))
+    found = run_step(step(name), DoctorSettings("debug"))
     assert [check.verdict for check in found.checks] == ["PASS"] * before + ["FAIL"]
     assert said in found.checks[-1].value() and found.checks[-1].remedy
     if name == "aborts":
@@ -61,12 +61,12 @@ def test_a_step_that_ends_otherwise_fails_and_says_how(name: str, said: str, bef
 def test_dependents_of_what_failed_are_skipped_and_others_run() -> None:
     steps = [
         step("wrong"),
-        Step("child", f"{STEPS}:right", 60, ("wrong",)),
-        Step("grandchild", f"{STEPS}:right", 60, ("child",)),
+        DoctorStep("child", f"{STEPS}:right", 60, ("wrong",)),
+        DoctorStep("grandchild", f"{STEPS}:right", 60, ("child",)),
         step("absent"),
-        Step("of_absent", f"{STEPS}:right", 60, ("absent",)),
+        DoctorStep("of_absent", f"{STEPS}:right", 60, ("absent",)),
     ]
-    found = {result.name: result for result in examine_all(steps, Settings("debug"), lambda _: None)}
+    found = {result.name: result for result in examine_all(steps, DoctorSettings("debug"), lambda _: None)}
     assert {name: result.verdict for name, result in found.items()} == {
         "wrong": "FAIL",
         "child": "SKIPPED",
@@ -80,7 +80,7 @@ def test_dependents_of_what_failed_are_skipped_and_others_run() -> None:
 
 @pytest.mark.parametrize(("names", "code"), [("right", 0), ("right absent", 0), ("right slow", 1), ("slow wrong", 2)])
 def test_exit_codes(names: str, code: int) -> None:
-    assert exit_code(examine_all([step(name) for name in names.split()], Settings("debug"), lambda _: None)) == code
+    assert exit_code(examine_all([step(name) for name in names.split()], DoctorSettings("debug"), lambda _: None)) == code
 
 
 def test_needs_name_earlier_steps() -> None:
@@ -143,7 +143,7 @@ class Text(HTMLParser):
 def test_the_page_has_every_verdict_and_fetches_nothing(tmp_path: Path) -> None:
     report = Report("<debug>", tmp_path)
     names = ("right", "slow", "wrong", "absent", "aborts")
-    results = examine_all([step(name) for name in names], Settings("debug"), report.write)
+    results = examine_all([step(name) for name in names], DoctorSettings("debug"), report.write)
     report.end()
     parsed = Text()
     parsed.feed((tmp_path / "doctor.html").read_text())

@@ -80,12 +80,12 @@ def test_w14_w13_a_run_tells_threads_and_slow_bf16(
     ("facts", "why"),
     [
         (
-            torch_build.Facts(seen=True, version="2.13.0+cpu", driver=(12, 8)),
+            torch_build.BuildFacts(seen=True, version="2.13.0+cpu", driver=(12, 8)),
             "torch is built for GPUs: 2.13.0+cpu has no CUDA; needed: a build for CUDA or ROCm, since this node has a GPU. "
             "What to do: pip install torch --index-url https://download.pytorch.org/whl/cu128",
         ),
         (
-            torch_build.Facts(
+            torch_build.BuildFacts(
                 seen=True, version="2.13.0+cu130", cuda="13.0", driver=(12, 4), error="The NVIDIA driver is too old"
             ),
             "driver: supports CUDA 12.4 at most; needed: CUDA 13.0 or newer, for torch built for 13.0. What to do: a newer "
@@ -95,7 +95,7 @@ def test_w14_w13_a_run_tells_threads_and_slow_bf16(
     ids=["a wheel without CUDA", "a driver that is too old"],
 )
 def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_says_why_and_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: torch_build.Facts, why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: torch_build.BuildFacts, why: str
 ) -> None:
     monkeypatch.setattr(machine, "has_accelerator", lambda root=None: True)
     monkeypatch.setattr(torch_build, "facts", lambda: facts)

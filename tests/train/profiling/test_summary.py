@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import ForgeError
-from forge_train.profiling.classes import Kind, class_of_kernel, class_of_operator
+from forge_train.profiling.classes import WorkKind, class_of_kernel, class_of_operator
 from forge_train.profiling.summary import UNTIL_THE_END, Exposed, spreads, summarize, waited_for_others
 from forge_train.profiling.trace import Event, read_trace
 from train.profiling.traces import GATHER, GEMM, REDUCE, event, host, kernel, trace, window
@@ -48,11 +48,11 @@ def test_a_step_on_three_streams(tmp_path: Path) -> None:
     ]
     rows = {kernel.name: (kernel.kind, kernel.count, kernel.busy, kernel.exposed) for kernel in found.kernels}
     assert rows == {
-        GEMM: (Kind.COMPUTE, 2, 40_000, 0),
-        GATHER: (Kind.COMMUNICATION, 1, 25_000, 20_000),
-        REDUCE: (Kind.COMMUNICATION, 1, 40_000, 20_000),
-        "Memcpy DtoH (Device -> Pinned)": (Kind.MEMORY, 1, 10_000, 0),
-        "Memset (Device)": (Kind.MEMORY, 1, 1_000, 0),
+        GEMM: (WorkKind.COMPUTE, 2, 40_000, 0),
+        GATHER: (WorkKind.COMMUNICATION, 1, 25_000, 20_000),
+        REDUCE: (WorkKind.COMMUNICATION, 1, 40_000, 20_000),
+        "Memcpy DtoH (Device -> Pinned)": (WorkKind.MEMORY, 1, 10_000, 0),
+        "Memset (Device)": (WorkKind.MEMORY, 1, 1_000, 0),
     }
     assert [row.busy for row in found.kernels] == [40_000, 40_000, 25_000, 10_000, 1_000], "the longest first"
 
@@ -75,37 +75,37 @@ def test_no_kernel_is_in_two_classes_and_exposed_rows_sum_to_the_class(tmp_path:
 @pytest.mark.parametrize(
     ("name", "category", "kind"),
     [
-        (GEMM, "kernel", Kind.COMPUTE),
-        (GATHER, "kernel", Kind.COMMUNICATION),
-        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "kernel", Kind.COMMUNICATION),
-        ("void c10d::symmetric_memory::multimem_all_reduce_kernel<...>", "kernel", Kind.COMMUNICATION),
-        ("void nvshmem::alltoall<...>", "kernel", Kind.COMMUNICATION),
-        ("triton_poi_fused__to_copy_all_gather_into_tensor_wait_tensor_3", "kernel", Kind.COMPUTE),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "kernel", Kind.COMPUTE),
-        ("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", Kind.MEMORY),
-        ("Memcpy DtoD (Device -> Device)", "gpu_memcpy", Kind.MEMORY),
-        ("Memcpy PtoP (Device -> Device)", "gpu_memcpy", Kind.COMMUNICATION),
-        ("Memset (Device)", "gpu_memset", Kind.MEMORY),
+        (GEMM, "kernel", WorkKind.COMPUTE),
+        (GATHER, "kernel", WorkKind.COMMUNICATION),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "kernel", WorkKind.COMMUNICATION),
+        ("void c10d::symmetric_memory::multimem_all_reduce_kernel<...>", "kernel", WorkKind.COMMUNICATION),
+        ("void nvshmem::alltoall<...>", "kernel", WorkKind.COMMUNICATION),
+        ("triton_poi_fused__to_copy_all_gather_into_tensor_wait_tensor_3", "kernel", WorkKind.COMPUTE),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "kernel", WorkKind.COMPUTE),
+        ("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", WorkKind.MEMORY),
+        ("Memcpy DtoD (Device -> Device)", "gpu_memcpy", WorkKind.MEMORY),
+        ("Memcpy PtoP (Device -> Device)", "gpu_memcpy", WorkKind.COMMUNICATION),
+        ("Memset (Device)", "gpu_memset", WorkKind.MEMORY),
     ],
 )
-def test_kinds_of_work_on_a_device(name: str, category: str, kind: Kind) -> None:
+def test_kinds_of_work_on_a_device(name: str, category: str, kind: WorkKind) -> None:
     assert class_of_kernel(Event(name, category, ("0", "7"), 0, 1)) is kind
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("aten::mm", Kind.COMPUTE),
-        ("fsdp::all_gather_copy_in", Kind.COMPUTE),
-        ("CompiledFunctionBackward", Kind.COMPUTE),
-        ("aten::copy_", Kind.MEMORY),
-        ("c10d::allreduce_", Kind.COMMUNICATION),
-        ("record_param_comms", Kind.COMMUNICATION),
+        ("aten::mm", WorkKind.COMPUTE),
+        ("fsdp::all_gather_copy_in", WorkKind.COMPUTE),
+        ("CompiledFunctionBackward", WorkKind.COMPUTE),
+        ("aten::copy_", WorkKind.MEMORY),
+        ("c10d::allreduce_", WorkKind.COMMUNICATION),
+        ("record_param_comms", WorkKind.COMMUNICATION),
         ("autograd::engine::evaluate_function: MmBackward0", None),
         ("RegisterPostBackwardFunctionBackward", None),
     ],
 )
-def test_kinds_of_operators(name: str, kind: Kind | None) -> None:
+def test_kinds_of_operators(name: str, kind: WorkKind | None) -> None:
     assert class_of_operator(name) is kind
 
 

@@ -5,14 +5,14 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_train.profiling.classes import CLASSES, Kind, Span, Stretch, classify, totals
+from forge_train.profiling.classes import CLASSES, Stretch, WorkKind, WorkSpan, classify, totals
 
-COMPUTE, COMMUNICATION, MEMORY = Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY
+COMPUTE, COMMUNICATION, MEMORY = WorkKind.COMPUTE, WorkKind.COMMUNICATION, WorkKind.MEMORY
 
 
-def classes(window: tuple[int, int], *spans: tuple[Kind, int, int]) -> tuple[int, ...]:
+def classes(window: tuple[int, int], *spans: tuple[WorkKind, int, int]) -> tuple[int, ...]:
     """In the order compute, overlapped, exposed, memory, idle."""
-    found = totals(classify((Span(kind, f"{kind}{start}", start, end) for kind, start, end in spans), window))
+    found = totals(classify((WorkSpan(kind, f"{kind}{start}", start, end) for kind, start, end in spans), window))
     return tuple(found[label] for label in CLASSES)
 
 
@@ -50,7 +50,7 @@ def test_nested_and_touching_intervals() -> None:
 
 
 def test_the_one_that_is_waited_for_is_the_one_that_ends_last() -> None:
-    spans = [Span(COMMUNICATION, "short", 0, 4), Span(COMMUNICATION, "long", 2, 9), Span(COMPUTE, "gemm", 5, 6)]
+    spans = [WorkSpan(COMMUNICATION, "short", 0, 4), WorkSpan(COMMUNICATION, "long", 2, 9), WorkSpan(COMPUTE, "gemm", 5, 6)]
     assert classify(spans, (0, 9)) == [
         Stretch(0, 2, "exposed", "short"),
         Stretch(2, 5, "exposed", "long"),
@@ -61,7 +61,7 @@ def test_the_one_that_is_waited_for_is_the_one_that_ends_last() -> None:
 
 def test_one_that_ends_in_the_window_is_not_waited_for_afterwards() -> None:
     """A later end that was pushed first must not hide that it is over, nor one that is over hide a later one."""
-    spans = [Span(COMMUNICATION, "b", 0, 3), Span(COMMUNICATION, "a", 0, 3), Span(COMMUNICATION, "c", 4, 5)]
+    spans = [WorkSpan(COMMUNICATION, "b", 0, 3), WorkSpan(COMMUNICATION, "a", 0, 3), WorkSpan(COMMUNICATION, "c", 4, 5)]
     assert classify(spans, (0, 6)) == [
         Stretch(0, 3, "exposed", "a"),
         Stretch(3, 4, "idle"),
@@ -70,15 +70,15 @@ def test_one_that_ends_in_the_window_is_not_waited_for_afterwards() -> None:
     ]
 
 
-SPANS = st.lists(st.tuples(st.sampled_from(Kind), st.integers(-10, 60), st.integers(0, 30)), max_size=25)
+SPANS = st.lists(st.tuples(st.sampled_from(WorkKind), st.integers(-10, 60), st.integers(0, 30)), max_size=25)
 
 
 @given(SPANS, st.integers(-5, 30), st.integers(1, 40), st.integers())
 def test_they_sum_to_the_window_in_any_order_and_equal_a_count_of_every_nanosecond(
-    drawn: list[tuple[Kind, int, int]], begin: int, length: int, seed: int
+    drawn: list[tuple[WorkKind, int, int]], begin: int, length: int, seed: int
 ) -> None:
     window = (begin, begin + length)
-    spans = [Span(kind, f"{kind}-{start}-{size}", start, start + size) for kind, start, size in drawn]
+    spans = [WorkSpan(kind, f"{kind}-{start}-{size}", start, start + size) for kind, start, size in drawn]
     stretches = classify(spans, window)
     assert [stretch.start for stretch in stretches[1:]] == [stretch.end for stretch in stretches[:-1]]
     assert (stretches[0].start, stretches[-1].end) == window

@@ -15,7 +15,7 @@ from forge_core.terminal import size
 from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import run_recipe
 from forge_train.doctor.node import checkpoints
-from forge_train.doctor.step import Settings
+from forge_train.doctor.step import DoctorSettings
 from forge_train.process.logs import logging_of
 from forge_train.trackers import read_metrics
 from train.runs import TINY, train
@@ -118,7 +118,7 @@ def test_fault_15_a_disk_that_is_too_small_is_said_before_the_first_step(here: P
 
 def test_room_for_checkpoints_of_a_recipe_is_asked_by_doctor(here: Path) -> None:
     """Of those that stay and the one that is written; behind a URL, none is asked for here."""
-    settings = Settings("tiny.toml", directory=str(here))
+    settings = DoctorSettings("tiny.toml", directory=str(here))
     whole = checkpoints(settings)
     keeps_one = checkpoints(replace(settings, overrides=("--checkpoint.keep=1",)))
     behind = ("--checkpoint.store.name=remote", "--checkpoint.store.url=memory://elsewhere/runs")

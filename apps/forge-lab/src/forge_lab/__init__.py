@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forge_lab.scaling.law import Fit as Fit
     from forge_lab.scaling.law import Frontier as Frontier
     from forge_lab.scaling.law import Law as Law
-    from forge_lab.scaling.law import Losses as Losses
+    from forge_lab.scaling.law import ObservedLosses as ObservedLosses
     from forge_lab.scaling.law import PowerLaw as PowerLaw
     from forge_lab.scaling.law import fit as fit
     from forge_lab.scaling.law import fit_frontier as fit_frontier

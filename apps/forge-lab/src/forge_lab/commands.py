@@ -108,7 +108,7 @@ def _list(made: "Sweep", console: "Console") -> None:
 def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> int:
     """Trains what is left; the exit code."""
     from forge_core.errors import ForgeError
-    from forge_lab.sweep.execution import Asked, Executor, Task, slots, train
+    from forge_lab.sweep.execution import Executor, StopRequests, Task, slots, train
     from forge_lab.sweep.files import outcome_of, write_recipes
     from forge_lab.sweep.processes import LOST
     from forge_parallel import accelerator
@@ -127,7 +127,7 @@ def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> i
     left = [one for one in chosen if not outcome_of(made.folder(one)).ended]
     if len(left) < len(chosen):
         say(f"{len(chosen) - len(left)} of {len(chosen)} points are done already")
-    asked = Asked()
+    asked = StopRequests()
     with asked.listening():
         executor = Executor(made, places, say, asked)
         if point is None:

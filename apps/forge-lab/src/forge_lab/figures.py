@@ -14,7 +14,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Series:
+class FigureSeries:
     """Points of one color, drawn as dots, or joined by a line. One without a name, in the color of another series, is a part of
     that one."""
 
@@ -24,7 +24,7 @@ class Series:
     color: int | None = None
 
 
-def plot(title: str, series: Sequence[Series], *, x: str, y: str, log_x: bool = True, log_y: bool = True) -> str:
+def plot(title: str, series: Sequence[FigureSeries], *, x: str, y: str, log_x: bool = True, log_y: bool = True) -> str:
     """SVG of all series over common axes; "" where no point can be drawn. On a logarithmic axis only positive values can."""
 
     def drawn(point: Point) -> bool:
@@ -32,7 +32,9 @@ def plot(title: str, series: Sequence[Series], *, x: str, y: str, log_x: bool = 
         return math.isfinite(px) and math.isfinite(py) and not (log_x and px <= 0) and not (log_y and py <= 0)
 
     kept = [
-        Series(one.name, [point for point in one.points if drawn(point)], one.line, index if one.color is None else one.color)
+        FigureSeries(
+            one.name, [point for point in one.points if drawn(point)], one.line, index if one.color is None else one.color
+        )
         for index, one in enumerate(series)
     ]
     points = [point for one in kept for point in one.points]
@@ -117,11 +119,11 @@ class _Scale:
         return [round(index * step, 12) for index in range(begin, end + 1)]
 
 
-def _class(one: Series) -> str:
+def _class(one: FigureSeries) -> str:
     return f"c{(one.color or 0) % COLORS}"
 
 
-def _legend(series: Sequence[Series]) -> str:
+def _legend(series: Sequence[FigureSeries]) -> str:
     """Names in the top right corner, right to left; a character is taken as 7 units wide. Many are left to the hints."""
     parts, right = [], float(WIDTH - RIGHT)
     named = [one for one in series if one.name]

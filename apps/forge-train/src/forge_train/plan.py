@@ -42,7 +42,7 @@ EVEN = (
 
 
 @dataclass(frozen=True)
-class Group:
+class AxisGroups:
     """One axis of a layout: its size, the number of groups, the ranks of the first group, and the nodes that a group spans."""
 
     axis: str
@@ -75,7 +75,7 @@ class DryRun:
     micro_batches: int
     rows: int
     length: int
-    groups: tuple[Group, ...]
+    groups: tuple[AxisGroups, ...]
     ranks: tuple[Estimate, ...]
     experts: bool = False
     accelerator: Accelerator | None = None
@@ -208,7 +208,7 @@ def _with_kept(job: Job, settings: Settings, model: ParallelModel) -> Any:
     return _Keeping(optimizer, kept) if kept else optimizer
 
 
-def groups_of(layout: Layout, per_node: int) -> tuple[Group, ...]:
+def groups_of(layout: Layout, per_node: int) -> tuple[AxisGroups, ...]:
     """Returns the groups of every axis larger than 1, including expert axes if they are used."""
     views: list[tuple[str, ...]] = [(axis,) for axis in DENSE]
     if layout.cp > 1 and layout.dp_shard > 1:
@@ -220,7 +220,7 @@ def groups_of(layout: Layout, per_node: int) -> tuple[Group, ...]:
         members = list(layout.groups(axes))
         if len(members[0]) > 1:
             nodes = max(len({rank // per_node for rank in ranks}) for ranks in members)
-            found.append(Group("+".join(axes), len(members[0]), len(members), members[0], nodes))
+            found.append(AxisGroups("+".join(axes), len(members[0]), len(members), members[0], nodes))
     return tuple(found)
 
 

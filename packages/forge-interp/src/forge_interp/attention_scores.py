@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from forge_core.batch import PADDING
 from forge_core.protocols.model import PositionedTokens
 from forge_interp.captures import listening_to
-from forge_interp.selection import Forward
+from forge_interp.selection import ForwardInputs
 from forge_interp.tap_names import InterpError, choose, layer_of, taps
 from forge_models.blocks.attention_core import LocalAttention, placed_mask
 from forge_models.inner_values import is_from
@@ -155,7 +155,7 @@ def capture_qk(model: nn.Module, layers: Sequence[int] | None = None) -> Iterato
     kept = sorted({layer for name in wanted if (layer := layer_of(name)) is not None})
     found = AttentionScores({layer: rule_of(model, layer) for layer in kept})
 
-    def note(forward: Forward | None) -> None:
+    def note(forward: ForwardInputs | None) -> None:
         if forward is None:
             return
         if forward.cached:

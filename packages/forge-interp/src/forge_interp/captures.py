@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from forge_interp.selection import Forward, Picked, Positions, Selection, watched
+from forge_interp.selection import ForwardInputs, Picked, Positions, Selection, watched
 from forge_interp.tap_names import InterpError, TapInfo, as_passed, by_token, choose, taps
 from forge_models.inner_values import is_from, is_listening, listening
 
@@ -101,7 +101,7 @@ def capture(
     if keep == "graph" and (chosen is not None or selection != Selection() or device is not None):
         raise InterpError("keep 'graph' is of all tokens and heads, where the model computes; choose among the gradients")
 
-    def note(forward: Forward | None) -> None:
+    def note(forward: ForwardInputs | None) -> None:
         if forward is not None and keep == "graph":
             refuse_recomputation(model)
         state.begin(selection, forward, reads=state.number % every == 0)
@@ -137,7 +137,7 @@ class RunningForward:
         self.picked: Picked | None = None
         self._narrow: Picked | None = None
 
-    def begin(self, selection: Selection, forward: Forward | None, reads: bool = True) -> None:
+    def begin(self, selection: Selection, forward: ForwardInputs | None, reads: bool = True) -> None:
         """Raises `InterpError` for what this forward does not have, before it begins; None ends it."""
         self.running, self.reads, self.picked, self._narrow = forward is not None, reads, None, None
         if forward is None:
@@ -170,7 +170,7 @@ class RunningForward:
         )
 
 
-def _at(picked: Picked, forward: Forward) -> Picked:
+def _at(picked: Picked, forward: ForwardInputs) -> Picked:
     """`picked` of the one token of each row that has logits."""
     assert forward.at is not None
     mask = picked.mask.gather(1, forward.at.unsqueeze(1))
@@ -187,7 +187,7 @@ def _copy(value: Tensor, source: Tensor, device: torch.device | str | None) -> T
 
 @contextmanager
 def listening_to(
-    model: nn.Module, hear: Callable[[str, Tensor], Tensor | None], note: Callable[[Forward | None], None]
+    model: nn.Module, hear: Callable[[str, Tensor], Tensor | None], note: Callable[[ForwardInputs | None], None]
 ) -> Iterator[None]:
     """Listens, and tells `note` of each forward of `model` before it begins, and None behind it; of this thread only."""
     with listening(hear):

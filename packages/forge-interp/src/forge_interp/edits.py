@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_interp.captures import RunningForward, listening_to, refuse_recomputation, select_taps
-from forge_interp.selection import Forward, Positions, Selection
+from forge_interp.selection import ForwardInputs, Positions, Selection
 from forge_interp.tap_names import InterpError, TapInfo, as_passed, by_token
 
 Edit = Callable[[str, Tensor, Tensor], Tensor]
@@ -104,7 +104,7 @@ def edit(
     refuse_uneditable(infos, positions)
     selection, state = Selection(positions, documents, words), RunningForward()
 
-    def note(forward: Forward | None) -> None:
+    def note(forward: ForwardInputs | None) -> None:
         if forward is not None:
             refuse_recomputation(model)
         state.begin(selection, forward)

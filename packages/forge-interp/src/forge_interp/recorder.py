@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from forge_core.batch import PADDING
 from forge_interp.captures import Captured, capture, select_taps
 from forge_interp.selection import Positions, Selection
-from forge_interp.store import SHARD_BYTES, StoreWriter
+from forge_interp.store import SHARD_BYTES, ActivationWriter
 from forge_interp.tap_names import InterpError, TapInfo
 from forge_models.generation import evaluating
 
@@ -30,7 +30,7 @@ def record(
     facts: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
     report: Callable[[int], None] | None = None,
-) -> StoreWriter:
+) -> ActivationWriter:
     """Stores inner values of `inputs`, each (length,) token ids, in a folder; of a capture that stopped, what is missing.
 
     Memory holds one batch and one shard. Selections are those of `capture`.
@@ -47,7 +47,7 @@ def record(
     check_inputs(model, inputs, positions)
     chosen = {name: stored(one, heads) for name, one in infos.items()}
     said = facts_of(fingerprint(model), inputs, batch, layers, heads, positions)
-    writer = StoreWriter(folder, {**said, **(facts or {})}, chosen, shard_bytes=shard_bytes)
+    writer = ActivationWriter(folder, {**said, **(facts or {})}, chosen, shard_bytes=shard_bytes)
     device = next(model.parameters()).device
     with torch.no_grad(), evaluating(model), capture(model, list(infos), heads=heads, positions=positions, device="cpu") as seen:
         while writer.next_input < len(inputs):

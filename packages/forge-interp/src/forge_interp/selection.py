@@ -16,7 +16,7 @@ ones from the end of the row; in generation they are places in the whole text. P
 documents or the mask of a forward tell it, and in generation the lengths of the prompts and which rows have stopped."""
 
 
-class Forward(NamedTuple):
+class ForwardInputs(NamedTuple):
     """Facts about a forward that are available before it begins.
 
     Attributes:
@@ -37,7 +37,7 @@ class Forward(NamedTuple):
     token_mask: Tensor | None = None
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], given: Mapping[str, Any]) -> "Forward":
+    def of(cls, args: tuple[Any, ...], given: Mapping[str, Any]) -> "ForwardInputs":
         """From the arguments of a decoder's call."""
         x: Tensor = args[0] if args else given["x"]
         cache, positions = given.get("cache"), given.get("positions")
@@ -57,13 +57,13 @@ class Forward(NamedTuple):
             mask = mask & self.token_mask
         return mask if self.lengths is None else mask & (self.places < self.lengths[:, None])
 
-    def narrowed(self) -> "Forward":
+    def narrowed(self) -> "ForwardInputs":
         """Of the one token of each row that has logits."""
         assert self.at is not None
         column = self.at.unsqueeze(1)
         documents = None if self.documents is None else self.documents.gather(1, column)
         token_mask = None if self.token_mask is None else self.token_mask.gather(1, column)
-        return Forward(self.places.gather(1, column), documents, None, self.cached, self.lengths, token_mask)
+        return ForwardInputs(self.places.gather(1, column), documents, None, self.cached, self.lengths, token_mask)
 
 
 class Picked(NamedTuple):
@@ -123,7 +123,7 @@ class Selection:
         if isinstance(self.positions, Sequence) and not self.positions:
             raise InterpError("positions is an empty list; give one, or 'all'")
 
-    def pick(self, forward: Forward) -> Picked:
+    def pick(self, forward: ForwardInputs) -> Picked:
         """The tokens of one forward.
 
         Raises:
@@ -151,7 +151,7 @@ class Selection:
             return Picked(mask, mask.nonzero()[:, 1].view(len(mask), -1), positions == "mean")
         return Picked(mask, None, positions == "mean")
 
-    def _documents(self, forward: Forward) -> Tensor:
+    def _documents(self, forward: ForwardInputs) -> Tensor:
         if self.documents is None:
             return torch.ones_like(forward.places, dtype=torch.bool)
         if forward.documents is None:
@@ -162,7 +162,7 @@ class Selection:
             raise InterpError(f"documents {missing} are not in this batch")
         return found
 
-    def _word_ends(self, forward: Forward) -> Tensor:
+    def _word_ends(self, forward: ForwardInputs) -> Tensor:
         words = self.words
         assert words is not None
         if words.shape != forward.places.shape:
@@ -176,7 +176,7 @@ class Selection:
             ends[:, :-1] |= ~forward.token_mask[:, 1:]
         return ends & (words >= 0)
 
-    def _sliced(self, forward: Forward, positions: slice) -> Tensor:
+    def _sliced(self, forward: ForwardInputs, positions: slice) -> Tensor:
         start, stop, step = positions.start or 0, positions.stop, positions.step or 1
         if start < 0 or step < 1 or (stop is not None and stop <= start):
             raise InterpError(f"positions {positions}: a slice begins at 0 or later, ends behind its start and goes forward")
@@ -185,7 +185,7 @@ class Selection:
             raise InterpError(f"positions {positions} begin behind the {places.shape[1]} tokens of a row")
         return (places >= start) & ((places - start) % step == 0) & (places < (stop if stop is not None else 2**62))
 
-    def _listed(self, forward: Forward, positions: Sequence[int], allowed: Tensor) -> Picked:
+    def _listed(self, forward: ForwardInputs, positions: Sequence[int], allowed: Tensor) -> Picked:
         length = forward.places.shape[1]
         if forward.cached:
             if negative := [place for place in positions if place < 0]:
@@ -212,13 +212,13 @@ def _last(allowed: Tensor) -> Tensor:
     return allowed & (behind == 1)
 
 
-def watched(model: nn.Module, note: Callable[[Forward | None], None], active: Callable[[], bool]) -> list[Any]:
-    """Calls `note` with the `Forward` of every call of the model while `active()`, and with None behind it; returns the handles
+def watched(model: nn.Module, note: Callable[[ForwardInputs | None], None], active: Callable[[], bool]) -> list[Any]:
+    """Calls `note` with the `ForwardInputs` of every call of the model while `active()`, and with None behind it; returns the handles
     that end this."""
 
     def before(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         if active():
-            note(Forward.of(args, given))
+            note(ForwardInputs.of(args, given))
 
     def behind(*_: Any) -> None:
         if active():

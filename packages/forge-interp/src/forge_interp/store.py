@@ -1,6 +1,6 @@
 """Stores of activations: a folder of shards, an index and a manifest.
 
-`ActivationStore` opens shards as memory maps: opening costs nothing, and a slice reads its bytes only. `StoreWriter` writes shard
+`ActivationStore` opens shards as memory maps: opening costs nothing, and a slice reads its bytes only. `ActivationWriter` writes shard
 by shard, so that memory is bounded. A shard is closed before it grows beyond its size, and ends where an input ends. After every
 shard the whole `manifest.json` is replaced, so that a recording that was interrupted continues and writes the same files.
 """
@@ -21,7 +21,7 @@ from forge_interp.tap_names import InterpError
 
 
 class ActivationStore:
-    """A folder that `StoreWriter` wrote, or the ranks of `forge_interp.commands.ranks_store`.
+    """A folder that `ActivationWriter` wrote, or the ranks of `forge_interp.commands.ranks_store`.
 
     Attributes:
         manifest: as it is on disk; `manifest["facts"]` says what was captured.
@@ -112,7 +112,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 
-class Manifest:
+class ActivationManifest:
     """The manifest of a store that is written. What it does not name is not there.
 
     Attributes:
@@ -121,7 +121,7 @@ class Manifest:
 
     def __init__(self, folder: Path, facts: Mapping[str, Any], taps: Mapping[str, Mapping[str, Any]], shard_bytes: int) -> None:
         """Opens a new or empty folder, or goes on with that of the same capture: files that its manifest does not name, which a
-        process that was killed left, are removed. Arguments as `StoreWriter`.
+        process that was killed left, are removed. Arguments as `ActivationWriter`.
 
         Raises:
             InterpError: the folder holds another capture, a complete one, or something else.
@@ -290,7 +290,7 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-class StoreWriter:
+class ActivationWriter:
     """A store that is written. The same facts find the store of a capture that stopped, and go on behind its last shard."""
 
     def __init__(
@@ -306,7 +306,7 @@ class StoreWriter:
         Raises:
             InterpError: the folder holds another capture, a complete one, or something else.
         """
-        self._manifest = Manifest(folder, facts, taps, shard_bytes)
+        self._manifest = ActivationManifest(folder, facts, taps, shard_bytes)
         self._shards = ShardWriter(folder, "shard-", taps, shard_bytes, 0, self._manifest.entries["shards"])
         self._named = 0
 

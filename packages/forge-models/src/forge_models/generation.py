@@ -362,7 +362,7 @@ class NewText:
         return whole[_shared(self._before, whole) :]
 
 
-class Pieces:
+class StreamedText:
     """Splits the text of new tokens into pieces that are final: joined, they are the whole text.
 
     Holds back a character whose bytes are incomplete, and text that a byte without a character would change, because some

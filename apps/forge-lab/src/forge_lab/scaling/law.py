@@ -207,7 +207,7 @@ _LEVELS, _TERMS, _POWERS = (0.2, 0.5, 0.8), (0.1, 0.4), (0.1, 0.3, 0.6, 1.0)
 
 
 @dataclass(frozen=True)
-class Losses:
+class ObservedLosses:
     """What was observed: of n runs the parameters, tokens and losses, fp64 tensors of shape (n,)."""
 
     parameters: Tensor
@@ -215,7 +215,7 @@ class Losses:
     losses: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[float, float, float]]) -> "Losses":
+    def of(cls, rows: Sequence[tuple[float, float, float]]) -> "ObservedLosses":
         """From (parameters, tokens, loss) of each run.
 
         Raises:
@@ -233,7 +233,7 @@ class Losses:
         return FLOPS * self.parameters * self.tokens
 
 
-def _faults(given: Losses) -> list[str]:
+def _faults(given: ObservedLosses) -> list[str]:
     count, faults = len(given.losses), []
     if count < FEWEST_RUNS:
         faults.append(f"{count} runs, and {FEWEST_RUNS} are needed for the five constants")
@@ -252,7 +252,7 @@ def _faults(given: Losses) -> list[str]:
     return faults
 
 
-def _correlation(given: Losses) -> float:
+def _correlation(given: ObservedLosses) -> float:
     return abs(float(torch.corrcoef(torch.stack([given.parameters.log(), given.tokens.log()]))[0, 1]))
 
 
@@ -273,7 +273,7 @@ class Fit:
     chance: tuple[float, float]
 
 
-def fit(given: Losses, resamples: int = 1000, seed: int = 0) -> Fit:
+def fit(given: ObservedLosses, resamples: int = 1000, seed: int = 0) -> Fit:
     """Minimizes from a grid of starts; each resample from the minimum of all runs.
 
     Raises:
@@ -346,7 +346,7 @@ def _least(terms: Terms, losses: Tensor, steps: int = _FEWER_STEPS) -> tuple[Ten
     return found.view(len(losses), len(start), -1)[torch.arange(len(losses)), least.indices], least.values
 
 
-def draw_resamples(given: Losses, resamples: int, seed: int) -> Tensor:
+def draw_resamples(given: ObservedLosses, resamples: int, seed: int) -> Tensor:
     """(resamples, n) how often each run is in each resample: the bootstrap of Efron (1979) over runs. A resample that could not
     tell the constants apart is drawn again."""
     generator, count = torch.Generator().manual_seed(seed), len(given.losses)
@@ -415,7 +415,7 @@ def on_frontier(flops: Tensor, losses: Tensor) -> list[int]:
     return found
 
 
-def fit_frontier(given: Losses, resamples: int = 1000, seed: int = 0) -> Frontier | None:
+def fit_frontier(given: ObservedLosses, resamples: int = 1000, seed: int = 0) -> Frontier | None:
     """As `forge_lab.scaling.law.fit`, of the runs on the frontier; each resample has a frontier too. None where
     the frontier has too few runs."""
     runs = on_frontier(given.flops, given.losses)
@@ -444,7 +444,7 @@ def fit_frontier(given: Losses, resamples: int = 1000, seed: int = 0) -> Frontie
     return Frontier(_power(best, middle), tuple(_power(one, middle) for one in again), tuple(runs))
 
 
-def _frontier_of(given: Losses, count: Tensor) -> Tensor:
+def _frontier_of(given: ObservedLosses, count: Tensor) -> Tensor:
     present = torch.nonzero(count)[:, 0]
     inside = on_frontier(given.flops[present], given.losses[present])
     return _mask([int(present[index]) for index in inside], len(count))

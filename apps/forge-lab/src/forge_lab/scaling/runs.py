@@ -33,7 +33,7 @@ class FittedRun:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatheredRuns:
     """Runs, those that were left out with the reason, and the metric that is the loss."""
 
     runs: tuple[FittedRun, ...]
@@ -47,7 +47,7 @@ def gather(
     counted: Counted = "all",
     unfinished: bool = False,
     registry: Registry | None = None,
-) -> Gathered:
+) -> GatheredRuns:
     """Reads directories of runs and of sweeps.
 
     A run of a sweep that cannot count is left out; one that was named is refused. Of runs with the same parameters, tokens and
@@ -142,7 +142,7 @@ def _without_place(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tuned(kept: Sequence[tuple[FittedRun, Resolved]], left_out: list[tuple[str, str]], metric: str) -> Gathered:
+def _tuned(kept: Sequence[tuple[FittedRun, Resolved]], left_out: list[tuple[str, str]], metric: str) -> GatheredRuns:
     best: dict[tuple[int, int, int], FittedRun] = {}
     for run, resolved in kept:
         key = run.parameters, run.tokens, resolved.job.job.seed
@@ -151,4 +151,4 @@ def _tuned(kept: Sequence[tuple[FittedRun, Resolved]], left_out: list[tuple[str,
             best[key] = run
     counts = set(best.values())
     worse = [(run.name, "another run of the same size has a lower loss") for run, _ in kept if run not in counts]
-    return Gathered(tuple(run for run, _ in kept if run in counts), (*left_out, *worse), metric)
+    return GatheredRuns(tuple(run for run, _ in kept if run in counts), (*left_out, *worse), metric)

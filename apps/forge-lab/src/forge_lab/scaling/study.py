@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.errors import DataError
-from forge_lab.figures import Series, number, plot
-from forge_lab.scaling.law import FEWEST_ON_FRONTIER, Fit, Frontier, Law, Losses, fit, fit_frontier, on_frontier
-from forge_lab.scaling.runs import Counted, Gathered
+from forge_lab.figures import FigureSeries, number, plot
+from forge_lab.scaling.law import FEWEST_ON_FRONTIER, Fit, Frontier, Law, ObservedLosses, fit, fit_frontier, on_frontier
+from forge_lab.scaling.runs import Counted, GatheredRuns
 from forge_train.report.html import rows
 
 LEVEL = 0.95
@@ -19,7 +19,7 @@ _FORMULA = "L(N, D) = E + A / N^alpha + B / D^beta"
 
 
 def study(
-    given: Gathered, counted: Counted, budgets: Sequence[float] = (), resamples: int = 1000, seed: int = 0
+    given: GatheredRuns, counted: Counted, budgets: Sequence[float] = (), resamples: int = 1000, seed: int = 0
 ) -> dict[str, Any]:
     """Fits both laws.
 
@@ -33,7 +33,7 @@ def study(
     Raises:
         DataError: the runs are too few, too alike, or do not fall; or the law has no best size.
     """
-    losses = Losses.of([(run.parameters, run.tokens, run.loss) for run in given.runs])
+    losses = ObservedLosses.of([(run.parameters, run.tokens, run.loss) for run in given.runs])
     found = fit(losses, resamples, seed)
     largest = float(losses.flops.max())
     frontier = fit_frontier(losses, resamples, seed)
@@ -241,13 +241,13 @@ def _against_compute(found: Mapping[str, Any], law: Law) -> str:
     flops = [run["flops"] for run in found["runs"]]
     line = spread_points(min(flops), max([*flops, *(item["flops"] for item in found["budgets"])]), _POINTS)
     series = [
-        Series("runs", [(run["flops"], run["loss"]) for run in found["runs"]]),
-        Series("best by the law", [(at, law.best_loss(at)) for at in line], line=True),
+        FigureSeries("runs", [(run["flops"], run["loss"]) for run in found["runs"]]),
+        FigureSeries("best by the law", [(at, law.best_loss(at)) for at in line], line=True),
     ]
     frontier = found["frontier"]
     if "missing" not in frontier:
         e, k, gamma = (frontier[name]["value"] for name in ("E'", "k", "gamma"))
-        series.append(Series("frontier", [(at, e + k * at**-gamma) for at in line], line=True))
+        series.append(FigureSeries("frontier", [(at, e + k * at**-gamma) for at in line], line=True))
     return plot("Loss against compute", series, x="FLOPs", y="nats per token")
 
 
@@ -259,20 +259,20 @@ def _over_tokens(found: Mapping[str, Any], law: Law) -> str:
     series = []
     for color, size in enumerate(sizes):
         seen = [(run["tokens"], run["loss"]) for run in found["runs"] if run["parameters"] == size]
-        series.append(Series(f"N = {number(size)}", seen, color=color))
-        series.append(Series("", [(at, law.loss(size, at)) for at in line], line=True, color=color))
+        series.append(FigureSeries(f"N = {number(size)}", seen, color=color))
+        series.append(FigureSeries("", [(at, law.loss(size, at)) for at in line], line=True, color=color))
     return plot("Loss against tokens, by size", series, x="tokens", y="nats per token")
 
 
 def _observed(found: Mapping[str, Any]) -> str:
     pairs = [(run["loss"], run["fitted"]) for run in found["runs"]]
     ends = [min(map(min, pairs)), max(map(max, pairs))]
-    series = [Series("runs", pairs), Series("equal", [(end, end) for end in ends], line=True)]
+    series = [FigureSeries("runs", pairs), FigureSeries("equal", [(end, end) for end in ends], line=True)]
     return plot("Fitted against observed", series, x="observed, nats per token", y="fitted", log_x=False, log_y=False)
 
 
 def _residuals(found: Mapping[str, Any]) -> str:
-    series = [Series("", [(run["flops"], 100 * run["residual"]) for run in found["runs"]])]
+    series = [FigureSeries("", [(run["flops"], 100 * run["residual"]) for run in found["runs"]])]
     return plot("Residuals", series, x="FLOPs", y="observed above fitted, %", log_y=False)
 
 

@@ -20,7 +20,7 @@ from forge_core.machine import usable_cores
 from forge_lab.sweep.files import Outcome, finite, outcome_of, reached, share_data, write_outcome
 from forge_lab.sweep.grid import STOP, Sweep
 from forge_lab.sweep.points import Point, Search
-from forge_lab.sweep.processes import Process, Start, command_of, meaning, start, tail
+from forge_lab.sweep.processes import Process, StartProcess, command_of, meaning, start, tail
 from forge_train.process.stop import heard
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -28,7 +28,7 @@ THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
-class Slot:
+class RunSlot:
     """Place of one run.
 
     Attributes:
@@ -42,7 +42,7 @@ class Slot:
     says: str
 
 
-def slots(jobs: int, processes: int, accelerators: int, given: Mapping[str, str] = os.environ) -> list[Slot]:
+def slots(jobs: int, processes: int, accelerators: int, given: Mapping[str, str] = os.environ) -> list[RunSlot]:
     """`jobs` places on this machine.
 
     Accelerators are dealt out evenly, those that `CUDA_VISIBLE_DEVICES` names or all; more runs than accelerators share them in
@@ -71,11 +71,11 @@ def slots(jobs: int, processes: int, accelerators: int, given: Mapping[str, str]
     for number in range(jobs):
         own = [devices[(number * share + index) % len(devices)] for index in range(share)] if devices else []
         placed = {DEVICES: ",".join(own)} if own else {}
-        found.append(Slot(number, {**threads, **placed}, f"accelerator {','.join(own)}" if own and jobs > 1 else ""))
+        found.append(RunSlot(number, {**threads, **placed}, f"accelerator {','.join(own)}" if own and jobs > 1 else ""))
     return found
 
 
-class Asked:
+class StopRequests:
     """How often this process was asked to stop, by a terminal, a scheduler or a user.
 
     Attributes:
@@ -123,10 +123,10 @@ class Executor:
     """
 
     sweep: Sweep
-    places: Sequence[Slot]
+    places: Sequence[RunSlot]
     say: Callable[[str], None]
-    asked: Asked = field(default_factory=Asked)
-    begin: Start = start
+    asked: StopRequests = field(default_factory=StopRequests)
+    begin: StartProcess = start
     look: float = 0.05
 
     def run(self, tasks: Sequence[Task]) -> None:
@@ -162,7 +162,7 @@ class Executor:
             if running:
                 time.sleep(self.look)
 
-    def _start(self, task: Task, attempt: int, slot: Slot, count: str) -> "_Running":
+    def _start(self, task: Task, attempt: int, slot: RunSlot, count: str) -> "_Running":
         point = task.point
         share_data(self.sweep, point)
         stop = [f"--{STOP}={task.until}"] if task.until is not None else []
@@ -229,7 +229,7 @@ class Executor:
 class _Running:
     task: Task
     attempt: int
-    slot: Slot
+    slot: RunSlot
     process: Process
     since: float
 

@@ -38,7 +38,7 @@ class Process(Protocol):
         ...
 
 
-class Start(Protocol):
+class StartProcess(Protocol):
     """Starts what a command line says, with its output at the end of a file."""
 
     def __call__(self, command: Sequence[str], environment: Mapping[str, str], output: Path) -> Process: ...
@@ -62,7 +62,7 @@ class Child:
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], output: Path) -> Process:
-    """As `Start` says."""
+    """See `StartProcess`."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("ab") as file:
         return Child(

@@ -13,7 +13,7 @@ from forge_core.config.toml import read_toml, value_text
 from forge_core.durable_files import replace_file
 from forge_core.registry import Registry
 from forge_core.terminal import duration
-from forge_lab.figures import Series, number, plot
+from forge_lab.figures import FigureSeries, number, plot
 from forge_lab.sweep.execution import outcomes
 from forge_lab.sweep.files import Outcome
 from forge_lab.sweep.grid import Sweep
@@ -29,7 +29,7 @@ _BINS = 4
 
 
 @dataclass(frozen=True)
-class Result:
+class RankedPoint:
     """One point. `rank` is its place from 1 on; None for one without a value."""
 
     point: Point
@@ -39,7 +39,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SeedGroup:
     """Runs that differ in their seed only; `deviation` is the sample standard deviation of their values, None of a single one."""
 
     name: str
@@ -70,12 +70,12 @@ class Results:
         effects: per key in the order of the sweep's file; of points that finished, or of all with a value where none did.
     """
 
-    results: tuple[Result, ...]
-    settings: tuple[Setting, ...]
+    results: tuple[RankedPoint, ...]
+    settings: tuple[SeedGroup, ...]
     effects: tuple[Effect, ...]
 
     @property
-    def best(self) -> Result | None:
+    def best(self) -> RankedPoint | None:
         """The best run of the best setting."""
         best = self.settings[0].name if self.settings else None
         return next((item for item in self.results if item.outcome.status == "finished" and item.point.setting == best), None)
@@ -97,7 +97,7 @@ def collect_results(sweep: Sweep) -> Results:
     for position, index in enumerate(sorted(range(len(sweep.points)), key=place), 1):
         point = sweep.points[index]
         rank = None if place(index)[0] == 2 else position
-        results.append(Result(point, found[point.name], run_size(sweep.resolved[point.name].job), rank))
+        results.append(RankedPoint(point, found[point.name], run_size(sweep.resolved[point.name].job), rank))
     finished = [item for item in results if item.rank is not None and item.outcome.status == "finished"]
     return Results(
         tuple(results),
@@ -117,7 +117,7 @@ def write_results(sweep: Sweep, found: Results, registry: Registry | None = None
         replace_file(sweep.directory / BEST, (head + recipe.as_toml()).encode())
 
 
-def line_of(item: Result, metric: str) -> dict[str, Any]:
+def line_of(item: RankedPoint, metric: str) -> dict[str, Any]:
     """A point as JSON."""
     outcome = item.outcome
     return {
@@ -133,19 +133,19 @@ def line_of(item: Result, metric: str) -> dict[str, Any]:
     }
 
 
-def _settings(finished: Sequence[Result]) -> list[Setting]:
-    groups: dict[str, list[Result]] = {}
+def _settings(finished: Sequence[RankedPoint]) -> list[SeedGroup]:
+    groups: dict[str, list[RankedPoint]] = {}
     for item in finished:
         groups.setdefault(item.point.setting, []).append(item)
     found = []
     for name, items in groups.items():
         values = [item.outcome.value for item in items if item.outcome.value is not None]
         shared = {key: value for key, value in items[0].point.values.items() if key != SEED or len(items) == 1}
-        found.append(Setting(name, shared, len(values), fmean(values), stdev(values) if len(values) > 1 else None))
+        found.append(SeedGroup(name, shared, len(values), fmean(values), stdev(values) if len(values) > 1 else None))
     return found
 
 
-def _effects(items: Sequence[Result], sign: int) -> list[Effect]:
+def _effects(items: Sequence[RankedPoint], sign: int) -> list[Effect]:
     """Means over everything else that varies: in a whole grid, the effect of one key alone."""
     found = []
     for key in items[0].point.values if items else ():
@@ -199,7 +199,7 @@ def write_page(sweep: Sweep, found: Results, law: Sequence[str] = ()) -> Path:
     return target
 
 
-def results_table(results: Sequence[Result], metric: str) -> tuple[list[str], list[list[Any]]]:
+def results_table(results: Sequence[RankedPoint], metric: str) -> tuple[list[str], list[list[Any]]]:
     """Columns and rows of the points, for a terminal and for the page."""
     keys = list(dict.fromkeys(key for item in results for key in item.point.values))
     head = ["rank", "point", *keys, metric, "status", "step", "parameters", "tokens", "FLOPs", "time"]
@@ -214,7 +214,7 @@ def results_table(results: Sequence[Result], metric: str) -> tuple[list[str], li
     return head, body
 
 
-def _points_table(sweep: Sweep, results: Sequence[Result]) -> str:
+def _points_table(sweep: Sweep, results: Sequence[RankedPoint]) -> str:
     head, body = results_table(results, sweep.grid.search.metric)
     made = rows(head, body, numbers={0, *range(2, len(head))})
     for item in results:  # names have no character that HTML changes, and fill their cells
@@ -251,7 +251,7 @@ def _effects_table(sweep: Sweep, found: Results) -> str:
         pairs = [(item.point.values[key], item.outcome.value) for item in ranked]
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value, _ in pairs):
             positive = all(value > 0 for value, _ in pairs)
-            series = [Series("", [(float(value), result) for value, result in pairs if result is not None])]
+            series = [FigureSeries("", [(float(value), result) for value, result in pairs if result is not None])]
             drawn.append(plot(key, series, x=key, y=sweep.grid.search.metric, log_x=positive, log_y=False))
     note = '<p class="dim">Means over all that varies besides: in a whole grid, the effect of one key alone.</p>'
     pictures = f'<div class="charts">{"".join(drawn)}</div>' if drawn else ""

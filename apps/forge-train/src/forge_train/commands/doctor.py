@@ -7,7 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from forge_core.terminal import Console
-    from forge_train.doctor.step import Result
+    from forge_train.doctor.step import StepOutcome
 
 
 def doctor(
@@ -36,7 +36,7 @@ def doctor(
     from forge_train.commands.options import require_single_process
     from forge_train.doctor.report import Report, read_report
     from forge_train.doctor.runner import ACCEPTANCE, QUICK, chosen, examine_all
-    from forge_train.doctor.step import Settings, exit_code
+    from forge_train.doctor.step import DoctorSettings, exit_code
     from forge_train.doctor.torch_build import sees_gpu
     from forge_train.recipe.load import load
 
@@ -47,7 +47,7 @@ def doctor(
     old = read_report(compare) if compare else None
     recipe = recipe or ("350m" if sees_gpu() else "debug")
     load(recipe, context.args)  # reports faults of the recipe once rather than in every step
-    settings = Settings(recipe, tuple(context.args), str(directory.resolve()), minutes, acceptance)
+    settings = DoctorSettings(recipe, tuple(context.args), str(directory.resolve()), minutes, acceptance)
     steps = chosen(ACCEPTANCE if acceptance or only else QUICK, only)
     steps = [replace(step, seconds=step.seconds + 60 * minutes) if step.name == "endurance" else step for step in steps]
     folder = out if out is not None else Path("doctor") if acceptance else None
@@ -63,7 +63,7 @@ def doctor(
     raise typer.Exit(max(exit_code(results), 1 if document.get("regressions") else 0))
 
 
-def _report_last(results: "list[Result]", report: Any, console: "Console") -> None:
+def _report_last(results: "list[StepOutcome]", report: Any, console: "Console") -> None:
     """Writes the report of all finished steps, and prints the result of the last one."""
     report.write(results)
     last = results[-1]

@@ -80,7 +80,7 @@ def run_recipe(
     from forge_parallel.launch.watch import Watch
     from forge_parallel.sections import Parallel
     from forge_train.directory import run_directory
-    from forge_train.process.ranks import Agreement, JobRanks, Refused, conclude, content_of, tell_launcher
+    from forge_train.process.ranks import JobRanks, Refused, StartAgreement, conclude, content_of, tell_launcher
 
     ranks = JobRanks(where, signals=signals, log=log)
     try:
@@ -95,7 +95,7 @@ def run_recipe(
         )
         ranks.watch = Watch.open(where, parallel.patience, parallel.timeout)
         if where.size > 1:
-            ranks.agreement = Agreement.of_group(parallel.timeout)
+            ranks.agreement = StartAgreement.of_group(parallel.timeout)
         with ranks.together("the recipe"):
             if unread is not None:
                 raise unread

@@ -19,7 +19,7 @@ from forge_parallel.placement.boxes import local_box
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from forge_parallel.verify.proofs import TOLERANCE
 from forge_train.doctor.measure import device, fastest, wait
-from forge_train.doctor.step import Check, Settings, Skip
+from forge_train.doctor.step import Check, DoctorSettings, Skip
 from forge_train.plan import plan_of
 from forge_train.recipe.load import load
 
@@ -29,7 +29,7 @@ _PRODUCT_SECONDS = 15.0
 _PRODUCT_SIZE = 4096
 
 
-def examine_device(_: Settings) -> Iterator[Check]:
+def examine_device(_: DoctorSettings) -> Iterator[Check]:
     """The step; one pair of checks for each device."""
     kind = device().type
     if kind == "cpu":
@@ -88,7 +88,7 @@ _STRAGGLER_SQUARE, _CPU_STRAGGLER_SQUARE = 8192, 256
 _STRAGGLER = 1.05
 
 
-def examine_collectives(_: Settings) -> Iterator[Check]:
+def examine_collectives(_: DoctorSettings) -> Iterator[Check]:
     """The step."""
     kind = device().type
     ranks = 2 if kind == "cpu" else accelerator.count()
@@ -190,7 +190,7 @@ _ROUNDED = {"fp32": 1e-4, "bf16": 3e-2}
 """How far the loss may be from fp64's, relative."""
 
 
-def examine_numbers(_: Settings) -> Iterator[Check]:
+def examine_numbers(_: DoctorSettings) -> Iterator[Check]:
     """The step. The device takes all rows at once and the CPU one at a time, so the two agree on no sum by chance."""
     here = device()
     for label, preset in _TINY.items():

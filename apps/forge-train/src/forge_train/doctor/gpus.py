@@ -12,7 +12,7 @@ from shutil import which
 from typing import Any
 
 from forge_core.machine import allowed_cores
-from forge_train.doctor.step import Check, Settings, Skip
+from forge_train.doctor.step import Check, DoctorSettings, Skip
 
 _ASKED = ("pci.bus_id", "ecc.errors.uncorrected.volatile.total", "power.limit", "power.default_limit")
 _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
@@ -47,7 +47,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Facts:
+class GpuFacts:
     """Facts about a node's GPUs.
 
     Attributes:
@@ -65,7 +65,7 @@ class Facts:
     apart: tuple[tuple[int, int], ...] = ()
 
 
-def examine_gpus(_: Settings) -> Iterator[Check]:
+def examine_gpus(_: DoctorSettings) -> Iterator[Check]:
     """Step `gpus`: collects facts about the GPUs and checks them."""
     import torch
 
@@ -76,7 +76,7 @@ def examine_gpus(_: Settings) -> Iterator[Check]:
     return judge(facts([_bus(index) for index in range(accelerator.count())], torch.cuda.can_device_access_peer))
 
 
-def facts(buses: Sequence[str | None], reads: Callable[[int, int], bool], root: Path = Path("/")) -> Facts:
+def facts(buses: Sequence[str | None], reads: Callable[[int, int], bool], root: Path = Path("/")) -> GpuFacts:
     """Returns the facts about this node's GPUs.
 
     Args:
@@ -85,7 +85,7 @@ def facts(buses: Sequence[str | None], reads: Callable[[int, int], bool], root: 
         root: root of the file system.
     """
     pairs = [(one, other) for one in range(len(buses)) for other in range(len(buses)) if one != other]
-    return Facts(
+    return GpuFacts(
         driver=_driver(),
         near=tuple(_node(bus, root) for bus in buses),
         nodes=_nodes(root),
@@ -151,7 +151,7 @@ def _number(text: str, of: Callable[[str], Any] = float) -> Any:
         return None
 
 
-def judge(found: Facts) -> Iterator[Check]:
+def judge(found: GpuFacts) -> Iterator[Check]:
     """Yields checks of the GPUs' facts, with remedies."""
     if found.driver is None:
         yield Check("driver's own account", "SKIPPED", "nvidia-smi is not here or fails", remedy="install the driver's tools")
@@ -200,7 +200,7 @@ def _power(gpus: Sequence[Gpu]) -> Check:
     )
 
 
-def _cores(found: Facts) -> Check:
+def _cores(found: GpuFacts) -> Check:
     """Checks for cores on each GPU's NUMA node, since other cores reach the GPU over a slower bus."""
     name, expected = "cores near the GPUs", "some of each GPU's memory node (NUMA)"
     if len(found.nodes) < 2 or all(node is None for node in found.near):
@@ -213,12 +213,12 @@ def _cores(found: Facts) -> Check:
     return Check(name, "PASS", told, expected=expected)
 
 
-def _is_far(node: int | None, found: Facts) -> bool:
+def _is_far(node: int | None, found: GpuFacts) -> bool:
     """Returns True if a NUMA node has cores, but none that this process may use."""
     return node is not None and not found.cores & (found.nodes.get(node) or found.cores)
 
 
-def _peers(found: Facts) -> Check:
+def _peers(found: GpuFacts) -> Check:
     name, expected = "GPUs read each other's memory", "every one that of every other one"
     if not found.apart:
         return Check(name, "PASS", "all do", expected=expected)

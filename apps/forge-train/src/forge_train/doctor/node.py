@@ -13,7 +13,7 @@ from time import perf_counter
 from forge_core.durable_files import write_file
 from forge_core.machine import slow_bf16, usable_cores
 from forge_core.terminal import size
-from forge_train.doctor.step import Check, Settings
+from forge_train.doctor.step import Check, DoctorSettings
 from forge_train.doctor.torch_build import sees_gpu
 
 _LEAST_SHARED = 1 << 30
@@ -28,7 +28,7 @@ _EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Facts:
+class NodeFacts:
     """Properties of a node.
 
     Attributes:
@@ -60,16 +60,16 @@ class Facts:
     slow_bf16: str | None = None
 
 
-def examine_node(settings: Settings) -> Iterator[Check]:
+def examine_node(settings: DoctorSettings) -> Iterator[Check]:
     """Step `node`: collects facts about the node and checks them."""
     return judge_node(facts(settings))
 
 
-def facts(settings: Settings, root: Path = Path("/")) -> Facts:
+def facts(settings: DoctorSettings, root: Path = Path("/")) -> NodeFacts:
     """Returns the properties of this node."""
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shared, cards = root / "dev/shm", root / "sys/class/infiniband"
-    return Facts(
+    return NodeFacts(
         gpu=sees_gpu(root),
         infiniband=cards.is_dir() and any(cards.iterdir()),
         file=None if (largest := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) == resource.RLIM_INFINITY else largest,
@@ -85,7 +85,7 @@ def facts(settings: Settings, root: Path = Path("/")) -> Facts:
     )
 
 
-def checkpoints(settings: Settings) -> int:
+def checkpoints(settings: DoctorSettings) -> int:
     """Returns the maximum bytes of checkpoints on the disk in a run of the recipe: those that it keeps and the one being written.
 
     Counts weights and both moments of AdamW, 4 bytes each; checkpoints kept by `keep_hours` are not counted.
@@ -105,7 +105,7 @@ def _compiler() -> str | None:
     return os.environ.get("CC") or next(filter(None, map(shutil.which, ("clang", "gcc"))), None)
 
 
-def judge_node(found: Facts) -> Iterator[Check]:
+def judge_node(found: NodeFacts) -> Iterator[Check]:
     """Yields checks of a node's facts, with remedies."""
     yield Check("cores", "PASS", f"{found.cores} usable")
     if found.slow_bf16:
@@ -123,7 +123,7 @@ def judge_node(found: Facts) -> Iterator[Check]:
         yield Check("extras", "PASS", "all installed")
 
 
-def _room(found: Facts) -> Check:
+def _room(found: NodeFacts) -> Check:
     name, told, expected = "room on the disk", f"{size(found.free)} free", f"{size(found.wanted)} for checkpoints and logs"
     if found.free >= found.wanted:
         return Check(name, "PASS", told, expected=expected)
@@ -131,7 +131,7 @@ def _room(found: Facts) -> Check:
     return Check(name, "FAIL", told, expected=expected, remedy=remedy)
 
 
-def _file(found: Facts) -> Check:
+def _file(found: NodeFacts) -> Check:
     name, expected = "size of a file (ulimit -f)", "unlimited: a checkpoint has one file for each rank"
     if found.file is None:
         return Check(name, "PASS", "unlimited", expected=expected)
@@ -139,7 +139,7 @@ def _file(found: Facts) -> Check:
     return Check(name, "FAIL" if found.file < _FILE else "SKIPPED", size(found.file), expected=expected, remedy=remedy)
 
 
-def _shared(found: Facts) -> Check:
+def _shared(found: NodeFacts) -> Check:
     name, expected = "/dev/shm", f"{size(_LEAST_SHARED)}: NCCL and loaders pass tensors through it"
     if found.shared is None:
         return Check(name, "SKIPPED", "this system has none", expected=expected)
@@ -149,7 +149,7 @@ def _shared(found: Facts) -> Check:
     return Check(name, "FAIL" if found.gpu else "SKIPPED", size(found.shared), expected=expected, remedy=remedy)
 
 
-def _locked(found: Facts) -> Check:
+def _locked(found: NodeFacts) -> Check:
     name, expected = "memory that can be locked (ulimit -l)", "unlimited where there are InfiniBand cards"
     told = "unlimited" if found.locked is None else size(found.locked)
     if found.locked is not None and found.infiniband:
@@ -158,7 +158,7 @@ def _locked(found: Facts) -> Check:
     return Check(name, "PASS", told, expected=expected)
 
 
-def _triton(found: Facts) -> Check:
+def _triton(found: NodeFacts) -> Check:
     name, expected = "compiler for Triton", "a C compiler: torch.compile and flex attention build their launchers with it"
     if not found.gpu:
         return Check(name, "SKIPPED", "no GPU is seen", expected=expected)
@@ -175,7 +175,7 @@ _GPU_DISK_BYTES, _CPU_DISK_BYTES = 1 << 30, 1 << 25
 _SLOW_DISK = 100e6
 
 
-def examine_disk(settings: Settings) -> Iterator[Check]:
+def examine_disk(settings: DoctorSettings) -> Iterator[Check]:
     """Step `disk`: measures the disk with a temporary file."""
     length = _GPU_DISK_BYTES if sees_gpu() else _CPU_DISK_BYTES
     content = os.urandom(1 << 20) * (length >> 20)

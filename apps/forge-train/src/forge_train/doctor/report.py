@@ -10,7 +10,7 @@ from typing import Any
 
 from forge_core.durable_files import replace_file
 from forge_core.errors import DataError
-from forge_train.doctor.step import Check, Result, checks_of
+from forge_train.doctor.step import Check, StepOutcome, checks_of
 from forge_train.report.facts import machine, versions
 from forge_train.report.html import document, fields, rows
 
@@ -36,7 +36,7 @@ class Report:
             folder.mkdir(parents=True, exist_ok=True)
             self._save()
 
-    def write(self, results: Sequence[Result]) -> None:
+    def write(self, results: Sequence[StepOutcome]) -> None:
         """Saves all results so far."""
         self.document["steps"] = [result.as_json() for result in results]
         self._save()

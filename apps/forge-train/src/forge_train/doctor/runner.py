@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.errors import ForgeError, did_you_mean
-from forge_train.doctor.step import Check, Result, Settings, Skip, Step, checks_of
+from forge_train.doctor.step import Check, DoctorSettings, DoctorStep, Skip, StepOutcome, checks_of
 
 _HERE = "forge_train.doctor"
 
 QUICK = (
-    Step("node", f"{_HERE}.node:examine_node", 120, (), "limits, shared memory, room, compiler, extras"),
-    Step("torch", f"{_HERE}.torch_build:examine_torch", 120, (), "torch and its CUDA against the driver and the GPUs"),
-    Step(
+    DoctorStep("node", f"{_HERE}.node:examine_node", 120, (), "limits, shared memory, room, compiler, extras"),
+    DoctorStep("torch", f"{_HERE}.torch_build:examine_torch", 120, (), "torch and its CUDA against the driver and the GPUs"),
+    DoctorStep(
         "gpus",
         f"{_HERE}.gpus:examine_gpus",
         120,
@@ -36,58 +36,60 @@ QUICK = (
 
 ACCEPTANCE = (
     *QUICK,
-    Step(
+    DoctorStep(
         "device",
         f"{_HERE}.correctness:examine_device",
         180,
         ("torch",),
         "memory keeps what is written; products come out twice the same",
     ),
-    Step(
+    DoctorStep(
         "bandwidth",
         f"{_HERE}.speed:examine_bandwidth",
         180,
         ("torch", "device"),
         "copies within and between host and device",
     ),
-    Step("disk", f"{_HERE}.node:examine_disk", 180, (), "write, flush and read where the run writes, as a checkpoint does"),
-    Step(
+    DoctorStep("disk", f"{_HERE}.node:examine_disk", 180, (), "write, flush and read where the run writes, as a checkpoint does"),
+    DoctorStep(
         "matmul",
         f"{_HERE}.speed:examine_matmul",
         300,
         ("torch", "device"),
         "products, also of the recipe's shapes, against the peak",
     ),
-    Step(
+    DoctorStep(
         "kernels",
         f"{_HERE}.speed:examine_kernels",
         300,
         ("torch", "device"),
         "which kernels torch chooses, and how fast they are",
     ),
-    Step(
+    DoctorStep(
         "numbers",
         f"{_HERE}.correctness:examine_numbers",
         600,
         ("torch", "device"),
         "training steps on the device against fp64 on a CPU",
     ),
-    Step(
+    DoctorStep(
         "collectives",
         f"{_HERE}.correctness:examine_collectives",
         300,
         ("torch", "device"),
         "sums and exchanges between devices",
     ),
-    Step("training", f"{_HERE}.training:examine_training", 900, ("torch", "device", "numbers"), "the recipe for some steps"),
-    Step(
+    DoctorStep(
+        "training", f"{_HERE}.training:examine_training", 900, ("torch", "device", "numbers"), "the recipe for some steps"
+    ),
+    DoctorStep(
         "endurance",
         f"{_HERE}.training:endure",
         900,
         ("training",),
         "the recipe for minutes: steps stay as fast, losses finite",
     ),
-    Step(
+    DoctorStep(
         "tests",
         f"{_HERE}.training:examine_tests",
         1800,
@@ -105,7 +107,7 @@ _LINES = 30
 """Number of lines to keep of the output of a failed step."""
 
 
-def chosen(steps: Sequence[Step], only: str) -> list[Step]:
+def chosen(steps: Sequence[DoctorStep], only: str) -> list[DoctorStep]:
     """Returns the steps named in `only` (separated by commas), in their own order; all steps if it is empty.
 
     Raises:
@@ -119,25 +121,27 @@ def chosen(steps: Sequence[Step], only: str) -> list[Step]:
     return [step for step in steps if not names or step.name in names]
 
 
-def examine_all(steps: Iterable[Step], settings: Settings, after: Callable[[list[Result]], None]) -> list[Result]:
+def examine_all(
+    steps: Iterable[DoctorStep], settings: DoctorSettings, after: Callable[[list[StepOutcome]], None]
+) -> list[StepOutcome]:
     """Runs the steps; calls `after` with all results so far after each step.
 
     A step that was not chosen does not block others.
     """
-    results: list[Result] = []
+    results: list[StepOutcome] = []
     for step in steps:
         blocked = [result.name for result in results if result.blocked and result.name in step.needs]
         if blocked:
             reason = f"{' and '.join(blocked)} did not pass"
             check = Check("runs here", "SKIPPED", reason, remedy=f"first do what {' and '.join(blocked)} says")
-            results.append(Result.of(step, 0.0, [check], blocked=True))
+            results.append(StepOutcome.of(step, 0.0, [check], blocked=True))
         else:
             results.append(run_step(step, settings))
         after(results)
     return results
 
 
-def run_step(step: Step, settings: Settings) -> Result:
+def run_step(step: DoctorStep, settings: DoctorSettings) -> StepOutcome:
     """Runs one step in its own process and returns its result, also if the process hangs or dies."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -171,17 +175,17 @@ def _end_child(child: "subprocess.Popen[bytes]") -> None:
         child.stdin.close()
 
 
-def _result(step: Step, folder: Path, code: int | None, seconds: float, log: str) -> Result:
+def _result(step: DoctorStep, folder: Path, code: int | None, seconds: float, log: str) -> StepOutcome:
     found = folder / FOUND
     written = json.loads(found.read_text(encoding="utf-8")) if found.is_file() else {"ended": False, "checks": []}
     checks = checks_of(written["checks"])
     if code == 0 and written["ended"]:
-        return Result.of(step, seconds, checks)
+        return StepOutcome.of(step, seconds, checks)
     last = f"after the check {checks[-1].name!r}" if checks else "before its first check"
-    return Result.of(step, seconds, [*checks, _broken(step, code, last, log)], log=log)
+    return StepOutcome.of(step, seconds, [*checks, _broken(step, code, last, log)], log=log)
 
 
-def _broken(step: Step, code: int | None, last: str, log: str) -> Check:
+def _broken(step: DoctorStep, code: int | None, last: str, log: str) -> Check:
     if code is None:
         told = f"did not end in {step.seconds:g} s, {last}"
         remedy = "a device, a link or a disk that hangs: look at dmesg (Xid, I/O errors), then run this step alone with --only"
@@ -200,7 +204,7 @@ def work_as_child(target: str, folder: Path) -> None:
     Writes each check immediately, so that no result is lost if a later check ends the process.
     """
     given: dict[str, Any] = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    settings = Settings(**{**given, "overrides": tuple(given["overrides"])})
+    settings = DoctorSettings(**{**given, "overrides": tuple(given["overrides"])})
     module, _, function = target.partition(":")
     found: list[Check] = []
     try:

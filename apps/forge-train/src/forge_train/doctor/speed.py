@@ -11,7 +11,7 @@ from forge_core.machine import multiplies_bf16
 from forge_parallel.accelerator import FLOAT8, float8_fault, name
 from forge_train.doctor.measure import device, fastest
 from forge_train.doctor.peaks import Peak, peak
-from forge_train.doctor.step import Check, Settings
+from forge_train.doctor.step import Check, DoctorSettings
 from forge_train.recipe.load import load
 
 _MATMUL_SQUARE = 8192
@@ -22,7 +22,7 @@ _MATMUL_REMEDY = "look for throttling (nvidia-smi -q -d PERFORMANCE,CLOCK,POWER)
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProductKind:
     """A way to multiply: by its dtype and torch's setting for fp32, and the peak of the device, where it is known."""
 
     name: str
@@ -31,7 +31,7 @@ class Kind:
     peak: float | None
 
 
-def examine_matmul(settings: Settings) -> Iterator[Check]:
+def examine_matmul(settings: DoctorSettings) -> Iterator[Check]:
     """The step: a large square product in each precision, then the recipe's own products in the recipe's precision."""
     here = device()
     cpu = here.type == "cpu"
@@ -45,21 +45,21 @@ def examine_matmul(settings: Settings) -> Iterator[Check]:
         yield _float8(here, known, told)
     for shape, rows in sorted(shapes(settings).items()):
         rows = min(rows, _CPU_MATMUL_ROWS) if cpu else rows
-        kind = Kind("", torch.float32 if cpu else torch.bfloat16, "highest", None)
+        kind = ProductKind("", torch.float32 if cpu else torch.bfloat16, "highest", None)
         rate, _ = _flops(_product(kind, here, rows, shape[1], shape[0]), here)
         share = f", {rate / known.bf16:.0%} of the peak" if known else ""
         label = f"{rows} x {shape[1]} x {shape[0]} of the recipe, {'fp32' if cpu else 'bf16'}"
         yield Check(label, "PASS", rate / 1e12, "TFLOP/s", f"report only{share}", "", "higher")
 
 
-def _kinds(known: Peak | None, cpu: bool) -> Iterator[Kind]:
-    yield Kind("fp32", torch.float32, "highest", known.fp32 if known else None)
+def _kinds(known: Peak | None, cpu: bool) -> Iterator[ProductKind]:
+    yield ProductKind("fp32", torch.float32, "highest", known.fp32 if known else None)
     if not cpu:
-        yield Kind("tf32", torch.float32, "high", known.tf32 if known else None)
-        yield Kind("bf16", torch.bfloat16, "highest", known.bf16 if known else None)
+        yield ProductKind("tf32", torch.float32, "high", known.tf32 if known else None)
+        yield ProductKind("bf16", torch.bfloat16, "highest", known.bf16 if known else None)
 
 
-def _product(kind: Kind, here: torch.device, *sizes: int) -> tuple[Callable[[], object], int]:
+def _product(kind: ProductKind, here: torch.device, *sizes: int) -> tuple[Callable[[], object], int]:
     """A product of (n, k) and (k, m) matrices, and its operations."""
     n, k, m = sizes
     torch.set_float32_matmul_precision(kind.precision)
@@ -100,7 +100,7 @@ def _float8(here: torch.device, known: Peak | None, told: str) -> Check:
     return _judged(label, _flops((product, 2 * _MATMUL_SQUARE**3), here), known.fp8 if known else None, told)
 
 
-def shapes(settings: Settings) -> dict[tuple[int, int], int]:
+def shapes(settings: DoctorSettings) -> dict[tuple[int, int], int]:
     """(outputs, inputs) of every kind of matrix in the recipe's model -> rows of one micro-batch; experts get their share."""
     from forge_models.outline import matrices
 
@@ -125,7 +125,7 @@ _HBM = 0.7
 
 
 @dataclass(frozen=True)
-class Copy:
+class CopyDirection:
     """One direction: what is copied where, and the bytes per second below which it counts as slow (0: never)."""
 
     name: str
@@ -136,7 +136,7 @@ class Copy:
     remedy: str = ""
 
 
-def examine_bandwidth(_: Settings) -> Iterator[Check]:
+def examine_bandwidth(_: DoctorSettings) -> Iterator[Check]:
     """The step. Traffic of a copy within one memory is counted twice: it is read and written."""
     here = device()
     length = _CPU_COPY_BYTES if here.type == "cpu" else _GPU_COPY_BYTES
@@ -148,21 +148,21 @@ def examine_bandwidth(_: Settings) -> Iterator[Check]:
         yield Check(copy.name, "SLOW" if slow else "PASS", rate / 1e9, "GB/s", expected, remedy, "higher")
 
 
-def _copies(here: torch.device, length: int) -> Iterator[Copy]:
+def _copies(here: torch.device, length: int) -> Iterator[CopyDirection]:
     pageable = torch.ones(length, dtype=torch.uint8)
-    yield Copy("host memory", pageable, torch.empty_like(pageable), 2 * length, 0.0)
+    yield CopyDirection("host memory", pageable, torch.empty_like(pageable), 2 * length, 0.0)
     if here.type == "cpu":
         return
     pinned, there = pageable.pin_memory(), torch.empty(length, dtype=torch.uint8, device=here)
     link = "is the GPU in a slot of 16 lanes (nvidia-smi -q -d PCI), and the process on the GPU's NUMA node?"
-    yield Copy("host to device, pinned", pinned, there, length, _LINK, link)
-    yield Copy("device to host, pinned", there, pinned, length, _LINK, link)
-    yield Copy("host to device, pageable", pageable, there, length, 0.0)
-    yield Copy("device to host, pageable", there, pageable, length, 0.0)
+    yield CopyDirection("host to device, pinned", pinned, there, length, _LINK, link)
+    yield CopyDirection("device to host, pinned", there, pinned, length, _LINK, link)
+    yield CopyDirection("host to device, pageable", pageable, there, length, 0.0)
+    yield CopyDirection("device to host, pageable", there, pageable, length, 0.0)
     known = peak(name(here))
     least = known.memory * _HBM if known else 0.0
     remedy = "look for throttling and ECC (nvidia-smi -q -d PERFORMANCE,ECC), and for other processes on the GPU"
-    yield Copy("device memory", there, torch.empty_like(there), 2 * length, least, remedy)
+    yield CopyDirection("device memory", there, torch.empty_like(there), 2 * length, least, remedy)
 
 
 _KERNELS = {
@@ -176,7 +176,7 @@ _ATTENTION_LENGTH, _CPU_ATTENTION_LENGTH = 2048, 128
 _ATTENTION_EXPECTED = "a kernel that never holds length x length numbers"
 
 
-def examine_kernels(_: Settings) -> Iterator[Check]:
+def examine_kernels(_: DoctorSettings) -> Iterator[Check]:
     """The step: attention as blocks call it, then products of experts."""
     here = device()
     cpu = here.type == "cpu"

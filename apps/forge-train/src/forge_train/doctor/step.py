@@ -47,8 +47,8 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step to run: `target` (`module:function`) takes `Settings` and yields checks; it is killed after `seconds`.
+class DoctorStep:
+    """A step to run: `target` (`module:function`) takes `DoctorSettings` and yields checks; it is killed after `seconds`.
 
     `needs` names earlier steps; if one of them fails, this step is skipped, because its result would be meaningless.
     """
@@ -61,7 +61,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Settings:
+class DoctorSettings:
     """Settings of all steps.
 
     Attributes:
@@ -80,7 +80,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Result:
+class StepOutcome:
     """The result of a step.
 
     Attributes:
@@ -97,7 +97,9 @@ class Result:
     log: str = ""
 
     @classmethod
-    def of(cls, step: Step, seconds: float, checks: Iterable[Check], *, blocked: bool = False, log: str = "") -> "Result":
+    def of(
+        cls, step: DoctorStep, seconds: float, checks: Iterable[Check], *, blocked: bool = False, log: str = ""
+    ) -> "StepOutcome":
         """Returns the result of a step with the worst verdict of its checks."""
         checks = tuple(checks)
         verdict = _GRAVITY[max((_GRAVITY.index(check.verdict) for check in checks), default=0)]
@@ -113,7 +115,7 @@ def checks_of(found: Iterable[Mapping[str, Any]]) -> tuple[Check, ...]:
     return tuple(Check(**one) for one in found)
 
 
-def exit_code(results: Iterable[Result]) -> int:
+def exit_code(results: Iterable[StepOutcome]) -> int:
     """Returns 0 if no check failed, 1 if something is slow, 2 if something is wrong. Skipped checks do not count."""
     verdicts = {result.verdict for result in results}
     return 2 if "FAIL" in verdicts else 1 if "SLOW" in verdicts else 0

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
 
-from forge_train.doctor.step import Check, Settings
+from forge_train.doctor.step import Check, DoctorSettings
 
 _INSTALL = "pip install torch --index-url https://download.pytorch.org/whl/{wheel}"
 _BF16 = (8, 0)
 
 
 @dataclass(frozen=True)
-class Device:
+class VisibleGpu:
     """A GPU as torch sees it: its name, compute capability, and bytes of memory."""
 
     name: str
@@ -25,7 +25,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Facts:
+class BuildFacts:
     """Facts that determine whether torch can use the GPUs of a node.
 
     Attributes:
@@ -52,12 +52,12 @@ class Facts:
     error: str = ""
     visible: str | None = None
     architectures: tuple[str, ...] = ()
-    devices: tuple[Device, ...] = ()
+    devices: tuple[VisibleGpu, ...] = ()
     float8: tuple[int, int] = (8, 9)
     wants_float8: bool = False
 
 
-def examine_torch(settings: Settings) -> Iterator[Check]:
+def examine_torch(settings: DoctorSettings) -> Iterator[Check]:
     """Step `torch`: collects facts about torch and the driver, and checks them."""
     from forge_train.recipe.load import load
 
@@ -70,7 +70,7 @@ def faults() -> list[str]:
     return [f"{one.name}: {one.value()}; needed: {one.expected}. What to do: {one.remedy}" for one in wrong]
 
 
-def facts(wants_float8: bool = False) -> Facts:
+def facts(wants_float8: bool = False) -> BuildFacts:
     """Returns the facts about this machine and this torch."""
     import torch
 
@@ -79,12 +79,12 @@ def facts(wants_float8: bool = False) -> Facts:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
-    devices: list[Device] = []
+    devices: list[VisibleGpu] = []
     error = str(told[0].message) if told else ""
     for index in range(torch.cuda.device_count() if available else 0):
         properties = torch.cuda.get_device_properties(index)
-        devices.append(Device(properties.name, torch.cuda.get_device_capability(index), properties.total_memory))
-    return Facts(
+        devices.append(VisibleGpu(properties.name, torch.cuda.get_device_capability(index), properties.total_memory))
+    return BuildFacts(
         seen=sees_gpu(),
         version=torch.__version__,
         cuda=torch.version.cuda or "",
@@ -124,7 +124,7 @@ def _driver() -> tuple[int, int] | None:
     return None if failed or not version.value else (version.value // 1000, version.value % 1000 // 10)
 
 
-def judge(found: Facts) -> Iterator[Check]:
+def judge(found: BuildFacts) -> Iterator[Check]:
     """Yields checks of the facts, with remedies."""
     yield Check("torch", "PASS", f"{found.version}, {_built_for(found)}")
     if not found.seen and not found.available:
@@ -139,11 +139,11 @@ def judge(found: Facts) -> Iterator[Check]:
         yield from _devices(found)
 
 
-def _built_for(found: Facts) -> str:
+def _built_for(found: BuildFacts) -> str:
     return f"for CUDA {found.cuda}" if found.cuda else f"for ROCm {found.hip}" if found.hip else "without CUDA"
 
 
-def _built(found: Facts) -> Check:
+def _built(found: BuildFacts) -> Check:
     name, expected = "torch is built for GPUs", "a build for CUDA or ROCm, since this node has a GPU"
     if found.cuda or found.hip:
         return Check(name, "PASS", _built_for(found), expected=expected)
@@ -151,7 +151,7 @@ def _built(found: Facts) -> Check:
     return Check(name, "FAIL", f"{found.version} has no CUDA", expected=expected, remedy=_INSTALL.format(wheel=wheel))
 
 
-def _drives(found: Facts) -> Check:
+def _drives(found: BuildFacts) -> Check:
     """Checks the driver's CUDA version: it must have the same major version as torch's, or a later one."""
     name = "driver"
     if found.hip or found.driver is None:
@@ -172,7 +172,7 @@ def _drives(found: Facts) -> Check:
     return Check(name, "PASS", f"supports {told}", expected=expected)
 
 
-def _usable(found: Facts) -> Check:
+def _usable(found: BuildFacts) -> Check:
     name, expected = "torch can use a device", "torch.cuda.is_available()"
     if found.available:
         return Check(name, "PASS", f"{len(found.devices)} devices", expected=expected)
@@ -183,7 +183,7 @@ def _usable(found: Facts) -> Check:
     return Check(name, "FAIL", found.error or "it cannot", expected=expected, remedy=remedy)
 
 
-def _devices(found: Facts) -> Iterator[Check]:
+def _devices(found: BuildFacts) -> Iterator[Check]:
     kinds = sorted({(device.name, device.memory) for device in found.devices})
     told = ", ".join(f"{name}, {memory / 2**30:.0f} GiB" for name, memory in kinds)
     alike = "all devices of a node alike"

@@ -21,7 +21,7 @@ from forge_core.terminal import size
 from forge_parallel.accelerator import name, take_peaks, use, warns_of_waits
 from forge_train.doctor.measure import device, wait
 from forge_train.doctor.peaks import peak
-from forge_train.doctor.step import Check, Settings, Skip
+from forge_train.doctor.step import Check, DoctorSettings, Skip
 from forge_train.process.ranks import JobRanks
 from forge_train.recipe.load import Resolved, load
 from forge_train.run.loop import fit
@@ -66,7 +66,7 @@ class Watching(Hook):
             run.stop.asked = True
 
 
-def examine_training(settings: Settings) -> Iterator[Check]:
+def examine_training(settings: DoctorSettings) -> Iterator[Check]:
     """The step."""
     here = _device()
     steps = _CPU_STEPS if here.type == "cpu" else _STEPS
@@ -88,7 +88,7 @@ def examine_training(settings: Settings) -> Iterator[Check]:
         yield _memory(resolved, watching.peak)
 
 
-def endure(settings: Settings) -> Iterator[Check]:
+def endure(settings: DoctorSettings) -> Iterator[Check]:
     """The step that trains for minutes."""
     if not settings.minutes:
         raise Skip("no time was given", "--minutes 30")
@@ -110,7 +110,7 @@ def _device() -> torch.device:
     return here if here.type == "cpu" else torch.device(here.type, 0)
 
 
-def _trained(settings: Settings, here: torch.device, steps: int, limit: float = 0.0) -> tuple[Resolved, Watching]:
+def _trained(settings: DoctorSettings, here: torch.device, steps: int, limit: float = 0.0) -> tuple[Resolved, Watching]:
     """The recipe after some steps, with random tokens, few micro-batches and no hooks, in a folder that is removed again."""
     registry, watching = Registry(), Watching(here, limit)
     train = load(settings.recipe, settings.overrides, None, registry).job.train
@@ -189,7 +189,7 @@ _TESTS = Path("tests/parallel/test_gpu.py")
 _TESTS_SECONDS = 1700
 
 
-def examine_tests(_: Settings) -> Iterator[Check]:
+def examine_tests(_: DoctorSettings) -> Iterator[Check]:
     """The step."""
     if device().type == "cpu":
         raise Skip("no accelerator is seen", "see the step torch for the reason")

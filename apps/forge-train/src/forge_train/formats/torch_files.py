@@ -37,7 +37,7 @@ SIDECAR = "forge.json"
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredBytes:
     """Position of a tensor's bytes in a file, and their blake2b digest."""
 
     dtype: str
@@ -52,7 +52,7 @@ class Place:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @classmethod
-    def parsed(cls, entry: Mapping[str, Any], folder: Path) -> "Place":
+    def parsed(cls, entry: Mapping[str, Any], folder: Path) -> "StoredBytes":
         """Parses the entry of a tensor in `forge.json`.
 
         Raises:
@@ -74,7 +74,7 @@ class BytesWeights:
         ForgeError: the tensors do not fit the model.
     """
 
-    def __init__(self, folder: Path, content: Mapping[str, Any], places: Mapping[str, Place], recipe: str | None) -> None:
+    def __init__(self, folder: Path, content: Mapping[str, Any], places: Mapping[str, StoredBytes], recipe: str | None) -> None:
         self._folder, self._places = folder, places
         self.tensors: Mapping[str, StoredTensor] = {
             name: StoredTensor(place.shape, place.dtype) for name, place in places.items()
@@ -145,14 +145,14 @@ def read_pickled(
     return weights
 
 
-def write_sidecar(folder: Path, weights: Weights, marker: Path, places: Mapping[str, Place]) -> None:
+def write_sidecar(folder: Path, weights: Weights, marker: Path, places: Mapping[str, StoredBytes]) -> None:
     """Writes `forge.json` next to torch's files."""
     tensors = {name: vars(place) | {"shape": list(place.shape)} for name, place in places.items()}
     content = {"version": 1, "marker": _digest(marker), **describe(weights), "tensors": tensors}
     (folder / SIDECAR).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def place_in(file: Path, span: tuple[int, int], key: str, stored: StoredTensor) -> Place:
+def place_in(file: Path, span: tuple[int, int], key: str, stored: StoredTensor) -> StoredBytes:
     """Returns the place of storage `key` in an archive of `torch.save`, which is at `span` (start, length) of a file."""
     with file.open("rb") as raw, zipfile.ZipFile(_Part(raw, sum(span))) as archive:
         entry = next(item for item in archive.infolist() if item.filename.endswith(f"/data/{key}"))
@@ -161,14 +161,14 @@ def place_in(file: Path, span: tuple[int, int], key: str, stored: StoredTensor) 
         start = entry.header_offset + 30 + name + extra
         raw.seek(start)
         digest = blake2b(raw.read(prod(stored.shape) * DTYPES[stored.dtype].itemsize)).hexdigest()
-    return Place(stored.dtype, stored.shape, file.name, start, digest)
+    return StoredBytes(stored.dtype, stored.shape, file.name, start, digest)
 
 
-def _of_forge(folder: Path, marker: Path) -> tuple[Mapping[str, Any], Mapping[str, Place]] | None:
+def _of_forge(folder: Path, marker: Path) -> tuple[Mapping[str, Any], Mapping[str, StoredBytes]] | None:
     """Returns the content of `forge.json` and the places in it; None if it is missing, invalid or of other files."""
     try:
         content = json.loads((folder / SIDECAR).read_text(encoding="utf-8"))
-        places = {name: Place.parsed(entry, folder) for name, entry in content["tensors"].items()}
+        places = {name: StoredBytes.parsed(entry, folder) for name, entry in content["tensors"].items()}
         mine = content["version"] == 1 and content["marker"] == _digest(marker)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

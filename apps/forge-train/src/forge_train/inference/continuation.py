@@ -58,10 +58,10 @@ class Continuation:
 
     def __call__(self, text: str, before: "Sequence[Turn]" = ()) -> Iterator[str]:
         """Yields the continuation of `text` in pieces; `before` are earlier turns of the chat."""
-        from forge_models.generation import NewText, Pieces
+        from forge_models.generation import NewText, StreamedText
 
         (prompt, words, inputs), new = self._shown(text, before), list[int]()
-        pieces = Pieces(NewText(self.tokenizer.decode, words), self.stops, self._broken)
+        pieces = StreamedText(NewText(self.tokenizer.decode, words), self.stops, self._broken)
         self.tokens = 0
         for token in self._new(prompt, *([inputs] if inputs else [])):
             self.tokens += 1

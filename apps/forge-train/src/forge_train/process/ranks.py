@@ -70,7 +70,7 @@ class Refused(ForgeError):
 
 
 @dataclass(frozen=True)
-class Agreement:
+class StartAgreement:
     """Exchanges verdicts between ranks. Without a store, the rank is alone and raises its own errors.
 
     Attributes:
@@ -86,12 +86,12 @@ class Agreement:
     patience: float = 600.0
     life: int = 0
 
-    def again(self, life: int) -> "Agreement":
+    def again(self, life: int) -> "StartAgreement":
         """Returns the same agreement for another start of the same processes."""
         return replace(self, life=life)
 
     @classmethod
-    def of_group(cls, patience: float) -> "Agreement":
+    def of_group(cls, patience: float) -> "StartAgreement":
         """Collective: returns the agreement of the ranks of the default process group."""
         import torch.distributed as dist
 
@@ -191,7 +191,7 @@ class JobRanks:
 
     launch: Launch = field(default_factory=Launch)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    agreement: Agreement = field(default_factory=Agreement)
+    agreement: StartAgreement = field(default_factory=StartAgreement)
     signals: Signals = field(default_factory=Signals)
     watch: Watch = field(default_factory=Watch)
     log: RunLog | None = None

@@ -34,7 +34,7 @@ from forge_parallel.step.timing import PREFIX
 from forge_train.profiling.trace import WINDOW, Enclosing, Event, Trace, innermost
 
 
-class Kind(StrEnum):
+class WorkKind(StrEnum):
     """Kind of work on a device, or on the threads of a CPU."""
 
     COMPUTE = "compute"
@@ -61,11 +61,11 @@ _MOVES = frozenset(f"aten::{name}" for name in ("copy_", "fill_", "zero_", "empt
 """Operators that by themselves only move, fill or allocate memory."""
 
 
-def class_of_kernel(event: Event) -> Kind:
+def class_of_kernel(event: Event) -> WorkKind:
     """Returns the kind of a kernel, copy or fill of a device. A copy between devices is communication."""
     if event.category == "kernel":
-        return Kind.COMMUNICATION if _KERNELS.match(event.name) else Kind.COMPUTE
-    return Kind.COMMUNICATION if event.name.startswith(_BETWEEN_DEVICES) else Kind.MEMORY
+        return WorkKind.COMMUNICATION if _KERNELS.match(event.name) else WorkKind.COMPUTE
+    return WorkKind.COMMUNICATION if event.name.startswith(_BETWEEN_DEVICES) else WorkKind.MEMORY
 
 
 def is_collective(name: str) -> bool:
@@ -73,27 +73,27 @@ def is_collective(name: str) -> bool:
     return _WORK.match(name) is not None
 
 
-def class_of_operator(name: str) -> Kind | None:
+def class_of_operator(name: str) -> WorkKind | None:
     """Returns the kind of an operator's own time, without the operators that it calls.
 
     None for operators that only call others: autograd's engine, and functions in Python, which may wait for a collective. Of
     names without a namespace, only compiled code computes by itself.
     """
     if name.startswith(_HOST_COLLECTIVES):
-        return Kind.COMMUNICATION
+        return WorkKind.COMMUNICATION
     if name.startswith(_ENGINES) or ("::" not in name and "Compiled" not in name):
         return None
-    return Kind.MEMORY if name in _MOVES else Kind.COMPUTE
+    return WorkKind.MEMORY if name in _MOVES else WorkKind.COMPUTE
 
 
 CLASSES = ("compute", "overlapped", "exposed", "memory", "idle")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class WorkSpan:
     """Work in a part of the step, from `start` to `end` in nanoseconds; `first` is True for the first piece of an event."""
 
-    kind: Kind
+    kind: WorkKind
     name: str
     start: int
     end: int
@@ -117,7 +117,7 @@ class Stretch:
     part: str = ""
 
 
-def classify(spans: Iterable[Span], window: tuple[int, int]) -> list[Stretch]:
+def classify(spans: Iterable[WorkSpan], window: tuple[int, int]) -> list[Stretch]:
     """Divides the window where its class changes; ignores work outside of it. The order of spans does not matter."""
     begin, stop = window
     found = sorted(
@@ -126,7 +126,7 @@ def classify(spans: Iterable[Span], window: tuple[int, int]) -> list[Stretch]:
     )
     found = [item for item in found if item[0] < item[1]]
     points = sorted({begin, stop, *(point for start, end, _ in found for point in (start, end))})
-    ends: dict[Kind, list[tuple[int, str, str]]] = {kind: [] for kind in Kind}  # the latest end on top
+    ends: dict[WorkKind, list[tuple[int, str, str]]] = {kind: [] for kind in WorkKind}  # the latest end on top
     stretches: list[Stretch] = []
     place = 0
     for start, end in pairwise(points):
@@ -137,9 +137,9 @@ def classify(spans: Iterable[Span], window: tuple[int, int]) -> list[Stretch]:
         for running in ends.values():
             while running and -running[0][0] <= start:
                 heappop(running)
-        label = _label(bool(ends[Kind.COMPUTE]), bool(ends[Kind.COMMUNICATION]), bool(ends[Kind.MEMORY]))
-        waited = ends[Kind.COMMUNICATION][0][1] if label == "exposed" else ""
-        working = ends[Kind.COMPUTE] or ends[Kind.MEMORY]
+        label = _label(bool(ends[WorkKind.COMPUTE]), bool(ends[WorkKind.COMMUNICATION]), bool(ends[WorkKind.MEMORY]))
+        waited = ends[WorkKind.COMMUNICATION][0][1] if label == "exposed" else ""
+        working = ends[WorkKind.COMPUTE] or ends[WorkKind.MEMORY]
         part = working[0][2] if working and label != "exposed" else ""
         before = stretches[-1] if stretches else None
         if before and (before.label, before.waited, before.part) == (label, waited, part):

@@ -10,10 +10,10 @@ from forge_train.profiling.classes import (
     CLASSES,
     CLOSING,
     HostWait,
-    Kind,
-    Span,
     StepParts,
     Stretch,
+    WorkKind,
+    WorkSpan,
     class_of_kernel,
     class_of_operator,
     classify,
@@ -37,7 +37,7 @@ class Kernel:
     """
 
     name: str
-    kind: Kind
+    kind: WorkKind
     count: int
     busy: int
     exposed: int
@@ -121,27 +121,27 @@ def _distinct(events: Iterable[Event]) -> list[Event]:
     return list({(event.name, event.lane, event.start, event.end): event for event in events}.values())
 
 
-def _on_device(work: Iterable[Event], parts: StepParts) -> Iterator[Span]:
+def _on_device(work: Iterable[Event], parts: StepParts) -> Iterator[WorkSpan]:
     for event in work:
-        yield Span(class_of_kernel(event), event.name, event.start, event.end, part=parts.of_launch(event))
+        yield WorkSpan(class_of_kernel(event), event.name, event.start, event.end, part=parts.of_launch(event))
 
 
-def _on_threads(trace: Trace, parts: StepParts) -> Iterator[Span]:
+def _on_threads(trace: Trace, parts: StepParts) -> Iterator[WorkSpan]:
     """What threads of a CPU do: own times of operators, and collectives as long as they run."""
     for event in _distinct(trace.of("user_annotation")):
         if is_collective(event.name):
-            yield Span(Kind.COMMUNICATION, event.name, event.start, event.end)
+            yield WorkSpan(WorkKind.COMMUNICATION, event.name, event.start, event.end)
     for pieces in Enclosing(trace.of("cpu_op")).lanes():
         seen: set[int] = set()
         for start, end, event in pieces:
             if (kind := class_of_operator(event.name)) is not None:
-                yield Span(kind, event.name, start, end, first=id(event) not in seen, part=parts.at(event.start))
+                yield WorkSpan(kind, event.name, start, end, first=id(event) not in seen, part=parts.at(event.start))
                 seen.add(id(event))
 
 
-def _kernels(spans: Sequence[Span], stretches: Sequence[Stretch], window: tuple[int, int]) -> list[Kernel]:
+def _kernels(spans: Sequence[WorkSpan], stretches: Sequence[Stretch], window: tuple[int, int]) -> list[Kernel]:
     begin, stop = window
-    busy, counts, exposed = Counter[tuple[str, Kind]](), Counter[tuple[str, Kind]](), Counter[str]()
+    busy, counts, exposed = Counter[tuple[str, WorkKind]](), Counter[tuple[str, WorkKind]](), Counter[str]()
     for span in spans:
         if span.start <= stop and span.end >= begin:
             counts[span.name, span.kind] += span.first
@@ -150,7 +150,7 @@ def _kernels(spans: Sequence[Span], stretches: Sequence[Stretch], window: tuple[
         if stretch.waited:
             exposed[stretch.waited] += stretch.end - stretch.start
     found = [
-        Kernel(name, kind, count, busy[name, kind], exposed[name] if kind is Kind.COMMUNICATION else 0)
+        Kernel(name, kind, count, busy[name, kind], exposed[name] if kind is WorkKind.COMMUNICATION else 0)
         for (name, kind), count in counts.items()
     ]
     return sorted(found, key=lambda kernel: (-kernel.busy, kernel.name, kernel.kind))
@@ -163,8 +163,8 @@ def _operators(trace: Trace, work: Iterable[Event]) -> Mapping[tuple[str, int], 
     return {(event.name, event.start): name for event, name in found if name}
 
 
-def _exposed(spans: Sequence[Span], stretches: Sequence[Stretch], operators: Mapping[tuple[str, int], str]) -> list[Exposed]:
-    computing = sorted((span.start, span.name) for span in spans if span.kind is Kind.COMPUTE and span.end > span.start)
+def _exposed(spans: Sequence[WorkSpan], stretches: Sequence[Stretch], operators: Mapping[tuple[str, int], str]) -> list[Exposed]:
+    computing = sorted((span.start, span.name) for span in spans if span.kind is WorkKind.COMPUTE and span.end > span.start)
     times, counts = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for stretch in stretches:
         if not stretch.waited:

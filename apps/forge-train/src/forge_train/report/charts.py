@@ -10,7 +10,7 @@ from forge_train.report.record import RunRecord
 
 
 @dataclass(frozen=True)
-class Family:
+class ChartFamily:
     """Metrics of one chart: those that `pattern` matches completely. Its group, or `label`, names the curve. `exact` metrics,
     which are set or counted and have no noise, are never smoothed."""
 
@@ -24,48 +24,52 @@ class Family:
     bytes: bool = False
 
 
-def _memory(title: str, unit: str, metric: str, label: str) -> Family:
-    return Family("Speed and memory", title, unit, metric, label, from_zero=True, exact=True, bytes=True)
+def _memory(title: str, unit: str, metric: str, label: str) -> ChartFamily:
+    return ChartFamily("Speed and memory", title, unit, metric, label, from_zero=True, exact=True, bytes=True)
 
 
 FAMILIES = (
-    Family("Loss and gradient", "Loss", "nats per token", "loss", "training"),
-    Family("Loss and gradient", "Loss", "nats per token", "evaluation/(.+)/loss"),
-    Family("Loss and gradient", "Gradient norm", "before clipping", "grad_norm", "norm", from_zero=True),
-    Family("Loss and gradient", "Learning rate", "", "lr", "rate", from_zero=True, exact=True),
-    Family("Loss and gradient", "Skipped steps", "so far", "skipped_steps", "steps", from_zero=True, exact=True),
-    Family("Speed and memory", "Throughput", "tokens per second", "tokens_per_second", "all ranks", from_zero=True),
-    Family("Speed and memory", "Time of a step", "seconds", "step_seconds", "step", from_zero=True),
-    Family("Speed and memory", "Parts of a step", "seconds on rank 0", "time/(.+)", from_zero=True),
-    Family("Speed and memory", "A step under the profiler", "seconds on rank 0", "split/(.+)", from_zero=True),
-    Family("Speed and memory", "Classes of a profile", "share of its window", "profile/(?!step_seconds)(.+)", from_zero=True),
-    Family("Speed and memory", "MFU", "share of the device's peak", "mfu", "MFU", from_zero=True),
+    ChartFamily("Loss and gradient", "Loss", "nats per token", "loss", "training"),
+    ChartFamily("Loss and gradient", "Loss", "nats per token", "evaluation/(.+)/loss"),
+    ChartFamily("Loss and gradient", "Gradient norm", "before clipping", "grad_norm", "norm", from_zero=True),
+    ChartFamily("Loss and gradient", "Learning rate", "", "lr", "rate", from_zero=True, exact=True),
+    ChartFamily("Loss and gradient", "Skipped steps", "so far", "skipped_steps", "steps", from_zero=True, exact=True),
+    ChartFamily("Speed and memory", "Throughput", "tokens per second", "tokens_per_second", "all ranks", from_zero=True),
+    ChartFamily("Speed and memory", "Time of a step", "seconds", "step_seconds", "step", from_zero=True),
+    ChartFamily("Speed and memory", "Parts of a step", "seconds on rank 0", "time/(.+)", from_zero=True),
+    ChartFamily("Speed and memory", "A step under the profiler", "seconds on rank 0", "split/(.+)", from_zero=True),
+    ChartFamily(
+        "Speed and memory", "Classes of a profile", "share of its window", "profile/(?!step_seconds)(.+)", from_zero=True
+    ),
+    ChartFamily("Speed and memory", "MFU", "share of the device's peak", "mfu", "MFU", from_zero=True),
     _memory("Memory of the process", "rank 0, peak so far", "peak_memory", "resident"),
     _memory("Memory of the device", "rank 0, peak since the line before", "device_memory", "in tensors"),
     _memory("Memory of the device", "rank 0, peak since the line before", "device_memory_reserved", "held"),
-    Family("Speed and memory", "Allocator retries", "so far", "device_memory_retries", "retries", from_zero=True, exact=True),
-    Family("Data", "Loss by source", "nats per token", "source/(.+)/loss"),
-    Family("Data", "Tokens by source", "share since the line before", "share/(.+)", from_zero=True, exact=True),
-    Family("Modalities", "Loss by modality", "nats per token", "modality/(.+)/loss"),
-    Family("Modalities", "Accuracy by modality", "share of tokens", "modality/(.+)/accuracy"),
-    Family("Modalities", "Image gain", "nats per token", "modality/(.+)/image_gain"),
-    Family("Modalities", "Tokens by modality", "share of the step", "modality/(.+)/share", from_zero=True, exact=True),
-    Family("Modalities", "Gates of cross blocks", "tanh", "gate/(.+)", exact=True),
-    Family("Experts", "Most loaded expert", "of the mean load", "routing/(.+)/load_max", from_zero=True),
-    Family("Experts", "Least loaded expert", "of the mean load", "routing/(.+)/load_min", from_zero=True),
-    Family("Experts", "Entropy of the router", "nats per token", "routing/(.+)/entropy", from_zero=True),
-    Family("Experts", "Dropped slots", "share", "routing/(.+)/dropped", from_zero=True),
-    Family("Experts", "Loss of the router", "per token", "routing/(.+)/loss"),
-    Family("Experts", "Largest bias", "", "routing/(.+)/bias_max"),
-    Family("Experts", "Smallest bias", "", "routing/(.+)/bias_min"),
-    Family("Inside", "Likeness to the first weights", "CKA", "inside/(.+)/cka_first"),
-    Family("Inside", "Likeness to the last time", "CKA", "inside/(.+)/cka_previous"),
-    Family("Inside", "Effective rank", "dimensions", "inside/(.+)/effective_rank", from_zero=True),
-    Family("Inside", "Entropy of attention", "nats", "inside/(.+)/attention_entropy", from_zero=True),
-    Family("Inside", "Largest attention score", "before the softmax", "inside/(.+)/max_score"),
-    Family("Inside", "Loss of the logit lens", "nats per token", "inside/(.+)/lens_loss"),
-    Family("Inside", "Agreement of routers with the last time", "share", "inside/(.+)/router_agreement", from_zero=True),
-    Family("Inside", "Time of a look inside", "seconds", "inside/seconds", "rank 0", from_zero=True),
+    ChartFamily(
+        "Speed and memory", "Allocator retries", "so far", "device_memory_retries", "retries", from_zero=True, exact=True
+    ),
+    ChartFamily("Data", "Loss by source", "nats per token", "source/(.+)/loss"),
+    ChartFamily("Data", "Tokens by source", "share since the line before", "share/(.+)", from_zero=True, exact=True),
+    ChartFamily("Modalities", "Loss by modality", "nats per token", "modality/(.+)/loss"),
+    ChartFamily("Modalities", "Accuracy by modality", "share of tokens", "modality/(.+)/accuracy"),
+    ChartFamily("Modalities", "Image gain", "nats per token", "modality/(.+)/image_gain"),
+    ChartFamily("Modalities", "Tokens by modality", "share of the step", "modality/(.+)/share", from_zero=True, exact=True),
+    ChartFamily("Modalities", "Gates of cross blocks", "tanh", "gate/(.+)", exact=True),
+    ChartFamily("Experts", "Most loaded expert", "of the mean load", "routing/(.+)/load_max", from_zero=True),
+    ChartFamily("Experts", "Least loaded expert", "of the mean load", "routing/(.+)/load_min", from_zero=True),
+    ChartFamily("Experts", "Entropy of the router", "nats per token", "routing/(.+)/entropy", from_zero=True),
+    ChartFamily("Experts", "Dropped slots", "share", "routing/(.+)/dropped", from_zero=True),
+    ChartFamily("Experts", "Loss of the router", "per token", "routing/(.+)/loss"),
+    ChartFamily("Experts", "Largest bias", "", "routing/(.+)/bias_max"),
+    ChartFamily("Experts", "Smallest bias", "", "routing/(.+)/bias_min"),
+    ChartFamily("Inside", "Likeness to the first weights", "CKA", "inside/(.+)/cka_first"),
+    ChartFamily("Inside", "Likeness to the last time", "CKA", "inside/(.+)/cka_previous"),
+    ChartFamily("Inside", "Effective rank", "dimensions", "inside/(.+)/effective_rank", from_zero=True),
+    ChartFamily("Inside", "Entropy of attention", "nats", "inside/(.+)/attention_entropy", from_zero=True),
+    ChartFamily("Inside", "Largest attention score", "before the softmax", "inside/(.+)/max_score"),
+    ChartFamily("Inside", "Loss of the logit lens", "nats per token", "inside/(.+)/lens_loss"),
+    ChartFamily("Inside", "Agreement of routers with the last time", "share", "inside/(.+)/router_agreement", from_zero=True),
+    ChartFamily("Inside", "Time of a look inside", "seconds", "inside/seconds", "rank 0", from_zero=True),
 )
 SHOWN_ELSEWHERE = re.compile(
     r"tokens|skipped|profile/step_seconds|evaluation/.+/perplexity|source/.+/tokens|data/.+/(planned_)?tokens"
@@ -156,12 +160,16 @@ def drawn(runs: Sequence[RunRecord], chosen: Sequence[Chart]) -> dict[str, Any]:
     }
 
 
-def _family(name: str) -> tuple[Family, str]:
+def _family(name: str) -> tuple[ChartFamily, str]:
     for family in FAMILIES:
         if match := re.fullmatch(family.pattern, name):
             return family, match[1] if match.groups() else family.label
     first, *between, last = name.split("/") if name.count("/") > 1 else (name, name)
-    return (Family(OTHER, f"{first}, {last}", "", ""), "/".join(between)) if between else (Family(OTHER, name, "", ""), name)
+    return (
+        (ChartFamily(OTHER, f"{first}, {last}", "", ""), "/".join(between))
+        if between
+        else (ChartFamily(OTHER, name, "", ""), name)
+    )
 
 
 def _says_nothing(chart: Chart) -> bool:
@@ -169,7 +177,7 @@ def _says_nothing(chart: Chart) -> bool:
     return chart.from_zero and not any(value for *_, series, _ in chart.curves for value in series.values)
 
 
-def _empty(family: Family) -> Chart:
+def _empty(family: ChartFamily) -> Chart:
     return Chart(family.section, family.title, family.unit, family.from_zero, family.exact, family.bytes)
 
 

@@ -123,7 +123,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PieceTable:
     """All stored boxes in columns, in the order of files and bytes; D is the largest number of dimensions of a tensor.
 
     Attributes:
@@ -154,7 +154,7 @@ class Manifest:
     world: int
     tensors: tuple[TensorInfo, ...]
     files: tuple[tuple[str, int], ...]
-    pieces: Pieces
+    pieces: PieceTable
     meta: Mapping[str, Any]
 
     @cached_property
@@ -216,7 +216,7 @@ def build(
     for (name, size), held in zip(files, np.diff(before).tolist(), strict=True):
         if size != held:
             raise CheckpointError(f"{name} has {size} bytes, but its pieces have {held}")
-    pieces = Pieces(tensor, file, offset, extent, start, length, checksum)
+    pieces = PieceTable(tensor, file, offset, extent, start, length, checksum)
     return Manifest(step, generation, world, tuple(tensors), tuple(files), pieces, meta)
 
 

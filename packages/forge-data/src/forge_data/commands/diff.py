@@ -16,7 +16,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Source
 from forge_core.registry import Registry
 from forge_data.commands.recipe import read_recipe, recipe_of
-from forge_data.loading.rows import Buffers, RowReader, Rows
+from forge_data.loading.rows import Buffers, RowReader, TokenRows
 from forge_data.order.cursor import differences_of, refuse_other, sample_of
 from forge_data.sources.scan import place_of
 
@@ -179,7 +179,7 @@ def _first_difference(one: RowReader, other: RowReader, steps: int) -> dict[str,
         count, length = spans[0].rows, spans[0].length
         if not (one.streams or other.streams) and _same_rows(one, other, step, count):
             continue
-        both = [Rows.take(pool, count, length, reader.spec.marks) for pool, reader in zip(pools, sides, strict=True)]
+        both = [TokenRows.take(pool, count, length, reader.spec.marks) for pool, reader in zip(pools, sides, strict=True)]
         for reader, rows in zip(sides, both, strict=True):
             reader.fill(rows, step, 0, count)
         if (difference := _difference_of_rows(*both)) is not None:
@@ -210,7 +210,7 @@ def _same_rows(one: RowReader, other: RowReader, step: int, count: int) -> bool:
     return all(one.order.sources[left].fingerprint == other.order.sources[right].fingerprint for left, right in pairs)
 
 
-def _difference_of_rows(one: Rows, other: Rows) -> tuple[str, int, int] | None:
+def _difference_of_rows(one: TokenRows, other: TokenRows) -> tuple[str, int, int] | None:
     """Returns (field, row, column) of the first difference between two steps, or None; compares fields that both have."""
     differences: list[tuple[int, int, str]] = []
     for name in _FIELDS:

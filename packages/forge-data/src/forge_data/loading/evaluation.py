@@ -16,7 +16,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Source, SourceWithItems, StreamedSource, Tokenizer
 from forge_data import accelerator
 from forge_data.loading.items import Items, stacked
-from forge_data.loading.rows import Assembler, Buffers, Rows
+from forge_data.loading.rows import Assembler, Buffers, TokenRows
 from forge_data.loading.sources import LoadSpec, Marks, Report, build_source, context_of, open_packing, refuse_tokenizers, silent
 from forge_data.order.phases import too_long_of
 from forge_data.section import Data
@@ -112,7 +112,7 @@ class HeldOut:
         for first in range(0, self.rows, together):
             numbers = np.arange(first + rank * micro_batch, first + (rank + 1) * micro_batch)
             full = numbers[numbers < self._packing.rows]
-            rows = Rows.take(self._buffers, micro_batch, self._assembler.length, self._marks)
+            rows = TokenRows.take(self._buffers, micro_batch, self._assembler.length, self._marks)
             self._assembler.fill(rows, 0, np.zeros_like(full), full)
             for row in range(len(full), micro_batch):
                 filled = 0

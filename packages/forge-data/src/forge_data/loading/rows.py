@@ -1,6 +1,6 @@
 """Builds the rows of any step: windows of tokens from the packings of the sources, as model inputs in one block of memory.
 
-From the bottom up: `shift` computes labels of a window, `Rows` holds model inputs and slices them into batches, an `Assembler`
+From the bottom up: `shift` computes labels of a window, `TokenRows` holds model inputs and slices them into batches, an `Assembler`
 fills rows from several packings, and a `RowReader` fills the rows of any step. torch is imported only to build a batch.
 """
 
@@ -93,7 +93,7 @@ def _references(arrays: list[np.ndarray], index: int) -> int:
     return sys.getrefcount(arrays[index])
 
 
-class Rows:
+class TokenRows:
     """Tokens and labels (N, T) int64; depending on the marks also positions and documents (N, T) int32, or a token mask
     (N, T) bool.
 
@@ -122,7 +122,7 @@ class Rows:
         return count * length * _BYTES[marks]
 
     @classmethod
-    def take(cls, buffers: Buffers, count: int, length: int, marks: Marks) -> "Rows":
+    def take(cls, buffers: Buffers, count: int, length: int, marks: Marks) -> "TokenRows":
         """Returns rows in memory of a pool."""
         return cls(buffers.take((cls.size_of(count, length, marks),), np.uint8), count, length, marks)
 
@@ -227,7 +227,7 @@ class Assembler:
         self._pieces = pieces
         self._limits = [_id_limit(packing, spec.vocab_size) for packing in packings]
 
-    def fill(self, rows: Rows, at: int, sources: np.ndarray, numbers: np.ndarray) -> None:
+    def fill(self, rows: TokenRows, at: int, sources: np.ndarray, numbers: np.ndarray) -> None:
         """Writes rows `numbers` (N,) of packings `sources` (N,), in this order, from row `at` on."""
         for source in range(len(self.packings)):
             own = np.flatnonzero(sources == source)
@@ -322,7 +322,7 @@ class RowReader:
         self.streams = {index: packing for index, packing in enumerate(packings) if isinstance(packing, StreamPacking)}
         self._assemblers: dict[int, Assembler] = {}
 
-    def fill(self, rows: Rows, step: int, start: int, stop: int, at: int = 0) -> None:
+    def fill(self, rows: TokenRows, step: int, start: int, stop: int, at: int = 0) -> None:
         """Writes rows [start, stop) of the global batch of a step into `rows`, from its row `at` on.
 
         Streams are read sequentially, so their rows must be requested in ascending order.

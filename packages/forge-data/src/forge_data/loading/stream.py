@@ -20,7 +20,7 @@ from forge_core.protocols.data import Cursor, StatefulIterable, StreamedSource, 
 from forge_data import accelerator
 from forge_data.loading.interop import ForeignStream
 from forge_data.loading.items import Items, StepItems
-from forge_data.loading.rows import Buffers, RowReader, Rows, open_rows
+from forge_data.loading.rows import Buffers, RowReader, TokenRows, open_rows
 from forge_data.loading.sources import LoadSpec, OpenedSources, Report, context_of, open_sources, silent
 from forge_data.loading.worker_pool import WorkerPool, WorkerRecipe
 from forge_data.order.cursor import cursor_at, fingerprint_of, refuse_other, sample_of
@@ -265,7 +265,7 @@ class TrainingStream:
     def _tokens_of(self, draws: Mapping[str, int]) -> dict[str, int]:
         return {label: drawn * self.order.unit for label, drawn in draws.items()}
 
-    def _made_here(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[Rows, dict[str, Any]]]:
+    def _made_here(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[TokenRows, dict[str, Any]]]:
         """Yields (rows of this rank, positions of the streams after them) of each step, read in this process."""
         buffers = Buffers()
         self.reader.seek(step, positions)
@@ -274,14 +274,14 @@ class TrainingStream:
             if self.reader.streams and self._iterator is not iterator:
                 raise DataError("a newer iterator reads the streamed sources, and only one can at a time; open the stream again")
             own, length = self._shape(step)
-            buffers.drop_others((Rows.size_of(own, length, self.reader.spec.marks),))
-            rows = Rows.take(buffers, own, length, self.reader.spec.marks)
+            buffers.drop_others((TokenRows.size_of(own, length, self.reader.spec.marks),))
+            rows = TokenRows.take(buffers, own, length, self.reader.spec.marks)
             self.reader.fill(rows, step, self.rank * own, (self.rank + 1) * own)
             yield rows, self.reader.positions_after(step)
             del rows
             step += 1
 
-    def _made_ahead(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[Rows, dict[str, Any]]]:
+    def _made_ahead(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[TokenRows, dict[str, Any]]]:
         """Yields the same from worker processes, at least `prefetch` steps ahead; each worker reads whole steps."""
         assert self._recipe is not None, "loader workers need the recipe"
         workers = 1 if self.reader.streams else self.data.loader_workers  # every worker would read the whole stream

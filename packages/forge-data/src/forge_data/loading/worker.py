@@ -113,9 +113,9 @@ def _fill(
     start: int,
     stop: int,
 ) -> dict[str, dict[str, Any]]:
-    from forge_data.loading.rows import Rows
+    from forge_data.loading.rows import TokenRows
 
-    reader.fill(Rows(arrays[slot], count, length, reader.spec.marks), step, start, stop)
+    reader.fill(TokenRows(arrays[slot], count, length, reader.spec.marks), step, start, stop)
     return reader.positions_after(step)
 
 

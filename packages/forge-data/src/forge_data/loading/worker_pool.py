@@ -27,7 +27,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.loading.rows import Buffers, Marks, Rows
+from forge_data.loading.rows import Buffers, Marks, TokenRows
 from forge_data.loading.sample_order import SampleOrder
 from forge_data.loading.sources import LoadSpec, OpenedSources
 from forge_data.order.cursor import fingerprint_of
@@ -145,7 +145,7 @@ class WorkerPool:
         self._buffers = Buffers(self._share)
         self._slots: dict[int, int] = {}
         self._made = 0
-        self._asked: deque[tuple[Rows, _Worker]] = deque()
+        self._asked: deque[tuple[TokenRows, _Worker]] = deque()
         self._recipe, self._start = recipe, start
         self._workers: list[_Worker] = []
 
@@ -169,14 +169,14 @@ class WorkerPool:
 
     def ask(self, step: int, first: int, count: int, length: int) -> None:
         """Requests rows [first, first + count) of a step's global batch."""
-        size = Rows.size_of(count, length, self._marks)
+        size = TokenRows.size_of(count, length, self._marks)
         self._buffers.drop_others((size,))
         memory = self._buffers.take((size,), np.uint8)
         worker = self._workers[step % self._count]
         self._send(worker, ("fill", self._slots[id(memory)], count, length, step, first, first + count))
-        self._asked.append((Rows(memory, count, length, self._marks), worker))
+        self._asked.append((TokenRows(memory, count, length, self._marks), worker))
 
-    def collect(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
+    def collect(self) -> tuple[TokenRows, dict[str, dict[str, Any]]]:
         """Waits for the oldest request; returns its rows and the positions of the streams after them.
 
         Raises:

@@ -51,7 +51,7 @@ class EncodedDocuments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class PreparationJob:
     """The settings that every worker needs.
 
     Attributes:
@@ -88,7 +88,7 @@ class Done:
     ends: str
 
 
-def write_job(directory: Path, job: Job, tokenizer: Tokenizer | None) -> None:
+def write_job(directory: Path, job: PreparationJob, tokenizer: Tokenizer | None) -> None:
     """Writes a job to disk, for workers in other processes."""
     if tokenizer is not None:
         write_file(directory / "tokenizer.json", tokenizer.dump())
@@ -96,14 +96,14 @@ def write_job(directory: Path, job: Job, tokenizer: Tokenizer | None) -> None:
     write_file(directory / "job.json", json.dumps(content).encode())
 
 
-def read_job(directory: Path) -> Job:
+def read_job(directory: Path) -> PreparationJob:
     """Reads the job of a directory."""
     content: dict[str, Any] = json.loads((directory / "job.json").read_bytes())
     parts = tuple(part_from_json(part) for part in content.pop("parts"))
-    return Job(parts=parts, wanted=Wanted(**content.pop("wanted")), **content)
+    return PreparationJob(parts=parts, wanted=Wanted(**content.pop("wanted")), **content)
 
 
-def tokenize_part(directory: Path, job: Job, number: int, tokenizer: Tokenizer | None) -> Done:
+def tokenize_part(directory: Path, job: PreparationJob, number: int, tokenizer: Tokenizer | None) -> Done:
     """Writes the files of one part.
 
     Raises:
@@ -234,7 +234,7 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
     yield encode(chunk, tokenizer)
 
 
-def _ids(documents: Iterable[Document], job: Job) -> Iterator[EncodedDocuments]:
+def _ids(documents: Iterable[Document], job: PreparationJob) -> Iterator[EncodedDocuments]:
     """Checks records that hold ids, and appends the end-of-document token to those that lack it."""
     limit = min(np.iinfo(job.dtype).max + 1, job.vocab_size or 1 << 62)
     chunk: list[np.ndarray] = []

@@ -26,7 +26,16 @@ from forge_core.errors import DataError
 from forge_core.machine import usable_cores
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_core.terminal import ProgressMeter
-from forge_data.preparation.job import Done, Job, content_of, encode_documents, finished, tokenize_part, write_job, write_part
+from forge_data.preparation.job import (
+    Done,
+    PreparationJob,
+    content_of,
+    encode_documents,
+    finished,
+    tokenize_part,
+    write_job,
+    write_part,
+)
 from forge_data.sources.records import LISTED, SHOWN, CorpusPart, Records, Skips, Wanted, name_skipped, read_part
 from forge_data.sources.store import MANIFEST, VERSION, StoreSource, open_store
 from forge_data.sources.store_writer import SHARD_TOKENS, StoreWriter, dtype_for
@@ -144,10 +153,10 @@ def part_size(size: int) -> int:
     return min(max(size // MANY_PARTS, SMALLEST_PART), LARGEST_PART)
 
 
-def _job(texts: Texts, tokenizer: Tokenizer | None, eos: int | None) -> Job:
+def _job(texts: Texts, tokenizer: Tokenizer | None, eos: int | None) -> PreparationJob:
     records = texts if isinstance(texts, Records) else None
     vocabulary = tokenizer.vocab_size if tokenizer else None
-    return Job(
+    return PreparationJob(
         parts=tuple(records.parts(part_size(records.bytes))) if records else (CorpusPart((), 0, 0, 0),),
         wanted=records.wanted if records else Wanted("text"),
         dtype=dtype_for(vocabulary or 1 << 32),
@@ -168,7 +177,7 @@ def _made_with(texts: Texts, tokenizer: Tokenizer) -> str:
     return tokenizer.fingerprint if _holds_ids(texts) else identity_of(tokenizer)
 
 
-def _work_directory(path: Path, texts: Texts, job: Job, tokenizer: Tokenizer | None) -> Path:
+def _work_directory(path: Path, texts: Texts, job: PreparationJob, tokenizer: Tokenizer | None) -> Path:
     """Creates the directory of this job's parts; its name depends on corpus, parts and tokenizer."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise DataError(f"{path} exists and is not empty; choose another directory or remove it")
@@ -189,7 +198,7 @@ def _crew(
     texts: Texts,
     tokenizer: Tokenizer | None,
     directory: Path,
-    job: Job,
+    job: PreparationJob,
     workers: int,
     wanted: bool | None,
     todo: list[int],
@@ -203,13 +212,15 @@ def _crew(
 
 
 @contextmanager
-def _alone(texts: Texts, tokenizer: Tokenizer | None, directory: Path, job: Job) -> Iterator[tuple[Work, Callable[[], None]]]:
+def _alone(
+    texts: Texts, tokenizer: Tokenizer | None, directory: Path, job: PreparationJob
+) -> Iterator[tuple[Work, Callable[[], None]]]:
     """Tokenizes documents without parts as a single part in this process."""
     assert tokenizer is not None
     yield lambda number: write_part(directory, number, job.dtype, encode_documents(texts, tokenizer), Skips()), lambda: None
 
 
-def _restorable(tokenizer: Tokenizer | None, job: Job) -> bool:
+def _restorable(tokenizer: Tokenizer | None, job: PreparationJob) -> bool:
     """Whether another process can restore the same tokenizer; tokenizers of plugins cannot be restored."""
     from forge_data.tokenizers.dump import restore
 
@@ -237,7 +248,9 @@ def _skipped(parts: list[Done | None], budget: int, path: Path, report: Callable
     return skipped
 
 
-def _content(directory: Path, job: Job, number: int, work: Work) -> Iterator[tuple[np.ndarray, np.ndarray, int | None]]:
+def _content(
+    directory: Path, job: PreparationJob, number: int, work: Work
+) -> Iterator[tuple[np.ndarray, np.ndarray, int | None]]:
     """Yields the documents of a part in portions; a part that was damaged by a system crash is done again."""
     done = finished(directory, number)
     content = content_of(directory, number, job.dtype, done) if done else None
@@ -288,7 +301,9 @@ def run_parts(
 
 
 @contextmanager
-def thread_workers(directory: Path, job: Job, tokenizer: Tokenizer | None) -> Iterator[tuple[Work, Callable[[], None]]]:
+def thread_workers(
+    directory: Path, job: PreparationJob, tokenizer: Tokenizer | None
+) -> Iterator[tuple[Work, Callable[[], None]]]:
     """Yields the work function for threads of this process; most encoders release the interpreter's lock."""
     yield lambda number: tokenize_part(directory, job, number, tokenizer), lambda: None
 

@@ -42,7 +42,7 @@ _PRINTABLE_BYTES = 64
 """A file is text if this many of its first bytes are all printable."""
 
 
-class Header(NamedTuple):
+class TokenFileHeader(NamedTuple):
     """Byte offset of a file's first token, number of tokens, and their dtype."""
 
     offset: int
@@ -95,7 +95,7 @@ def read_heads(files: Sequence[File], size: int) -> list[bytes]:
     return read_each(lambda file: read_bytes(file, 0, size), files)
 
 
-def _npy_header(file: File, head: bytes, stated: str | None) -> Header:
+def _npy_header(file: File, head: bytes, stated: str | None) -> TokenFileHeader:
     header = npy.read_header(file, head)
     if len(header.shape) != 1:
         raise DataError(f"{file.where}: token ids must be a 1-D array of integers, found an array of shape {header.shape}")
@@ -105,7 +105,7 @@ def _npy_header(file: File, head: bytes, stated: str | None) -> Header:
     npy.refuse_other_size(file, header)
     if not header.shape[0]:
         raise DataError(f"{file.where} has no tokens; remove it")
-    return Header(header.offset, header.shape[0], dtype)
+    return TokenFileHeader(header.offset, header.shape[0], dtype)
 
 
 def _stated_dtype(files: Sequence[File], stated: str | None) -> np.dtype:
@@ -114,7 +114,7 @@ def _stated_dtype(files: Sequence[File], stated: str | None) -> np.dtype:
     return np.dtype(stated).newbyteorder("<")
 
 
-def _raw_header(file: File, head: bytes, dtype: np.dtype, sibling: Callable[[str], File | None]) -> Header:
+def _raw_header(file: File, head: bytes, dtype: np.dtype, sibling: Callable[[str], File | None]) -> TokenFileHeader:
     if not file.size:
         raise DataError(f"{file.where} is empty; remove it")
     if what := foreign_content(file, head, dtype.itemsize, sibling):
@@ -125,7 +125,7 @@ def _raw_header(file: File, head: bytes, dtype: np.dtype, sibling: Callable[[str
             f"{file.where} has {file.size} bytes, not a multiple of {dtype.itemsize} ({dtype.name}): "
             f"it was truncated after byte {cut}, or its dtype is a different one"
         )
-    return Header(0, file.size // dtype.itemsize, dtype)
+    return TokenFileHeader(0, file.size // dtype.itemsize, dtype)
 
 
 class ArrayWriter:

@@ -22,7 +22,7 @@ _LONGEST = 10_000
 """Maximum number of header characters that numpy parses."""
 
 
-class Header(NamedTuple):
+class NpyHeader(NamedTuple):
     """Byte offset of the values of a file, their shape and dtype."""
 
     offset: int
@@ -30,7 +30,7 @@ class Header(NamedTuple):
     dtype: np.dtype
 
 
-def read_header(file: File, head: bytes | None = None, advice: str = "restore the file") -> Header:
+def read_header(file: File, head: bytes | None = None, advice: str = "restore the file") -> NpyHeader:
     """Reads the header of a file.
 
     Args:
@@ -53,7 +53,7 @@ def read_header(file: File, head: bytes | None = None, advice: str = "restore th
         raise DataError(f"{file.where} is a damaged .npy file: {reason}; {advice}") from error
 
 
-def _parse(file: File, head: bytes) -> Header:
+def _parse(file: File, head: bytes) -> NpyHeader:
     version = np.lib.format.read_magic(io.BytesIO(head))
     if version not in _VERSIONS:
         raise ValueError(f"version {version[0]}.{version[1]} of the format is unknown")
@@ -71,7 +71,7 @@ def _parse(file: File, head: bytes) -> Header:
     shape, _, dtype = read(content)
     if any(isinstance(size, bool) or size < 0 for size in shape):
         raise ValueError(f"its header has the impossible shape {shape}")
-    return Header(start + length, shape, dtype)
+    return NpyHeader(start + length, shape, dtype)
 
 
 def load(file: File, dtype: np.dtype, advice: str = "restore the file") -> np.ndarray:
@@ -87,7 +87,7 @@ def load(file: File, dtype: np.dtype, advice: str = "restore the file") -> np.nd
     return map_file(file, dtype, header.shape[0], header.offset)
 
 
-def refuse_other_size(file: File, header: Header, advice: str = "restore the file") -> None:
+def refuse_other_size(file: File, header: NpyHeader, advice: str = "restore the file") -> None:
     """Refuses a one-dimensional file whose size does not match its header.
 
     Raises:

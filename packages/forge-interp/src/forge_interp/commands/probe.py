@@ -79,7 +79,7 @@ def probe(
         from forge_interp.export import convert
         from forge_interp.store import ActivationStore
 
-        asked = Asked(Path(model), weights, selection, source, output, limits, context.args)
+        asked = CaptureRequest(Path(model), weights, selection, source, output, limits, context.args)
         found = asked.store(where, registry, console.note if where.rank == 0 else lambda _: None)
         if export is not None and where.rank == 0:
             convert(ActivationStore(output), export)
@@ -128,7 +128,7 @@ def _row(one: Any) -> dict[str, Any]:
     return {"name": one.name, "alias": one.alias, "shape": one.shape, "dtype": dtype, "bytes_per_token": one.bytes_per_token}
 
 
-class Asked(NamedTuple):
+class CaptureRequest(NamedTuple):
     """What is to be captured, as options say it."""
 
     model: Path

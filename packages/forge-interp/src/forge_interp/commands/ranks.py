@@ -31,7 +31,7 @@ Places = str | int | Sequence[int] | slice
 """`all`, `last`, or places of a row: integers, negative ones from its end, or a slice from 0 or later."""
 
 
-class Share(NamedTuple):
+class LocalShare(NamedTuple):
     """What one rank has of a value in one forward: t places of a row, k of the first dimension behind them.
 
     Attributes:
@@ -102,7 +102,7 @@ class Shares:
                     hooks.callback(handle.remove)
             yield
 
-    def of(self, name: str, x: Tensor) -> Share | None:
+    def of(self, name: str, x: Tensor) -> LocalShare | None:
         """This rank's share of a value that was heard; None where it is not one that is meant.
 
         Raises:
@@ -120,7 +120,7 @@ class Shares:
         elif cut:
             raise InterpError(f"{name} has {value.shape[1]} of {len(places)} tokens on this rank, which no layout explains")
         start, first_of_copies = self._features(name, value, info)
-        return Share(value, running.rows, places, wanted, start, cut, self.answers and (cut or first_of_copies))
+        return LocalShare(value, running.rows, places, wanted, start, cut, self.answers and (cut or first_of_copies))
 
     def _features(self, name: str, value: Tensor, info: TapInfo) -> tuple[int, bool]:
         """Of the first dimension behind tokens: where this rank's share begins, and whether it is the first with this share."""
@@ -201,7 +201,7 @@ class Shares:
         return ends.cpu()
 
 
-class Piece(NamedTuple):
+class ValuePiece(NamedTuple):
     """What one rank has of a value in one forward.
 
     Attributes:
@@ -215,7 +215,7 @@ class Piece(NamedTuple):
     value: Tensor
 
 
-def pack(pieces: Sequence[Piece]) -> bytes:
+def pack(pieces: Sequence[ValuePiece]) -> bytes:
     """The pieces as bytes; what has no elements is left out."""
     kept = [piece for piece in pieces if piece.value.numel()]
     headers = [
@@ -228,7 +228,7 @@ def pack(pieces: Sequence[Piece]) -> bytes:
     )
 
 
-def unpack(payload: bytes) -> Iterator[Piece]:
+def unpack(payload: bytes) -> Iterator[ValuePiece]:
     """Yields the pieces that `pack` wrote."""
     if not payload:
         return
@@ -240,10 +240,10 @@ def unpack(payload: bytes) -> Iterator[Piece]:
             length = torch.Size(shape).numel() * kind.itemsize
             parts.append(torch.frombuffer(bytearray(payload[at : at + length]), dtype=kind).view(shape))
             at += length
-        yield Piece(*parts)
+        yield ValuePiece(*parts)
 
 
-def assemble_pieces(name: str, pieces: Sequence[Piece], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+def assemble_pieces(name: str, pieces: Sequence[ValuePiece], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(n, 2) tokens in ascending order, and the value (n, *shape).
 
     Raises:
@@ -268,7 +268,7 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-class Gathered(Mapping[str, Tensor]):
+class GatheredValues(Mapping[str, Tensor]):
     """What was read, alike on all ranks once the context has ended. `gathered[name]` is (n, ...), a row for each token.
 
     Attributes:
@@ -300,7 +300,7 @@ class Gathered(Mapping[str, Tensor]):
         return len(self.infos)
 
 
-class Kept:
+class LocalShares:
     """The shares of this rank that are selected, of every forward, for a gather.
 
     Attributes:
@@ -309,7 +309,7 @@ class Kept:
 
     def __init__(self, shares: Shares, heads: Sequence[int] | None) -> None:
         self.shares, self.heads = shares, None if heads is None else list(heads)
-        self.pieces: dict[str, list[Piece]] = {name: [] for name in shares.infos}
+        self.pieces: dict[str, list[ValuePiece]] = {name: [] for name in shares.infos}
 
     def hear(self, name: str, x: Tensor) -> None:
         """Keeps this rank's share of what is selected."""
@@ -323,15 +323,15 @@ class Kept:
             chosen = [self.heads.index(head) for head in here]
         tokens = share.wanted.nonzero()
         rows = torch.stack([share.rows[tokens[:, 0]], share.places[tokens[:, 1]]], 1)
-        self.pieces[name].append(Piece(rows, torch.tensor(chosen), value[share.wanted].cpu()))
+        self.pieces[name].append(ValuePiece(rows, torch.tensor(chosen), value[share.wanted].cpu()))
 
-    def gathered(self, world: World) -> Gathered:
+    def gathered(self, world: World) -> GatheredValues:
         """Collective over the world: what its ranks kept, put together. Nothing stays here.
 
         Raises:
             InterpError: some rank had no share, or two had the same one.
         """
-        found = Gathered(self.shares.infos)
+        found = GatheredValues(self.shares.infos)
         for name, info in found.infos.items():
             sent = [piece for payload in world.all_gather(pack(self.pieces[name])) for piece in unpack(payload)]
             self.pieces[name].clear()
@@ -356,7 +356,7 @@ def capture_sharded(
     positions: Places = "all",
     samples: Sequence[Sequence[int]] | None = None,
     alike: bool = False,
-) -> Iterator[Gathered]:
+) -> Iterator[GatheredValues]:
     """Collective: reads inner values of every forward of `model` inside, and gathers what was selected where the context ends.
 
     Selections are those of `forge_interp.captures.capture`. Forwards are those of a step, of its evaluation, or of the
@@ -375,8 +375,8 @@ def capture_sharded(
     infos = select_taps(whole, names, layers, heads)
     if isinstance(positions, str) and positions not in ("all", "last"):
         raise InterpError(f"positions {positions!r} are not gathered from ranks; take 'all', and make it of what comes")
-    kept = Kept(Shares(model, infos, positions, samples, alike), heads)
-    found = Gathered(infos)
+    kept = LocalShares(Shares(model, infos, positions, samples, alike), heads)
+    found = GatheredValues(infos)
     with kept.shares.heard_by(kept.hear):
         yield found
     every = kept.gathered(ProcessGroupWorld(device=model.topology.device) if model.topology.size > 1 else SingleProcessWorld())
@@ -466,20 +466,20 @@ def _world(topology: Topology, across: bool) -> World:
     return ProcessGroupWorld(topology.across(cut), topology.device) if cut else SingleProcessWorld()
 
 
-def _is_whole(share: Share, info: TapInfo, topology: Topology) -> bool:
+def _is_whole(share: LocalShare, info: TapInfo, topology: Topology) -> bool:
     """Alike on all ranks that share a row."""
     return topology.layout.cp == 1 and not share.tokens_cut and share.value.shape[2] == info.shape[0]
 
 
-def _together(name: str, share: Share, info: TapInfo, world: World) -> _Together:
+def _together(name: str, share: LocalShare, info: TapInfo, world: World) -> _Together:
     """Collective over the world: the shares of its ranks, put together."""
     value = share.value.detach()
     tokens = torch.cartesian_prod(share.rows, share.places).view(-1, 2)
     features = torch.arange(share.start, share.start + value.shape[2])
-    mine = [Piece(tokens, features, value.flatten(0, 1).cpu())] if share.sends else []
+    mine = [ValuePiece(tokens, features, value.flatten(0, 1).cpu())] if share.sends else []
     # Which places are meant is known where a place is; ranks of tp may have it alike.
     first = share.sends and share.start == 0
-    marks = [Piece(tokens, torch.zeros(1, dtype=torch.int64), share.wanted.reshape(-1, 1))] if first else []
+    marks = [ValuePiece(tokens, torch.zeros(1, dtype=torch.int64), share.wanted.reshape(-1, 1))] if first else []
     values, wanted = [], []
     for payload in world.all_gather(_joined(pack(mine), pack(marks))):
         size = int.from_bytes(payload[:8], "little")

@@ -21,9 +21,9 @@ from forge_core.batch import IGNORE, PADDING, Batch
 from forge_core.protocols.checkpoint import World
 from forge_core.protocols.model import LossTerms
 from forge_interp.captures import select_taps
-from forge_interp.commands.ranks import Gathered, Kept, Shares
+from forge_interp.commands.ranks import GatheredValues, LocalShares, Shares
 from forge_interp.recorder import check_inputs, facts_of, stored
-from forge_interp.store import MANIFEST, SHARD_BYTES, Manifest, ShardWriter
+from forge_interp.store import MANIFEST, SHARD_BYTES, ActivationManifest, ShardWriter
 from forge_interp.tap_names import InterpError, TapInfo
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.topology import Topology
@@ -36,8 +36,8 @@ class RanksStore:
 
     Args:
         folder: all ranks see it.
-        facts: as `StoreWriter`.
-        taps: as `StoreWriter`.
+        facts: as `ActivationWriter`.
+        taps: as `ActivationWriter`.
         shard_bytes: a rank's shard is closed before it grows beyond.
         world: of all ranks.
         inputs: number of them.
@@ -50,11 +50,11 @@ class RanksStore:
         self, folder: Path, facts: dict[str, Any], taps: dict[str, Any], shard_bytes: int, world: World, inputs: int
     ) -> None:
         self._world, self._fault, self._named = world, "", 0
-        self._manifest: Manifest | None = None
+        self._manifest: ActivationManifest | None = None
         entries: dict[str, Any] = {}
         with self.faults_said():
             if world.rank == 0:
-                self._manifest = Manifest(folder, facts, taps, shard_bytes)
+                self._manifest = ActivationManifest(folder, facts, taps, shard_bytes)
                 entries = self._manifest.entries
         fault, entries = json.loads(world.broadcast(json.dumps([self._fault, entries]).encode() if world.rank == 0 else None))
         if fault:
@@ -194,7 +194,7 @@ def record_sharded(
         left = [writer for writer in writers if store.inputs_left(writer)]
         writer, turn = left[turn % len(left)] if left else writers[0], turn + 1
         numbers = list(store.inputs_left(writer)[:batch])
-        kept = Kept(Shares(model, infos, "all" if positions == "mean" else positions, [_samples(numbers, batch)]), heads)
+        kept = LocalShares(Shares(model, infos, "all" if positions == "mean" else positions, [_samples(numbers, batch)]), heads)
         with kept.shares.heard_by(kept.hear):
             step.evaluate([_batch(inputs, numbers, batch, length)])
         with store.faults_said():
@@ -268,7 +268,7 @@ def _batch(inputs: Sequence[Tensor], numbers: list[int], batch: int, length: int
 
 
 def _rows(
-    found: Gathered, inputs: Sequence[Tensor], numbers: list[int], positions: Any
+    found: GatheredValues, inputs: Sequence[Tensor], numbers: list[int], positions: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Values (rows, ...) and what each row says about itself, as one process stores them."""
     tokens, values = found.tokens, {name: found[name] for name in found}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forge_interp.neuro.dissimilarity import rdm as rdm
     from forge_interp.neuro.dissimilarity import rdm_correlation as rdm_correlation
     from forge_interp.neuro.encoding import Banded as Banded
-    from forge_interp.neuro.encoding import Encoded as Encoded
+    from forge_interp.neuro.encoding import EncodingScores as EncodingScores
     from forge_interp.neuro.encoding import Ridge as Ridge
     from forge_interp.neuro.encoding import banded_ridge as banded_ridge
     from forge_interp.neuro.encoding import encode as encode

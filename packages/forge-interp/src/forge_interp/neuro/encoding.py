@@ -266,7 +266,7 @@ class Banded(NamedTuple):
         return sum((bands[name].double() @ weight for name, weight in self.weights.items()), self.bias)
 
 
-class Encoded(NamedTuple):
+class EncodingScores(NamedTuple):
     """How well rows are predicted that neither weights nor penalties nor shares have seen.
 
     Attributes:
@@ -348,7 +348,7 @@ def encode_banded(
     alphas: Sequence[float] | None = None,
     folds: int = 5,
     inner: Folds | None = None,
-) -> Encoded:
+) -> EncodingScores:
     """Predicts each of `folds` contiguous parts of a recording from the others.
 
     Args:
@@ -366,7 +366,7 @@ def encode_banded(
         alpha.append(found.alpha)
         chosen.append(found.shares)
     per_fold = torch.stack(scores)
-    return Encoded(per_fold.nanmean(0), per_fold, torch.stack(alpha), torch.stack(chosen).mean(0))
+    return EncodingScores(per_fold.nanmean(0), per_fold, torch.stack(alpha), torch.stack(chosen).mean(0))
 
 
 def _scaled(parts: Sequence[Tensor], shares: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class LocalAttention:
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:
         """Returns what the kernel needs for this batch: a boolean mask (B or 1, 1, T, T) with True = visible, a `BlockMask`,
-        `Boundaries`, or for causal attention over whole rows None or the `Order` of this GPU's kernels.
+        `Boundaries`, or for causal attention over whole rows None or the `KernelOrder` of this GPU's kernels.
 
         Raises:
             ValueError: the device does not support the kernel.
@@ -92,7 +92,7 @@ class LocalAttention:
         """q (B, heads, T, head_dim), k (B, kv_heads, S, head_dim), v (B, kv_heads, S, width) -> (B, heads, T, width)."""
         if isinstance(shared, Boundaries):
             return varlen(q, k, v, shared, scale)
-        if isinstance(shared, Order):
+        if isinstance(shared, KernelOrder):
             if soft_cap is None:
                 return shared.attention(q, k, v, scale)
             shared = None
@@ -132,7 +132,7 @@ class Boundaries(NamedTuple):
     window: int | None
 
 
-class Order(NamedTuple):
+class KernelOrder(NamedTuple):
     """torch's fused kernels, the best first; a kernel that does not support a call is skipped."""
 
     kernels: tuple[SDPBackend, ...]
@@ -143,20 +143,20 @@ class Order(NamedTuple):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def causal(device: Any) -> Order | None:
+def causal(device: Any) -> KernelOrder | None:
     """Returns the order of kernels for causal attention over whole rows on a device; None for torch's own order."""
     return _order() if accelerator.is_hopper(torch.device(device)) else None
 
 
 @cache
-def _order() -> Order:
+def _order() -> KernelOrder:
     """Returns the order for Hopper GPUs, where torch would use FlashAttention-2, which was made for the previous generation.
     cuDNN's kernels are about twice as fast there, and so is FlashAttention-3, which this call activates if it is installed."""
     rest = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
     if find_spec("flash_attn_interface") is not None and hasattr(attention, "activate_flash_attention_impl"):
         attention.activate_flash_attention_impl("FA3")
-        return Order((SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *rest))
-    return Order((SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *rest))
+        return KernelOrder((SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *rest))
+    return KernelOrder((SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *rest))
 
 
 def takes_lengths(width: int | None, dtype: torch.dtype, device: torch.device) -> bool:

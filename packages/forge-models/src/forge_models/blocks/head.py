@@ -27,7 +27,7 @@ from forge_core.batch import IGNORE
 from forge_core.protocols.model import LossHead, LossTerms, Objective
 from forge_core.specs import Init, ModuleSpec, TensorSpec
 from forge_models.blocks.layers import unfilled
-from forge_models.blocks.logit_passes import Chunk, Fused, InParts, Passes, Target, block_rows, chunk_rows, project
+from forge_models.blocks.logit_passes import Chunk, FusedPasses, InParts, Passes, Target, block_rows, chunk_rows, project
 from forge_models.torch_private import graph_is_kept
 
 
@@ -206,7 +206,7 @@ def _chunked(
                 mine = mine & (index >= 0) & (index < len(weight))
             index = index.where(mine, 0).unsqueeze(1)
             chunk = Chunk(part, index, mine, soft_cap, spread=smoothing > 0)
-            passes = Fused(chunk) if head.fused else InParts(chunk, size, scratch)
+            passes = FusedPasses(chunk) if head.fused else InParts(chunk, size, scratch)
             found = _losses(passes, labels[here], head, z_loss, smoothing, any(needs))
             nll[here], z[here] = found[:2]
             if uniform is not None:

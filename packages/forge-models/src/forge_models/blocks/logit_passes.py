@@ -109,7 +109,7 @@ class _Block(NamedTuple):
     of_all: tuple[Tensor, ...]
 
 
-class Fused:
+class FusedPasses:
     """Both steps compiled: the first reads the logits twice, the second once; nothing more of their size is held."""
 
     def __init__(self, chunk: Chunk) -> None:

@@ -29,7 +29,7 @@ DERIVED = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor of ours lies in a checkpoint.
 
     Attributes:
@@ -90,7 +90,7 @@ class Place:
         return {self.names[0]: tensor.reshape(self.theirs).contiguous()}
 
 
-def places_in(family: Family, decoder: DecoderConfig, fused: bool = False) -> dict[str, Place]:
+def places_in(family: Family, decoder: DecoderConfig, fused: bool = False) -> dict[str, TensorPlace]:
     """Global name -> place, for every parameter of a model, and every buffer that the family knows.
 
     With `fused`, all experts of a layer are in two tensors, gate above up and down, as transformers holds them in memory and
@@ -124,9 +124,9 @@ def _shapes(decoder: DecoderConfig) -> tuple[dict[str, tuple[int, ...]], dict[st
     return parameters, {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
 
 
-def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, name: str, shape: tuple[int, ...]) -> Place:
+def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, name: str, shape: tuple[int, ...]) -> TensorPlace:
     if name in OUTSIDE:
-        return Place(shape, (OUTSIDE[name],))
+        return TensorPlace(shape, (OUTSIDE[name],))
     blocks, layer, part, rest = name.split(".", 3)
     if blocks != "blocks":
         raise KeyError(name)
@@ -136,28 +136,30 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
         if rest.startswith("experts.") and experts.fused:
             matrix, width = rest.removeprefix("experts."), shape[1]
             if matrix == "down_proj":
-                return Place(shape, (f"{prefix}.experts.down_proj",))
-            return Place(shape, (prefix + FUSED,), fused=(1, width * ("gate_proj", "up_proj").index(matrix), 2 * width))
+                return TensorPlace(shape, (f"{prefix}.experts.down_proj",))
+            return TensorPlace(shape, (prefix + FUSED,), fused=(1, width * ("gate_proj", "up_proj").index(matrix), 2 * width))
         if rest.startswith("experts."):
             matrix = rest.removeprefix("experts.")
             matrix = experts.matrices.get(matrix, matrix)
-            return Place(shape, tuple(f"{prefix}.experts.{expert}.{matrix}.weight" for expert in range(shape[0])), stacked=True)
+            return TensorPlace(
+                shape, tuple(f"{prefix}.experts.{expert}.{matrix}.weight" for expert in range(shape[0])), stacked=True
+            )
         theirs = {"router.weight": "gate.weight", "router.bias": experts.bias}.get(rest)
         if theirs is None and rest.startswith("shared."):
             theirs = f"shared_experts.{rest.removeprefix('shared.')}"
         if theirs is None:
             raise KeyError(name)
-        return Place(shape, (f"{prefix}.{theirs}",))
+        return TensorPlace(shape, (f"{prefix}.{theirs}",))
     rows: tuple[int, ...] = ()
     attention = decoder.shape.attention
     if part == "attention" and isinstance(attention, MLA):
         inner, _, end = rest.partition(".")
         rows = latent_rows(attention, decoder.heads, inner)
         rest = f"{LATENT_NAMES.get(inner, inner)}.{end}"
-    return Place(shape, (f"{prefix}.{family.parts[part]}.{rest}",), rows=rows)
+    return TensorPlace(shape, (f"{prefix}.{family.parts[part]}.{rest}",), rows=rows)
 
 
-def _fused(family: Family, places: Mapping[str, Place]) -> dict[str, Place]:
+def _fused(family: Family, places: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
     """Places of what lies above each other in one matrix, from those that each would have alone."""
     found = {}
     for name, place in places.items():

@@ -11,7 +11,7 @@ from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of
 from forge_models.hf.moe import AUXILIARY, unused_loss
-from forge_models.hf.names import DERIVED, FUSED, HEAD, OUTSIDE, Place, mtp_layers, places_in
+from forge_models.hf.names import DERIVED, FUSED, HEAD, OUTSIDE, TensorPlace, mtp_layers, places_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +106,7 @@ class CheckpointTensors:
         self.names = {renamed(name): name for name in self._files}
         if len(self.names) < len(self._files):
             raise Unsupported(f"{folder} has a tensor twice, under an older and a newer name; keep one of them")
-        self._places: Mapping[str, Place] = {}
+        self._places: Mapping[str, TensorPlace] = {}
         self.tensors: Mapping[str, StoredTensor] = {}
 
     def read(self, names: Sequence[str]) -> "dict[str, Tensor]":
@@ -131,7 +131,7 @@ class CheckpointTensors:
         stored = self.names[theirs]
         return self._open[self._files[stored]].get_tensor(stored)
 
-    def match(self, wanted: Mapping[str, Place], left: Iterable[str]) -> None:
+    def match(self, wanted: Mapping[str, TensorPlace], left: Iterable[str]) -> None:
         """Assigns a stored tensor to every wanted one, after checking names and shapes. `left` are names of unexpected tensors.
 
         Raises:
@@ -221,7 +221,7 @@ class Folder(CheckpointTensors):
                 "[model.mtp] starts from new weights"
             )
 
-    def _left(self, places: Mapping[str, Place], mtp: tuple[str, ...]) -> set[str]:
+    def _left(self, places: Mapping[str, TensorPlace], mtp: tuple[str, ...]) -> set[str]:
         """Returns the stored names that no place uses and that may not be skipped."""
         known = {theirs for place in places.values() for theirs in place.names}
         left = {name for name in set(self.names) - known if not name.endswith(DERIVED) and not name.startswith(mtp)}

@@ -15,7 +15,7 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import CONFIG, Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, config_of, misfits
-from forge_models.hf.names import Place, places_in
+from forge_models.hf.names import TensorPlace, places_in
 from forge_models.hf.reader import END, FLOATS, GENERATION, INDEX, SINGLE, TOKENIZER_FILES, TOKENS, tokenizer_of
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path |
 def write_folder(
     path: Path,
     weights: Weights,
-    places: Mapping[str, Place],
+    places: Mapping[str, TensorPlace],
     config: Mapping[str, Any],
     *,
     tokenizer: Path | None,
@@ -185,7 +185,7 @@ def write_folder(
 
 
 def _write_tensors(
-    folder: Path, weights: Weights, places: Mapping[str, Place], limit: int, constants: "Mapping[str, Tensor]"
+    folder: Path, weights: Weights, places: Mapping[str, TensorPlace], limit: int, constants: "Mapping[str, Tensor]"
 ) -> None:
     from safetensors.torch import save_file
 
@@ -205,7 +205,7 @@ def _write_tensors(
         write_json(folder / INDEX, index)
 
 
-def _theirs(places: Mapping[str, Place], read: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+def _theirs(places: Mapping[str, TensorPlace], read: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
     """Returns a checkpoint's tensors from ours, with the parts of fused ones joined."""
     joined: dict[str, Tensor] = {}
     for ours, place in places.items():
@@ -222,7 +222,7 @@ def _theirs(places: Mapping[str, Place], read: "Mapping[str, Tensor]") -> "dict[
     return joined
 
 
-def _shards(weights: Weights, places: Mapping[str, Place], limit: int) -> Iterator[list[str]]:
+def _shards(weights: Weights, places: Mapping[str, TensorPlace], limit: int) -> Iterator[list[str]]:
     """Yields names in the model's order, in groups of at most `limit` bytes, except for single larger tensors."""
     whole: dict[str, list[str]] = {}
     for name, place in places.items():
@@ -249,7 +249,7 @@ def _write_texts(
     weights: Weights,
     config: Mapping[str, Any],
     tokenizer: Path | None,
-    places: Mapping[str, Place],
+    places: Mapping[str, TensorPlace],
     usage: str,
     required: Sequence[str],
 ) -> None:

@@ -221,7 +221,7 @@ ACCELERATORS = MappingProxyType(
 """GPUs by their vendor's names; the A100 is the one with 80 GiB."""
 
 
-class Fused:
+class FusedCoreOperator:
     """Replaces a block's attention core by a CUDA operator that computes output and log-sum-exp, without a mask.
 
     In fp32 without a mask, torch's fused CUDA kernels do not support grouped key-value heads, so torch materializes the scores.
@@ -250,7 +250,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Causal:
-    """Prepared by `Fused`: `only` says that nothing but future positions is hidden."""
+    """Prepared by `FusedCoreOperator`: `only` says that nothing but future positions is hidden."""
 
     only: bool
 
@@ -268,5 +268,5 @@ class FusedAttention(Transform):
             for module in part.get_submodule(path).modules():
                 core = getattr(module, "core", None)
                 if isinstance(core, AttentionCore):
-                    module.core = Fused(core)  # type: ignore[assignment]
+                    module.core = FusedCoreOperator(core)  # type: ignore[assignment]
         return part

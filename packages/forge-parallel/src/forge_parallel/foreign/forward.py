@@ -143,7 +143,7 @@ LIBRARIES = frozenset({"torch", "forge_parallel", "einops"})
 
 
 @dataclass(frozen=True)
-class Step:
+class Operation:
     """An operator of the whole module: its name, its numeric arguments other than sizes, and the shapes of its results."""
 
     name: str
@@ -230,7 +230,7 @@ class Forward(TorchDispatchMode):
             else:
                 self.drawing.append(self.path[-1])
 
-    def step(self, func: Any, args: Any, kwargs: Any, out: Any) -> Step:
+    def step(self, func: Any, args: Any, kwargs: Any, out: Any) -> Operation:
         """Returns the record of an operator."""
         leaves = [leaf for leaf in tree_iter(out) if isinstance(leaf, Tensor)]
         kinds = (float, int) if is_elementwise(func) else (float,)
@@ -238,7 +238,7 @@ class Forward(TorchDispatchMode):
         numbers += [kwargs["fill_value"]] if type(kwargs.get("fill_value")) is int else []
         numbers += [leaf.item() for leaf in leaves if not leaf.dim() and not leaf.is_meta and id(leaf) not in self._drawn]
         name = func.overloadpacket.__name__
-        return Step("view" if name in VIEWS else name, tuple(numbers), tuple(tuple(leaf.shape) for leaf in leaves))
+        return Operation("view" if name in VIEWS else name, tuple(numbers), tuple(tuple(leaf.shape) for leaf in leaves))
 
 
 class Whole(Forward):
@@ -249,7 +249,7 @@ class Whole(Forward):
     def __init__(self, module: nn.Module, rules: Rules) -> None:
         named = [(name, parameter) for name, parameter in module.named_parameters() if rules.cut.get(name) is not None]
         self._cut = {storage_key(parameter.untyped_storage()): name for name, parameter in named}
-        self.steps: list[Step] = []
+        self.steps: list[Operation] = []
         super().__init__(module, rules)
 
     def cut(self, path: str, part: nn.Module, role: Role) -> Callable[..., Any]:

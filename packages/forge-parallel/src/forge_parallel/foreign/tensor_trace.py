@@ -17,7 +17,7 @@ from forge_parallel.foreign.description import Example, called_hollow, hollow
 from forge_parallel.foreign.forward import (
     VIEWS,
     Forward,
-    Step,
+    Operation,
     Whole,
     effect,
     is_elementwise,
@@ -36,7 +36,7 @@ NUMBERS = "if code there uses a fixed number of heads or features, replace it by
 
 
 @dataclass(frozen=True)
-class State:
+class TraceState:
     """The traced properties of a tensor.
 
     Attributes:
@@ -50,7 +50,7 @@ class State:
     sources: frozenset[str] = frozenset()
 
 
-class Share(Forward):
+class ShareTrace(Forward):
     """Traces the forward of one rank: which tensors are split, and which whole parameters are combined with split ones.
 
     Attributes:
@@ -61,9 +61,9 @@ class Share(Forward):
 
     DRAWN = 1 - 2**-24
 
-    def __init__(self, module: nn.Module, rules: Rules, steps: Sequence[Step], ranks: int, rank: int) -> None:
+    def __init__(self, module: nn.Module, rules: Rules, steps: Sequence[Operation], ranks: int, rank: int) -> None:
         self._steps, self._ranks, self._rank = iter(steps), ranks, rank
-        self._states: dict[int, tuple[Tensor, State]] = {}  # with the tensor, so that its id is not reused
+        self._states: dict[int, tuple[Tensor, TraceState]] = {}  # with the tensor, so that its id is not reused
         self._written: dict[int, frozenset[str]] = {}  # storage -> sources of what operators wrote to it
         self.partial: set[str] = set()
         self.whole: set[str] = set()
@@ -71,14 +71,14 @@ class Share(Forward):
         super().__init__(module, rules)
         for name, parameter in module.named_parameters():
             if rules.cut.get(name) is None:
-                self._set(parameter, State(tuple(parameter.shape), 1, frozenset({name})))
+                self._set(parameter, TraceState(tuple(parameter.shape), 1, frozenset({name})))
 
-    def _of(self, tensor: Tensor) -> State:
-        _, state = self._states.get(id(tensor)) or (tensor, State(tuple(tensor.shape)))
+    def _of(self, tensor: Tensor) -> TraceState:
+        _, state = self._states.get(id(tensor)) or (tensor, TraceState(tuple(tensor.shape)))
         more = self._written.get(storage_key(tensor.untyped_storage()), frozenset())
         return replace(state, sources=state.sources | more)
 
-    def _set(self, tensor: Tensor, state: State) -> None:
+    def _set(self, tensor: Tensor, state: TraceState) -> None:
         self._states[id(tensor)] = tensor, state
 
     def _split(self, tensor: Tensor) -> int | None:
@@ -112,10 +112,10 @@ class Share(Forward):
             shape = tuple(out.shape)
             if role is Role.ENTERING:
                 out = out.new_empty((*shape[:-1], self._share(shape[-1])))
-                self._set(out, State(shape))
+                self._set(out, TraceState(shape))
             else:
                 self.outputs.add(path)
-                self._set(out, State(shape, 1, frozenset({path})))
+                self._set(out, TraceState(shape, 1, frozenset({path})))
             return out
 
         return run
@@ -141,9 +141,9 @@ class Share(Forward):
             if not splits or alike:
                 if differing and not (alike and len(differing) == 1):
                     raise self._depends(name)
-                self._set(leaf, State(whole))
+                self._set(leaf, TraceState(whole))
             else:
-                self._set(leaf, State(whole, self._outer(func, leaf, whole, differing, splits)))
+                self._set(leaf, TraceState(whole, self._outer(func, leaf, whole, differing, splits)))
         sources = frozenset().union(*(self._of(leaf).sources for leaf in tensors if self._split(leaf) is None))
         if alike:
             return
@@ -152,7 +152,7 @@ class Share(Forward):
             return
         for leaf in leaves:
             state = self._of(leaf)
-            self._set(leaf, State(state.whole, state.outer, sources if leaf.is_floating_point() else frozenset()))
+            self._set(leaf, TraceState(state.whole, state.outer, sources if leaf.is_floating_point() else frozenset()))
         for leaf in written(func, args, kwargs):
             self._written[storage_key(leaf.untyped_storage())] = sources
 
@@ -244,9 +244,11 @@ def follow(module: nn.Module, rules: Rules, example: Example, ranks: int) -> fro
     )
 
 
-def _of_rank(module: nn.Module, rules: Rules, example: Example, steps: Sequence[Step], ranks: int, rank: int) -> frozenset[str]:
+def _of_rank(
+    module: nn.Module, rules: Rules, example: Example, steps: Sequence[Operation], ranks: int, rank: int
+) -> frozenset[str]:
     copy = _copied(module)
-    share = Share(copy, rules, steps, ranks, rank)
+    share = ShareTrace(copy, rules, steps, ranks, rank)
     try:
         out = called_hollow(copy, example, share)
     except PlanError:
@@ -274,7 +276,7 @@ def _copied(module: nn.Module) -> nn.Module:
     return hollow(module)
 
 
-def _judge(share: Share, rules: Rules) -> None:
+def _judge(share: ShareTrace, rules: Rules) -> None:
     if mixed := sorted(share.partial & share.outputs):
         raise PlanError(
             f"tensor: the output of {mixed[0]} is whole, but is combined with split features, so its gradient would be partial "

@@ -67,7 +67,7 @@ class SeemingReal(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Recording(TorchDispatchMode):
+class ConstructorRecording(TorchDispatchMode):
     """Context that records a module's constructor; use it with `hollowing()` inside."""
 
     def __init__(self, seed: int) -> None:
@@ -271,10 +271,10 @@ def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]
             yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))
 
 
-def recorded(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recording]:
+def recorded(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, ConstructorRecording]:
     """Returns the module that `build` creates, with meta parameters, and the record of its construction. Random numbers that are
     drawn with memory are seeded by `seed` as well."""
-    recording = Recording(seed)
+    recording = ConstructorRecording(seed)
     with torch.random.fork_rng(devices=[]), recording, recording.hollowing():
         torch.manual_seed(seed)
         module = build()

@@ -104,7 +104,7 @@ class UpdateRule(NamedTuple):
     copied: frozenset[str] = frozenset()
 
 
-class Kept(Protocol):
+class StateFormat(Protocol):
     """Stores states in another format than that of their computation."""
 
     def zeros(self, state: str, name: str, tensor: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class ElementwiseOptimizer:
     """
 
     def __init__(
-        self, model: TrainableModel, rule: UpdateRule, lr: float, weight_decay: float, kept: "Kept | None" = None
+        self, model: TrainableModel, rule: UpdateRule, lr: float, weight_decay: float, kept: "StateFormat | None" = None
     ) -> None:
         self._named = list(model.trainable())
         self._rule, self._peak, self.lr = rule, lr, lr

@@ -151,7 +151,7 @@ class Settings:
 NO_SETTINGS = Settings()
 
 
-class Group(Protocol):
+class GroupSection(Protocol):
     """See `forge_parallel.optim.groups.ParameterGroup`."""
 
     @property
@@ -164,7 +164,9 @@ class Group(Protocol):
     def frozen(self) -> bool | None: ...
 
 
-def grouped(groups: Iterable[Group], names: Sequence[str], ties: Mapping[str, str], before: Settings = NO_SETTINGS) -> Settings:
+def grouped(
+    groups: Iterable[GroupSection], names: Sequence[str], ties: Mapping[str, str], before: Settings = NO_SETTINGS
+) -> Settings:
     """Returns the settings of `before`, changed by each group in turn: the last one that sets a key of a parameter applies.
 
     Args:

@@ -22,7 +22,7 @@ from forge_parallel.optim.groups import (
     NO_SETTINGS,
     NOT_OF_PARAMETERS,
     PLAIN,
-    Group,
+    GroupSection,
     Setting,
     Settings,
     grouped,
@@ -283,7 +283,7 @@ class StagedOptimizer:
 
 
 def settings_of(
-    blueprint: Blueprint, groups: Iterable[Group] = (), narrow: Blueprint | None = None, stages: Sequence[Stage] = ()
+    blueprint: Blueprint, groups: Iterable[GroupSection] = (), narrow: Blueprint | None = None, stages: Sequence[Stage] = ()
 ) -> Settings:
     """Returns the settings of a model's parameters.
 

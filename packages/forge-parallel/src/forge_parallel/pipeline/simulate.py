@@ -17,7 +17,7 @@ UNIT = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
 
 
 @dataclass(frozen=True)
-class Timeline:
+class PipelineTimeline:
     """`length`: end time of the last rank. `busy`: working time of each rank. `ends`: end time of each action."""
 
     length: float
@@ -30,7 +30,7 @@ class Timeline:
         return len(self.busy) * self.length / sum(self.busy) - 1
 
 
-def simulate(table: Sequence[Sequence[Action]], stages: int, costs: Mapping[str, float] = UNIT) -> Timeline:
+def simulate(table: Sequence[Sequence[Action]], stages: int, costs: Mapping[str, float] = UNIT) -> PipelineTimeline:
     """Runs a table of actions, for each rank in order, as early as their inputs are available.
 
     Raises:
@@ -53,7 +53,7 @@ def simulate(table: Sequence[Sequence[Action]], stages: int, costs: Mapping[str,
     stuck = {rank: order[at[rank]] for rank, order in enumerate(table) if at[rank] < len(order)}
     if stuck:
         raise PlanError(f"the schedule deadlocks; ranks wait at {stuck}")
-    return Timeline(max(clock), tuple(sum(costs[action.kind] for action in order) for order in table), ends)
+    return PipelineTimeline(max(clock), tuple(sum(costs[action.kind] for action in order) for order in table), ends)
 
 
 def _needs(action: Action, stages: int) -> list[tuple[Action, ...]]:

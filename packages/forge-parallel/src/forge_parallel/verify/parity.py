@@ -20,7 +20,7 @@ from forge_core.protocols.model import Objective, Optimizer
 from forge_parallel.model.parallel_model import ParallelModel, gathered
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.groups import Group, Settings
+from forge_parallel.optim.groups import GroupSection, Settings
 from forge_parallel.optim.stages import Stage, apply, settings_of
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import clip_grad_norm
@@ -49,7 +49,7 @@ class Case:
     grad_clip: float = 0.5
     compute: str = "fp64"
     state: str = "fp64"
-    groups: tuple[Group, ...] = ()
+    groups: tuple[GroupSection, ...] = ()
     narrow: Callable[[], nn.Module] | None = None
     stages: tuple[Stage, ...] = ()
 

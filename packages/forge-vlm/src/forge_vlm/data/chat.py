@@ -63,7 +63,7 @@ class Turn:
         return {**self.more, "role": self.role, "content": self.content}
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """Some of a conversation's text. `learned`: the assistant says it; `trusted`: the template wrote it itself."""
 
     text: str
@@ -95,7 +95,7 @@ class Chat:
         """Of what the template writes: for names of what is made with it."""
         return repr(self.template) + (f" {self.tokens} {self.complete}" if self.tokens or self.complete else "")
 
-    def spans(self, turns: Sequence[Turn], tools: Any = None) -> list[Span]:
+    def spans(self, turns: Sequence[Turn], tools: Any = None) -> list[TextSpan]:
         """The text of the turns, in their order; neighbors differ in what they are.
 
         Raises:
@@ -127,7 +127,7 @@ class Chat:
         found, start = [], 0
         for kind, same in groupby(kinds):
             stop = start + sum(1 for _ in same)
-            found.append(Span(str.__str__(whole)[start:stop], *kind))
+            found.append(TextSpan(str.__str__(whole)[start:stop], *kind))
             start = stop
         return found
 
@@ -148,13 +148,13 @@ class Chat:
         """`prompt` as (text, trusted) pieces, which a tokenizer's `encode_pieces` takes."""
         return [(span.text, span.trusted) for span in self.prompt_spans(turns, tools)]
 
-    def prompt_spans(self, turns: Sequence[Turn], tools: Any = None) -> list[Span]:
+    def prompt_spans(self, turns: Sequence[Turn], tools: Any = None) -> list[TextSpan]:
         """`prompt` as spans, of which nothing is learned."""
         whole = self._text(turns, tools, opening=True)
         spans, start = [], 0
         for trusted, same in groupby(whole.flags, key=lambda flag: bool(flag & TRUSTED)):
             stop = start + sum(1 for _ in same)
-            spans.append(Span(str.__str__(whole)[start:stop], False, trusted))
+            spans.append(TextSpan(str.__str__(whole)[start:stop], False, trusted))
             start = stop
         return spans
 

@@ -28,7 +28,7 @@ from forge_data.tokenizers.control import identity_of
 from forge_vlm.data.chat import Chat
 from forge_vlm.data.documents import MARKER, BrokenRecord, Clip, Examples, Fields, Picture, Words, is_conversation, parts_of
 from forge_vlm.data.inputs import ImageInputs, identity_of_inputs
-from forge_vlm.data.store import FACTS, FILES, TOKENS, VERSION, Facts, IllustratedStore
+from forge_vlm.data.store import FACTS, FILES, TOKENS, VERSION, IllustratedStore, ImageStoreFacts
 from forge_vlm.images.pixels import ImageError, decode
 
 ENCODING = 2
@@ -65,7 +65,7 @@ class Preparation:
     too_long: str = "error"
 
 
-class TooLong(BrokenRecord):
+class DocumentTooLong(BrokenRecord):
     """A document that does not fit into a row."""
 
 
@@ -251,7 +251,7 @@ def truncate(document: Encoded, longest: int, placeholder: int) -> Encoded:
             break
         images, tiles = images + 1, tiles + count
     if not document.learned[1:stop].any():
-        raise TooLong(f"has nothing to learn in its first {longest} tokens")
+        raise DocumentTooLong(f"has nothing to learn in its first {longest} tokens")
     return Encoded(
         document.ids[:stop],
         document.learned[:stop],
@@ -298,7 +298,7 @@ def _write(
     report(f"prepared {name}: {facts.images:,} images in {facts.tiles:,} tiles{cut}{left}, to {path}")
 
 
-def _what_was_left_out(facts: Facts, wanted: Preparation) -> str:
+def _what_was_left_out(facts: ImageStoreFacts, wanted: Preparation) -> str:
     broken = f"{facts.skipped} broken records"
     return (
         broken if wanted.too_long != "skip" else f"{broken} and {facts.too_long} documents of more than {wanted.longest} tokens"
@@ -337,7 +337,7 @@ def _write_files(
     workers: int,
     report: Callable[[str], None],
     skips: Skips,
-) -> Facts:
+) -> ImageStoreFacts:
     _refuse_early(examples, wanted, tokenizer)
     images = tiles = tokens = text = named = documents = too_long = longest = 0
     counts: Counter[int] = Counter()
@@ -371,7 +371,7 @@ def _write_files(
             raise DataError(f"{examples.what} has no document in the split {wanted.split!r}")
         store.commit()
         checksums = files.finish()
-    return Facts(
+    return ImageStoreFacts(
         version=VERSION,
         images=images,
         tiles=tiles,
@@ -396,7 +396,7 @@ class LeftOut:
 
 def _fault(name: str, record: Mapping[str, Any] | BrokenRecord, error: BrokenRecord | DataError) -> LeftOut:
     message = str(error) if error is record else f"{getattr(record, 'place', name)}: {error}"
-    return LeftOut(message, isinstance(error, TooLong))
+    return LeftOut(message, isinstance(error, DocumentTooLong))
 
 
 def _refuse_early(examples: Examples, wanted: Preparation, tokenizer: Tokenizer) -> None:
@@ -434,8 +434,8 @@ def _refuse_long(parts: "list[Words | Picture]", wanted: Preparation, tokenizer:
         raise _too_long(length, wanted, "at least " if images and wanted.inputs.varies else "")
 
 
-def _too_long(length: int, wanted: Preparation, about: str = "") -> TooLong:
-    return TooLong(
+def _too_long(length: int, wanted: Preparation, about: str = "") -> DocumentTooLong:
+    return DocumentTooLong(
         f"has {about}{length} tokens, images included, and a row has {wanted.longest}; shorten it, raise data.sequence_length, "
         "or set too_long = 'skip' or 'truncate' in the source"
     )

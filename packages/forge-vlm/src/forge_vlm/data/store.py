@@ -38,7 +38,7 @@ EXTRAS = ("images", "image_rows")
 
 
 @dataclass(frozen=True)
-class Facts:
+class ImageStoreFacts:
     """The content of `images.json`.
 
     Attributes:
@@ -234,10 +234,10 @@ class IllustratedStore:
         return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype)
 
 
-def _facts(path: Path) -> Facts:
+def _facts(path: Path) -> ImageStoreFacts:
     try:
         values: dict[str, Any] = json.loads((path / FACTS).read_text(encoding="utf-8"))
-        facts = Facts(**values)
+        facts = ImageStoreFacts(**values)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path} is not a store with images: {error}; remove it, and it is written again") from error
     if facts.version != VERSION:

@@ -15,7 +15,7 @@ from forge_core.specs import ModuleSpec, TensorSpec
 from forge_models.blocks.attention import HEADS, KV_HEADS, STREAM, Attention
 from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.moe.layer import ExpertLayer
-from forge_models.blocks.moe.losses import Rows
+from forge_models.blocks.moe.losses import RowIndex
 from forge_models.blocks.rope import Rotation
 from forge_models.inner_values import inside, tap
 from forge_models.shape import BlockContext, DecoderShape, MoEShape
@@ -82,9 +82,9 @@ class ModalityGroups(NamedTuple):
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return cls(tuple(order.split(sizes)), back, len(modality))
 
-    def rows_of(self, place: int) -> Rows:
+    def rows_of(self, place: int) -> RowIndex:
         """The rows from which the tokens of modality number `place` come; `apart` joins them into one row."""
-        return Rows(self.at[place] // (len(self.back) // self.rows), self.rows)
+        return RowIndex(self.at[place] // (len(self.back) // self.rows), self.rows)
 
     def apart(self, x: Tensor) -> list[Tensor]:
         """(B, T, ...) -> (1, n, ...) for each modality."""

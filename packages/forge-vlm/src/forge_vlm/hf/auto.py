@@ -16,7 +16,7 @@ from forge_models.components.attentions import GQA
 from forge_models.components.experts import SoftmaxTopKConfig
 from forge_models.hf.config import Unsupported, read_config
 from forge_models.hf.converter import opened
-from forge_models.hf.names import Place, shapes_of
+from forge_models.hf.names import TensorPlace, shapes_of
 from forge_models.hf.reader import GENERATION, CheckpointTensors, facts_in
 from forge_models.hf.writer import write_folder, write_json
 from forge_vlm.components.adapters import MLPConfig
@@ -118,9 +118,9 @@ class StoredModel(CheckpointTensors):
         self.facts = facts_in(folder, values, MODEL_TYPE)
 
 
-def places_of(model: VLM) -> dict[str, Place]:
+def places_of(model: VLM) -> dict[str, TensorPlace]:
     """Global name -> place of every parameter: names are ours."""
-    return {name: Place(shape, (name,)) for name, shape in shapes_of(model).items()}
+    return {name: TensorPlace(shape, (name,)) for name, shape in shapes_of(model).items()}
 
 
 def vision_keys(model: VLM) -> dict[str, Any]:

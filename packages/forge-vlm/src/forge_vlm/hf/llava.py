@@ -15,7 +15,7 @@ from forge_core.protocols.weights import NO_EXTRAS, Weights
 from forge_models.hf.config import ANY_VALUE, CONFIG, Allowed, Keys, Unsupported, read_config
 from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of
-from forge_models.hf.names import DERIVED, Place
+from forge_models.hf.names import DERIVED, TensorPlace
 from forge_models.hf.reader import CheckpointTensors, facts_in, family_of
 from forge_models.hf.writer import special_tokens, usage_of, write_folder, write_json
 from forge_vlm.components.adapters import LinearConfig, MLPConfig
@@ -281,7 +281,7 @@ def model_of(values: Mapping[str, Any], folder: Path, where: str, ignore: Sequen
         raise Unsupported(f"{where}: {cause}") from cause
 
 
-def _places(family: Family, model: VLM, tower: str) -> dict[str, Place]:
+def _places(family: Family, model: VLM, tower: str) -> dict[str, TensorPlace]:
     """Global name -> place of every tensor; `tower` is before the names of the vision tower's."""
     from forge_models.hf.names import shapes_of
 
@@ -292,7 +292,7 @@ def _places(family: Family, model: VLM, tower: str) -> dict[str, Place]:
     for name, shape in shapes_of(model).items():
         if name.startswith("adapter."):
             _, _, at, slot = name.split(".")
-            found[name] = Place(shape, (f"{PROJECTOR}linear_{int(at) + 1}.{slot}",))
+            found[name] = TensorPlace(shape, (f"{PROJECTOR}linear_{int(at) + 1}.{slot}",))
     return found
 
 

@@ -23,7 +23,7 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import CONFIG, Keys, Unsupported, read_config
 from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of, misfits, read_base, read_heads, write_base
-from forge_models.hf.names import DERIVED, Place, shapes_of
+from forge_models.hf.names import DERIVED, TensorPlace, shapes_of
 from forge_models.hf.reader import SINGLE, CheckpointTensors, facts_in
 from forge_models.hf.writer import usage_of, write_folder, write_json
 from forge_vlm.components.adapters import MLPConfig
@@ -249,16 +249,16 @@ def _of_vision(name: str) -> bool:
     return name.startswith(("encoder.", "adapter."))
 
 
-def _places(model: VLM) -> dict[str, Place]:
+def _places(model: VLM) -> dict[str, TensorPlace]:
     """Global name -> place of every tensor; those of encoder and adapter lie in another folder."""
     found, cross = {}, cross_layers(model.layers, model.chosen_fusion.every)
     for name, shape in shapes_of(model).items():
         if _of_vision(name):
-            found[name] = Place(shape, (name,))
+            found[name] = TensorPlace(shape, (name,))
         elif ".cross." in name:
             _, layer, _, part, *rest = name.split(".")
             at = cross[(int(layer) + 1) // model.chosen_fusion.every - 1]
-            found[name] = Place(shape, (".".join(["model.layers", str(at), CROSS[part], *rest]),))
+            found[name] = TensorPlace(shape, (".".join(["model.layers", str(at), CROSS[part], *rest]),))
     decoder = text_decoder(model)
     for name, place in text_places(Text(), decoder, "").items():
         if name.startswith("blocks."):

@@ -11,7 +11,7 @@ from forge_core.protocols.weights import Weights
 from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import Unsupported
 from forge_models.hf.family import Family
-from forge_models.hf.names import Place, places_in
+from forge_models.hf.names import TensorPlace, places_in
 from forge_models.hf.writer import chosen
 from forge_vlm.components.encoders import CLIP, DINOv2, Published, SigLIP
 from forge_vlm.components.model import VLM
@@ -84,7 +84,7 @@ def tower_config(encoder: Published) -> dict[str, Any]:
     return written | {"qkv_bias": shape.qkv_bias, "use_mask_token": False}
 
 
-def tower_places(encoder: Published, prefix: str) -> dict[str, Place]:
+def tower_places(encoder: Published, prefix: str) -> dict[str, TensorPlace]:
     """Global name -> place of every tensor of the tower; their names begin with `prefix`."""
     import torch
 
@@ -93,11 +93,11 @@ def tower_places(encoder: Published, prefix: str) -> dict[str, Place]:
     family, shape = encoder.tower.family, encoder.shape
     with torch.device("meta"):
         built = VisionTransformer(shape)
-    found: dict[str, Place] = {}
+    found: dict[str, TensorPlace] = {}
     for name, parameter in built.named_parameters():
         rest, theirs = their_name(family, shape, name)
         size = tuple(parameter.shape)
-        place = Place(size, (prefix + theirs,), reshaped=_stored_shape(family, shape, rest, size))
+        place = TensorPlace(size, (prefix + theirs,), reshaped=_stored_shape(family, shape, rest, size))
         if shape.gated and rest.startswith(("mlp.gate_proj", "mlp.up_proj")):
             start = 0 if rest.startswith("mlp.gate_proj") else shape.ffn_dim
             place = replace(place, fused=(0, start, 2 * shape.ffn_dim))
@@ -174,7 +174,7 @@ def text_misfits(model: VLM) -> list[str]:
     return []
 
 
-def text_places(family: Family, decoder: DecoderConfig, prefix: str) -> dict[str, Place]:
+def text_places(family: Family, decoder: DecoderConfig, prefix: str) -> dict[str, TensorPlace]:
     """Global name -> place of every tensor of the decoder; their names begin with `prefix`."""
     places = places_in(family, decoder)
     return {name: replace(place, names=tuple(prefix + theirs for theirs in place.names)) for name, place in places.items()}

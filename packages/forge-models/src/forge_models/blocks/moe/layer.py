@@ -13,7 +13,7 @@ from forge_models.autograd import attach
 from forge_models.blocks.layers import MLP, STREAM
 from forge_models.blocks.moe.dispatch import LocalDispatch, limited
 from forge_models.blocks.moe.experts import Experts
-from forge_models.blocks.moe.losses import Rows, entropy, loads, pooled, probability_sums, weighted
+from forge_models.blocks.moe.losses import RowIndex, entropy, loads, pooled, probability_sums, weighted
 from forge_models.blocks.moe.routers import Biased
 from forge_models.inner_values import tap
 from forge_models.shape import BlockContext, MoEShape, RouterContext
@@ -78,7 +78,7 @@ class ExpertLayer(nn.Module):
         token_mask: Tensor | None = None,
         tokens: Tensor | None = None,
         cached: bool = False,
-        rows: Rows | None = None,
+        rows: RowIndex | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, dim) -> ((B, T, dim), what `observe` takes; None in evaluation).
 

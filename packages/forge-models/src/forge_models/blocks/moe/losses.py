@@ -33,7 +33,7 @@ from forge_models.blocks.moe.routers import Routing
 from forge_models.shape import Losses
 
 
-class Rows(NamedTuple):
+class RowIndex(NamedTuple):
     """The rows of tokens that were taken out of a batch, so that the shape no longer shows them.
 
     Attributes:
@@ -45,10 +45,10 @@ class Rows(NamedTuple):
     total: int
 
 
-def loads(experts: Tensor, rows: "int | Rows", count: int) -> Tensor:
+def loads(experts: Tensor, rows: "int | RowIndex", count: int) -> Tensor:
     """(rows, count) int64: slots of each row of tokens that chose each expert; -1 counts nowhere. `experts` (N, top_k); `rows`
     is a number where rows of equal length follow each other."""
-    if isinstance(rows, Rows):
+    if isinstance(rows, RowIndex):
         bins = rows.of.unsqueeze(1) * (count + 1) + experts.where(experts >= 0, count)
         empty = experts.new_zeros(rows.total * (count + 1))
         return empty.scatter_add_(0, bins.flatten(), torch.ones_like(bins).flatten()).view(rows.total, -1)[:, :count]
@@ -57,13 +57,13 @@ def loads(experts: Tensor, rows: "int | Rows", count: int) -> Tensor:
     return slots.new_zeros(rows, count + 1).scatter_add_(1, counted, torch.ones_like(counted))[:, :count]
 
 
-def probability_sums(routing: Routing, rows: "int | Rows", token_mask: Tensor | None) -> Tensor:
+def probability_sums(routing: Routing, rows: "int | RowIndex", token_mask: Tensor | None) -> Tensor:
     """(rows, E) with a graph: the probabilities of each row's tokens, added up. `token_mask` (N,) is False for padding."""
     assert routing.probabilities is not None
     probabilities = routing.probabilities
     if token_mask is not None:
         probabilities = probabilities.masked_fill(~token_mask.unsqueeze(1), 0)
-    if isinstance(rows, Rows):
+    if isinstance(rows, RowIndex):
         # Row after row: an index_add would not add in the same order on every call, on a GPU.
         each = [probabilities.masked_fill((rows.of != row).unsqueeze(1), 0).sum(0) for row in range(rows.total)]
         return torch.stack(each)
