@@ -233,14 +233,14 @@ def test_a_store_whose_manifest_could_not_be_written_is_not_complete(tmp_path: P
     store = ranks_store.RanksStore(tmp_path / "x", {}, taps, SHARD, SingleProcessWorld(), 1)
     store.add({"norm": torch.zeros(1)}, {name: torch.zeros(1).long() for name in ("input", "position", "token")}, 1)
     store.agree(0, 1)
-    full, write = [True], ranks_store.Manifest.write
+    full, write = [True], ranks_store.ActivationManifest.write
 
     def fails_once(self: Any, complete: bool = False) -> None:
         if full.pop() if full else False:
             raise InterpError("manifest.json cannot be written")
         write(self, complete)
 
-    monkeypatch.setattr(ranks_store.Manifest, "write", fails_once)
+    monkeypatch.setattr(ranks_store.ActivationManifest, "write", fails_once)
     with pytest.raises(InterpError, match=r"manifest\.json cannot be written"):
         store.close()
     with pytest.raises(InterpError, match="the capture stopped with 0 inputs stored"):

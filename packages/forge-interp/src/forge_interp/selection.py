@@ -213,8 +213,10 @@ def _last(allowed: Tensor) -> Tensor:
 
 
 def watched(model: nn.Module, note: Callable[[ForwardInputs | None], None], active: Callable[[], bool]) -> list[Any]:
-    """Calls `note` with the `ForwardInputs` of every call of the model while `active()`, and with None behind it; returns the handles
-    that end this."""
+    """Calls `note` with the `ForwardInputs` of every call of the model while `active()`, and with None after the call.
+
+    Returns the handles that end this.
+    """
 
     def before(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         if active():
