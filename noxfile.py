@@ -236,7 +236,7 @@ def _pytest(
 
 
 def _workshop(session: nox.Session, tools: bool = True) -> None:
-    """The shared environment with every distribution, editable, and with `tools` what tests and checks need tritons."""
+    """The shared environment with every distribution, editable, and with `tools` what tests and checks need."""
     wanted = sha256(sys.version.encode())
     for file in (CONSTRAINTS, *(project / "pyproject.toml" for project in PROJECTS), Path(__file__)):
         wanted.update(file.read_bytes())

@@ -1,8 +1,8 @@
 """Stores of activations: a folder of shards, an index and a manifest.
 
 `ActivationStore` opens shards as memory maps: opening costs nothing, and a slice reads its bytes only. `ActivationWriter` writes
-shard by shard, so that memory is bounded. A shard is closed before it grows beyond its size, and ends where an input ends. After every
-shard the whole `manifest.json` is replaced, so that a recording that was interrupted continues and writes the same files.
+shard by shard, so that memory is bounded. A shard is closed before it grows beyond its size, and ends where an input ends. After
+every shard the whole `manifest.json` is replaced, so that a recording that was interrupted continues and writes the same files.
 """
 
 import hashlib

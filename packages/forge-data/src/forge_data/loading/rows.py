@@ -1,7 +1,8 @@
 """Builds the rows of any step: windows of tokens from the packings of the sources, as model inputs in one block of memory.
 
 From the bottom up: `shift` computes labels of a window, `TokenRows` holds model inputs and slices them into batches, an
-`Assembler` fills rows from several packings, and a `RowReader` fills the rows of any step. torch is imported only to build a batch.
+`Assembler` fills rows from several packings, and a `RowReader` fills the rows of any step. torch is imported only to build a
+batch.
 """
 
 import sys
