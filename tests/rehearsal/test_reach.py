@@ -90,7 +90,7 @@ def test_a_process_writes_down_what_it_runs(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
     found = {line for line in unreached.reached(tmp_path) if ":current:" in line}
     assert found == {
-        "forge_parallel.accelerator:current: found = kind()",
+        "forge_parallel.accelerator:current: current_kind = kind()",
         f"forge_parallel.accelerator:current: {_second_line_of_current()}",
     }
 
