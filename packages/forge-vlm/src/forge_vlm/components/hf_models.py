@@ -1,6 +1,6 @@
 """Models with images in the Hugging Face format, chosen by `--family` and by the `model_type` of a folder.
 
-`own_code` says that a folder brings code of ours with it; such a folder is only written where it is asked for by name.
+`own_code` is True if folders contain code of Forge; such a folder is written only if `--family` names it.
 """
 
 from dataclasses import dataclass
@@ -11,21 +11,22 @@ from forge_core.component import Component
 
 @dataclass(frozen=True, kw_only=True)
 class LlavaConfig(Component):
-    """A joint decoder with a published tower as `LlavaForConditionalGeneration` (Liu et al., 2023)."""
+    """A joint decoder with a published tower, written as `LlavaForConditionalGeneration` (Liu et al., 2023)."""
 
     implementation: ClassVar[str] = "forge_vlm.hf.llava:Llava"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MllamaConfig(Component):
-    """Cross-attention with the text part as `MllamaForCausalLM` (Llama 3.2, 2024); encoder and adapter bring code of ours."""
+    """Cross-attention with the text part of `MllamaForCausalLM` (Llama 3.2, 2024); the folder contains code for encoder and
+    adapter."""
 
     implementation: ClassVar[str] = "forge_vlm.hf.mllama:Mllama"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StandaloneConfig(Component):
-    """Any fusion but cross-attention, with code in plain PyTorch in the folder: for what no class of transformers can hold."""
+    """Any fusion except cross-attention, with plain PyTorch code in the folder: for models without a class in transformers."""
 
     implementation: ClassVar[str] = "forge_vlm.hf.standalone.folder:Standalone"
 
