@@ -131,7 +131,7 @@ def test_attribution_patching_is_the_slope_of_activation_patching(make, tokens):
         torch.testing.assert_close(mine, slope.detach(), rtol=1e-4, atol=1e-7)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    with pytest.raises(InterpError, match="these values get no gradient"):
+    with pytest.raises(InterpError, match="these values have no gradient"):
         attribution_patching(model, clean, corrupted, difference, names)
 
 

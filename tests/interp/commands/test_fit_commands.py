@@ -51,4 +51,4 @@ def test_where_nothing_can_be_written_nothing_is_fitted(trained: Path, tmp_path:
     monkeypatch.setattr("forge_train.inference.stored.load_model", lambda _: pytest.fail("weights were loaded"))
     options = ("lens", trained / "run", "--text", trained / "text.txt", "--output")
     assert "give a .safetensors file" in refused(capsys, *options, tmp_path / "lens.pt")
-    assert "is not a folder; make it" in refused(capsys, *options, tmp_path / "no" / "lens.safetensors")
+    assert "is not a folder; create it" in refused(capsys, *options, tmp_path / "no" / "lens.safetensors")

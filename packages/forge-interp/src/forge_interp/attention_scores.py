@@ -1,4 +1,4 @@
-"""Scores and patterns of attention, computed again from queries and keys: the model keeps its fast kernels and its bits."""
+"""Attention scores and patterns, recomputed from queries and keys; the model keeps its fast kernels and its bits."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,12 +22,12 @@ QUERY_CHUNK = 256
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How a layer makes weights of queries and keys.
+    """How a layer computes attention weights from queries and keys.
 
     Attributes:
-        scale: factor of the products.
-        soft_cap: bound of the scores; None = none.
-        window: positions that one position sees; None = all.
+        scale: factor of the products q k^T.
+        soft_cap: bound of the scores; None: no bound.
+        window: number of positions that a position attends to; None: all.
     """
 
     scale: float
@@ -36,7 +36,7 @@ class ScoreRule:
 
 
 class AttentionScores:
-    """Queries and keys of the newest forward. Scores are made when they are asked for, of some heads and queries.
+    """Queries and keys of the newest forward. Scores are computed on request, for the requested heads and queries.
 
     All results are in fp32, or fp64 for a model in fp64. `heads` are query heads, `queries` indices in the row; None = all.
     A head of keys serves heads / kv_heads heads of queries.
@@ -62,7 +62,7 @@ class AttentionScores:
 
     @property
     def layers(self) -> list[int]:
-        """The layers of which there are queries and keys."""
+        """Layers with stored queries and keys."""
         return list(self._rules)
 
     def scores(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
@@ -176,10 +176,10 @@ def _count(model: nn.Module) -> int:
 
 
 def rule_of(model: nn.Module, layer: int) -> ScoreRule:
-    """How a layer of a model, or of a part of it, makes weights.
+    """Returns how a layer of a model, or of a part of a model, computes attention weights.
 
     Raises:
-        InterpError: it is not known, or a strategy has replaced it.
+        InterpError: the attention is unknown, or a strategy has replaced its core.
     """
     attention: Any = model.get_submodule(f"blocks.{layer}.attention")
     core = getattr(attention, "core", None)

@@ -1,4 +1,4 @@
-"""Reads inner values of the forwards inside of a context."""
+"""Reads inner values in the forwards of a context."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,7 +127,7 @@ def capture(
 
 
 class RunningForward:
-    """The forward that runs, and the tokens of it that are meant."""
+    """The current forward and its selected tokens."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -202,10 +202,10 @@ def listening_to(
 def select_taps(
     model: nn.Module, names: str | Sequence[str], layers: Sequence[int] | None, heads: Sequence[int] | None
 ) -> dict[str, TapInfo]:
-    """The inner values that are meant.
+    """Returns the selected inner values.
 
     Raises:
-        InterpError: there is none, or one of them does not have these heads.
+        InterpError: no inner value matches, or a matching value does not have these heads.
     """
     infos = choose(taps(model), names, layers)
     for one in infos.values() if heads is not None else ():
@@ -220,7 +220,7 @@ def select_taps(
 
 
 def refuse_recomputation(model: nn.Module) -> None:
-    """A block that runs again in the backward would be computed there without the edit, and the gradient be another's.
+    """Refuses recomputation: a block that runs again in the backward would run without the edit, so gradients would be wrong.
 
     Raises:
         InterpError: gradients are on, and the forward of a block is wrapped, as transforms.recompute does.

@@ -1,4 +1,4 @@
-"""Changes inner values of the forwards inside of a context."""
+"""Changes inner values in the forwards of a context."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ class AcrossRows:
 
 
 def zero() -> Edit:
-    """Nothing but zeros."""
+    """Replaces values with zeros."""
     return lambda name, x, _: torch.zeros_like(_numbers(name, x))
 
 
@@ -54,7 +54,7 @@ def add(vector: Tensor, scale: float = 1.0) -> Edit:
 
 
 def project_out(directions: Tensor) -> Edit:
-    """Takes away what lies in the span of directions (d,) or (k, d): x - x Q Q^T, Q an orthonormal basis.
+    """Removes the component in the span of directions (d,) or (k, d): x - x Q Q^T, Q an orthonormal basis.
 
     Raises:
         InterpError: the directions do not have the width of the value, or hold no direction.
@@ -75,7 +75,7 @@ def project_out(directions: Tensor) -> Edit:
 
 
 def replace(function: Callable[[Tensor], Tensor]) -> Edit:
-    """What a function makes of the value, such as the reconstruction of a sparse autoencoder."""
+    """Replaces values with the result of a function, such as the reconstruction of a sparse autoencoder."""
     return lambda _, x, __: function(x)
 
 

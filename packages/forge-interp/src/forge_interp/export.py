@@ -121,7 +121,7 @@ def convert(store: ActivationStore, path: Path) -> None:
     except ImportError as cause:
         raise _missing(f"{path.suffix} files", cause) from cause
     except OSError as cause:
-        raise InterpError(f"{path} cannot be written: {cause}; choose another place, or make room") from cause
+        raise InterpError(f"{path} cannot be written: {cause}; choose another path, or free space") from cause
 
 
 def _missing(what: str, cause: ImportError) -> InterpError:

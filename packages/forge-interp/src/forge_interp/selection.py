@@ -1,4 +1,4 @@
-"""Which tokens of a forward are meant: all, the last, their mean, a list, the last of each word, those of some documents."""
+"""Selects tokens of a forward: all, the last, their mean, a list, the last of each word, or those of some documents."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ documents or the mask of a forward tell it, and in generation the lengths of the
 
 
 class Forward(NamedTuple):
-    """What is known of a forward before it begins.
+    """Facts about a forward that are available before it begins.
 
     Attributes:
         places: (B, T) int64 place of each token in its row.
@@ -67,7 +67,7 @@ class Forward(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """The tokens of one forward that are meant.
+    """The selected tokens of one forward.
 
     Attributes:
         mask: (B, T) bool.
@@ -207,7 +207,7 @@ class Selection:
 
 
 def _last(allowed: Tensor) -> Tensor:
-    """The last True of each row."""
+    """Returns the last True of each row."""
     behind = allowed.flip(1).cumsum(1).flip(1)
     return allowed & (behind == 1)
 

@@ -101,7 +101,7 @@ class ActivationStore:
 
 
 def is_store(folder: Path) -> bool:
-    """Whether a folder says that it holds activations, finished or not."""
+    """Whether the folder contains a store of activations, complete or not."""
     try:
         return "taps" in read_manifest(folder / MANIFEST)
     except InterpError:
@@ -165,7 +165,7 @@ class Manifest:
         self.entries["shards"] = sorted(every, key=lambda shard: shard["inputs"])
 
     def write(self, complete: bool = False) -> None:
-        """Puts it on disk.
+        """Writes the manifest to disk.
 
         Raises:
             InterpError: a disk that takes no more.
@@ -175,7 +175,7 @@ class Manifest:
             replace_file(self.folder / MANIFEST, json.dumps(self.entries, indent=1).encode())
         except OSError as cause:
             raise InterpError(
-                f"{self.folder / MANIFEST} cannot be written: {cause.strerror}; make room, and start again"
+                f"{self.folder / MANIFEST} cannot be written: {cause.strerror}; free space, and start again"
             ) from cause
 
 
@@ -195,7 +195,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _difference(found: Any, wanted: Any, key: str) -> str:
-    """The first entry that differs, with both values."""
+    """Returns the first entry that differs, with both values."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in [*found, *wanted]:
             if found.get(name) != wanted.get(name):
@@ -282,7 +282,7 @@ class ShardWriter:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's bytes."""
+    """Returns the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(2**22):

@@ -26,7 +26,7 @@ from forge_models.inner_values import is_from, listening
 
 
 class InterpError(ForgeError):
-    """A name, a selection or a value with which nothing can be captured or edited."""
+    """A name, a selection or a value that cannot be captured or edited."""
 
 
 def require_finite(what: str, x: Tensor) -> None:
@@ -173,10 +173,10 @@ class Known(NamedTuple):
     """One kind of inner value.
 
     Attributes:
-        says: what it is.
+        says: description of the value.
         dims: in the order in which a block passes it; "tokens" are rows and positions in one.
-        alias: what TransformerLens calls it, behind `blocks.N.` inside of a block; empty where it has none.
-        why: why it has none.
+        alias: name in TransformerLens, without the prefix `blocks.N.`; empty if TransformerLens has no such value.
+        why: reason for an empty alias.
         editable: False for what a block only shows.
     """
 

@@ -100,10 +100,10 @@ def sae(
 
 
 def _writable(output: Path) -> None:
-    """Looks before the fit whether there is a folder for its result."""
+    """Raises a ForgeError before the fit if the output cannot be written."""
     from forge_core.errors import ForgeError
 
     if output.suffix != ".safetensors" or output.is_dir():
         raise ForgeError(f"--output {output}: give a .safetensors file")
     if not output.absolute().parent.is_dir():
-        raise ForgeError(f"--output {output}: {output.parent} is not a folder; make it, or choose another one")
+        raise ForgeError(f"--output {output}: {output.parent} is not a folder; create it, or choose another folder")

@@ -1,4 +1,4 @@
-"""One look inside a model that trains: statistics of some rows by layer, in one forward without gradients."""
+"""Measures statistics of rows by layer during training, in one forward without gradients."""
 
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack

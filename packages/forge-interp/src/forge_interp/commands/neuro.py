@@ -110,7 +110,7 @@ def encode(
         results.append(row)
     constant = int(next(iter(found.values())).r.isnan().sum())
     if constant:
-        console.note(f"{constant} of {y.shape[1]} channels do not vary: they have no r (NaN) and no part in the numbers below")
+        console.note(f"{constant} of {y.shape[1]} channels do not vary: their r is NaN, and the numbers below leave them out")
     if many := [row["name"] for row in results if row["at_grid_end"] > y.shape[1] / 2]:
         console.note(
             f"{', '.join(many)}: most channels chose the smallest or the largest penalty of the grid; there is little to "
@@ -199,7 +199,7 @@ def _opened(
     if pool not in ("last", "mean"):
         raise ForgeError(f"--pool {pool}: last or mean")
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ForgeError(f"--output {output} is there already; choose a new folder")
+        raise ForgeError(f"--output {output} already exists; choose a new folder")
     console, recording = Console(as_json=as_json), read_recording(target, series)
     check(recording)
     options: dict[str, Any] = {"weights": weights, "length": length, "pool": pool, "tokenizer": tokenizer}

@@ -1,4 +1,4 @@
-"""Reads and changes inner values of a model that is sharded over ranks.
+"""Reads and edits inner values of a model that is sharded over ranks.
 
 A capture selects on each rank what the rank holds and gathers only that; an edit sees whole values, and each rank takes its share
 of the result. What a rank holds depends on the layout: rows differ over data ranks; places of a row over ranks of cp, and of tp
@@ -54,7 +54,7 @@ class Share(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """One forward of a part."""
+    """One forward of a part of the model."""
 
     rows: Tensor
     places: Tensor
@@ -62,7 +62,7 @@ class _Running(NamedTuple):
 
 
 class Shares:
-    """Tells what this rank has of each inner value that it hears, inside of `heard_by`.
+    """This rank's share of each inner value that is read within `heard_by`.
 
     Args:
         model: laid out by any of dp, hsdp, tp, cp, ep and pp.
@@ -229,7 +229,7 @@ def pack(pieces: Sequence[Piece]) -> bytes:
 
 
 def unpack(payload: bytes) -> Iterator[Piece]:
-    """The pieces of `pack`."""
+    """Yields the pieces that `pack` wrote."""
     if not payload:
         return
     size = int.from_bytes(payload[:8], "little")

@@ -70,20 +70,20 @@ class RanksStore:
         self._writer = ShardWriter(folder, f"shard-{mine:05d}-", taps, shard_bytes, self._blocks[mine].start, of[mine])
 
     def inputs_left(self, rank: int) -> range:
-        """The inputs whose values a rank is still to get."""
+        """Returns the inputs whose values a rank has not stored yet."""
         return range(self._done[rank], self._blocks[rank].stop)
 
     def unfinished(self) -> bool:
-        """Whether any rank has inputs left: all go on until none has."""
+        """Whether any rank has inputs left; all ranks continue until no rank has."""
         return any(self.inputs_left(rank) for rank in range(self._world.size))
 
     def written(self) -> int:
-        """Number of inputs that this rank has."""
+        """Number of inputs that this rank has stored."""
         return self._done[self._world.rank] - self._blocks[self._world.rank].start
 
     @contextmanager
     def faults_said(self) -> Iterator[None]:
-        """What goes wrong inside is said when ranks agree the next time: they stop together, and none waits for another."""
+        """Keeps an error until the next `agree`, so that all ranks stop together and no rank waits for another."""
         try:
             yield
         except InterpError as refusal:
@@ -94,7 +94,7 @@ class RanksStore:
         self._writer.add(values, index, inputs)
 
     def agree(self, writer: int, inputs: int) -> None:
-        """Collective: tells all ranks what this one wrote, and for which rank it ran how many inputs.
+        """Collective: exchanges what this rank wrote, and the number of inputs that it ran for rank `writer`.
 
         Raises:
             InterpError: on all ranks, what one of them met; what is stored is named by the manifest.
@@ -125,7 +125,7 @@ class RanksStore:
         self._stop_together()
 
     def _refuse_gaps(self, shards: list[dict[str, Any]]) -> None:
-        """A store is complete with every input once."""
+        """Raises an InterpError unless every input is stored exactly once."""
         place = 0
         for first, last in (shard["inputs"] for shard in shards):
             if first != place:
@@ -216,7 +216,7 @@ def in_dtype(whole: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _no_loss(head: Any, hidden: Tensor, labels: Tensor) -> LossTerms:
-    """What a step asks for behind the last block. No scores of words are made."""
+    """The objective of these forwards. It computes no logits."""
     del head, labels
     zero = hidden.new_zeros(())
     return LossTerms(zero, zero, {})

@@ -1,4 +1,4 @@
-"""Which values carry a difference between two runs: activation patching, its linear estimate, and heads taken away."""
+"""Finds the values that cause a difference between two runs: activation patching, its linear estimate, and head ablation."""
 
 from collections.abc import Callable, Sequence
 
@@ -54,7 +54,7 @@ def attribution_patching(
         score = metric(model(corrupted))
     values = list(seen.values())
     if not score.requires_grad or not all(value.requires_grad for value in values):
-        raise InterpError("these values get no gradient; a parameter before them must require one")
+        raise InterpError("these values have no gradient; set requires_grad on a parameter before them")
     gradients = torch.autograd.grad(score, values)
     return {
         name: ((kept[name] - value.detach()) * gradient).sum(-1)

@@ -125,7 +125,7 @@ def train_sae(
     mean = first.mean(0)
     scale = (first - mean).square().sum(1).mean().sqrt()
     if not bool(((first - mean).abs() > len(first) * torch.finfo(first.dtype).eps * first.abs().amax(0)).any()):
-        raise InterpError(f"all rows of {name} are equal; there is nothing to take apart")
+        raise InterpError(f"all rows of {name} are equal; a sparse autoencoder needs rows that vary")
     decoder = F.normalize(torch.randn(latents, first.shape[1], generator=generator), dim=1)
     parameters = [nn.Parameter(one) for one in (decoder.clone(), torch.zeros(latents), decoder, torch.zeros(first.shape[1]))]
     optimizer = torch.optim.Adam(parameters, lr=lr)
