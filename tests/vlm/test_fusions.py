@@ -289,16 +289,16 @@ def test_specs_are_of_every_tensor() -> None:
 
 def test_bad_keys_are_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"fusion": CrossAttention(every=9)}, "gives no cross block"),
-        ({"fusion": MoMa(routing="threshold"), "moe": replace(EXPERTS, capacity=1.0)}, "takes no moe.capacity"),
+        ({"fusion": CrossAttention(every=9)}, "adds no cross block"),
+        ({"fusion": MoMa(routing="threshold"), "moe": replace(EXPERTS, capacity=1.0)}, "supports neither moe.capacity"),
         ({"modalities": {"image": (1, 2)}}, "reserved for the encoder"),
         ({"modalities": {"text": (1, 2)}}, "no other modality claims"),
         ({"modalities": {"a": (1, 5), "b": (4, 8)}}, "share ids"),
         ({"modalities": {"a": (0, 5)}}, "0 < first"),
         ({"image_token": 40}, "vocab_size"),
-        ({"images": "tokens"}, "needs their ids"),
+        ({"images": "tokens"}, "needs the ids of images"),
         ({"images": "tokens", "image_token": 3, "modalities": {"a": (5, 6)}}, "placeholder"),
-        ({"images": "tokens", "modalities": {"image": (5, 9)}, "fusion": CrossAttention(every=2)}, "images of an encoder"),
+        ({"images": "tokens", "modalities": {"image": (5, 9)}, "fusion": CrossAttention(every=2)}, "needs an image encoder"),
     ]
     for keys, message in wrong:
         with pytest.raises(ValueError, match=message):

@@ -216,16 +216,16 @@ def test_what_cannot_be_shown_is_refused_with_what_to_do(tmp_path: Path) -> None
         return Prompts(ByteTokenizer(), Chat(), images, found)
 
     for refused, why in (
-        (lambda: inputs(DECODER), "takes text only; leave --image out"),
-        (lambda: inputs(tokens), "was trained on image tokens .* leave --image out"),
-        (lambda: inputs(replace(JOINT, encoder=Features(count=4, dim=8))), "features that were computed before"),
-        (lambda: inputs(JOINT, ("anyres", "square")), "in several ways .*'anyres', 'square'.* hook `answers`"),
-        (lambda: prompts("https://x.org/a.png"), "download it"),
-        (lambda: prompts(str(tmp_path / "clip.mp4")), "is a video; save some of its frames"),
+        (lambda: inputs(DECODER), "supports text only; remove --image"),
+        (lambda: inputs(tokens), "was trained on image tokens .* remove --image"),
+        (lambda: inputs(replace(JOINT, encoder=Features(count=4, dim=8))), "expects precomputed features"),
+        (lambda: inputs(JOINT, ("anyres", "square")), "different tilings .*'anyres', 'square'.* hook `answers`"),
+        (lambda: prompts("https://x.org/a.png"), "download the image"),
+        (lambda: prompts(str(tmp_path / "clip.mp4")), "is a video; save frames"),
         (lambda: prompts(str(tmp_path / "absent.png")), "absent.png cannot be read: No such file"),
         (lambda: prompts(str(tmp_path)), "cannot be read: Is a directory"),
         (lambda: prompts(str(tmp_path / "words.png")), "words.png: the image cannot be decoded"),
-        (lambda: prompts(image).text("<image> and <image>"), "has 2 <image> and 1 images; write <image> once for each --image"),
+        (lambda: prompts(image).text("<image> and <image>"), "has 2 <image> and 1 images; write <image> once per --image"),
         (lambda: prompts(image, image).conversation([Turn("user", "<image>")]), "has 1 <image> and 2 images"),
         (lambda: prompts(image).text("\ud83d"), "lone surrogate U\\+D83D at character 0$"),
     ):

@@ -265,7 +265,7 @@ def test_a_store_has_a_placeholder_for_each_patch(tower: Path, corpus: Path, tmp
 
 def test_a_source_that_cuts_squares_is_refused(tower: Path, corpus: Path, tmp_path: Path) -> None:
     for more in ({"tiling": Tiling(name="anyres")}, {"size": 16}):
-        with pytest.raises(DataError, match=r"in their own proportions; remove tiling and size"):
+        with pytest.raises(DataError, match=r"keeps their proportions; remove tiling and size"):
             opened(corpus, described(tower), tmp_path, **more)
 
 
@@ -276,7 +276,7 @@ def test_an_image_that_is_too_long_is_a_broken_record(tower: Path, tmp_path: Pat
     records = [{"text": "a", "image": "long.png"}, {"text": "b", "image": "good.png"}]
     (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
     monkeypatch.setattr(inputs, "native_grid", lambda width, height, *_: (1, 30) if width > height else (2, 2))
-    with pytest.raises(DataError, match=r"long.png: .* too long for 20 patches; raise patches"):
+    with pytest.raises(DataError, match=r"long.png: .* too elongated for 20 patches; raise encoder.patches"):
         opened(tmp_path, described(tower), tmp_path / "w")
     assert opened(tmp_path, described(tower), tmp_path / "w", skip=1).facts.images == 1
 

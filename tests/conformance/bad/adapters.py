@@ -33,14 +33,14 @@ BAD = {
     "check_specs": [(Part(make=made(matrix, specs={}), says=SAYS), "leave out weight")],
     "check_tokens": [
         (Part(make=made(matrix), says=(("tokens", lambda n: n // 4),)), "means"),
-        (Part(make=made(alone), says=SAYS), "tokens have the shape"),
+        (Part(make=made(alone), says=SAYS), "the adapter returns the shape"),
     ],
     "check_no_image": [
-        (Part(make=made(halved), says=SAYS), r"of an empty batch it makes the shape \(0, 16, 6\)"),
-        (Part(make=made(lambda weight, x: infinite(weight, matrix(weight, x))), says=SAYS), "a gradient that is not zero"),
+        (Part(make=made(halved), says=SAYS), r"an empty batch returns the shape \(0, 16, 6\)"),
+        (Part(make=made(lambda weight, x: infinite(weight, matrix(weight, x))), says=SAYS), "a nonzero gradient"),
     ],
     "check_images": [(Part(make=made(of_all), says=SAYS), "image 0 alone and with others")],
-    "check_all_features": [(Part(make=made(without_last), says=SAYS), "feature 15 changes no token")],
+    "check_all_features": [(Part(make=made(without_last), says=SAYS), "feature 15 does not change any token")],
     "check_deterministic": [(Part(make=made(noisy), says=SAYS), "other outputs the second time")],
     "check_gradients": [
         (Part(make=made(unused), says=SAYS), "weight gets no gradient"),

@@ -64,13 +64,13 @@ def stored(**options):
 BAD = {
     "check_specs": [
         (bad(pixels, specs={}), "leave out weight"),
-        (bad(pixels, kind=Nowhere), "blocks names modules that are not there: layers.0"),
+        (bad(pixels, kind=Nowhere), "blocks names modules that do not exist: layers.0"),
     ],
     "check_features": [(Part(make=made(pixels), says=(("tokens", 3), *SAYS[1:])), "tokens and width mean")],
     "check_no_image": [
-        (bad(lambda weight, x: pixels(weight, x)[:, :3]), r"of an empty batch it makes the shape \(0, 3, 5\)"),
-        (bad(detached), "weight has no gradient in an empty batch"),
-        (bad(with_infinite), "weight has a gradient that is not zero"),
+        (bad(lambda weight, x: pixels(weight, x)[:, :3]), r"an empty batch returns the shape \(0, 3, 5\)"),
+        (bad(detached), "weight has no gradient for an empty batch"),
+        (bad(with_infinite), "weight has a nonzero gradient"),
     ],
     "check_statistics": [
         (Part(make=made(pixels), says=(*SAYS[:4], ("mean", (0.0,)), ("std", ()))), r"\(1, 0\) numbers for 1 channels")
@@ -79,7 +79,7 @@ BAD = {
     "check_weights": [
         (stored(shape=(5, 15)), r"weights\(\) has"),
         (stored(read=(5, 17)), "reads other shapes"),
-        (stored(box=1.0), "other numbers for a box of weight"),
+        (stored(box=1.0), "other values for a box of weight"),
     ],
     "check_deterministic": [(bad(noisy), "other outputs the second time")],
     "check_gradients": [

@@ -75,6 +75,6 @@ BAD = {
         (Bad(other_rows), "image of another row"),
     ],
     "check_causality": [(Bad(all_tokens), "depends on a later one")],
-    "check_text": [(Bad(any_image), "an image that no row has")],
+    "check_text": [(Bad(any_image), "an unused image")],
     "check_gradients": [(Bad(nothing, spec=True), "no gradient for blocks.0.idle")],
 }

@@ -60,12 +60,12 @@ class Gullible(AutoModelFormat):
 
 BAD = {
     "check_holds": [
-        (Part(make=Rounds), "is not what was written"),
-        (Part(make=Loses), "are on one side only"),
-        (Part(make=Shifts), "computes something else"),
-        (Part(make=Shy), "misfits refuses its example: nothing fits"),
+        (Part(make=Rounds), "differs from the written tensor"),
+        (Part(make=Loses), "are missing on one side"),
+        (Part(make=Shifts), "has other logits"),
+        (Part(make=Shy), "misfits rejects its own example: nothing fits"),
     ],
     "check_reference": [(Part(make=Blind), "the reference differs by")],
-    "check_refuses": [(Part(make=Greedy), "takes a decoder of text")],
-    "check_foreign": [(Part(make=Gullible), "reads 'missing', where no model is")],
+    "check_refuses": [(Part(make=Greedy), "accepts a text decoder")],
+    "check_foreign": [(Part(make=Gullible), "reads 'missing', which contains no model")],
 }

@@ -177,9 +177,9 @@ def test_windows_that_leave_something_over_are_refused(component) -> None:
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="heads 3 of attention_pool must divide the 8 numbers of a feature"):
+    with pytest.raises(ValueError, match="attention_pool: heads 3 must divide the feature width 8"):
         AttentionPoolConfig(heads=3).build(context(16))
-    with pytest.raises(ValueError, match="heads 5 of perceiver must divide the decoder's dim 12"):
+    with pytest.raises(ValueError, match=r"perceiver: heads 5 must divide model\.dim 12"):
         PerceiverConfig(heads=5).build(context(16))
 
 

@@ -56,10 +56,10 @@ def test_turns_of_others_are_never_learned() -> None:
 
 def test_a_template_that_changes_earlier_turns_is_refused() -> None:
     last_only = "{% for m in messages %}{{ m.content if loop.last else '...' }}{% endfor %}"
-    with pytest.raises(DataError, match=r"changes what it wrote before turn 2 \(assistant\)"):
+    with pytest.raises(DataError, match=r"changes earlier text before or in turn 2 \(assistant\)"):
         Chat(last_only).render(TALK)
     no_opening = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>>{% endif %}"
-    with pytest.raises(DataError, match="changes what it wrote before turn 2"):
+    with pytest.raises(DataError, match="changes earlier text before or in turn 2"):
         Chat(no_opening).render(TALK)
 
 
@@ -69,11 +69,11 @@ def test_a_template_that_changes_earlier_turns_is_refused() -> None:
         ("{% for m in messages %}", "is not valid Jinja"),
         ("{{ raise_exception('roles must alternate') }}", "cannot be rendered: roles must alternate"),
         ("{{ messages[0].secret.key }}", "cannot be rendered"),
-        ("{{ messages[0].content + eos_token }}", "writes eos_token, which is not known; give the folder"),
-        ("{{ bos_token }}", "writes bos_token, which is not known; give the folder"),
+        ("{{ messages[0].content + eos_token }}", "writes eos_token, which is unknown; set template to the folder"),
+        ("{{ bos_token }}", "writes bos_token, which is unknown; set template to the folder"),
         ("{{ 7 // 0 }}", "cannot be rendered: ZeroDivisionError"),
         ("{{ namespace(_x=1) }}", "begins with an underscore"),
-        ("{% autoescape true %}{{ messages[0].content }}{% endautoescape %}", "text of the type Markup"),
+        ("{% autoescape true %}{{ messages[0].content }}{% endautoescape %}", "a value of type Markup"),
         ("{{ messages.__class__.__mro__ }}", "cannot be rendered"),
     ],
 )
@@ -94,7 +94,7 @@ def test_templates_come_by_name_from_a_file_and_from_a_tokenizer(tmp_path: Path)
         chat_of(str(tmp_path / "none.json"))
     with pytest.raises(DataError, match="is not valid JSON"):
         chat_of(str(tmp_path / "broken.json"))
-    with pytest.raises(DataError, match=r"neither a file nor one of plain, chatml, llama3"):
+    with pytest.raises(DataError, match=r"give one of plain, chatml, llama3"):
         chat_of("chatmi")
 
 
@@ -123,7 +123,8 @@ def test_a_template_that_drops_earlier_reasoning_is_refused_with_what_to_do() ->
     ]
     for given in (turns, TALK):
         with pytest.raises(
-            DataError, match=r"turn 2 \(assistant\) .* mark them in the template by {% generation %}.* earlier answers, or end"
+            DataError,
+            match=r"turn 2 \(assistant\), .* mark those words in the template with {% generation %}.* earlier answers, end",
         ):
             Chat(UNMARKED).render(given)
     marked = Chat(WITH_MARKS)

@@ -98,7 +98,9 @@ def test_images_next_to_a_url_need_a_folder(tmp_path: Path) -> None:
         (tmp_path / "records.jsonl").write_text(json.dumps({"image": name, "text": "a"}) + "\n")
         component = ImageJsonl(path=f"file://{tmp_path}/records.jsonl", **GIVEN)
         if name == "0.png":
-            with pytest.raises(DataError, match=r"0\.png has no directory: a URL names the records; set folder"):
+            with pytest.raises(
+                DataError, match=r"the directory of 0\.png is unknown because the records come from a URL; set folder"
+            ):
                 opened(component, tmp_path / "w")
             component = replace(component, folder=str(tmp_path))
         assert grays(opened(component, tmp_path / "w")) == [1]
@@ -107,7 +109,7 @@ def test_images_next_to_a_url_need_a_folder(tmp_path: Path) -> None:
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text(json.dumps({"image": "0.png", "text": "a"}) + "\n")
     for component in (ImageJsonl, VideoFrames, VideoCsv):
-        with pytest.raises(DataError, match='folder = "" names no directory'):
+        with pytest.raises(DataError, match='folder = "" is not a directory'):
             component(path=str(tmp_path / "records.jsonl"), folder="", **GIVEN).read()
 
 
@@ -166,8 +168,8 @@ LINK.type, LINK.linkname = tarfile.LNKTYPE, "9.png"
 @pytest.mark.parametrize(
     ("members", "fault"),
     [
-        ([("0.heic", b"x"), ("0.txt", b"a")], r"record 0 has the member 0\.heic, and the kind 'heic' is not known"),
-        ([("0.png", square(1)), ("0.cls", b"3"), ("0.txt", b"a")], r"0\.cls, and the kind 'cls' is not known.*ignore"),
+        ([("0.heic", b"x"), ("0.txt", b"a")], r"record 0 has the member 0\.heic, whose kind 'heic' is unknown"),
+        ([("0.png", square(1)), ("0.cls", b"3"), ("0.txt", b"a")], r"0\.cls, whose kind 'cls' is unknown.*ignore"),
         ([("0.jpg", square(1)), ("0.txt", b"one"), ("0.jpg", square(2)), ("0.txt", b"two")], r"record 0 has two members 0\.jpg"),
         ([("0.PNG", square(1)), ("0.txt", b"one"), ("0.png", square(2))], r"has two members 0\.png"),
         ([("0.txt", b"alone")], r"record 0 has no image; set text_records = true"),
@@ -177,11 +179,11 @@ LINK.type, LINK.linkname = tarfile.LNKTYPE, "9.png"
         ([("0.png", square(1)), ("0.json", b"[1]")], r"0\.json, which is not a JSON object"),
         (
             [("2.0.png", square(1)), ("2.0.txt", b"a"), ("2.1.png", square(1)), ("2.1.txt", b"a")],
-            r"2\.0\.txt, and a name is cut at",
+            r"2\.0\.txt, but a name is split at",
         ),
-        ([("d/README", b"x")], r"record d/README has the member d/README, and the kind '' is not known"),
-        ([("0.png", square(1)), ("0.txt", b"a"), ("0.caption", b"b")], r"has several texts \(txt, caption\)"),
-        ([("0.pdf", b"%PDF"), ("0.txt", b"a")], r"0\.pdf, and the kind 'pdf' is not known"),
+        ([("d/README", b"x")], r"record d/README has the member d/README, whose kind '' is unknown"),
+        ([("0.png", square(1)), ("0.txt", b"a"), ("0.caption", b"b")], r"has several text members \(txt, caption\)"),
+        ([("0.pdf", b"%PDF"), ("0.txt", b"a")], r"0\.pdf, whose kind 'pdf' is unknown"),
         ([("0.png", square(1))], "neither turns in 'messages' nor text in 'text'"),
         ([("0.png", b"not an image"), ("0.txt", b"a")], r"a\.tar, record 0: .*cannot be decoded"),
     ],
@@ -259,7 +261,7 @@ def test_a_frame_that_cannot_be_read_is_no_note(tmp_path: Path) -> None:
         (tmp_path / "clip" / name).write_bytes(square(1))
     (tmp_path / "clips.jsonl").write_text(json.dumps({"video": "clip", "text": "x"}) + "\n")
     component = VideoFrames(path=str(tmp_path / "clips.jsonl"), **GIVEN)
-    with pytest.raises(DataError, match=r"clip has 2\.heic, which Pillow does not read"):
+    with pytest.raises(DataError, match=r"clip contains 2\.heic, whose suffix Pillow does not support"):
         opened(component, tmp_path / "w")
     (tmp_path / "clip" / "2.heic").unlink()
     assert grays(opened(component, tmp_path / "w")) == [1]
@@ -341,12 +343,12 @@ def test_a_clip_that_lost_packets_is_refused(tmp_path: Path, count: int) -> None
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        (b"a.mp4,a cat, sitting", "has 3 columns, and the head 2; quote a text with commas"),
-        (b"a.mp4", "has 1 columns, and the head 2"),
+        (b"a.mp4,a cat, sitting", "has 3 columns, the header 2; quote text with commas"),
+        (b"a.mp4", "has 1 columns, the header 2"),
         (b"a.mp4,caf\xe9", "is not UTF-8"),
         (b"gone.mp4,x", r"gone\.mp4 cannot be decoded"),
-        (b"sound.wav,x", r"sound\.wav has no video"),
-        (b"a.mp4,", "has no text to learn"),
+        (b"sound.wav,x", r"sound\.wav contains no video"),
+        (b"a.mp4,", "has no text to train on"),
     ],
 )
 def test_rows_of_a_table_that_cannot_be_read_are_broken_records(tmp_path: Path, row: bytes, fault: str) -> None:

@@ -101,7 +101,7 @@ def test_a_cut_document_has_something_to_learn(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "a long question"}, {"role": "assistant", "content": "yes"}]
     path = written(tmp_path, [{"messages": talk}, {"text": "abc"}])
     component = ImageJsonl(path=path, too_long="truncate", **GIVEN)
-    with pytest.raises(DataError, match=r"\(line 1\): has nothing to learn in its first 20 tokens"):
+    with pytest.raises(DataError, match=r"\(line 1\): has no text to train on in its first 20 tokens"):
         opened(component, tmp_path / "w", length=20)
     assert texts(opened(replace(component, skip=1), tmp_path / "w", length=20)) == ["abc"]
 
@@ -182,7 +182,9 @@ def test_trials_h_each_record_that_is_left_out_is_named(tmp_path: Path) -> None:
     assert said[0] == f"left out 20 broken records; the first: {named[0]}"
     assert said[1:10] == [f"left out {line}" for line in named[1:10]]
     assert said[10] == f"{file} lists everything that was left out"
-    with pytest.raises(DataError, match=rf"20 records of .* are broken, and `skip` allows 19; {file} names them"):
+    with pytest.raises(
+        DataError, match=rf"20 records of .* are broken, but skip allows 19; fix the records listed in {file}, or raise skip"
+    ):
         opened(ImageJsonl(path=str(tmp_path / "records.jsonl"), skip=19, **GIVEN), tmp_path / "w")
 
 

@@ -159,7 +159,7 @@ def test_broken_records_are_named_counted_and_budgeted(tmp_path: Path) -> None:
         and "records.jsonl at byte 35 (line 2)" in said[0]
         and "torn.png" in said[0]
     )
-    with pytest.raises(DataError, match=r"3 records of .* are broken, and `skip` allows 0"):
+    with pytest.raises(DataError, match=r"3 records of .* are broken, but skip allows 0"):
         opened(component, tmp_path / "w")
 
 
@@ -200,7 +200,7 @@ def test_what_changes_the_tokens_is_prepared_anew(tmp_path: Path, change: dict[s
 def test_text_that_spells_the_placeholder_is_broken(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(square(1))
     path = written(tmp_path, [{"text": "xyz", "image": "a.png"}])
-    with pytest.raises(DataError, match=f"writes with id {ord('y')}, the placeholder of images"):
+    with pytest.raises(DataError, match=f"encodes as id {ord('y')}, the placeholder of images"):
         opened(ImageJsonl(path=path, placeholder=ord("y"), per_image=2, size=8), tmp_path / "w")
 
 
@@ -218,7 +218,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
     (example,) = ImageJsonl.examples(tmp_path)
     file = opened(example, tmp_path / "w").path / "images.json"
     file.write_text(file.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(DataError, match="has format version 2, this Forge reads 1"):
+    with pytest.raises(DataError, match="has format version 2, but this Forge reads 1"):
         opened(example, tmp_path / "w")
 
 
@@ -238,16 +238,16 @@ def test_the_model_says_what_an_image_becomes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("component", "made", "fault"),
     [
-        (Digits(), None, "the recipe's model takes none; set model.name = 'vlm'"),
-        (Digits(placeholder=HOLE, per_image=2), None, "the recipe's model takes none"),
-        (Digits(per_image=3), model(), "gives an image 3 placeholders of id 259, the model takes 4 of id 259"),
-        (Digits(placeholder=5), model(), "4 placeholders of id 5, the model takes 4 of id 259"),
-        (Digits(size=16), model(), "has size 16, the model's encoder 8"),
-        (Digits(), model(encoder=Features(count=4, dim=8)), "the model's encoder takes features that were computed before"),
-        (Digits(), model(images="tokens", modalities={"image": (250, 260)}), "images of the model are tokens"),
+        (Digits(), None, "the recipe's model does not support images; set model.name = 'vlm'"),
+        (Digits(placeholder=HOLE, per_image=2), None, "the recipe's model does not support images"),
+        (Digits(per_image=3), model(), "sets 3 placeholders with id 259 per image, but the model expects 4 with id 259"),
+        (Digits(placeholder=5), model(), "4 placeholders with id 5 per image, but the model expects 4 with id 259"),
+        (Digits(size=16), model(), "has size 16, but the model's encoder 8"),
+        (Digits(), model(encoder=Features(count=4, dim=8)), "the model's encoder expects precomputed features"),
+        (Digits(), model(images="tokens", modalities={"image": (250, 260)}), "the model expects image tokens"),
         (ImageJsonl(path="nowhere.jsonl", **GIVEN), None, "nowhere.jsonl"),
         (ImageWebdataset(path="nowhere", **GIVEN), None, "nowhere"),
-        (Digits(template="nothing", **GIVEN), None, "neither a file nor one of"),
+        (Digits(template="nothing", **GIVEN), None, "cannot be read: give one of"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, component: ImageSource, made: Any, fault: str) -> None:
@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, component: ImageSource, ma
 
 def test_shards_that_are_no_tar_or_end_early_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.tar").write_bytes(b"x" * 2000)
-    with pytest.raises(DataError, match=r"bad\.tar is not an uncompressed tar, or damaged"):
+    with pytest.raises(DataError, match=r"bad\.tar is damaged, or not an uncompressed tar file"):
         opened(ImageWebdataset(path=str(tmp_path / "bad.tar"), **GIVEN), tmp_path / "w")
     (tmp_path / "bad.tar").unlink()
     example_images.shards(tmp_path)

@@ -127,7 +127,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         module(x)
     with pytest.raises(ValueError, match=r"the encoder takes \(20, 48\): patches, numbers in a patch"):
         module(x[:, :5], grids)
-    with pytest.raises(ValueError, match="size and patches exclude each other"):
+    with pytest.raises(ValueError, match="size makes images square and patches keeps their proportions"):
         SigLIP2(path=str(tmp_path), patches=MOST, size=16)
     with pytest.raises(ValueError, match="grids"):
         ours(SigLIP2(path=str(tmp_path)))(trial.drawn(1, 3, 16, 16).float(), grids)

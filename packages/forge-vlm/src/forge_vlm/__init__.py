@@ -7,7 +7,7 @@
     model = VLM(dim=64, layers=2, heads=4, vocab_size=256, max_length=64, **vision, fusion=MixtureOfTransformers())
     module = model.build()
     initialize(module, seed=0)
-    logits = module(tokens, images=images, image_rows=rows)  # rows (B, M): the numbers of each row's images, or -1
+    logits = module(tokens, images=images, image_rows=rows)  # rows (B, M): indices of each row's images; -1: padding
 
 Importing this package imports no torch.
 """

@@ -1,9 +1,9 @@
 """Adapters, chosen inside `[model]`: `adapter = { name = "mlp" }`.
 
-`tokens(n)` is the number of tokens that an image with n features becomes; it refuses an n that does not fit.
+`tokens(n)` returns the number of tokens for an image with n features. It raises a `ValueError` if the adapter does not accept n.
 
-`native` is set by adapters that take images of any proportions, whose features are padded: `each` makes a token of every feature;
-`seen` makes the same number of every image, and its module receives a mask of what is not padding, (N, n) bool.
+`native` is set by adapters that accept images of any proportions, whose features are padded. With `each`, every feature becomes a
+token. With `seen`, every image has the same number of tokens, and the module receives a mask (N, n) bool, True for real features.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ Hidden = Annotated[int, Ge(0), Le(2)]
 
 
 def projection(context: AdapterContext, inputs: int, hidden: int, hidden_dim: int | None, bias: bool) -> "Projection":
-    """From `inputs` to the decoder's width, which is also the default width of hidden layers."""
+    """Builds a projection from `inputs` to the decoder's width, which is also the default width of hidden layers."""
     from forge_vlm.adapters import Projection
 
     width = context.dim if hidden_dim is None else hidden_dim
@@ -41,10 +41,10 @@ class LinearConfig(Component):
     native: ClassVar[str] = "each"
 
     bias: bool = True
-    """The matrix has a bias."""
+    """Adds a bias to the matrix."""
 
     def tokens(self, n: int) -> int:
-        """As many as there are features."""
+        """Returns n: one token per feature."""
         return n
 
     def build(self, context: AdapterContext) -> "nn.Module":
@@ -61,17 +61,17 @@ class MLPConfig(Component):
     hidden: Annotated[int, Ge(1), Le(2)] = 1
     """Number of hidden layers."""
     hidden_dim: Annotated[int, Gt(0)] | None = None
-    """Width of a hidden layer; that of the decoder when absent."""
+    """Width of a hidden layer; by default the width of the decoder."""
     bias: bool = True
-    """Every matrix has a bias."""
+    """Adds a bias to every matrix."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[MLPConfig]":
-        """One hidden layer, and two."""
+        """Returns one with one hidden layer and one with two."""
         return (cls(), cls(hidden=2, hidden_dim=12, bias=False))
 
     def tokens(self, n: int) -> int:
-        """As many as there are features."""
+        """Returns n: one token per feature."""
         return n
 
     def build(self, context: AdapterContext) -> "nn.Module":
@@ -89,17 +89,17 @@ class AveragePoolConfig(Component):
     hidden: Hidden = 0
     """Hidden layers of the projection, with exact gelu; 0 is one matrix."""
     hidden_dim: Annotated[int, Gt(0)] | None = None
-    """Width of a hidden layer; that of the decoder when absent."""
+    """Width of a hidden layer; by default the width of the decoder."""
     bias: bool = True
-    """Every matrix of the projection has a bias."""
+    """Adds a bias to every matrix of the projection."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[AveragePoolConfig]":
-        """Windows that fit, and windows that do not."""
+        """Returns windows that divide the grid, and windows that do not."""
         return (cls(), cls(window=3, hidden=1))
 
     def tokens(self, n: int) -> int:
-        """ceil(sqrt(n) / window)^2."""
+        """Returns ceil(sqrt(n) / window)^2."""
         return (-(-grid_side(n, "average_pool") // self.window)) ** 2
 
     def build(self, context: AdapterContext) -> "nn.Module":
@@ -118,25 +118,25 @@ class AttentionPoolConfig(Component):
     key_class: ClassVar = IDENTITY
 
     window: Annotated[int, Gt(0)] = 2
-    """Height and width of a window in features; it divides the grid."""
+    """Height and width of a window in features; must divide the grid."""
     heads: Annotated[int, Gt(0)] = 8
     """Number of attention heads, a divisor of the width of features."""
     hidden: Hidden = 1
     """Hidden layers of the projection, with exact gelu; 0 is one matrix."""
     hidden_dim: Annotated[int, Gt(0)] | None = None
-    """Width of a hidden layer; that of the decoder when absent."""
+    """Width of a hidden layer; by default the width of the decoder."""
     bias: bool = True
-    """Every matrix of the projection has a bias."""
+    """Adds a bias to every matrix of the projection."""
 
     def tokens(self, n: int) -> int:
-        """n / window^2."""
+        """Returns n / window^2."""
         return count_windows(n, self.window, "attention_pool.window")
 
     def check(self, context: AdapterContext) -> None:
-        """Faults that need the encoder's sizes."""
+        """Raises a ValueError if `heads` does not divide the encoder's width."""
         self.tokens(context.tokens)
         if context.width % self.heads:
-            raise ValueError(f"heads {self.heads} of attention_pool must divide the {context.width} numbers of a feature")
+            raise ValueError(f"attention_pool: heads {self.heads} must divide the feature width {context.width}")
 
     def build(self, context: AdapterContext) -> "nn.Module":
         from forge_vlm import adapters
@@ -148,21 +148,22 @@ class AttentionPoolConfig(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class PixelShuffleConfig(Component):
-    """The features of each window side by side, then a projection: fewer tokens, nothing lost before it (Idefics3, 2024)."""
+    """The features of each window are concatenated, then projected: fewer tokens without loss before the projection (Idefics3,
+    2024)."""
 
     key_class: ClassVar = IDENTITY
 
     factor: Annotated[int, Gt(0)] = 2
-    """Height and width of a window in features; it divides the grid."""
+    """Height and width of a window in features; must divide the grid."""
     hidden: Hidden = 0
     """Hidden layers of the projection, with exact gelu; 0 is one matrix."""
     hidden_dim: Annotated[int, Gt(0)] | None = None
-    """Width of a hidden layer; that of the decoder when absent."""
+    """Width of a hidden layer; by default the width of the decoder."""
     bias: bool = False
-    """Every matrix of the projection has a bias."""
+    """Adds a bias to every matrix of the projection."""
 
     def tokens(self, n: int) -> int:
-        """n / factor^2."""
+        """Returns n / factor^2."""
         return count_windows(n, self.factor, "pixel_shuffle.factor")
 
     def build(self, context: AdapterContext) -> "nn.Module":
@@ -175,13 +176,13 @@ class PixelShuffleConfig(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class PerceiverConfig(Component):
-    """Learned tokens attend to all features in each layer (Jaegle et al., 2021): the same number of tokens for any image."""
+    """Learned tokens attend to all features in each layer (Jaegle et al., 2021); every image has the same number of tokens."""
 
     key_class: ClassVar = IDENTITY
     native: ClassVar[str] = "seen"
 
     latents: Annotated[int, Gt(0)] = 64
-    """Number of learned tokens, and of tokens of an image."""
+    """Number of learned tokens, which is the number of tokens of an image."""
     layers: Annotated[int, Gt(0)] = 3
     """Number of layers."""
     heads: Annotated[int, Gt(0)] = 8
@@ -191,17 +192,17 @@ class PerceiverConfig(Component):
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[PerceiverConfig]":
-        """A small one."""
+        """Returns a small adapter."""
         return (cls(latents=3, layers=2, heads=2),)
 
     def tokens(self, n: int) -> int:
-        """`latents`, for any n."""
+        """Returns `latents`, for any n."""
         return self.latents
 
     def check(self, context: AdapterContext) -> None:
-        """Faults that need the decoder's sizes."""
+        """Raises a ValueError if `heads` does not divide the decoder's width."""
         if context.dim % self.heads:
-            raise ValueError(f"heads {self.heads} of perceiver must divide the decoder's dim {context.dim}")
+            raise ValueError(f"perceiver: heads {self.heads} must divide model.dim {context.dim}")
 
     def build(self, context: AdapterContext) -> "nn.Module":
         from forge_vlm import adapters

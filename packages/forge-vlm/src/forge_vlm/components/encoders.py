@@ -1,7 +1,7 @@
 """Encoders, chosen inside `[model]`: `encoder = { name = "vit", size = 32 }`.
 
-A component describes, without torch, what an image becomes: `tokens` features of `width` each; and what images must be
-converted to: `image_size`, `channels`, `mean` and `std`.
+A component describes, without torch, the features of an image (`tokens` features of `width` each) and the images that the encoder
+expects (`image_size`, `channels`, `mean` and `std`).
 """
 
 from dataclasses import dataclass, replace
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 
 
 class Transformer(Component):
-    """Base of encoders that are a vision transformer; all their properties follow from its shape."""
+    """Base of encoders that are vision transformers; all properties follow from the shape."""
 
     key_class: ClassVar = IDENTITY
 
     @property
     def shape(self) -> VisionShape:
-        """This encoder with every default resolved."""
+        """The shape of this encoder with every default resolved."""
         raise NotImplementedError
 
     @property
     def width(self) -> int:
-        """Of a feature."""
+        """Width of a feature."""
         return self.shape.width
 
     @property
     def tokens(self) -> int:
-        """Features of one image."""
+        """Number of features of one image."""
         return self.shape.tokens
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of what is given for one image."""
+        """Shape of the input for one image."""
         return self.shape.input_shape
 
     @property
@@ -71,7 +71,7 @@ class ViT(Transformer):
     patch: Annotated[int, Gt(0)] = 16
     """Height and width of a patch in pixels."""
     channels: Annotated[int, Gt(0)] = 3
-    """Channels of an image: 3 for colors, 1 for brightness alone."""
+    """Channels of an image: 3 for color, 1 for grayscale."""
     dim: Annotated[int, Gt(0)] = 384
     """Width of the stream and of a feature."""
     layers: Annotated[int, Gt(0)] = 12
@@ -81,39 +81,39 @@ class ViT(Transformer):
     ffn_dim: Annotated[int, Gt(0)] | None = None
     """Hidden width of the feed-forward part; 4 * dim when absent."""
     positions: Positions = "learned"
-    """A learned table, or sines and cosines of rows and columns (Chen et al., 2021), which take no parameters."""
+    """`learned`: a learned table. Otherwise sines and cosines of rows and columns (Chen et al., 2021), without parameters."""
     class_token: bool = False
-    """A learned token before the patches; it is the first of the features."""
+    """Adds a learned token before the patches; it is the first feature."""
     pixel_mean: tuple[float, ...] = (0.5,)
-    """Subtracted from pixels between 0 and 1: one number for all channels, or one for each."""
+    """Subtracted from pixels between 0 and 1: one number for all channels, or one per channel."""
     pixel_std: tuple[Annotated[float, Gt(0)], ...] = (0.5,)
-    """Divides pixels after the mean was subtracted: one number for all channels, or one for each."""
+    """Divides pixels after the mean is subtracted: one number for all channels, or one per channel."""
     resample: Resample = "bicubic"
     """Filter for resizing."""
     eps: Annotated[float, Gt(0)] = 1e-6
     """Added to the variance in norms."""
     init_std: Annotated[float, Gt(0), FREE] = 0.02
-    """Standard deviation of the initial matrices; projections back to the stream have init_std / sqrt(2 * layers)."""
+    """Standard deviation of the initial matrices; output projections of a block use init_std / sqrt(2 * layers)."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[ViT]":
-        """Small ones: both kinds of positions, with and without a class token."""
+        """Returns small encoders: both kinds of positions, with and without a class token."""
         small = cls(size=8, patch=4, dim=16, layers=2, heads=2)
         return (small, replace(small, channels=1, positions="sincos", class_token=True))
 
     def __post_init__(self) -> None:
         if self.size % self.patch:
             raise ValueError(f"patch {self.patch} must divide size {self.size}")
-        _ = self.shape  # refuses sizes that do not fit together
+        _ = self.shape  # raises if the sizes are inconsistent
         for name in ("pixel_mean", "pixel_std"):
             if len(getattr(self, name)) not in (1, self.channels):
                 raise ValueError(
-                    f"{name} has {len(getattr(self, name))} numbers; give one, or one for each of {self.channels} channels"
+                    f"{name} has {len(getattr(self, name))} numbers; set one number, or one for each of {self.channels} channels"
                 )
 
     @property
     def shape(self) -> VisionShape:
-        """This encoder with every default resolved."""
+        """The shape of this encoder with every default resolved."""
         return VisionShape(
             image_size=self.size,
             patch_size=self.patch,
@@ -132,47 +132,47 @@ class ViT(Transformer):
 
     @property
     def mean(self) -> tuple[float, ...]:
-        """Of each channel."""
+        """Mean of each channel."""
         return self.pixel_mean * (self.channels // len(self.pixel_mean))
 
     @property
     def std(self) -> tuple[float, ...]:
-        """Of each channel."""
+        """Standard deviation of each channel."""
         return self.pixel_std * (self.channels // len(self.pixel_std))
 
     @property
     def processing(self) -> Processing:
-        """How images become pixels: made square, whole."""
+        """How images become pixels: resized to a square, without cropping."""
         return Processing(size=self.size, mean=self.mean, std=self.std, resample=self.resample)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published(Transformer):
-    """Base of the vision towers that are read from a folder in the Hugging Face format.
+    """Base of vision towers that are read from a folder in the Hugging Face format.
 
     Sizes and statistics come from its `config.json` and `preprocessor_config.json`, which are read without torch. `weights()`
-    reads its safetensors by the names of the module that `build` makes.
+    reads its safetensors under the names of the built module.
     """
 
     key_class: ClassVar = IDENTITY
     families: ClassVar[tuple[str, ...]] = ()
 
     path: Annotated[str, FREE]
-    """Folder in the Hugging Face format: of the whole model, or of its vision tower alone."""
+    """Folder in the Hugging Face format, with the whole model or only its vision tower."""
     size: Annotated[int, Gt(0)] | None = None
-    """Height and width of an image in pixels; by default those of the preprocessor. If the tower has another size, its positions
-    are resized once, when the weights are read."""
+    """Height and width of an image in pixels; by default the preprocessor's. If the tower was trained on another size, its
+    position embeddings are resized once, when the weights are read."""
     feature_layers: tuple[int, ...] = ()
-    """Hidden states that are concatenated to features: 0 is before the first block, -1 after the last block and before its norm.
-    When absent, features are the tower's outputs (`last_hidden_state`). Blocks after the last named one are not built."""
+    """Hidden states that are concatenated into features: 0 is the input of the first block, -1 the output of the last block
+    before the final norm. By default features are the tower's output (`last_hidden_state`). Later blocks are not built."""
     class_feature: bool = False
-    """The class token, if the tower has one, is kept as the first feature; by default it is left out."""
+    """Keeps the tower's class token, if it has one, as the first feature."""
     ignore: Annotated[tuple[str, ...], FREE] = ()
     """Keys of `config.json` to ignore: unknown keys, or keys of features that are not implemented."""
 
     @classmethod
     def examples(cls, folder: Path) -> "Iterable[Published]":
-        """A small tower with random weights, and some of its hidden states for larger images."""
+        """Returns a small tower with random weights, and one with selected hidden states for larger images."""
         from forge_vlm.encoders.tower_weights import write_tower
 
         if not cls.families:
@@ -182,7 +182,7 @@ class Published(Transformer):
 
     @property
     def flexible(self) -> int:
-        """Patches that an image of any proportions has at most; 0: images are square."""
+        """Maximum number of patches of an image with native proportions; 0 if images are square."""
         return 0
 
     @cached_property
@@ -200,7 +200,7 @@ class Published(Transformer):
 
     @property
     def shape(self) -> VisionShape:
-        """Of the part of the tower that is built."""
+        """The shape of the part of the tower that is built."""
         return self.tower.shape
 
     @property
@@ -210,21 +210,21 @@ class Published(Transformer):
 
     @property
     def channels(self) -> int:
-        """Of an image."""
+        """Number of channels of an image."""
         return self.shape.channels
 
     @property
     def mean(self) -> tuple[float, ...]:
-        """Of each channel."""
+        """Mean of each channel."""
         return self.processing.mean
 
     @property
     def std(self) -> tuple[float, ...]:
-        """Of each channel."""
+        """Standard deviation of each channel."""
         return self.processing.std
 
     def weights(self) -> "TowerWeights":
-        """The weights that a run starts from, by names relative to the module."""
+        """Returns the initial weights of a run, by names relative to the module."""
         from forge_vlm.encoders.tower_weights import TowerWeights
 
         return TowerWeights(Path(self.path), self.tower)
@@ -232,7 +232,7 @@ class Published(Transformer):
 
 @dataclass(frozen=True, kw_only=True)
 class SigLIP(Published):
-    """The vision tower of SigLIP (Zhai et al., 2023), from a folder: no class token; outputs are normed."""
+    """The vision tower of SigLIP (Zhai et al., 2023), from a folder: no class token; outputs are normalized."""
 
     key_class: ClassVar = IDENTITY
     families: ClassVar[tuple[str, ...]] = ("siglip",)
@@ -240,28 +240,27 @@ class SigLIP(Published):
 
 @dataclass(frozen=True, kw_only=True)
 class SigLIP2(Published):
-    """The vision tower of SigLIP 2 (Tschannen et al., 2025), from a folder: of a fixed size, or NaFlex."""
+    """The vision tower of SigLIP 2 (Tschannen et al., 2025), from a folder, with fixed image size or NaFlex."""
 
     key_class: ClassVar = IDENTITY
     families: ClassVar[tuple[str, ...]] = ("siglip2", "siglip")
 
     patches: Annotated[int, Gt(0)] | None = None
-    """Maximum number of patches of an image, for images in their own proportions, as NaFlex was trained. When absent, images are
-    square."""
+    """Maximum number of patches of an image that keeps its proportions (NaFlex). By default images are square."""
 
     def __post_init__(self) -> None:
         if self.patches is not None and self.size is not None:
-            raise ValueError("size and patches exclude each other: images are square, or keep their proportions; remove one")
+            raise ValueError("size makes images square and patches keeps their proportions; remove one of the two keys")
 
     @property
     def flexible(self) -> int:
-        """Patches that an image of any proportions has at most; 0: images are square."""
+        """Maximum number of patches of an image with native proportions; 0 if images are square."""
         return self.patches or 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CLIP(Published):
-    """The vision tower of CLIP (Radford et al., 2021), from a folder. LLaVA takes `feature_layers = [-2]`."""
+    """The vision tower of CLIP (Radford et al., 2021), from a folder. LLaVA uses `feature_layers = [-2]`."""
 
     key_class: ClassVar = IDENTITY
     families: ClassVar[tuple[str, ...]] = ("clip",)
@@ -277,52 +276,52 @@ class DINOv2(Published):
 
 @dataclass(frozen=True, kw_only=True)
 class Features(Component):
-    """Features that were computed before. A batch has them, (N, tokens, width), in place of images."""
+    """Precomputed features: a batch contains features (N, tokens, width) instead of images."""
 
     key_class: ClassVar = IDENTITY
     implementation: ClassVar[str] = "forge_vlm.encoders.vit:StoredFeatures"
 
     count: Annotated[int, Gt(0)]
-    """Features of one image."""
+    """Number of features of one image."""
     dim: Annotated[int, Gt(0)]
     """Width of a feature."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Features]":
-        """A small one."""
+        """Returns a small one."""
         return (cls(count=4, dim=16),)
 
     @property
     def width(self) -> int:
-        """Of a feature."""
+        """Width of a feature."""
         return self.dim
 
     @property
     def tokens(self) -> int:
-        """Features of one image."""
+        """Number of features of one image."""
         return self.count
 
     @property
     def image_size(self) -> int:
-        """0: features come in the place of images."""
+        """0, because the input is features, not images."""
         return 0
 
     @property
     def channels(self) -> int:
-        """0: features come in the place of images."""
+        """0, because the input is features, not images."""
         return 0
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of what is given for one image."""
+        """Shape of the input for one image."""
         return (self.count, self.dim)
 
     @property
     def mean(self) -> tuple[float, ...]:
-        """Empty: features are taken as they are."""
+        """Empty: features are not normalized."""
         return ()
 
     @property
     def std(self) -> tuple[float, ...]:
-        """Empty: features are taken as they are."""
+        """Empty: features are not normalized."""
         return ()

@@ -1,8 +1,8 @@
 """Fusions, chosen inside `[model]` of a model with `name = "vlm"`: `fusion = { name = "mot" }`.
 
-`in_stream`: the vectors of an image replace its placeholders in the stream, one each; otherwise an image has a single placeholder
-and stays out of the stream. `feature` names what must be tested in a layout. `check(model)` raises a `ValueError` for a model
-whose keys do not fit the fusion.
+With `in_stream`, the vectors of an image replace its placeholders in the stream, one per placeholder; otherwise an image has a
+single placeholder and stays out of the stream. `feature` names the combination that must be tested in each layout. `check(model)`
+raises a `ValueError` if the keys of the model do not fit the fusion.
 """
 
 from dataclasses import dataclass
@@ -30,20 +30,20 @@ class JointDecoder(Component):
     in_stream: ClassVar[bool] = True
 
     image_attention: ImageAttention = "causal"
-    """What tokens of an image see. `causal`: the tokens before them. `bidirectional_image`: their whole image too (Gemma 3,
-    2025). `prefix`: all tokens of the prefix see each other; it is the prompt, or, where a batch does not mark it, everything up
-    to the last image of a document (PaliGemma, Beyer et al., 2024)."""
+    """Tokens that an image token attends to. `causal`: the tokens before it. `bidirectional_image`: also its whole image (Gemma
+    3, 2025). `prefix`: all tokens of the prefix attend to each other; the prefix is the prompt, or, if the batch does not mark a
+    prompt, all tokens up to the last image of the document (PaliGemma, Beyer et al., 2024)."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[JointDecoder]":
-        """One for each mask."""
+        """Returns one fusion per mask."""
         return (cls(), cls(image_attention="bidirectional_image"), cls(image_attention="prefix"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttention(Component):
     """Gated blocks in which text attends to images, between the blocks of an unchanged text model (Flamingo, Alayrac et al.,
-    2022; Llama 3, 2024, section 7.3). Text without images has exactly the text model's logits."""
+    2022; Llama 3, 2024, section 7.3). Without images, logits equal those of the text model."""
 
     key_class: ClassVar = IDENTITY
     implementation: ClassVar[str] = "forge_vlm.fusion.cross:CrossAttentionFusion"
@@ -51,17 +51,17 @@ class CrossAttention(Component):
     in_stream: ClassVar[bool] = False
 
     every: Annotated[int, Gt(0)] = 4
-    """Blocks per cross block: with 4, one stands before the 4th, the 8th, ... block."""
+    """Blocks per cross block: with 4, a cross block precedes the 4th, the 8th, ... block."""
 
     def check(self, model: Any) -> None:
-        """Faults that need the model's keys."""
+        """Raises a ValueError if the keys of the model do not fit."""
         if self.every > model.layers:
-            raise ValueError(f"fusion.every {self.every} gives no cross block: the model has {model.layers} layers")
+            raise ValueError(f"fusion.every {self.every} adds no cross block to a model with {model.layers} layers; set it lower")
         if model.images == "tokens":
-            raise ValueError("fusion 'cross_attention' attends to images of an encoder; set images = 'encoder'")
+            raise ValueError("fusion 'cross_attention' needs an image encoder; set images = 'encoder'")
 
     def blocks(self, layers: int) -> tuple[int, ...]:
-        """Layers with a cross block before them."""
+        """Returns the layers that a cross block precedes."""
         return tuple(layer for layer in range(layers) if (layer + 1) % self.every == 0)
 
 
@@ -69,9 +69,9 @@ class CrossAttention(Component):
 class MixtureOfTransformers(Component):
     """Each modality has its own weights, except for embedding and head; attention is over all tokens (Liang et al., 2024).
 
-    `model.norm_placement = "post"` is the branch norm of the paper's Chameleon, `"pre"` that of Llama. The work per token is that
-    of a text decoder; every modality adds as many weights as the blocks of one. With `[model.moe]` the feed-forward parts are
-    experts.
+    `model.norm_placement = "post"` is the branch norm of the paper's Chameleon, `"pre"` that of Llama. The compute per token is
+    that of a text decoder; every modality adds as many weights as the blocks of one decoder. With `[model.moe]` the
+    feed-forward parts are experts.
     """
 
     key_class: ClassVar = IDENTITY
@@ -85,7 +85,7 @@ class MixtureOfTransformers(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class MoMa(Component):
-    """Each modality has a group of experts; attention has one set of weights (Lin et al., 2024). `[model.moe]` (or its defaults)
+    """Each modality has a group of experts; attention weights are shared (Lin et al., 2024). `[model.moe]` (or its defaults)
     describes the experts of one modality; `shared` experts serve all modalities."""
 
     key_class: ClassVar = IDENTITY
@@ -94,24 +94,24 @@ class MoMa(Component):
     needs_experts: ClassVar[bool] = True
 
     routing: Literal["token_choice", "expert_choice", "threshold"] = "token_choice"
-    """`token_choice`: each token takes `top_k` experts of its modality, by `moe.router` (ERNIE 4.5, 2025). `expert_choice`: in
-    training each expert takes its share of a sequence's tokens; in evaluation a router decides that has learned to predict this.
-    `threshold`: each expert takes the tokens that it scores above its threshold, in training and in evaluation."""
+    """`token_choice`: each token selects `top_k` experts of its modality with `moe.router` (ERNIE 4.5, 2025). `expert_choice`: in
+    training each expert selects its share of a sequence's tokens; in evaluation a router predicts this choice.
+    `threshold`: each expert selects the tokens whose score exceeds its threshold, in training and in evaluation."""
     rate: Annotated[float, Gt(0), Le(1)] = 0.05
-    """For `threshold`: the share of the distance to its new value that a threshold moves in one step."""
+    """For `threshold`: fraction of the distance to its new value that a threshold moves per step."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[MoMa]":
-        """One for each way of routing."""
+        """Returns one fusion per routing."""
         return (cls(), cls(routing="expert_choice"), cls(routing="threshold", rate=0.1))
 
     def check(self, model: Any) -> None:
-        """Faults that need the model's keys."""
+        """Raises a ValueError if the keys of the model do not fit."""
         if self.routing == "token_choice":
             return
         if model.moe.capacity is not None or model.moe.losses.any():
             raise ValueError(
-                f"fusion.routing = {self.routing!r} gives every expert its share and takes no moe.capacity or moe.losses; "
+                f"fusion.routing = {self.routing!r} balances experts itself and supports neither moe.capacity nor moe.losses; "
                 "remove them"
             )
         if model.moe.router is not None and type(model.moe.router).__name__ != "SoftmaxTopKConfig":
@@ -119,7 +119,7 @@ class MoMa(Component):
 
     @property
     def feature(self) -> str:
-        """What must be tested in a layout: each way of routing by itself."""
+        """The combination that must be tested in each layout, one per routing."""
         return {"token_choice": "fusion_moma", "expert_choice": "fusion_moma_choice", "threshold": "fusion_moma_threshold"}[
             self.routing
         ]

@@ -11,7 +11,7 @@ from forge_core.component import Component
 
 @dataclass(frozen=True, kw_only=True)
 class LlavaConfig(Component):
-    """A joint decoder with a published tower as `LlavaForConditionalGeneration` (Liu et al., 2023)."""
+    """A joint decoder with a published tower, written as `LlavaForConditionalGeneration` (Liu et al., 2023)."""
 
     implementation: ClassVar[str] = "forge_vlm.hf.llava:Llava"
 

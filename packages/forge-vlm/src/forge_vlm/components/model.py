@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from forge_vlm.model import VisionLanguageModel
 
 IMAGE = "image"
-"""The modality of an encoder's vectors."""
+"""The modality of the encoder's vectors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VLM(DecoderConfig):
-    """A decoder that sees images: the keys of `decoder`, plus an encoder, an adapter and a fusion.
+    """A decoder with image inputs: the keys of `decoder`, plus an encoder, an adapter and a fusion.
 
     In a row an image is represented by placeholders with the id `image_token`: one per vector of the adapter, or a single one if
     the fusion keeps images out of the stream.
@@ -46,17 +46,17 @@ class VLM(DecoderConfig):
     """`encoder`: an encoder turns images into vectors. `tokens`: images are discrete tokens (Chameleon, 2024) with ids in
     `modalities`."""
     encoder: Annotated[Component, Slot("forge.encoders", default="vit")] = Slot.unset()
-    """From images to features; not built if images are tokens."""
+    """Turns images into features; not built if images are tokens."""
     adapter: Annotated[Component, Slot("forge.adapters", default="mlp")] = Slot.unset()
-    """From features to the width of the decoder."""
+    """Projects features to the width of the decoder."""
     image_token: Annotated[int, Ge(1)] | None = None
-    """Id of the placeholder, which text must not contain; by default the last id of the vocabulary."""
+    """Id of the placeholder, which must not occur in text; by default the last id of the vocabulary."""
     modalities: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Ids of further modalities: name -> [first, one past the last], such as the codes of a quantized image (Chameleon, 2024)."""
+    """Ids of further modalities: name -> [first, last + 1], such as the codes of a quantized image (Chameleon, 2024)."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[VLM]":
-        """Each fusion, and one whose images are discrete tokens."""
+        """Returns one model per fusion, and one whose images are discrete tokens."""
         small: dict[str, Any] = {
             "dim": 16,
             "layers": 2,
@@ -80,15 +80,15 @@ class VLM(DecoderConfig):
             object.__setattr__(self, "moe", MoEConfig())  # this default depends on another key
         super().__post_init__()
         if self.mtp is not None:
-            raise ValueError("a model with images does not support [model.mtp]; remove it")
+            raise ValueError("model.name = 'vlm' does not support [model.mtp]; remove it")
         if self.images == "tokens" and self.image_token is not None:
             raise ValueError(
                 "image_token is the placeholder of an encoder's images; set images = 'encoder', or remove image_token"
             )
         if self.images == "tokens" and not self.modalities:
-            raise ValueError("images = 'tokens' needs their ids: set modalities, such as { image = [first, end] }")
+            raise ValueError("images = 'tokens' needs the ids of images; set modalities, such as { image = [first, end] }")
         if self.images == "encoder" and IMAGE in self.modalities:
-            raise ValueError(f"modality {IMAGE!r} is reserved for the encoder's images; give the other ids another name")
+            raise ValueError(f"modality {IMAGE!r} is reserved for the encoder's images; rename it in modalities")
         if fault := self.modality_ids.fault(self.vocab_size):
             raise ValueError(fault)
         check: Any = getattr(self.chosen_fusion, "check", None)
@@ -106,7 +106,7 @@ class VLM(DecoderConfig):
             return
         if not getattr(self.chosen_adapter, "native", ""):
             raise ValueError(
-                "adapter needs a square grid of features, and encoder.patches gives images of any proportions; set "
+                "adapter needs a square grid of features, but encoder.patches keeps the proportions of images; set "
                 "adapter.name = 'linear', 'mlp' or 'perceiver', or remove encoder.patches"
             )
         if (
@@ -115,14 +115,14 @@ class VLM(DecoderConfig):
             and getattr(self.chosen_fusion, "image_attention", "") == "bidirectional_image"
         ):
             raise ValueError(
-                "fusion.image_attention = 'bidirectional_image' needs the same number of tokens for every image, and "
-                "encoder.patches gives a token for each patch; set image_attention = 'causal' or 'prefix', or adapter.name = "
+                "fusion.image_attention = 'bidirectional_image' needs the same number of tokens for every image, but "
+                "encoder.patches creates one token per patch; set image_attention = 'causal' or 'prefix', or adapter.name = "
                 "'perceiver'"
             )
 
     @property
     def native(self) -> Native | None:
-        """How images keep their proportions; None if they are made square."""
+        """Settings for images with native proportions; None if images are square."""
         most = getattr(self.vision, "flexible", 0) if self.images == "encoder" else 0
         if not most:
             return None
@@ -131,17 +131,17 @@ class VLM(DecoderConfig):
 
     @property
     def chosen_fusion(self) -> Any:
-        """The component of the fusion, or its default."""
+        """The fusion's component, or the default."""
         return JointDecoder() if self.fusion is None else self.fusion
 
     @property
     def vision(self) -> Any:
-        """The component of the encoder, or its default."""
+        """The encoder's component, or the default."""
         return ViT() if self.encoder is None else self.encoder
 
     @property
     def chosen_adapter(self) -> Any:
-        """The component of the adapter, or its default."""
+        """The adapter's component, or the default."""
         return MLPConfig() if self.adapter is None else self.adapter
 
     @property
@@ -153,14 +153,14 @@ class VLM(DecoderConfig):
 
     @property
     def modality_ids(self) -> Modalities:
-        """Ids by modality."""
+        """Token ids by modality."""
         token = self.placeholder
         images = {} if token is None else {IMAGE: (token, token + 1)}
         return Modalities({**self.modalities, **images})
 
     @property
     def per_image(self) -> int:
-        """Placeholders of one image; 0 without an encoder."""
+        """Number of placeholders of one image; 0 without an encoder."""
         if self.images == "tokens":
             return 0
         return self.chosen_adapter.tokens(self.adapter_context.tokens) if self.chosen_fusion.in_stream else 1
@@ -172,42 +172,42 @@ class VLM(DecoderConfig):
         return AdapterContext(width=encoder.width, tokens=encoder.tokens, dim=self.dim, init_std=self.init_std)
 
     def starts_from(self, weights: "Weights") -> "Weights":
-        """The weights that `[start]` takes: every modality starts from those of a text model."""
+        """Returns the weights for `[start]`: every modality starts from the weights of the text model."""
         from forge_vlm.from_text import from_text
 
         return from_text(weights, self, self.modality_ids.names)
 
     def fixed_rows(self) -> "tuple[Tensor, dict[str, Tensor]]":
-        """Tokens and images for a comparison of logits; see `forge_vlm.model.fixed_rows`."""
+        """Returns tokens and images for a comparison of logits; see `forge_vlm.model.fixed_rows`."""
         from forge_models.hf.streamed_forward import fixed_tokens
         from forge_vlm import model
 
         token = self.placeholder
         if token is None:
             return fixed_tokens(self), {}
-        if self.native is not None:  # text only, since the number of an image's tokens depends on the image
+        if self.native is not None:  # text only: the number of image tokens varies
             tokens = fixed_tokens(self)
             return tokens.masked_fill(tokens == token, token - 1), {}
         shape = self.vision.input_shape
         return model.fixed_rows(self.vocab_size, self.max_length, token, self.per_image, shape, self.chosen_fusion.in_stream)
 
     def outline(self) -> Outline:
-        """What strategies need to know before the model is built."""
+        """Returns the properties that strategies need before the model is built."""
         description = outline(self.shape)
         return description._replace(matrices=None, experts=None, whole_stream=(*description.whole_stream, WHOLE_STREAM))
 
     def counts(self) -> "VisionCounts":
-        """Weights and matrix products, including those of images.
+        """Returns the numbers of weights and matrix products, including those for images.
 
         Raises:
-            ValueError: a part does not declare its products.
+            ValueError: a part does not declare its matrix products.
         """
         from forge_vlm.flops import count
 
         return count(self)
 
     def context(self) -> FusionContext:
-        """The context with which the fusion is built."""
+        """The context for building the fusion."""
         native = self.native
         return FusionContext(
             self.shape,
@@ -230,5 +230,5 @@ class VLM(DecoderConfig):
         adapter = self.chosen_adapter.build(self.adapter_context)
         shape = encoder.input_shape
         if context.native:
-            shape = (shape[0] + 1, *shape[1:])  # the last row has the grid
+            shape = (shape[0] + 1, *shape[1:])  # the last row contains the grid
         return VisionLanguageModel(context, fusion, encoder.build(), adapter, shape)

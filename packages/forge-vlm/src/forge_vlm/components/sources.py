@@ -1,7 +1,7 @@
 """Sources of documents with images, selected by `[[data.sources]]` or `[data.evaluation.NAME]`.
 
-Each source is prepared once, into a store in the workspace: text becomes tokens, and each image the placeholders of the recipe's
-model. Images stay where they are; they are read, decoded and cut when a batch needs them.
+Each source is prepared once into a store in the workspace: text becomes tokens, and each image becomes placeholders of the
+recipe's model. Images stay where they are and are read, decoded and tiled when a batch needs them.
 """
 
 from dataclasses import dataclass, field
@@ -22,51 +22,52 @@ if TYPE_CHECKING:
     from forge_vlm.data.documents import Examples, Fields
 
 _SMALL: dict[str, Any] = {"placeholder": 300, "per_image": 2, "size": 8}
-"""Keys of examples, which have no model."""
+"""Keys for examples, which have no model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSource(SourceComponent):
     """Base of sources whose records have images; a subclass opens them in `read`.
 
-    A record is text with `<image>` in place of each image (without it, all images stand before the text), or a conversation: a
-    list of `{ role, content }`, or LLaVA's `{ from, value }`. Only the assistant's words in a conversation are learned.
+    A record is text with `<image>` in place of each image (without `<image>`, all images precede the text), or a conversation: a
+    list of `{ role, content }`, or LLaVA's `{ from, value }`. In a conversation only the assistant's words are learned.
     """
 
     key_class: ClassVar = DATA
     keeps_documents: ClassVar[bool] = True
-    """Documents are never cut: `data.packing` is not `concatenate`."""
+    """True: documents are never cut, so `data.packing = "concatenate"` is not allowed."""
     format: ClassVar[str] = "images"
 
     text: str = "text"
     """Field with the text."""
     messages: str = "messages"
-    """Field with a conversation, which is preferred to `text`; LLaVA's is `conversations`."""
+    """Field with a conversation, which takes precedence over `text`; LLaVA uses `conversations`."""
     images: str = "image"
-    """Field with the name of an image, or a list of names. A record without it is text."""
+    """Field with the name of an image, or a list of names. A record without this field is text."""
     template: str = "plain"
-    """How turns are written: `plain`, `chatml`, `llama3`, a template in Jinja or its file, a `tokenizer_config.json`, or the
-    folder of a tokenizer of transformers; `FOLDER:NAME` is one of several templates."""
+    """Chat template: `plain`, `chatml`, `llama3`, a Jinja template or its file, a `tokenizer_config.json`, or the folder of a
+    transformers tokenizer; `FOLDER:NAME` selects one of several templates."""
     tiling: Tiling = field(default_factory=Tiling)
-    """How an image is cut into tiles, each of which is an image to the model."""
+    """How an image is split into tiles; the model processes each tile as an image."""
     split: Split = "all"
-    """Records are assigned to `train` or `held_out` by a hash of their place."""
+    """Records are assigned to `train` or `held_out` by a hash of their position."""
     held_out: Fraction = 0.05
     """Fraction of records in the split `held_out`."""
     skip: Annotated[int, Ge(0)] = 0
-    """Maximum number of broken records to leave out, such as those whose image cannot be decoded; one more is an error."""
+    """Maximum number of broken records to skip, such as those whose image cannot be decoded; one more is an error."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """What happens to a document with more than `data.sequence_length` tokens: it is broken (`error`), left out (`skip`), or cut
-    at the end of the row, without an image that does not fit as a whole (`truncate`). The last two do not count for `skip`."""
+    """What happens to a document with more than `data.sequence_length` tokens: it is broken (`error`), skipped (`skip`), or
+    truncated at the end of the row, without an image that does not fit completely (`truncate`). Only `error` counts
+    towards the key `skip`."""
     placeholder: Annotated[int, Ge(0)] | None = None
-    """Id of the token that stands for an image; by default the model's."""
+    """Id of the token that represents an image; by default the model's."""
     per_image: Annotated[int, Gt(0)] | None = None
     """Placeholders of one tile; by default the model's."""
     size: Annotated[int, Gt(0)] | None = None
     """Height and width of a tile in pixels; by default the model's."""
 
     def read(self) -> "Examples":
-        """The records, and where their images are."""
+        """Opens the records and locates their images."""
         raise NotImplementedError
 
     @property
@@ -109,7 +110,7 @@ class ImageJsonl(ImageSource):
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[ImageJsonl]":
-        """Captions, text, and conversations."""
+        """Returns captions, text, and conversations."""
         from forge_vlm.data import example_images
 
         return (cls(path=example_images.jsonl(folder), **_SMALL),)
@@ -122,7 +123,7 @@ class ImageJsonl(ImageSource):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageWebdataset(ImageSource):
-    """Shards of WebDataset: uncompressed tar files in which members with the same name up to the first dot are a record (`7.jpg`
+    """WebDataset shards: uncompressed tar files in which members with the same name up to the first dot form a record (`7.jpg`
     with `7.txt` or `7.json`). A record with a member of another kind, or with a duplicate, is broken."""
 
     key_class: ClassVar = DATA
@@ -131,9 +132,9 @@ class ImageWebdataset(ImageSource):
     path: str
     """A tar file, a directory of them, a pattern or a URL."""
     ignore: tuple[str, ...] = ()
-    """Kinds of members to leave out, such as `cls`."""
+    """Kinds of members to skip, such as `cls`."""
     text_records: bool = False
-    """A record without an image is text. By default it is broken, because a missing image looks the same."""
+    """Accepts records without an image as text. By default they are broken, because a missing image looks the same."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[ImageWebdataset]":
@@ -150,21 +151,21 @@ class ImageWebdataset(ImageSource):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataset(ImageSource):
-    """A dataset of the `datasets` library with a column of images."""
+    """A dataset of the `datasets` library with an image column."""
 
     key_class: ClassVar = DATA
     format: ClassVar[str] = "image_dataset"
 
     path: str
-    """A directory that `save_to_disk` wrote, a directory of data files, or a name on the hub."""
+    """A directory written by `save_to_disk`, a directory of data files, or a name on the hub."""
     subset: str | None = None
-    """Configuration of a hub dataset that has several."""
+    """Configuration name, for hub datasets with several."""
     dataset_split: str = "train"
-    """The dataset's own split."""
+    """Split of the dataset."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[ImageDataset]":
-        """Rows with one image each."""
+        """Returns rows with one image each."""
         from forge_vlm.data import example_images
 
         return (cls(path=example_images.dataset(folder), **_SMALL),)
@@ -177,7 +178,7 @@ class ImageDataset(ImageSource):
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSource(ImageSource):
-    """Base of sources of clips: selected frames of each, in the order of time; each frame is an image to the model."""
+    """Base of sources of clips: selected frames of each clip in the order of time; the model processes each frame as an image."""
 
     key_class: ClassVar = DATA
     format: ClassVar[str] = "video"
@@ -185,7 +186,7 @@ class VideoSource(ImageSource):
     frames: Annotated[int, Gt(0)] = 8
     """Maximum number of frames of a clip, equally spaced in time from the first to the last."""
     timestamps: bool = True
-    """The time of each frame stands before it, such as `1.5s`."""
+    """Writes the time of each frame before the frame, such as `1.5s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,13 +201,13 @@ class VideoCsv(VideoSource):
     folder: str | None = None
     """Directory of the clips; by default that of the file."""
     file: str = "{page_dir}/{videoid}.mp4"
-    """Name of a clip in the folder, made of columns in braces."""
+    """File name of a clip in the folder, with column names in braces."""
     text: str = "name"
     """Column with the text."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[VideoCsv]":
-        """Clips of a few frames."""
+        """Returns clips with a few frames."""
         from forge_vlm.data import example_images
 
         return (cls(path=example_images.videos(folder), frames=2, timestamps=False, **_SMALL),)
@@ -225,8 +226,8 @@ class VideoFrames(VideoSource):
     format: ClassVar[str] = "video_frames"
 
     path: str
-    """A file, a directory, a pattern or a URL of JSON lines: `{ "video": DIRECTORY, "text": ..., "fps": 2 }`, or the `times` of
-    the frames in seconds."""
+    """A file, a directory, a pattern or a URL of JSON lines: `{ "video": DIRECTORY, "text": ..., "fps": 2 }`; `times`, in seconds
+    of the frames, can replace `fps`."""
     folder: str | None = None
     """Directory of the clips' directories; by default that of the file."""
     video: str = "video"
@@ -236,7 +237,7 @@ class VideoFrames(VideoSource):
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[VideoFrames]":
-        """Clips of a few frames."""
+        """Returns clips with a few frames."""
         from forge_vlm.data import example_images
 
         return (cls(path=example_images.frames(folder), frames=2, timestamps=False, **_SMALL),)
@@ -255,11 +256,11 @@ class Digits(ImageSource):
     format: ClassVar[str] = "digits"
 
     each: Annotated[int, Gt(0)] = 1
-    """Images of one document."""
+    """Number of images per document."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Digits]":
-        """A part of them."""
+        """Returns a subset of the digits."""
         return (cls(**_SMALL, split="held_out"),)
 
     def read(self) -> "Examples":

@@ -1,4 +1,4 @@
-"""What every adapter has to do: make as many tokens as it says of each image by itself, and describe its parameters."""
+"""Checks of every adapter: each image becomes the declared number of tokens, independently, and all parameters are described."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ CONTEXT = AdapterContext(width=8, tokens=16, dim=12)
 
 
 def check_specs(component: Any) -> None:
-    """`tensor_specs()` describes every parameter of what is built on the meta device."""
+    """`tensor_specs()` describes every parameter of the module built on the meta device."""
     from forge_models.conformance import trial
 
     module = trial.on_meta(lambda: component.build(CONTEXT))
@@ -17,14 +17,14 @@ def check_specs(component: Any) -> None:
 
 
 def check_tokens(component: Any) -> None:
-    """(N, n, width) -> (N, tokens(n), dim), as the component says."""
+    """The module maps (N, n, width) to (N, tokens(n), dim)."""
     adapter, x = _built(component)
     found, said = tuple(adapter(x).shape), (IMAGES, component.tokens(CONTEXT.tokens), CONTEXT.dim)
-    assert found == said, f"tokens have the shape {found}, and tokens({CONTEXT.tokens}) means {said}"
+    assert found == said, f"the adapter returns the shape {found}; tokens({CONTEXT.tokens}) means {said}"
 
 
 def check_no_image(component: Any) -> None:
-    """An empty batch gives an empty one, and gradients of zero: so a rank without images exchanges what others do."""
+    """An empty batch returns an empty batch, with gradients of zero, so that ranks without images run the same collectives."""
     from forge_vlm.conformance.no_image import idles
 
     adapter, x = _built(component)
@@ -32,7 +32,7 @@ def check_no_image(component: Any) -> None:
 
 
 def check_images(component: Any) -> None:
-    """An image has the tokens that it has alone, also when others come with it."""
+    """The tokens of an image do not depend on the other images of the batch."""
     import torch
 
     from forge_models.conformance import trial
@@ -45,7 +45,7 @@ def check_images(component: Any) -> None:
 
 
 def check_all_features(component: Any) -> None:
-    """Every feature has a say: none is dropped."""
+    """Every feature influences the tokens."""
     import torch
 
     adapter, x = _built(component)
@@ -54,11 +54,11 @@ def check_all_features(component: Any) -> None:
         for at in range(x.shape[1]):
             changed = x.clone()
             changed[:, at] += 1
-            assert not torch.equal(adapter(changed), whole), f"feature {at} changes no token"
+            assert not torch.equal(adapter(changed), whole), f"feature {at} does not change any token"
 
 
 def check_deterministic(component: Any) -> None:
-    """In evaluation the same features give the same bits."""
+    """In evaluation the same features produce the same bits."""
     from forge_models.conformance import trial
 
     adapter, x = _built(component)
@@ -66,7 +66,7 @@ def check_deterministic(component: Any) -> None:
 
 
 def check_gradients(component: Any) -> None:
-    """Every parameter gets a gradient, and it is finite."""
+    """Every parameter has a finite gradient."""
     from forge_models.conformance import trial
 
     adapter, x = _built(component)

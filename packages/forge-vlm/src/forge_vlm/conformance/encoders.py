@@ -1,4 +1,4 @@
-"""What every encoder has to do: make of each image, by itself, as many features as it says, and describe its parameters."""
+"""Checks of every encoder: each image becomes the declared features, independently, and all parameters are described."""
 
 from typing import Any
 
@@ -6,26 +6,26 @@ IMAGES = 3
 
 
 def check_specs(component: Any) -> None:
-    """`tensor_specs()` describes every parameter of what is built on the meta device, and `blocks` are modules of it."""
+    """`tensor_specs()` describes every parameter of the module built on the meta device; `blocks` names modules of it."""
     from forge_models.conformance import trial
 
     module: Any = trial.on_meta(component.build)
     trial.agree(module, trial.specs_of(module))
     paths = {path for path, _ in module.named_modules()}
     unknown = sorted(set(module.blocks) - paths)
-    assert not unknown, f"blocks names modules that are not there: {', '.join(unknown)}"
+    assert not unknown, f"blocks names modules that do not exist: {', '.join(unknown)}"
 
 
 def check_features(component: Any) -> None:
-    """Images (N, *input_shape) -> features (N, tokens, width), as the component says."""
+    """The module maps images (N, *input_shape) to features (N, tokens, width)."""
     encoder, images = _built(component)
     found, said = tuple(encoder(images).shape), (IMAGES, component.tokens, component.width)
-    assert found == said, f"features have the shape {found}, and tokens and width mean {said}"
+    assert found == said, f"the encoder returns the shape {found}; tokens and width mean {said}"
 
 
 def check_no_image(component: Any) -> None:
-    """An empty batch (0, *input_shape) gives (0, tokens, width), and gradients of zero: so a rank without images exchanges what
-    others do."""
+    """An empty batch (0, *input_shape) returns (0, tokens, width), with gradients of zero, so that ranks without images run the
+    same collectives."""
     from forge_vlm.conformance.no_image import idles
 
     encoder, _ = _built(component)
@@ -33,13 +33,13 @@ def check_no_image(component: Any) -> None:
 
 
 def check_statistics(component: Any) -> None:
-    """`mean` and `std` have one number for each channel."""
+    """`mean` and `std` have one number per channel."""
     counts = len(component.mean), len(component.std)
     assert counts == (component.channels,) * 2, f"mean and std have {counts} numbers for {component.channels} channels"
 
 
 def check_images(component: Any) -> None:
-    """An image has the features that it has alone, also when others come with it."""
+    """The features of an image do not depend on the other images of the batch."""
     import torch
 
     from forge_models.conformance import trial
@@ -52,7 +52,7 @@ def check_images(component: Any) -> None:
 
 
 def check_weights(component: Any) -> None:
-    """`weights()`, where there is one, has the tensors of the module under their names, with their shapes."""
+    """`weights()`, if defined, has the tensors of the module under their names, with their shapes."""
     from forge_models.conformance import trial
 
     if not hasattr(component, "weights"):
@@ -61,19 +61,19 @@ def check_weights(component: Any) -> None:
     module = trial.on_meta(component.build)
     built = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     said = {name: entry.shape for name, entry in stored.tensors.items()}
-    assert said == built, f"weights() has {said}, but built are {built}"
+    assert said == built, f"weights() has {said}, but the module has {built}"
     read = stored.read(list(stored.tensors))
-    assert {name: tuple(tensor.shape) for name, tensor in read.items()} == built, "weights() reads other shapes than it says"
+    assert {name: tuple(tensor.shape) for name, tensor in read.items()} == built, "weights() reads other shapes than it declares"
     for name, shape in built.items():
         half = [(size + 1) // 2 for size in shape]
         offset = [size - part for size, part in zip(shape, half, strict=True)]
         box = stored.box(name, offset, half)
         within = tuple(slice(at, at + size) for at, size in zip(offset, half, strict=True))
-        assert box.equal(read[name][within]), f"weights() gives other numbers for a box of {name} than for the whole"
+        assert box.equal(read[name][within]), f"weights() reads other values for a box of {name} than for the whole tensor"
 
 
 def check_deterministic(component: Any) -> None:
-    """In evaluation the same images give the same bits."""
+    """In evaluation the same images produce the same bits."""
     from forge_models.conformance import trial
 
     encoder, images = _built(component)
@@ -81,7 +81,7 @@ def check_deterministic(component: Any) -> None:
 
 
 def check_gradients(component: Any) -> None:
-    """Every parameter gets a gradient, and it is finite."""
+    """Every parameter has a finite gradient."""
     from forge_models.conformance import trial
 
     encoder, images = _built(component)

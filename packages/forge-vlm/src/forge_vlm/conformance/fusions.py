@@ -1,4 +1,4 @@
-"""What every fusion has to do in a small model with a native encoder: nothing sees what comes later, and rows are apart."""
+"""Checks of every fusion in a small model with a native encoder: causality and independent rows."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ LENGTH = 16
 
 
 def check_specs(component: Any) -> None:
-    """`specs()` of the model describe every parameter of what is built on the meta device."""
+    """`specs()` of the model describes every parameter of the module built on the meta device."""
     from forge_models.conformance import trial
 
     module: Any = trial.on_meta(model_of(component).build)
@@ -20,13 +20,13 @@ def check_specs(component: Any) -> None:
 
 
 def check_feature(component: Any) -> None:
-    """It names what has to be proven in layouts."""
+    """`feature` names the combination that must be tested in layouts."""
     assert isinstance(component.feature, str), "feature is not a string"
     assert component.feature.startswith("fusion_"), f"feature {component.feature!r} does not begin with 'fusion_'"
 
 
 def check_images_count(component: Any) -> None:
-    """An image changes logits of tokens behind it, and none of another row."""
+    """An image changes the logits of later tokens in its row, and no other row."""
     import torch
 
     model, inputs = _built(component)
@@ -38,7 +38,7 @@ def check_images_count(component: Any) -> None:
 
 
 def check_causality(component: Any) -> None:
-    """In evaluation a token depends on no text behind it."""
+    """In evaluation a token depends on no later text."""
     import torch
 
     model, inputs = _built(component)
@@ -50,7 +50,7 @@ def check_causality(component: Any) -> None:
 
 
 def check_text(component: Any) -> None:
-    """Text needs no images, and a blank one that belongs to no row changes nothing."""
+    """Text needs no images; an unused image changes nothing."""
     import torch
 
     from forge_models.conformance import trial
@@ -59,11 +59,11 @@ def check_text(component: Any) -> None:
     text = torch.arange(2, 2 + LENGTH).expand(2, -1)
     with torch.no_grad():
         blank = model(text, images=inputs["images"][:1], image_rows=torch.full((2, 1), -1))
-        trial.same(model(text), blank, "logits of text alone and with an image that no row has")
+        trial.same(model(text), blank, "logits of text alone and with an unused image")
 
 
 def check_gradients(component: Any) -> None:
-    """In training every parameter has a gradient, with images and without: ranks exchange the same."""
+    """In training every parameter has a gradient, with and without images, so that ranks run the same collectives."""
     import torch
 
     model, inputs = _built(component)
@@ -76,7 +76,7 @@ def check_gradients(component: Any) -> None:
 
 
 def model_of(component: Any) -> VLM:
-    """A small model with this fusion, with experts where it needs them."""
+    """Returns a small model with this fusion, with experts if the fusion needs them."""
     shape = DecoderConfig(**SIZES).shape
     encoder = ViT(size=8, patch=4, dim=8, layers=1, heads=2)
     parts = {"attention": shape.attention, "mlp": shape.mlp, "norm": shape.norm, "encoder": encoder}
@@ -87,7 +87,7 @@ def model_of(component: Any) -> VLM:
 
 
 def _built(component: Any) -> tuple[Any, dict[str, Any]]:
-    """In fp64, in evaluation, with two rows of an image each."""
+    """Returns the model in fp64 and evaluation mode, and inputs of two rows with one image each."""
     import torch
 
     from forge_models.conformance import trial

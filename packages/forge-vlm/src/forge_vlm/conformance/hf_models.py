@@ -1,4 +1,4 @@
-"""What every kind of model in the Hugging Face format has to do: hold what it says it holds, and refuse the rest by name."""
+"""Checks of every model in the Hugging Face format: it stores all tensors exactly, and it refuses other models with a message."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,24 +6,24 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 TOLERANCE = 1e-4
-"""Largest difference from another library's fp32 logits, in units of the largest logit, as `convert` allows it."""
+"""Largest difference from the reference library's fp32 logits, relative to the largest logit; `convert` uses the same limit."""
 
 
 def check_holds(component: Any) -> None:
-    """A model that is written and read back is the same: every tensor bit for bit, and the logits."""
+    """A model that is written and read back has the same tensors, bit for bit, and the same logits."""
     import torch
 
     for place, weights in _written(component):
         back = component.build().read(place)
         wanted, found = weights.read(list(weights.tensors)), back.read(list(back.tensors))
-        assert found.keys() == wanted.keys(), f"tensors {sorted(found.keys() ^ wanted.keys())} are on one side only"
+        assert found.keys() == wanted.keys(), f"tensors {sorted(found.keys() ^ wanted.keys())} are missing on one side"
         for name, tensor in wanted.items():
-            assert torch.equal(found[name], tensor), f"{name} is not what was written"
-        assert torch.equal(_logits(back), _logits(weights)), "the model that is read back computes something else"
+            assert torch.equal(found[name], tensor), f"{name} differs from the written tensor"
+        assert torch.equal(_logits(back), _logits(weights)), "the model that was read back has other logits"
 
 
 def check_reference(component: Any) -> None:
-    """The other library's logits are ours."""
+    """The logits equal those of the reference library."""
     from forge_models.hf.streamed_forward import fixed_rows
 
     for place, weights in _written(component):
@@ -34,14 +34,14 @@ def check_reference(component: Any) -> None:
 
 
 def check_refuses(component: Any) -> None:
-    """A decoder of text is not one of these models, and a message says so."""
+    """`misfits` reports a text decoder."""
     from forge_models.conformance import weights
 
-    assert component.build().misfits(weights.small()), "takes a decoder of text for one of its models"
+    assert component.build().misfits(weights.small()), "misfits accepts a text decoder"
 
 
 def check_foreign(component: Any) -> None:
-    """A place where there is nothing, an empty folder and other people's files are refused by a ForgeError."""
+    """Reading a missing folder, an empty folder or an unknown model raises a ForgeError."""
     from forge_core.errors import ForgeError
 
     with TemporaryDirectory(prefix="forge-hf-") as folder:
@@ -53,18 +53,18 @@ def check_foreign(component: Any) -> None:
                 component.build().read(path)
             except ForgeError:
                 continue
-            raise AssertionError(f"reads {path.name!r}, where no model is, without an error")
+            raise AssertionError(f"reads {path.name!r}, which contains no model, without an error")
 
 
 def _written(component: Any) -> Iterator[tuple[Path, Any]]:
-    """(folder, weights) of every example, written."""
+    """Yields (folder, weights) of every example after writing it."""
     from forge_models.conformance.weights import InMemory
 
     with TemporaryDirectory(prefix="forge-hf-") as folder:
         for number, model in enumerate(component.build().examples(Path(folder))):
             weights: Any = InMemory(model)
             refused = component.build().misfits(weights)
-            assert not refused, f"misfits refuses its example: {'; '.join(refused)}"
+            assert not refused, f"misfits rejects its own example: {'; '.join(refused)}"
             place = Path(folder) / f"out{number}"
             component.build().write(place, weights, tokenizer=None, max_shard_bytes=10_000)
             yield place, weights

@@ -1,9 +1,8 @@
-"""Conversations as text: which of it the assistant says, and which of it the template wrote itself.
+"""Chat templates: conversations as text, which parts the assistant says, and which parts the template wrote itself.
 
-Where a template marks by `{% generation %}` what the assistant says, that is learned. Any other is rendered up to each turn of
-the assistant: what a turn adds is what the text has more than without it. The opening (`add_generation_prompt`) is not learned,
-the rest of the turn is, its end included: that is what generation has to write. So any template works whose text only grows; one
-that changes earlier turns is refused.
+Text that a template marks with `{% generation %}` is learned. A template without marks is rendered up to each turn of the
+assistant; the text that a turn adds is learned, including its end, but not its opening (`add_generation_prompt`). This works for
+every template whose text only grows. A template that changes earlier turns is refused.
 """
 
 import json
@@ -39,18 +38,18 @@ TEMPLATES = {
 }
 """Templates by name, in Jinja."""
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that transformers gives to templates, where the tokenizer has them."""
+"""Names of the special tokens that transformers passes to templates."""
 CONFIG = "tokenizer_config.json"
 _PROBE = "a probe of content"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one role says.
+    """A message of one role.
 
     Attributes:
         role: such as `user`.
-        content: text, or the pieces that `Chat.takes_pieces` speaks of; None where the turn has other fields only.
+        content: text, or a list of pieces (see `Chat.takes_pieces`); None if the turn has other fields only.
         more: further fields of the message, such as `tool_calls`.
     """
 
@@ -59,12 +58,12 @@ class Turn:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def message(self) -> dict[str, Any]:
-        """The turn as templates get it."""
+        """Returns the turn as the dict that templates receive."""
         return {**self.more, "role": self.role, "content": self.content}
 
 
 class TextSpan(NamedTuple):
-    """Some of a conversation's text. `learned`: the assistant says it; `trusted`: the template wrote it itself."""
+    """A part of a conversation's text. `learned`: the assistant says it; `trusted`: the template wrote it itself."""
 
     text: str
     learned: bool
@@ -73,13 +72,13 @@ class TextSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Chat:
-    """A template.
+    """A chat template.
 
     Attributes:
-        template: in Jinja: of `TEMPLATES`, or of a tokenizer of transformers.
-        tokens: (name, spelling) of the special tokens that it may write.
-        complete: whether `tokens` has all there are, so that a template writes nothing for others, as in transformers. Otherwise
-            one that writes another is refused.
+        template: Jinja source: one of `TEMPLATES`, or the template of a transformers tokenizer.
+        tokens: (name, spelling) of the special tokens that the template may write.
+        complete: True if `tokens` lists all special tokens: other tokens are rendered as empty text, as in transformers.
+            Otherwise a template that writes another token is refused.
     """
 
     template: str = TEMPLATES["plain"]
@@ -87,20 +86,21 @@ class Chat:
     complete: bool = False
 
     def knowing(self, tokens: Mapping[str, str]) -> "Chat":
-        """The chat, with special tokens of a tokenizer for those of which its own files say nothing."""
+        """Returns the chat with additional special tokens from a tokenizer; tokens of the template's own files take
+        precedence."""
         return self if self.complete else replace(self, tokens=tuple(sorted((dict(tokens) | dict(self.tokens)).items())))
 
     @property
     def identity(self) -> str:
-        """Of what the template writes: for names of what is made with it."""
+        """Text that is equal if the template writes the same; part of the names of prepared data."""
         return repr(self.template) + (f" {self.tokens} {self.complete}" if self.tokens or self.complete else "")
 
     def spans(self, turns: Sequence[Turn], tools: Any = None) -> list[TextSpan]:
-        """The text of the turns, in their order; neighbors differ in what they are.
+        """Returns the text of the turns in order; neighboring spans differ in `learned` or `trusted`.
 
         Raises:
-            DataError: the template cannot be rendered, changes earlier turns, or mixes its own text with other text so that they
-                cannot be told apart.
+            DataError: the template cannot be rendered, changes earlier turns, or mixes its own text with text of messages so that
+                the two cannot be separated.
         """
         if not turns:
             return []
@@ -117,10 +117,10 @@ class Chat:
                     place = next((place for place, pair in enumerate(zip(wrote, whole, strict=False)) if pair[0] != pair[1]), 0)
                     was, now = (str.__repr__(str(text)[max(place - 20, 0) : place + 20]) for text in (wrote, whole))
                     raise DataError(
-                        f"the chat template changes what it wrote before turn {number} ({turn.role}) or in it, so the "
-                        f"assistant's words cannot be told apart; it wrote {was}, then {now}; mark them in the template by "
-                        "{% generation %} and {% endgeneration %}, also where it drops the reasoning of earlier answers, or end "
-                        "each record with its first answer"
+                        f"the chat template changes earlier text before or in turn {number} ({turn.role}), so Forge cannot find "
+                        f"the assistant's words; it first wrote {was}, then {now}; mark those words in the template with "
+                        "{% generation %} and {% endgeneration %}, or, if the template drops the reasoning of earlier answers, "
+                        "end each record with its first answer"
                     )
                 learned[begin:end] = [True] * (end - begin)
         kinds = zip(learned, (bool(flag & TRUSTED) for flag in whole.flags), strict=True)
@@ -132,7 +132,7 @@ class Chat:
         return found
 
     def render(self, turns: Sequence[Turn]) -> list[tuple[str, bool]]:
-        """(text, whether it is learned) of the turns, in their order; neighbors differ in the latter.
+        """Returns (text, learned) of the turns in order; neighbors differ in `learned`.
 
         Raises:
             DataError: see `spans`.
@@ -141,15 +141,15 @@ class Chat:
         return [("".join(span.text for span in spans), learned) for learned, spans in found]
 
     def prompt(self, turns: Sequence[Turn]) -> str:
-        """What generation goes on from: the turns, and the opening of the assistant's."""
+        """Returns the prompt for generation: the turns, and the opening of the assistant's turn."""
         return str.__str__(self._text(turns, opening=True))
 
     def prompt_pieces(self, turns: Sequence[Turn], tools: Any = None) -> list[tuple[str, bool]]:
-        """`prompt` as (text, trusted) pieces, which a tokenizer's `encode_pieces` takes."""
+        """Returns `prompt` as (text, trusted) pieces for a tokenizer's `encode_pieces`."""
         return [(span.text, span.trusted) for span in self.prompt_spans(turns, tools)]
 
     def prompt_spans(self, turns: Sequence[Turn], tools: Any = None) -> list[TextSpan]:
-        """`prompt` as spans, of which nothing is learned."""
+        """Returns `prompt` as spans, none of them learned."""
         whole = self._text(turns, tools, opening=True)
         spans, start = [], 0
         for trusted, same in groupby(whole.flags, key=lambda flag: bool(flag & TRUSTED)):
@@ -160,15 +160,15 @@ class Chat:
 
     @cached_property
     def takes_pieces(self) -> bool:
-        """Whether the template writes contents that are lists of `{"type": "text", "text"}` and `{"type": "image"}`.
+        """Whether the template renders contents that are lists of `{"type": "text", "text"}` and `{"type": "image"}`.
 
-        Others are given the text of such a list, with a marker in the place of each image.
+        Other templates receive the text of the list, with a marker in place of each image.
         """
         return self._writes([{"type": "text", "text": _PROBE}])
 
     @cached_property
     def takes_text(self) -> bool:
-        """Whether the template writes contents that are text. Some templates of models of images write pieces only."""
+        """Whether the template renders contents that are text; some templates of models with images render pieces only."""
         return self._writes(_PROBE)
 
     def _writes(self, content: Any) -> bool:
@@ -198,9 +198,9 @@ class Chat:
 
 
 def _shared(shorter: Sequence[str], longer: Sequence[str]) -> int:
-    """Characters up to which the longer text is the shorter one: all of it, or all but what a template puts behind the last turn.
+    """Returns the number of characters up to which the longer text equals the shorter one, without the text after the last turn.
 
-    0 where it is neither: what is behind stands at the end of both.
+    Text after the last turn stands at the end of both. Returns 0 if the longer text does not continue the shorter one.
     """
     text, whole = "".join(shorter), "".join(longer)
     if whole.startswith(text):
@@ -210,22 +210,22 @@ def _shared(shorter: Sequence[str], longer: Sequence[str]) -> int:
 
 
 def chat_of(name: str) -> Chat:
-    """The template that a recipe names.
+    """Returns the template that a recipe names.
 
     Args:
-        name: one of `TEMPLATES`, a template in Jinja, a file of one, a `tokenizer_config.json` or `chat_template.json`, or the
-            folder of a tokenizer of transformers. Behind a file or folder, `:NAME` chooses one of several templates. The special
-            tokens are those of the `tokenizer_config.json` in the same folder.
+        name: one of `TEMPLATES`, Jinja source, a file with it, a `tokenizer_config.json` or `chat_template.json`, or the folder
+            of a transformers tokenizer. After a file or folder, `:NAME` selects one of several templates. Special tokens are read
+            from the `tokenizer_config.json` in the same folder.
 
     Raises:
-        DataError: it is none of these, or has no such template.
+        DataError: `name` is none of these, or the named template does not exist.
     """
     if name in TEMPLATES:
         return Chat(TEMPLATES[name])
     if "{{" in name or "{%" in name:
         return Chat(name)
     path, wanted = Path(name), "default"
-    if ":" in name and not os.path.exists(name):  # noqa: PTH110 (which refuses no text)
+    if ":" in name and not os.path.exists(name):  # noqa: PTH110 (which raises for some text)
         place, wanted = name.rsplit(":", 1)
         path = Path(place)
     found = _templates(path)
@@ -233,17 +233,17 @@ def chat_of(name: str) -> Chat:
         found = _templates(path.parent)
     if wanted not in found:
         if not found:
-            raise DataError(f"{path} has no chat_template as text; give the file of a template in Jinja")
+            raise DataError(f"{path} has no chat_template as text; set template to a file with a Jinja template")
         names = ", ".join(f"{path}:{own}" for own in found)
-        raise DataError(f"{path} has no chat template {wanted!r}; write one of {names}")
+        raise DataError(f"{path} has no chat template {wanted!r}; choose one of {names}")
     folder = path if path.is_dir() else path.parent
     tokens = named_tokens(folder)
     return Chat(found[wanted], tuple(sorted((tokens or {}).items())), tokens is not None)
 
 
 def _templates(path: Path) -> dict[str, str]:
-    """Templates of a file or folder by name; `default` is the one that has none."""
-    if os.path.isdir(path):  # noqa: PTH112 (which refuses no text)
+    """Returns the templates of a file or folder by name; a template without a name is `default`."""
+    if os.path.isdir(path):  # noqa: PTH112 (which raises for some text)
         files = (path / "chat_template.jinja", path / "chat_template.json", path / CONFIG)
         found: dict[str, str] = {}
         for file in reversed([file for file in files if file.is_file()]):
@@ -261,16 +261,16 @@ def _templates(path: Path) -> dict[str, str]:
         return {}
     found = {str(own): text for own, text in template.items() if isinstance(text, str)} if isinstance(template, dict) else {}
     if not found:
-        raise DataError(f"{path} has no chat_template as text; give the file of a template in Jinja")
+        raise DataError(f"{path} has no chat_template as text; set template to a file with a Jinja template")
     return found
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # also a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: not a valid file name
         raise DataError(
-            f"template {str(path)!r} is neither a file nor one of {', '.join(TEMPLATES)}, nor the folder of a tokenizer"
+            f"template {str(path)!r} cannot be read: give one of {', '.join(TEMPLATES)}, a file, or the folder of a tokenizer"
         ) from error
 
 

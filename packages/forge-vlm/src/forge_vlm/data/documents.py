@@ -1,4 +1,4 @@
-"""A document as parts in order: words, and images by reference. `RecordTexts` has only the text, to train a tokenizer on."""
+"""Documents as sequences of words and image references. `RecordTexts` yields only the text, for training a tokenizer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +18,7 @@ MARKER = "<image>"
 
 @dataclass(frozen=True)
 class Words:
-    """Text. `learned`: the model is trained to produce it; `trusted`: it may spell control tokens."""
+    """Text. `learned`: the model is trained to produce it; `trusted`: it may contain control tokens."""
 
     text: str
     learned: bool = True
@@ -27,7 +27,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image, by the reference of its reader. `token`: it stands where the chat template wrote the token of an image."""
+    """An image, by its reader's reference. `token`: the chat template wrote the image token at this position."""
 
     reference: str
     token: bool = False
@@ -42,7 +42,7 @@ class Clip:
     """Selected frames of a video.
 
     Attributes:
-        told: the time of each frame stands before it.
+        told: the time of each frame is written before the frame.
     """
 
     def __init__(self, frames: Frames | Callable[[], Frames], told: bool = True) -> None:
@@ -52,7 +52,7 @@ class Clip:
 
     @cached_property
     def frames(self) -> Frames:
-        """The frames that were chosen.
+        """The selected frames.
 
         Raises:
             BrokenRecord: the clip cannot be read.
@@ -60,7 +60,7 @@ class Clip:
         return self._frames() if callable(self._frames) else self._frames
 
     def parts(self) -> Parts:
-        """The frames as parts of a document. Times are not learned.
+        """Returns the frames as parts of a document. Times are not learned.
 
         Raises:
             BrokenRecord: the clip cannot be read.
@@ -73,7 +73,7 @@ class Clip:
 
 
 class Record(dict[str, Any]):
-    """A record with its place for messages: file, and line or number."""
+    """A record with its place (file, and line or number) for messages."""
 
     def __init__(self, fields: Mapping[str, Any], place: str) -> None:
         super().__init__(fields)
@@ -90,9 +90,10 @@ class Fields:
 
     Attributes:
         text: field with text, and `MARKER` in place of each image. Without markers all images stand before the text.
-        messages: field with turns, which is preferred to `text`: `{"role", "content"}`, or LLaVA's `{"from", "value"}`. A content
-            is text, or a list of `{"type": "text", "text"}` and of images: `{"type": "image"}` for the next image of the field
-            `images`, or `{"type": "image", "path"}` and `{"type": "image_url", "image_url": {"url"}}`, which name their own.
+        messages: field with turns, which takes precedence over `text`: `{"role", "content"}`, or LLaVA's `{"from", "value"}`. A
+            content is text, or a list of `{"type": "text", "text"}` and of images: `{"type": "image"}` for the next image of the
+            field `images`, or `{"type": "image", "path"}` and `{"type": "image_url", "image_url": {"url"}}`, which name their
+            own.
         images: field with the reference of an image, or a list of them. A record without it is text.
     """
 
@@ -104,8 +105,8 @@ class Fields:
 class Examples(Protocol):
     """Records with images, in a fixed order. They can be read repeatedly.
 
-    A method `is_there(reference) -> bool` may tell without reading an image whether its file is there: before a run begins,
-    images of held-out sets are looked for with it.
+    The optional method `is_there(reference) -> bool` says whether the file of an image exists, without reading it; a run checks
+    the images of held-out sets with it before it begins.
 
     Attributes:
         what: name for messages.
@@ -118,36 +119,36 @@ class Examples(Protocol):
     def fingerprint(self) -> str: ...
 
     def __iter__(self) -> Iterator[tuple[str, "Mapping[str, Any] | BrokenRecord"]]:
-        """(name, record) of each; its field of images has references or a `Clip`. A record that cannot be read is a
-        `BrokenRecord`, whose message has its place."""
+        """Yields (name, record); the record's image field has references or a `Clip`. A record that cannot be read is a
+        `BrokenRecord` whose message contains its place."""
         ...
 
     def fetch(self, reference: str) -> bytes:
-        """The file of an image.
+        """Returns the content of an image file.
 
         Raises:
-            DataError: the file does not exist; names it.
+            DataError: the file does not exist; the message names it.
         """
         ...
 
 
 def is_conversation(record: "Mapping[str, Any] | BrokenRecord", fields: Fields) -> bool:
-    """Whether a chat template writes the record, special tokens included."""
+    """Whether a chat template renders the record, including special tokens."""
     return isinstance(record, Mapping) and record.get(fields.messages) is not None
 
 
 def parts_of(record: "Mapping[str, Any] | BrokenRecord", fields: Fields, chat: Chat) -> list[Words | Picture]:
-    """The parts of a record's document.
+    """Returns the parts of a record's document.
 
     Raises:
-        BrokenRecord: it is broken, has neither text nor turns, has a different number of markers and images, or text that is not
-            valid Unicode.
-        DataError: the chat template refuses its turns.
+        BrokenRecord: the record is broken, has neither text nor turns, has a different number of markers and images, or has text
+            that is not valid Unicode.
+        DataError: the chat template refuses the turns.
     """
     if isinstance(record, BrokenRecord):
         raise record
     if not isinstance(record, Mapping):
-        raise BrokenRecord("is not a record")
+        raise BrokenRecord("is not a JSON object")
     images = _references(record.get(fields.images), fields.images)
     if is_conversation(record, fields):
         turns = _turns(record[fields.messages], fields.messages)
@@ -159,28 +160,28 @@ def parts_of(record: "Mapping[str, Any] | BrokenRecord", fields: Fields, chat: C
             raise BrokenRecord(f"has neither turns in {fields.messages!r} nor text in {fields.text!r}")
         found = _illustrated([Words(text)], images)
     if not any(isinstance(part, Words) and part.learned for part in found):
-        raise BrokenRecord("has no text to learn")
+        raise BrokenRecord("has no text to train on")
     return found
 
 
 def prompt_of(text: str, images: Sequence[str]) -> list[Words | Picture]:
-    """The parts of a text that a model continues, as `parts_of` gives those of a record with this text and these images.
+    """Returns the parts of a text that a model continues, equal to `parts_of` of a record with this text and these images.
 
     Raises:
-        BrokenRecord: the text has other markers than images, or is not valid Unicode.
+        BrokenRecord: the text has a different number of markers and images, or is not valid Unicode.
     """
     return _illustrated([Words(text)] if text else [], [[_picture(each)] for each in images])
 
 
 def chat_prompt_of(turns: Sequence[Turn], images: Sequence[str], chat: Chat) -> list[Words | Picture]:
-    """The parts of a conversation, and of the opening of the assistant's turn, as `parts_of` gives those of a record.
+    """Returns the parts of a conversation and of the opening of the assistant's turn, as `parts_of` does for a record.
 
-    A content may be a list of pieces, which name their own images. `images` stand at the markers of the first turn. Without any,
-    they stand before its content where the template writes images itself; otherwise before all text, as those of a record do. In
-    any other text a marker is text.
+    A content may be a list of pieces, which name their own images. `images` replace the markers of the first turn. Without
+    markers, they precede its content if the template renders images itself, and otherwise all text, as in a record. In other text
+    a marker is ordinary text.
 
     Raises:
-        BrokenRecord: the first turn has other markers than images, or some text is not valid Unicode.
+        BrokenRecord: the first turn has a different number of markers and images, or some text is not valid Unicode.
         DataError: the chat template refuses the turns.
     """
     first, *rest = turns
@@ -205,7 +206,7 @@ def _conversation(
     written: Callable[[list[Turn]], Sequence[tuple[str, bool, bool]]],
     chat: Chat,
 ) -> list[Words | Picture]:
-    """The parts of a conversation. `written`: the text of turns by the chat template, as (text, learned, trusted)."""
+    """Returns the parts of a conversation. `written` renders turns with the chat template to (text, learned, trusted)."""
     left = iter(images)
     placed: list[Parts] = []
     made = []
@@ -233,8 +234,8 @@ def _conversation(
 
 
 def _marks_by_pieces(turns: Sequence[Turn], images: Sequence[Parts], field: str) -> bool:
-    """Whether contents have pieces that are images, and these and markers in contents of text place every image: then a marker
-    in a piece of text is text."""
+    """Whether contents have image pieces, and these pieces and the markers in text contents place every image; then a marker in a
+    text piece is ordinary text."""
     pieces = [_piece(piece, field) for turn in turns if isinstance(turn.content, list) for piece in turn.content]
     pictures = [each for each in pieces if isinstance(each, Picture)]
     markers = sum(turn.content.count(MARKER) for turn in turns if isinstance(turn.content, str))
@@ -242,16 +243,16 @@ def _marks_by_pieces(turns: Sequence[Turn], images: Sequence[Parts], field: str)
 
 
 def _unused(turns: Sequence[Turn]) -> str:
-    """A character for private use that no turn has."""
-    text = str([turn.message() for turn in turns])  # which shows such characters escaped
+    """Returns a private-use character that no turn contains."""
+    text = str([turn.message() for turn in turns])  # `str` escapes private-use characters
     return next(each for each in map(chr, range(0xE000, 0xF900)) if repr(each)[1:-1] not in text)
 
 
 def _illustrated(words: Sequence[Words], images: Sequence[Parts], tokens: bool = False) -> list[Words | Picture]:
-    """Words with their images. `tokens`: the template wrote a token of its own for each of them.
+    """Returns words with their images. `tokens`: the template wrote an image token for each image.
 
     Raises:
-        BrokenRecord: there are other markers than images, or text that is not valid Unicode.
+        BrokenRecord: the numbers of markers and images differ, or text is not valid Unicode.
     """
     if fault := next((fault for each in words if (fault := text_of(each.text)[1])), ""):
         raise BrokenRecord(f"has text that {fault}")
@@ -267,7 +268,7 @@ def _listed(value: Any) -> list[Any] | None:
 
 
 def _as_pieces(text: str) -> list[dict[str, str]]:
-    """Text with markers as a list of pieces, which some templates need."""
+    """Returns text with markers as a list of pieces, which some templates need."""
     pieces: list[dict[str, str]] = []
     for place, part in enumerate(text.split(MARKER)):
         pieces += [{"type": "image"}] if place else []
@@ -276,7 +277,7 @@ def _as_pieces(text: str) -> list[dict[str, str]]:
 
 
 def _placed(words: Sequence[Words], images: Sequence[Parts]) -> Iterator[Words | Picture]:
-    """Words cut at the markers, with an image, or the frames of a clip, in place of each marker."""
+    """Yields the words between the markers, and an image, or the frames of a clip, in place of each marker."""
     markers = sum(each.text.count(MARKER) for each in words)
     if markers != len(images):
         raise BrokenRecord(f"has {markers} {MARKER} and {len(images)} images")
@@ -292,33 +293,33 @@ def _placed(words: Sequence[Words], images: Sequence[Parts]) -> Iterator[Words |
 def _token(image: Parts) -> Picture:
     if len(image) != 1 or not isinstance(image[0], Picture):
         raise BrokenRecord(
-            f"has a clip where the chat template writes the token of one image; write {MARKER} in its text instead"
+            f"has a clip at an image token of the chat template, which stands for one image; write {MARKER} in the text instead"
         )
     return replace(image[0], token=True)
 
 
 def _references(value: Any, field: str) -> list[Parts]:
-    """The parts that replace each marker."""
+    """Returns the parts that replace each marker."""
     values = [] if value is None else [value] if isinstance(value, str | Clip) else value
     if not isinstance(values, list) or not all(isinstance(each, str | Clip) and each for each in values):
-        raise BrokenRecord(f"has in {field!r} {value!r}; expected the name of an image, or a list of names")
+        raise BrokenRecord(f"has {value!r} in the field {field!r}; expected the name of an image, or a list of names")
     return [each.parts() if isinstance(each, Clip) else [_picture(each)] for each in values]
 
 
 def _picture(reference: str) -> Picture:
-    """An image by its name, which must be the name of a file."""
+    """Returns the image with this name, which must be a valid file name."""
     if fault := text_of(reference)[1]:
-        raise BrokenRecord(f"names an image {reference!r}, which {fault}")
+        raise BrokenRecord(f"names the image {reference!r}, which {fault}")
     if "\0" in reference:
-        raise BrokenRecord(f"names an image {reference!r}, which holds a NUL")
+        raise BrokenRecord(f"names the image {reference!r}, which contains a NUL character")
     if reference.startswith("data:"):
-        raise BrokenRecord(f"has an image inside the record, {reference[:30]!r}...; write it to a file, and its name here")
+        raise BrokenRecord(f"contains image data ({reference[:30]!r}...) instead of a file name; write the image to a file")
     return Picture(reference)
 
 
 def _turns(value: Any, field: str) -> list[Turn]:
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
-        raise BrokenRecord(f"has in {field!r} no list of turns")
+        raise BrokenRecord(f"has no list of turns in the field {field!r}")
     return [_turn(turn, field) for turn in value]
 
 
@@ -328,12 +329,12 @@ def _turn(turn: Mapping[str, Any], field: str) -> Turn:
     role = {"human": "user", "gpt": "assistant"}.get(role, role) if isinstance(role, str) else None
     more = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value") and value is not None}
     if role is None or not (isinstance(content, str | list) or (content is None and more)):
-        raise BrokenRecord(f"has in {field!r} a turn without role or content: {str(dict(turn))[:80]}")
+        raise BrokenRecord(f"has a turn without role or content in the field {field!r}: {str(dict(turn))[:80]}")
     return Turn(role, content, more)
 
 
 def _piece(piece: Any, field: str) -> str | Picture:
-    """The text of a piece, or its image, with an empty name for the next image of the field of images."""
+    """Returns the text of a piece, or its image; an empty name is the next image of the record's image field."""
     kind = piece.get("type") if isinstance(piece, dict) else None
     if kind == "text" and isinstance(piece.get("text"), str):
         return piece["text"]
@@ -344,12 +345,12 @@ def _piece(piece: Any, field: str) -> str | Picture:
             return Picture("")
         if len(named) == 1 and isinstance(named[0], str) and named[0]:
             return _picture(named[0])
-    raise BrokenRecord(f"has in {field!r} a piece that is neither text nor an image: {str(piece)[:80]}")
+    raise BrokenRecord(f"has a piece that is neither text nor an image in the field {field!r}: {str(piece)[:80]}")
 
 
 @dataclass(frozen=True)
 class RecordTexts:
-    """The text of documents, without their images, as `Texts`. Broken records are left out; preparing the source reports them."""
+    """The text of documents without their images, as `Texts`. Broken records are skipped; preparing the source reports them."""
 
     examples: Examples
     fields: Fields
@@ -359,12 +360,12 @@ class RecordTexts:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the records and with how they are read."""
+        """Changes with the records and the way they are read."""
         made = f"{self.fields} {self.chat.identity} {self.split} {self.held_out}"
         return sha256(f"{self.examples.fingerprint} {made}".encode()).hexdigest()
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """(name, text) of every document."""
+        """Yields (name, text) of every document."""
         for name, record in self.examples:
             if in_split(name, self.split, self.held_out):
                 with suppress(BrokenRecord, DataError):

@@ -1,4 +1,4 @@
-"""Some documents with images in each format, for the examples of sources. Each function writes into a folder."""
+"""Small documents with images in each format, for the examples of sources. Each function writes into a folder."""
 
 import json
 import tarfile
@@ -14,7 +14,7 @@ COUNT = 24
 
 
 def picture(number: int) -> bytes:
-    """A PNG file; a function of its number."""
+    """Returns a PNG file that depends only on `number`."""
     draw = np.random.default_rng(number)
     content = BytesIO()
     Picture.fromarray(draw.integers(0, 256, (4 + number % 5, 6, 3), dtype=np.uint8)).save(content, "PNG")
@@ -22,7 +22,7 @@ def picture(number: int) -> bytes:
 
 
 def records() -> Iterator[dict[str, Any]]:
-    """Captions, a conversation, and text without an image; none is longer than 15 bytes with its images."""
+    """Yields captions, a conversation, and text without an image; each is at most 15 bytes long, including its images."""
     for number in range(COUNT):
         name = f"{number}.png"
         if number % 4 == 3:
@@ -81,7 +81,7 @@ def videos(folder: Path) -> str:
 
 
 def video(path: Path, grays: list[int], fps: int = 2) -> None:
-    """A clip whose frames have these grays."""
+    """Writes a clip whose frames have these gray values."""
     import av
 
     with av.open(str(path), "w") as container:

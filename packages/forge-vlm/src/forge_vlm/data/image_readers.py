@@ -1,6 +1,6 @@
-"""Readers of documents with images: JSON lines, WebDataset, datasets of Hugging Face, and the digits of scikit-learn.
+"""Readers of documents with images: JSON lines, WebDataset, Hugging Face datasets, and the digits of scikit-learn.
 
-Each reader has the protocol `Examples`. At the end: how names of image files are resolved and sorted.
+Each reader implements the protocol `Examples`. The end of the file resolves and sorts names of image files.
 """
 
 import json
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 TEXT_SUFFIXES = ("txt", "caption", "text")
-"""Members of a WebDataset record that are text."""
+"""Suffixes of WebDataset members that are text."""
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _COMPRESSED_TARS = tuple(f".{kind}" for kind in ("tar.gz", "tgz", "tar.bz2", "tbz2", "tar.xz", "txz", "tar.zst", "tzst"))
 _ROWS_AT_ONCE = 256
-"""Rows of a dataset that are read together."""
+"""Number of dataset rows that are read together."""
 
 
 class JsonlExamples:
@@ -38,8 +38,8 @@ class JsonlExamples:
     def __init__(self, path: str, folder: str | None, images: str) -> None:
         """
         Args:
-            path: of the records.
-            folder: of the images; by default the folder of the record's file.
+            path: path of the records.
+            folder: folder of the images; by default the folder of the record's file.
             images: field that names an image, or a list of images.
 
         Raises:
@@ -52,25 +52,25 @@ class JsonlExamples:
 
     @property
     def fingerprint(self) -> str:
-        """Of the records and the folder."""
+        """Changes with the records and the folder."""
         return digest_of(self._files, f"jsonl {self._folder.identity}")
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
-        """(file and byte of its line, record) of each."""
+        """Yields (file and byte offset of the line, record)."""
         for file in self._files:
             for name, place, record in _read_list(file) if file.name.endswith(".json") else _read_lines(file):
                 yield name, self._resolved(file, place, record) if isinstance(record, dict) else record
 
     def fetch(self, reference: str) -> bytes:
-        """The file of an image."""
+        """Returns the content of an image file."""
         return self._folder.read(reference)
 
     def is_there(self, reference: str) -> bool:
-        """Whether there is such a file."""
+        """Whether the file of a reference exists."""
         return self._folder.is_there(reference)
 
     def _resolved(self, file: File, place: str, record: dict[str, Any]) -> Record:
-        """The record with references in place of names. Other values stay, and are refused later."""
+        """Returns the record with references in place of names. Other values are kept, and refused later."""
         named = record.get(self._images)
         if isinstance(named, str) and named:
             record[self._images] = self._folder.reference(file, named)
@@ -87,7 +87,7 @@ def _read_lines(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenR
 
 
 def _read_list(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRecord]]:
-    """A file that is one JSON list, such as those of LLaVA."""
+    """Reads a file that is one JSON list, such as those of LLaVA."""
     try:
         records = json.loads(local_path(file).read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -96,7 +96,7 @@ def _read_list(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRe
         why = "brackets are nested too deeply" if isinstance(error, RecursionError) else error
         raise DataError(f"{file.where} is not valid JSON: {why}") from error
     if not isinstance(records, list):
-        raise DataError(f"{file.where} is not a list of records; give JSON lines, or a list")
+        raise DataError(f"{file.where} is neither JSON lines nor a JSON list of records; convert it to one of them")
     for number, record in enumerate(records):
         place = f"{file.where}, record {number + 1}"
         yield (
@@ -109,19 +109,20 @@ def _read_list(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRe
 class TarExamples:
     """Shards of WebDataset: tar files whose members with one key are one record (`0001.jpg`, `0001.txt`, `0001.json`).
 
-    A `.json` member gives fields and a text file gives the field of text. Images are sorted by name, see `natural_key`. As in
-    WebDataset, a name is split at its first dot: the part before it, with the directory, is the key of the record, and the rest
-    is the kind of the member. Members of a record are neighbors. Names that begin with a dot are left out. A reference is shard,
-    offset and size, so an image is read without the tar's table.
+    A `.json` member contains fields, and a text file the text field. Images are sorted by name, see `natural_key`. As in
+    WebDataset,
+    a name is split at its first dot: the part before the dot, with the directory, is the key of the record, and the rest is the
+    kind of the member. Members of a record must be neighbors. Names that begin with a dot are skipped. A reference is shard,
+    offset and size, so reading an image does not need the tar's table.
     """
 
     def __init__(self, path: str, text: str, images: str, ignore: Sequence[str] = (), text_records: bool = False) -> None:
         """
         Args:
-            path: of the shards.
+            path: path of the shards.
             text, images: fields that receive the text and the images.
-            ignore: kinds of members to leave out.
-            text_records: a record without an image is text, and not broken.
+            ignore: kinds of members to skip.
+            text_records: a record without an image is text instead of broken.
 
         Raises:
             DataError: the file does not exist, or is compressed.
@@ -131,8 +132,8 @@ class TarExamples:
         for file in self._files:
             if file.name.lower().endswith(_COMPRESSED_TARS):
                 raise DataError(
-                    f"{file.where} is compressed, and images are read from the middle of a shard; decompress it (gunzip, unxz), "
-                    "or give a pattern such as '*.tar' that leaves it out"
+                    f"{file.where} is compressed, but images are read from the middle of a shard; decompress it (gunzip, unxz), "
+                    "or exclude it with a pattern such as '*.tar'"
                 )
         self._by_name = {file.name: file for file in self._files}
         self._text, self._images = text, images
@@ -140,11 +141,11 @@ class TarExamples:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the shards and with how they are read."""
+        """Changes with the shards and the way they are read."""
         return digest_of(self._files, f"webdataset by number {sorted(self._ignore)} {self._text_records}")
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
-        """(shard and key, record) of each."""
+        """Yields (shard and key, record)."""
         for file in self._files:
             try:
                 with tarfile.open(local_path(file), "r:") as tar:
@@ -155,22 +156,22 @@ class TarExamples:
                         except BrokenRecord as broken:
                             yield f"{file.name}/{key}", BrokenRecord(f"{place} {broken}")
             except (tarfile.TarError, EOFError) as error:
-                raise DataError(f"{file.where} is not an uncompressed tar, or damaged: {error}") from error
+                raise DataError(f"{file.where} is damaged, or not an uncompressed tar file: {error}") from error
 
     def fetch(self, reference: str) -> bytes:
-        """The file of an image."""
+        """Returns the content of an image file."""
         name, _, place = reference.rpartition("#")
         offset, size = map(int, place.split("+"))
         file = self._by_name.get(name)
         if file is None:
-            raise DataError(f"shard {name} of {self.what} is missing")
+            raise DataError(f"shard {name} of {self.what} does not exist")
         content = read_bytes(file, offset, offset + size)
         if len(content) != size:
             raise DataError(f"{file.where} is truncated: it ends inside an image at byte {offset}")
         return content
 
     def _record(self, tar: tarfile.TarFile, members: Sequence[tuple[str, tarfile.TarInfo]], shard: str) -> dict[str, Any]:
-        """The fields of one record.
+        """Returns the fields of one record.
 
         Raises:
             BrokenRecord: a member is of an unknown kind, a duplicate, or unreadable, or there is no image.
@@ -183,7 +184,7 @@ class TarExamples:
             if kind in self._ignore:
                 continue
             if kind in seen:
-                raise BrokenRecord(f"has two members {member.name}; give each record a key of its own")
+                raise BrokenRecord(f"has two members {member.name}; give every record a unique key")
             seen.add(kind)
             regular = member.isreg() and not member.issparse()
             if regular and is_image(f".{kind}"):
@@ -195,16 +196,16 @@ class TarExamples:
             else:
                 raise BrokenRecord(f"has the member {member.name}, {_member_fault(kind, member)}")
         if len(set(texts.values())) > 1:
-            raise BrokenRecord(f"has several texts ({', '.join(texts)}); name the ones to leave out in ignore")
+            raise BrokenRecord(f"has several text members ({', '.join(texts)}); add all but one to ignore")
         if not images and (fields.get(self._images) or not self._text_records):
-            raise BrokenRecord("has no image; set text_records = true where records without images are text")
+            raise BrokenRecord("has no image; set text_records = true if records without images are text")
         if texts:
             fields[self._text] = next(iter(texts.values()))
         return fields | {self._images: [images[kind] for kind in sorted(images, key=natural_key)]}
 
 
 def _group_members(tar: tarfile.TarFile) -> Iterator[tuple[str, list[tuple[str, tarfile.TarInfo]]]]:
-    """(key, [(kind, member)]) of neighboring members with the same key."""
+    """Yields (key, [(kind, member)]) of neighboring members with the same key."""
     key, members = "", list[tuple[str, tarfile.TarInfo]]()
     for member in tar:
         folder, _, name = member.name.rpartition("/")
@@ -223,7 +224,7 @@ def _group_members(tar: tarfile.TarFile) -> Iterator[tuple[str, list[tuple[str, 
 
 def _member_text(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
     content = tar.extractfile(member)
-    assert content is not None, "it is a regular file"
+    assert content is not None, "the member is a regular file"
     try:
         return content.read().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -242,29 +243,29 @@ def _member_fields(tar: tarfile.TarFile, member: tarfile.TarInfo) -> dict[str, A
 
 
 def _member_fault(kind: str, member: tarfile.TarInfo) -> str:
-    """Why a member of this kind is refused."""
+    """Returns why a member of this kind is refused."""
     _, dot, last = kind.rpartition(".")
     if not member.isreg() or member.issparse():
         return "which is a link or another special file; write the tar with --dereference"
     if dot and (last in (*TEXT_SUFFIXES, "json")):
-        return f"and a name is cut at its first dot, so it is of the kind {kind!r}; use no dots before the suffix"
-    known = f"known are images that Pillow reads, {', '.join(TEXT_SUFFIXES)} and json"
-    return f"and the kind {kind!r} is not known; {known}. Name it in ignore to leave it out"
+        return f"but a name is split at its first dot, so its kind is {kind!r}; use no dots before the suffix"
+    known = f"known kinds are images that Pillow reads, {', '.join(TEXT_SUFFIXES)} and json"
+    return f"whose kind {kind!r} is unknown; {known}; add the kind to ignore to skip such members"
 
 
 class DatasetExamples:
-    """The rows of a dataset of the Hugging Face library; one column has an image or a list of images, as encoded files."""
+    """The rows of a Hugging Face dataset; one column has an image or a list of images, as encoded files."""
 
     def __init__(self, path: str, subset: str | None, dataset_split: str, images: str) -> None:
         """
         Args:
-            path: a directory that `save_to_disk` wrote, a directory of data files, or a name on the hub.
-            subset: configuration of a hub dataset that has several.
-            dataset_split: the dataset's own split.
-            images: column of images.
+            path: a directory written by `save_to_disk`, a directory of data files, or a name on the hub.
+            subset: configuration name, for hub datasets with several.
+            dataset_split: split of the dataset.
+            images: image column.
 
         Raises:
-            DataError: `datasets` is not installed, or dataset, split or column do not exist.
+            DataError: `datasets` is not installed, or the dataset, split or column does not exist.
         """
         self.what = f"{path} ({dataset_split})"
         self._options: dict[str, Any] = {"path": path, "subset": subset, "dataset_split": dataset_split}
@@ -291,7 +292,7 @@ class DatasetExamples:
         return dataset
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(split and row, record) of each; an image is named by its row and its number within the row."""
+        """Yields (split and row, record); an image is named by its row and its index within the row."""
         split = self._options["dataset_split"]
         columns = [name for name in self._dataset.column_names if name != self._images]
         others = self._dataset.select_columns(columns) if columns else None
@@ -305,7 +306,7 @@ class DatasetExamples:
                 yield f"{split}:{row}", Record(record, f"{self.what}, row {row}")
 
     def fetch(self, reference: str) -> bytes:
-        """The file of an image."""
+        """Returns the content of an image file."""
         row, _, number = reference.partition(".")
         held = self._dataset[int(row)][self._images]
         image = held[int(number)] if isinstance(held, list) else held
@@ -317,12 +318,12 @@ class DatasetExamples:
             except OSError as error:
                 raise DataError(f"{image['path']} cannot be read: {error.strerror or error}") from error
         if not isinstance(content, bytes):
-            raise DataError(f"{self.what}, row {row}: {self._images!r} holds no image")
+            raise DataError(f"{self.what}, row {row}: the column {self._images!r} contains no image")
         return content
 
 
 def _image_counts(column: Any) -> list[int]:
-    """Number of images in each value of an Arrow column; their content is not read."""
+    """Returns the number of images in each value of an Arrow column without reading them."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -334,19 +335,19 @@ def _image_counts(column: Any) -> list[int]:
 
 
 def caption(digits: "list[int]") -> str:
-    """The caption of some digits."""
+    """Returns the caption of a list of digits."""
     return " ".join(DIGIT_NAMES[digit] for digit in digits)
 
 
 class DigitExamples:
-    """The handwritten digits of scikit-learn: 1,797 images of 8 x 8 (Alpaydin and Kaynak, 1998). Each record has some neighbors
-    of the data set and a caption with their names; an image is named by its number."""
+    """The handwritten digits of scikit-learn: 1,797 images of 8 x 8 (Alpaydin and Kaynak, 1998). Each record has neighboring
+    digits and a caption with their names; an image is named by its number."""
 
     def __init__(self, text: str, images: str, each: int = 1) -> None:
         """
         Args:
             text, images: fields of a record.
-            each: images of one record.
+            each: number of images per record.
 
         Raises:
             DataError: scikit-learn is not installed.
@@ -365,7 +366,7 @@ class DigitExamples:
 
     @cached_property
     def _data(self) -> "tuple[np.ndarray, np.ndarray]":
-        """Pixels (1797, 8, 8) uint8, from white paper to black ink, and labels (1797,)."""
+        """Returns pixels (1797, 8, 8) uint8, from white paper to black ink, and labels (1797,)."""
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
@@ -375,7 +376,7 @@ class DigitExamples:
         return (255 - ink).round().astype("uint8"), digits.target.astype("int64")
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(number of the first image, record) of each."""
+        """Yields (number of the first image, record)."""
         _, labels = self._data
         for start in range(0, len(labels) - self._each + 1, self._each):
             numbers = range(start, start + self._each)
@@ -383,7 +384,7 @@ class DigitExamples:
             yield f"digits:{start}", {self._text: caption([int(labels[number]) for number in numbers]), self._images: images}
 
     def fetch(self, reference: str) -> bytes:
-        """An image as PNG."""
+        """Returns an image as PNG."""
         from PIL import Image
 
         content = BytesIO()
@@ -398,20 +399,20 @@ class ImageFiles:
 
     Attributes:
         base: directory to which references are relative.
-        identity: equal if the same names resolve to the same references and files.
+        identity: text that is equal if the same names resolve to the same references and files.
     """
 
     def __init__(self, files: Sequence[File], folder: str | None) -> None:
         """
         Args:
-            files: the files of records.
-            folder: directory of the images; None: the directory of each file.
+            files: files of the records.
+            folder: directory of the images; None: the directory of each record file.
 
         Raises:
             DataError: `folder` is empty.
         """
         if folder == "":
-            raise DataError('folder = "" names no directory; give one, or leave the key out')
+            raise DataError('folder = "" is not a directory; set folder to a directory, or remove the key')
         own = {file.where: Path(file.where).parent for file in files}
         directories = set(own.values())
         self._remote = folder is None and any(file.remote for file in files)
@@ -426,30 +427,30 @@ class ImageFiles:
         self.identity = f"{self.base}{', each next to its file' if self._prefixes else ''}"
 
     def reference(self, file: File, name: str) -> str:
-        """The reference of an image that a record of `file` names."""
+        """Returns the reference of an image that a record of `file` names."""
         prefix = self._prefixes.get(file.where, ".")
         return name if prefix == "." or Path(name).is_absolute() else f"{prefix}/{name}"
 
     def is_there(self, reference: str) -> bool:
-        """Whether there is such a file; nothing is read."""
+        """Whether the file of a reference exists; reads nothing."""
         return self.path(reference).is_file()
 
     def path(self, reference: str) -> Path:
-        """The path of the file.
+        """Returns the path of the file.
 
         Raises:
-            DataError: the records come from a URL, and no folder is given.
+            DataError: the records come from a URL, and no folder is set.
         """
         path = self.base / reference
         if self._remote and not Path(reference).is_absolute():
-            raise DataError(f"{reference} has no directory: a URL names the records; set folder to the directory of the images")
+            raise DataError(f"the directory of {reference} is unknown because the records come from a URL; set folder")
         return path
 
     def read(self, reference: str) -> bytes:
-        """The content of the file.
+        """Returns the content of the file.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: the file cannot be read.
         """
         path = self.path(reference)
         try:
@@ -459,7 +460,7 @@ class ImageFiles:
 
 
 def is_image(name: str) -> bool:
-    """Whether Pillow reads files with the suffix of this name."""
+    """Whether Pillow reads files with this suffix."""
     return name.rpartition(".")[2].lower() in _image_suffixes()
 
 
@@ -471,8 +472,8 @@ def _image_suffixes() -> frozenset[str]:
 
 
 def natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
-    """A sort key that compares numbers in names as numbers: `2.png` before `10.png`; of equal numbers, `02` before `2`."""
-    parts = re.split("([0-9]+)", name)  # text and digits in turn; it begins and ends with text
+    """Returns a sort key that compares numbers in names by value: `2.png` before `10.png`; for equal numbers `02` before `2`."""
+    parts = re.split("([0-9]+)", name)  # text and digits alternate; the first and last parts are text
     digits = (part.lstrip("0") for part in parts[1::2])
     lengths = [0] * len(parts)
     for place, number in enumerate(digits):

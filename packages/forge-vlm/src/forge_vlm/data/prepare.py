@@ -1,7 +1,7 @@
-"""Writes documents with images to a store: tokens, placeholders, and which tokens are learned. Every image is decoded once.
+"""Writes documents with images to a store: tokens, placeholders, and which tokens are learned. Decodes every image once.
 
 A record is broken if it cannot become a document, if an image cannot be decoded, or if its document is longer than a row. Broken
-records are named and counted, and left out as long as `skip` allows it. Faults that can be found without images are reported
+records are listed and counted, and skipped as long as `skip` allows it. Faults that can be found without images are reported
 before any image is decoded.
 """
 
@@ -32,13 +32,13 @@ from forge_vlm.data.store import FACTS, FILES, TOKENS, VERSION, IllustratedStore
 from forge_vlm.images.pixels import ImageError, decode
 
 ENCODING = 2
-"""Version of the rules by which a document becomes ids. Stores of other versions are not reused."""
+"""Version of the rules that turn a document into ids. Stores of other versions are not reused."""
 _DOCUMENTS_IN_FLIGHT = 64
 """Documents in progress per thread."""
 _MAX_ADDED_TOKENS = 16
 """Maximum number of tokens that a tokenizer adds to a document, such as its end."""
 _REPORT_EVERY = 10_000
-"""Documents between two messages."""
+"""Documents between two progress messages."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Preparation:
     """How records become documents.
 
     Attributes:
-        fields: of a record.
-        chat: the template of conversations.
+        fields: the fields of a record that are read.
+        chat: template of conversations.
         inputs: how an image becomes placeholders and pixels.
         split, held_out: see `forge_data.sources.records.in_split`.
-        skip: maximum number of broken records to leave out.
-        longest: maximum number of tokens of a document: the length of a row.
-        too_long: "error" counts a longer document as broken, "skip" leaves it out, "truncate" cuts it.
+        skip: maximum number of broken records to skip.
+        longest: maximum number of tokens of a document, which is the length of a row.
+        too_long: "error" counts a longer document as broken, "skip" skips it, "truncate" truncates it.
     """
 
     fields: Fields
@@ -70,19 +70,19 @@ class DocumentTooLong(BrokenRecord):
 
 
 def prepare(examples: Examples, wanted: Preparation, context: SourceContext, name: str) -> IllustratedStore:
-    """The store of these records in the workspace. It is written if it does not exist yet.
+    """Returns the store of these records in the workspace, and writes it if it does not exist.
 
     Raises:
         DataError: there is no tokenizer, no document, or too many broken records, or the workspace cannot be written.
     """
     tokenizer = context.tokenizer
     if tokenizer is None:
-        raise DataError(f"source {name!r} has text and needs a tokenizer; add [data.tokenizer] with name = 'bpe' or 'bytes'")
+        raise DataError(f"source {name!r} needs a tokenizer for its text; add [data.tokenizer] with name = 'bpe' or 'bytes'")
     made = (
         f"{wanted.fields} {wanted.chat.identity} {identity_of_inputs(wanted.inputs)} {wanted.split} {wanted.held_out} {ENCODING}"
     )
     known = f"{VERSION} {examples.fingerprint} {identity_of(tokenizer)} {made}"
-    # A store in which all documents fit is the same for every longer row, so its name does not depend on the row.
+    # If all documents fit, the store is the same for every longer row, so its name does not depend on the row.
     whole, fitted = (
         context.workspace / "stores" / f"{name}-{sha256(f'{known}{more}'.encode()).hexdigest()[:16]}"
         for more in ("", f" {wanted.longest} {wanted.too_long}")
@@ -105,19 +105,19 @@ def prepare(examples: Examples, wanted: Preparation, context: SourceContext, nam
             if store is None:
                 _write(examples, wanted, tokenizer, (whole, fitted), name, context.workers, context.report)
                 store = existing()
-    assert store is not None, "it was just written"
+    assert store is not None, "the store was just written"
     if store.facts.skipped > wanted.skip:
         raise DataError(
-            f"{store.facts.skipped} records of {examples.what} are broken, and `skip` allows {wanted.skip}; "
-            f"{skipped_file(store.path)} names them"
+            f"{store.facts.skipped} records of {examples.what} are broken, but skip allows {wanted.skip}; fix the records listed "
+            f"in {skipped_file(store.path)}, or raise skip"
         )
     return store
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document: ids, which of them are learned, and where each tile begins; references, digests and numbers of tiles of its
-    images; whether its end was cut off."""
+    """One document: ids, which ids are learned, and where each tile begins; references, digests and tile counts of its images;
+    whether it was truncated."""
 
     ids: np.ndarray
     learned: np.ndarray
@@ -136,21 +136,21 @@ def encode(
     bare: bool = True,
     closed: bool = True,
 ) -> Encoded:
-    """A document's tokens: its text, encoded as a whole, and placeholders for each tile of an image.
+    """Returns a document's tokens: its text, encoded as a whole, and placeholders for each tile of an image.
 
     The end of the document is learned if its last words are.
 
     Args:
-        parts: of the document.
+        parts: parts of the document.
         tokenizer: encodes the text.
         inputs: how an image becomes placeholders.
-        fetch: reads an image; if None, every image counts as the shortest possible one.
-        bare: the text has no special tokens yet, so the tokenizer's prefix and suffix are added. Other text gets the end of the
-            document only if it is missing.
-        closed: the document ends; one that a model continues does not.
+        fetch: reads an image; if None, every image counts as the shortest possible image.
+        bare: the text contains no special tokens, so the tokenizer's prefix and suffix are added. Other text gets the
+            end-of-document token only if it is missing.
+        closed: adds the end of the document; False for a prompt that a model continues.
 
     Raises:
-        BrokenRecord: an image cannot be decoded or is too long, or the text contains the placeholder.
+        BrokenRecord: an image cannot be decoded or is too elongated, or the text contains the placeholder.
         DataError: an image is missing.
     """
     pictures = [_picture(part, inputs, fetch) for part in parts if isinstance(part, Picture)]
@@ -180,7 +180,7 @@ def _tile_starts(counts: list[int]) -> list[int]:
 
 
 def _picture(part: Picture, inputs: ImageInputs, fetch: Callable[[str], bytes] | None) -> tuple[str, int, list[int]]:
-    """Reference and digest of an image, and the number of placeholders of each of its tiles."""
+    """Returns reference and digest of an image, and the number of placeholders of each of its tiles."""
     if fetch is None:
         return part.reference, 0, [inputs.fewest]
     content = fetch(part.reference)
@@ -190,12 +190,12 @@ def _picture(part: Picture, inputs: ImageInputs, fetch: Callable[[str], bytes] |
     except ImageError as error:
         raise BrokenRecord(str(error)) from error
     except ValueError as error:
-        raise BrokenRecord(f"{part.reference}: {error}; raise patches of the encoder") from error
+        raise BrokenRecord(f"{part.reference}: {error}; raise encoder.patches") from error
     return part.reference, xxhash.xxh3_64_intdigest(content), list(counts)
 
 
 def _text_of(parts: "list[Words | Picture]", tokenizer: Tokenizer, placeholder: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Ids of a document's text, which of them are learned, and the index of the id before which each image stands.
+    """Returns the ids of a document's text, which ids are learned, and the index of the id that each image precedes.
 
     If the tokenizer has a token for images, that token is written in place of each image (here or by the chat template) and then
     removed. Otherwise an image splits the text as such a token would.
@@ -216,26 +216,26 @@ def _text_of(parts: "list[Words | Picture]", tokenizer: Tokenizer, placeholder: 
     if any(by_token):
         if len(held) != sum(by_token) or stands:
             raise BrokenRecord(
-                f"has {sum(by_token)} images, for which the chat template writes {len(held)} times the token {placeholder}, the "
-                f"placeholder of images; set `placeholder` to the id that it writes, or write {MARKER} in the template"
+                f"has {sum(by_token)} images, but the template writes the placeholder token {placeholder} {len(held)} times; "
+                f"set `placeholder` to the id that the template writes, or write {MARKER} in the template"
             )
         before = held - np.arange(len(held))
     elif spelled and sorted(places[held, 0].tolist()) == stands:
         before = held - np.arange(len(held))
     elif len(held):
-        raise BrokenRecord(f"has text that the tokenizer writes with id {placeholder}, the placeholder of images")
+        raise BrokenRecord(f"has text that the tokenizer encodes as id {placeholder}, the placeholder of images")
     else:
         before = np.searchsorted(places[:, 0], stands)
     return ids[~taken], learned[~taken], before.tolist()
 
 
 def _spells(tokenizer: Tokenizer, placeholder: int) -> bool:
-    """Whether the tokenizer writes the marker of records as one token, the placeholder of images."""
+    """Whether the tokenizer encodes the marker of records as one token, the placeholder of images."""
     return tokenizer.encode_pieces([(MARKER, True)])[0].tolist() == [placeholder]
 
 
 def truncate(document: Encoded, longest: int, placeholder: int) -> Encoded:
-    """The first `longest` tokens of a document, without an image that does not fit as a whole.
+    """Returns the first `longest` tokens of a document, without an image that does not fit completely.
 
     Raises:
         TooLong: no remaining token is learned.
@@ -251,7 +251,7 @@ def truncate(document: Encoded, longest: int, placeholder: int) -> Encoded:
             break
         images, tiles = images + 1, tiles + count
     if not document.learned[1:stop].any():
-        raise DocumentTooLong(f"has nothing to learn in its first {longest} tokens")
+        raise DocumentTooLong(f"has no text to train on in its first {longest} tokens")
     return Encoded(
         document.ids[:stop],
         document.learned[:stop],
@@ -272,12 +272,12 @@ def _write(
     workers: int,
     report: Callable[[str], None],
 ) -> None:
-    """Writes the first of `paths` if all documents fit into a row, otherwise the second."""
+    """Writes the store to the first of `paths` if all documents fit into a row, otherwise to the second."""
     path, fitted = paths
     try:
         owned = Partial(path, directory=True)
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}; choose another workspace") from error
+        raise DataError(f"{path} cannot be written: {error.strerror or error}; set another workspace") from error
     skips = Skips(wanted.skip)
     try:
         facts = _write_files(examples, wanted, tokenizer, owned.path, name, workers, report, skips)
@@ -288,7 +288,7 @@ def _write(
         sync_path(owned.path)
         publish(owned.path, path)
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}; make room or choose another workspace") from error
+        raise DataError(f"{path} cannot be written: {error.strerror or error}; free space or set another workspace") from error
     finally:
         owned.close()
     cut = (
@@ -306,7 +306,7 @@ def _what_was_left_out(facts: ImageStoreFacts, wanted: Preparation) -> str:
 
 
 class _Files:
-    """The files of a store, except for its tokens, and their checksums."""
+    """The files of a store except its tokens, and their checksums."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._files: dict[str, IO[bytes]] = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in FILES}
@@ -321,7 +321,7 @@ class _Files:
         self.sizes[name] += len(data)
 
     def finish(self) -> dict[str, str]:
-        """Flushes all files to disk and returns their checksums, except for references, since an image may move."""
+        """Flushes all files to disk and returns their checksums; references have none, because images may move."""
         for file in self._files.values():
             sync(file)
         hidden = ("references", "ends")
@@ -368,7 +368,7 @@ def _write_files(
             if documents % _REPORT_EVERY == 0:
                 report(f"preparing {name}: {documents:,} documents, {images:,} images")
         if not documents:
-            raise DataError(f"{examples.what} has no document in the split {wanted.split!r}")
+            raise DataError(f"{examples.what} has no document in the split {wanted.split!r}; choose another split")
         store.commit()
         checksums = files.finish()
     return ImageStoreFacts(
@@ -388,7 +388,7 @@ def _write_files(
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A record that was left out, and why."""
+    """A record that was skipped, and why."""
 
     message: str
     too_long: bool
@@ -400,7 +400,7 @@ def _fault(name: str, record: Mapping[str, Any] | BrokenRecord, error: BrokenRec
 
 
 def _refuse_early(examples: Examples, wanted: Preparation, tokenizer: Tokenizer) -> None:
-    """Counts the faults that can be found without images, before many images are decoded in vain.
+    """Counts the faults that can be found without images, before any image is decoded.
 
     Raises:
         DataError: there are more faults than `skip` allows.
@@ -410,7 +410,7 @@ def _refuse_early(examples: Examples, wanted: Preparation, tokenizer: Tokenizer)
         if not in_split(name, wanted.split, wanted.held_out):
             continue
         if isinstance(record, Mapping) and isinstance(record.get(wanted.fields.images), Clip):
-            continue  # the frames of a clip are found by reading its file
+            continue  # finding the frames of a clip needs reading its file
         try:
             parts = parts_of(record, wanted.fields, wanted.chat)
             if wanted.too_long == "error":
@@ -442,10 +442,10 @@ def _too_long(length: int, wanted: Preparation, about: str = "") -> DocumentTooL
 
 
 def _encoded(examples: Examples, wanted: Preparation, tokenizer: Tokenizer, workers: int) -> Iterator[Encoded | LeftOut]:
-    """Documents in their order; threads decode and encode them."""
+    """Yields documents in order; threads decode and encode them."""
 
     def one(name: str, record: Mapping[str, Any] | BrokenRecord) -> Encoded | LeftOut:
-        """The document, or what is wrong with it."""
+        """Returns the document, or its fault."""
         try:
             parts = parts_of(record, wanted.fields, wanted.chat)
             bare = not is_conversation(record, wanted.fields)

@@ -1,4 +1,4 @@
-"""Prompts with images: their ids and pixels are those that a source of training makes of a record with the same content."""
+"""Prompts with images; their ids and pixels equal those of a training record with the same content."""
 
 from collections.abc import Callable, Mapping, Sequence
 from mimetypes import guess_type
@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
 class Prompts:
     """Builds prompts that contain the same images.
 
-    `<image>` in the text marks the place of an image. `forge_vlm.data.documents.chat_prompt_of` says where images go without it.
+    `<image>` in the text marks the place of an image; see `forge_vlm.data.documents.chat_prompt_of` for text without markers.
     """
 
     def __init__(
@@ -62,21 +62,23 @@ class Prompts:
                 decode(self._content(name), inputs.channels, name)
 
     def text(self, text: str) -> Prompt:
-        """A text that the model continues.
+        """Returns the prompt of a text that the model continues.
 
         Raises:
-            DataError: it has other markers than images, or an image has more parts than the model takes.
+            DataError: the numbers of markers and images differ, or an image is not supported by the model.
         """
         return self._prompt(lambda: prompt_of(text, self._images), bare=True)
 
     def conversation(self, turns: Sequence[Turn]) -> Prompt:
-        """Turns and the opening of the assistant's. The images are those of the first turn; a content of pieces names others.
+        """Returns the prompt of turns and the opening of the assistant's turn.
+
+        The images belong to the first turn; a content of pieces names its own images.
 
         Raises:
             DataError: see `text`; or the chat template refuses the turns.
         """
         chat = self._chat
-        assert chat is not None, "without a template there are no turns"
+        assert chat is not None, "turns need a chat template"
         return self._prompt(lambda: chat_prompt_of(turns, self._images, chat), bare=False)
 
     def _prompt(self, made: Callable[[], list[Words | Picture]], bare: bool) -> Prompt:
@@ -88,13 +90,13 @@ class Prompts:
                 return Prompt(found, found, {})
             document = encode(parts, self._tokenizer, self._inputs, self._content, bare, closed=False)
         except BrokenRecord as cause:
-            action = f"; write {MARKER} once for each --image, or leave it out" if MARKER in str(cause) else ""
+            action = f"; write {MARKER} once per --image, or remove all {MARKER}" if MARKER in str(cause) else ""
             raise DataError(f"the prompt {cause}{action}") from cause
         ids = document.ids.tolist()
         return Prompt(ids, [index for index in ids if index != self._inputs.placeholder], self._pixels(document.references))
 
     def _content(self, name: str) -> bytes:
-        """Of an image file, which is read once."""
+        """Returns the content of an image file, which is read once."""
         if name not in self._files:
             self._files[name] = _content(name)
         return self._files[name]
@@ -109,31 +111,31 @@ class Prompts:
 
 
 def image_inputs(weights: Weights) -> ImageInputs:
-    """What the model of stored weights takes of an image; a run's sources say how images are cut.
+    """Returns the image inputs of the model of stored weights; the run's sources determine the tiling.
 
     Raises:
-        DataError: it takes no images, or its sources cut them in several ways.
+        DataError: the model has no image inputs, or its sources use different tilings.
     """
     model, origin = weights.model, weights.facts.origin
     if not isinstance(model, SeesImages):
-        raise DataError(f"--image: the model of {origin} takes text only; leave --image out, or name a model with images")
+        raise DataError(f"--image: the model of {origin} supports text only; remove --image, or choose a model with images")
     if model.placeholder is None:
         raise DataError(
-            f"--image: {origin} was trained on image tokens (images = 'tokens') and cannot read image files; leave --image out"
+            f"--image: {origin} was trained on image tokens (images = 'tokens') and cannot read image files; remove --image"
         )
     tilings = _tilings(weights)
     if len(tilings) > 1:
         names = ", ".join(sorted(f"{tiling.name!r}" for tiling in tilings))
         raise DataError(
-            f"--image: the sources of {origin} cut images in several ways ({names}), and Forge cannot tell which one "
-            "applies to this image; the hook `answers` uses that of each source"
+            f"--image: the sources of {origin} use different tilings ({names}), and Forge cannot tell which one applies to this "
+            "image; use the hook `answers`, which uses the tiling of each source"
         )
     tiling = tilings[0] if tilings else Tiling()
     return inputs_of(model, "--image", tiling, placeholder=None, per_image=None, size=None)
 
 
 def _tilings(weights: Weights) -> list[Tiling]:
-    """How the sources of the run behind weights cut images, each way once."""
+    """Returns the distinct tilings of the sources of the run that wrote the weights."""
     data = weights.facts.recipe.get("data")
     sources = data.get("sources") or () if isinstance(data, Mapping) else ()
     found: list[Tiling] = []
@@ -147,15 +149,15 @@ def _tilings(weights: Weights) -> list[Tiling]:
 
 
 def _content(name: str) -> bytes:
-    """The content of an image file.
+    """Returns the content of an image file.
 
     Raises:
-        DataError: it cannot be read, or is a video.
+        DataError: the file cannot be read, or is a video.
     """
     if "://" in name:
-        raise DataError(f"--image {name}: images are read from files; download it and give the file")
+        raise DataError(f"--image {name} is a URL; download the image and give the file")
     if (guess_type(name)[0] or "").startswith("video/"):
-        raise DataError(f"--image {name} is a video; save some of its frames as images and give each by --image")
+        raise DataError(f"--image {name} is a video; save frames as images and give each frame with --image")
     try:
         return Path(name).read_bytes()
     except (OSError, ValueError) as cause:

@@ -42,16 +42,16 @@ class ImageStoreFacts:
     """The content of `images.json`.
 
     Attributes:
-        version: of the format.
+        version: version of the format.
         images, tiles: number of images and of tiles.
         text: number of documents without an image.
         sizes: bytes of each file.
         checksums: xxh3 of each file, hexadecimal.
-        identity: of the model's image inputs.
-        skipped: number of broken records that were left out.
+        identity: identity of the model's image inputs.
+        skipped: number of broken records that were skipped.
         counts: id -> how often it is predicted.
-        too_long: number of documents that were cut or left out because they were longer than a row.
-        longest: tokens of the longest document; None in a store that an older Forge wrote.
+        too_long: number of documents that were truncated or skipped because they were longer than a row.
+        longest: tokens of the longest document; None in a store of an older Forge.
     """
 
     version: int
@@ -67,7 +67,7 @@ class ImageStoreFacts:
     longest: int | None = None
 
     def as_json(self) -> str:
-        """The content of the file."""
+        """Returns the content of the file."""
         return json.dumps(asdict(self), indent=1)
 
 
@@ -94,7 +94,7 @@ class IllustratedStore:
             fetch: reads the file of an image by its reference.
             tokenizer: fingerprint of the tokenizer.
             vocab_size: number of ids, including the placeholder.
-            is_there: tells whether the file of a reference exists, without reading it, if it can.
+            is_there: says whether the file of a reference exists without reading it, if possible.
 
         Raises:
             DataError: a file is missing, or has another size than when it was written.
@@ -132,7 +132,7 @@ class IllustratedStore:
         return self._store.windows(starts, length)
 
     def place(self, token: int) -> str:
-        """The document of a token by its number and its first image, for messages."""
+        """Returns the document of a token by its number and its first image, for messages."""
         number = int(np.searchsorted(self.ends(), np.uint64(token), side="right"))
         begin, end = self.ends()[number - 1] if number else 0, self.ends()[min(number, self.documents - 1)]
         first, after = self.items_before(np.array([begin, end], dtype=np.int64)).tolist()
@@ -141,17 +141,17 @@ class IllustratedStore:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document."""
+        """Number of tokens of the longest document."""
         if self.facts.longest is not None:
             return self.facts.longest
         return int(np.diff(self.ends().astype(np.int64), prepend=0).max(initial=0))
 
     def checksums(self) -> list[Checksum]:
-        """Checksums of the token files, in the order of the stream."""
+        """Returns the checksums of the token files, in the order of the stream."""
         return self._store.checksums()
 
     def counts(self) -> np.ndarray:
-        """(ids,) int64: how often each token id is predicted. Placeholders and questions are not predicted."""
+        """Returns (ids,) int64: how often each token id is predicted. Placeholders and questions are not predicted."""
         counts = np.zeros(1 + max(map(int, self.facts.counts), default=0), dtype=np.int64)
         for token, count in self.facts.counts.items():
             counts[int(token)] = count
@@ -166,10 +166,10 @@ class IllustratedStore:
         return np.searchsorted(self._places, tokens.astype(np.uint64), side="left").astype(np.int64)
 
     def load(self, first: int, stop: int) -> np.ndarray:
-        """(stop - first, *item_shape) float32 tiles.
+        """Returns (stop - first, *item_shape) float32 tiles.
 
         Raises:
-            DataError: names an image that is missing, damaged, or has changed since the store was prepared.
+            DataError: an image is missing, damaged, or has changed since the store was prepared; the message names it.
         """
         loaded = np.empty((stop - first, *self.item_shape), dtype=np.float32)
         done = first
@@ -183,14 +183,14 @@ class IllustratedStore:
         return loaded
 
     def missing(self) -> list[str]:
-        """References of images whose files are not there any more, as far as that can be told without reading them."""
+        """Returns the references of images whose files do not exist any more, if this can be checked without reading them."""
         if self._is_there is None:
             return []
         names = dict.fromkeys(self.reference(image) for image in range(len(self._ends)))
         return [name for name in names if not self._is_there(name)]
 
     def picture(self, item: int) -> bytes:
-        """A tile as PNG, to look at.
+        """Returns a tile as PNG, for viewing.
 
         Raises:
             DataError: see `load`.
@@ -203,7 +203,7 @@ class IllustratedStore:
         return content.getvalue()
 
     def reference(self, image: int) -> str:
-        """The reference of an image."""
+        """Returns the reference of an image."""
         start = int(self._ends[image - 1]) if image else 0
         return self._references[start : int(self._ends[image])].tobytes().decode()
 
@@ -211,15 +211,15 @@ class IllustratedStore:
         whole = decode(self._content(image), self._inputs.channels, self.reference(image))
         tiles = self._inputs.pixels(whole)
         if len(tiles) != count:
-            raise DataError(f"{self.reference(image)} has {len(tiles)} tiles, not the {count} of before; remove {self.path}")
+            raise DataError(f"{self.reference(image)} now has {len(tiles)} tiles instead of {count}; remove {self.path}")
         return tiles
 
     def _content(self, image: int) -> bytes:
-        """The file of an image, checked against its digest."""
+        """Returns the file of an image, checked against its digest."""
         name = self.reference(image)
         content = self._fetch(name)
         if xxhash.xxh3_64_intdigest(content) != int(self._digests[image]):
-            raise DataError(f"{name} has changed since it was prepared; restore it, or remove {self.path}")
+            raise DataError(f"{name} has changed since it was prepared; restore it, or remove {self.path} to prepare it again")
         return content
 
     def _mapped(self, name: str, dtype: str) -> np.ndarray:
@@ -228,9 +228,9 @@ class IllustratedStore:
         try:
             actual = path.stat().st_size
         except OSError as error:
-            raise DataError(f"{path} is missing: {error.strerror}; remove {self.path}, and it is written again") from error
+            raise DataError(f"{path} cannot be read: {error.strerror}; remove {self.path} to prepare it again") from error
         if actual != size:
-            raise DataError(f"{path} has {actual} bytes, {size} when it was written; remove {self.path}, and it is written again")
+            raise DataError(f"{path} has {actual} bytes instead of {size}; remove {self.path} to prepare it again")
         return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype)
 
 
@@ -239,9 +239,9 @@ def _facts(path: Path) -> ImageStoreFacts:
         values: dict[str, Any] = json.loads((path / FACTS).read_text(encoding="utf-8"))
         facts = ImageStoreFacts(**values)
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path} is not a store with images: {error}; remove it, and it is written again") from error
+        raise DataError(f"{path} is not a store with images: {error}; remove it to prepare it again") from error
     if facts.version != VERSION:
         raise DataError(
-            f"{path} has format version {facts.version}, this Forge reads {VERSION}; remove it, and it is written again"
+            f"{path} has format version {facts.version}, but this Forge reads {VERSION}; remove it to prepare it again"
         )
     return facts

@@ -1,4 +1,4 @@
-"""Chat templates in Jinja, in an environment equal to that of transformers, with the origin of each character that they write."""
+"""Chat templates in Jinja, in an environment equal to that of transformers, with the origin of each character of the output."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,16 +19,16 @@ from forge_vlm.data.traced import LEARNED, Traced, flags_of, joined, traced, unt
 
 
 class Template:
-    """A template, compiled.
+    """A compiled template.
 
     Attributes:
-        marks: whether it says by `{% generation %}` what the assistant says.
+        marks: whether the template marks the assistant's words with `{% generation %}`.
     """
 
     def __init__(self, text: str) -> None:
         """
         Raises:
-            DataError: it is not valid Jinja.
+            DataError: the text is not valid Jinja.
         """
         self._environment = _Environment()
         try:
@@ -41,16 +41,16 @@ class Template:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, opening: bool, tools: Any, tokens: Mapping[str, Any]
     ) -> list[Traced]:
-        """What the template makes of messages, in the parts in which it writes it.
+        """Renders messages; returns the text in the parts in which the template writes it.
 
         Args:
-            messages: tables of JSON; the strings in them are not trusted, but for roles of plain words.
-            opening: whether the assistant's turn is opened at the end.
-            tools: a list of tables of JSON, or None.
+            messages: JSON objects; their strings are not trusted, except roles that are plain words.
+            opening: opens the assistant's turn at the end.
+            tools: a list of JSON objects, or None.
             tokens: special tokens, such as `bos_token`.
 
         Raises:
-            DataError: the template cannot be rendered, or what it writes of these texts cannot be told apart.
+            DataError: the template cannot be rendered, or the origin of some text cannot be determined.
         """
         given = {"messages": [_message(message) for message in messages], "tools": untrusted(tools), "documents": None}
         try:
@@ -63,35 +63,35 @@ class Template:
 
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of what an assistant thinks. Transformers gives it to templates by the first two, whichever a message has."""
+"""Field names of an assistant's reasoning. If a message has one of the first two, transformers passes it to templates as both."""
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates get it: without fields that are null, roles as they are."""
+    """Returns a message for templates: without null fields, with plain roles as trusted text."""
     kept = {key: value for key, value in message.items() if value is not None}
     reasoning = next((kept[name] for name in _REASONING if name in kept), None)
     if reasoning is not None:
         kept = {"thinking": reasoning} | kept | {"reasoning_content": reasoning}
     role = kept.get("role")
-    # Many templates make a control token of the role, which a role of letters cannot forge.
+    # Many templates build a control token from the role; a role of letters cannot forge another one.
     return untrusted(kept) | ({"role": role} if isinstance(role, str) and role.replace("_", "").isalnum() else {})
 
 
 class UnknownToken(jinja2.Undefined):
-    """A special token of which nothing says whether there is one. It is not defined, and cannot be written."""
+    """A special token that may not exist. It is undefined for the template, and writing it is an error."""
 
     __slots__ = ()
 
     def __init__(self, name: str) -> None:
-        where = "give the folder of the tokenizer, or its tokenizer_config.json, as `template`"
-        super().__init__(f"it writes {name}, which is not known; {where}", name=name)
+        where = "set template to the folder of the tokenizer, or to its tokenizer_config.json"
+        super().__init__(f"the template writes {name}, which is unknown; {where}", name=name)
 
     __str__ = jinja2.StrictUndefined.__str__
 
 
 class _Concatenation(CodeGenerator):
     def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:  # noqa: N802 (Jinja's name)
-        """`~`, for which Jinja joins strings of its own."""
+        """Compiles `~`, which Jinja would join into plain strings."""
         self.write("environment.concat((")
         for part in node.nodes:
             self.write("str(environment.finalize(")
@@ -101,7 +101,7 @@ class _Concatenation(CodeGenerator):
 
 
 class _Generation(Extension):
-    """`{% generation %}`: what is in it the assistant says."""
+    """The tag `{% generation %}`, which contains the assistant's words."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
 
@@ -112,7 +112,7 @@ class _Generation(Extension):
 
     @staticmethod
     def said(caller: Callable[[], str]) -> Traced:
-        """The block's text with the flag `LEARNED`."""
+        """Returns the block's text with the flag `LEARNED`."""
         text = joined([caller()])
         return Traced(text, bytes(flag | LEARNED for flag in text.flags))
 
@@ -140,40 +140,40 @@ class _Environment(ImmutableSandboxedEnvironment):
         }
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """`%`, which formats a string."""
+        """Evaluates `%`, which may format a string."""
         if isinstance(left, str):
             return traced(lambda text, rest: str.__mod__(text, rest), (left, right), {})
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A call in a template."""
+        """Calls a function or method for a template."""
         owner = getattr(function, "__self__", None) if isinstance(function, BuiltinMethodType) else None
-        if type(owner) is str:  # one of the template's own strings: its methods would lose where the arguments come from
+        if type(owner) is str:  # a string of the template: methods of str would lose the origin of arguments
             function = getattr(Traced(owner, flags_of(owner)), function.__name__)
         return super().call(context, function, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Any:
-        """`"...".format(...)`, which the sandbox has a formatter for."""
+        """Returns the formatter for `"...".format(...)`, which the sandbox intercepts."""
         formatted = super().wrap_str_format(value)
         if formatted is None:
             return None
         if isinstance(value.__self__, Traced) and any(flag == 0 for flag in value.__self__.flags):
-            raise jinja2.TemplateError("the chat template formats by a text that it was given")
+            raise jinja2.TemplateError("the chat template uses text of a message as a format string; Forge does not support this")
         return lambda *args, **kwargs: traced(
             lambda _, *given, **named: str(formatted(*given, **named)), (value.__self__, *args), kwargs
         )
 
 
 def _written(value: Any) -> Any:
-    """A value as it stands in the text."""
+    """Returns a value as it is written to the text."""
     if isinstance(value, str) or value is None or isinstance(value, int | float | jinja2.Undefined):
         return value
     return Traced(str(value))
 
 
 def _filter(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose text is traced."""
-    hidden = 1 if hasattr(function, "jinja_pass_arg") else 0  # an argument of Jinja's own comes first
+    """Wraps a filter so that its text is traced."""
+    hidden = 1 if hasattr(function, "jinja_pass_arg") else 0  # Jinja passes its own argument first
 
     @wraps(function)
     def filtered(*args: Any, **kwargs: Any) -> Any:
@@ -186,13 +186,13 @@ def _filter(function: Callable[..., Any]) -> Callable[..., Any]:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> Traced:
-    """The filter `tojson`. What is given is not trusted, so neither is its JSON."""
+    """The filter `tojson`. Its input is not trusted, so neither is the JSON."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return Traced(text)
 
 
 def _raise(message: str) -> NoReturn:
-    """`raise_exception`: what templates call for turns that they do not take."""
+    """`raise_exception`: templates call it for turns that they do not support."""
     raise jinja2.TemplateError(message)
 
 
@@ -201,7 +201,7 @@ def _strftime_now(form: str) -> str:
 
 
 class _Dict:
-    """`dict`, of which a template may use no more than this."""
+    """`dict`, limited to the methods that templates may use."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

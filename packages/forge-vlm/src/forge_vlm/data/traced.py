@@ -1,7 +1,7 @@
-"""Text that knows where each of its characters comes from, through everything that a chat template does with it.
+"""Strings that record the origin of each character through all operations of a chat template.
 
-A template is trusted, what it is given is not. What a template writes is a mixture of both, and must be told apart again: the
-spelling of a control token is one where the template wrote it, and ordinary text where a user did.
+A template is trusted, its inputs are not. The output mixes both, and the two must be separated again: a control token is one only
+where the template wrote it; the same spelling in a user's message is ordinary text.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,15 +11,15 @@ from typing import Any
 from forge_core.errors import DataError
 
 TRUSTED, LEARNED = 1, 2
-"""Flags of a character: the template wrote it itself; the assistant says it, where the template marks that."""
+"""Flags of a character: `TRUSTED`: the template wrote it itself; `LEARNED`: the template marks it as the assistant's words."""
 _PRIVATE = 0xF0000
-"""First of 65,534 characters for private use."""
+"""First of 65,534 private-use characters."""
 
 
 class Traced(str):
-    """A string with flags of each character. A plain string in a template is the template's own: all of it is `TRUSTED`.
+    """A string with flags per character. A plain string in a template belongs to the template: all of it is `TRUSTED`.
 
-    Methods that copy characters keep their flags. Of others that give strings, `traced` finds the flags, or refuses.
+    Methods that copy characters keep their flags. For other functions that return strings, `traced` finds the flags or raises.
     """
 
     flags: bytes
@@ -112,9 +112,9 @@ class Traced(str):
         return joined(between)
 
     def _found(self, parts: Sequence[str], between: int = 0) -> list["Traced"]:
-        """Parts of this text in their order, as the text itself has them; `between` two of them are so many characters.
+        """Returns the parts of this text, in order, with their flags; `between` is the number of characters between two parts.
 
-        With 0 they follow each other, or what is left out between them, such as white space, cannot be taken for a part.
+        With 0 the parts are adjacent, or the text between them, such as white space, cannot be mistaken for a part.
         """
         found, start = [], 0
         for part in parts:
@@ -140,20 +140,20 @@ for _name in _CHANGE.split():
 
 
 def joined(parts: Iterable[str]) -> Traced:
-    """The concatenation of strings, traced or the template's own."""
+    """Returns the concatenation of strings, traced or the template's own."""
     kept = list(parts)
     if strange := next((part for part in kept if type(part) not in (str, Traced)), None):
-        raise DataError(f"the chat template makes text of the type {type(strange).__name__}, of which the origin is not known")
+        raise DataError(f"the chat template writes a value of type {type(strange).__name__}, whose origin is unknown")
     return Traced("".join(map(_plain, kept)), b"".join(map(flags_of, kept)))
 
 
 def flags_of(text: str) -> bytes:
-    """The flags of each character."""
+    """Returns the flags of each character."""
     return text.flags if isinstance(text, Traced) else bytes([TRUSTED]) * len(text)
 
 
 def untrusted(value: Any) -> Any:
-    """A value of JSON all of whose strings, keys included, are given to a template from outside."""
+    """Returns a JSON value whose strings, keys included, are marked as inputs of the template."""
     if isinstance(value, str):
         return Traced(_plain(value))
     if isinstance(value, Mapping):
@@ -164,14 +164,14 @@ def untrusted(value: Any) -> Any:
 
 
 def traced(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a function gives for traced strings, with flags where it gives a string.
+    """Calls a function with traced strings and returns its result, traced if it is a string.
 
-    Strings whose case changes character by character keep their flags, and so does every string all of whose characters have the
-    same. Otherwise the function is called once more, with another character in the place of each that does not come from the
-    template: a function that only copies characters writes them where it wrote the true ones.
+    Strings whose case changes character by character keep their flags, and so does every string whose characters all have the
+    same flags. Otherwise the function is called again with each character from outside the template replaced by another one: a
+    function that only copies characters writes the replacements where it wrote the originals.
 
     Raises:
-        DataError: the template mixes its own text and text that it was given in a way that cannot be followed.
+        DataError: the template mixes its own text with its inputs so that the origin of characters cannot be determined.
     """
     given = [list(each) if isinstance(each, GeneratorType) else each for each in args]
     result = function(*given, **kwargs)
@@ -191,14 +191,14 @@ def traced(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     pairs = [original.get(code, (code, TRUSTED)) for code in hidden]
     if "".join(character for character, _ in pairs) != result:
         raise DataError(
-            f"the chat template makes {result[:40]!r} of its own text and of text that it was given, in a way that does not show "
-            "which is which; write the two beside each other"
+            f"the chat template mixes its own text and text of messages in {result[:40]!r}, and Forge cannot tell them apart; "
+            "write the two next to each other"
         )
     return Traced(result, bytes(flag for _, flag in pairs))
 
 
 def _hidden(value: Any, codes: dict[tuple[str, int], str]) -> Any:
-    """The value with another character for each that does not come from the template."""
+    """Returns the value with each character from outside the template replaced."""
     if isinstance(value, Traced):
         pairs = zip(_plain(value), value.flags, strict=True)
         return "".join(pair[0] if pair[1] == TRUSTED else codes.setdefault(pair, chr(_PRIVATE + len(codes))) for pair in pairs)
@@ -222,4 +222,4 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 _plain = str.__str__
-"""The string as one of Python's own."""
+"""The string as a plain `str`."""

@@ -1,7 +1,7 @@
 """Readers of clips: folders of image files listed in JSON lines, and video files listed in a CSV file.
 
-PyAV decodes a video from its start, so a frame does not depend on which other frames are wanted. At the end: which frames of a
-clip are taken.
+PyAV decodes a video from its start, so a frame does not depend on the other selected frames. The end of the file selects the
+frames of a clip.
 """
 
 import csv
@@ -24,15 +24,15 @@ from forge_vlm.data.documents import BrokenRecord, Clip, Frames, Record
 from forge_vlm.data.image_readers import ImageFiles, is_image, natural_key
 
 NOTE_SUFFIXES = ("txt", "text", "caption", "md", "json", "jsonl", "csv", "tsv", "xml", "yaml", "yml", "srt", "vtt")
-"""Suffixes of text files, which may lie among the frames of a clip."""
+"""Suffixes of text files that may be stored among the frames of a clip."""
 _CODECS_WITH_HIDDEN_FRAMES = ("vp8", "vp9", "av1")
-"""Codecs with packets that have no frame of their own."""
+"""Codecs whose packets may contain no visible frame."""
 _TIME_TOLERANCE = 1e-3
-"""Seconds by which the times of a frame and of its packet may differ, since some containers round them."""
+"""Maximum difference in seconds between the times of a frame and of its packet; some containers round them."""
 _MAX_CLIPS_WITH_TIMES = 4096
-"""Clips whose times are kept until they are decoded."""
+"""Number of clips whose times are cached until they are decoded."""
 _MAX_DECODED_CLIPS = 16
-"""Clips whose decoded frames are kept: the frames of a clip are decoded together and read one by one."""
+"""Number of clips whose decoded frames are cached: the frames of a clip are decoded together and read one by one."""
 
 
 class FrameExamples:
@@ -41,13 +41,13 @@ class FrameExamples:
     def __init__(self, path: str, folder: str | None, video: str, images: str, fps: float, count: int, told: bool) -> None:
         """
         Args:
-            path: of the JSON lines.
-            folder: of the clips' directories; by default the folder of the record's file.
+            path: path of the JSON lines.
+            folder: folder of the clips' directories; by default the folder of the record's file.
             video: field that names a clip's directory.
-            images: field of a record into which its frames are put.
-            fps: frames of a second, where a record does not say.
-            count: frames of a clip at most.
-            told: whether times stand before frames.
+            images: field of a record that receives its frames.
+            fps: frames per second of records that do not set it.
+            count: maximum number of frames of a clip.
+            told: writes times before frames.
 
         Raises:
             DataError: the file does not exist.
@@ -59,12 +59,12 @@ class FrameExamples:
 
     @property
     def fingerprint(self) -> str:
-        """Of the records, the folder, and how frames are ordered and chosen."""
+        """Changes with the records, the folder, and the order and selection of frames."""
         how = f"{self._video} {self._fps} {self._count} {self._told}"
         return digest_of(self._files, f"frames by number {self._folder.identity} {how}")
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
-        """(file and byte of its line, record) of each; one without a video is text."""
+        """Yields (file and byte offset of the line, record); a record without a video is text."""
         for file in self._files:
             for offset, place, record in each_line(file):
                 name = f"{file.name}:{offset}"
@@ -75,18 +75,20 @@ class FrameExamples:
                 if record.get(self._images) is not None:
                     yield (
                         name,
-                        BrokenRecord(f"{place}: has {self._images!r}, and this source reads clips alone; give images their own"),
+                        BrokenRecord(
+                            f"{place}: has images in {self._images!r}, but this source reads clips only; add a source of images"
+                        ),
                     )
                     continue
                 clip = None if named is None else Clip(partial(self._frames, file, dict(record)), self._told)
                 yield name, Record(record | {self._images: clip}, place)
 
     def fetch(self, reference: str) -> bytes:
-        """The file of a frame."""
+        """Returns the file of a frame."""
         return self._folder.read(reference)
 
     def is_there(self, reference: str) -> bool:
-        """Whether there is such a file."""
+        """Whether the file of a reference exists."""
         return self._folder.is_there(reference)
 
     def _frames(self, file: File, record: Mapping[str, Any]) -> Frames:
@@ -95,18 +97,18 @@ class FrameExamples:
         directory = self._folder.path(reference)
         try:
             listed = [each.name for each in directory.iterdir() if each.is_file() and not each.name.startswith(".")]
-        except (OSError, ValueError):  # it is not there; a NUL in its name
+        except (OSError, ValueError):  # missing directory; NUL in its name
             listed = []
         files = sorted(filter(is_image, listed), key=natural_key)
         if not isinstance(name, str) or not name or not (files or listed):
-            raise BrokenRecord(f"{directory} has no frame")
+            raise BrokenRecord(f"{directory} contains no frames")
         unknown = sorted(each for each in listed if not is_image(each) and each.rpartition(".")[2].lower() not in NOTE_SUFFIXES)
         if unknown:
             raise BrokenRecord(
-                f"{directory} has {unknown[0]}, which Pillow does not read by its suffix; convert it, or move it away"
+                f"{directory} contains {unknown[0]}, whose suffix Pillow does not support; convert it, or move it away"
             )
         if not files:
-            raise BrokenRecord(f"{directory} has no frame")
+            raise BrokenRecord(f"{directory} contains no frames")
         fps, times = record.get("fps", self._fps), record.get("times")
         if times is None:
             if not _is_number(fps) or fps <= 0:
@@ -118,12 +120,12 @@ class FrameExamples:
             or len(times) != len(files)
             or any(after <= before for before, after in pairwise(times))
         ):
-            raise BrokenRecord(f"{directory}: times must ascend, one for each of {len(files)} frames")
+            raise BrokenRecord(f"{directory}: times must be ascending, with one time for each of {len(files)} frames")
         return tuple((float(times[n]), f"{reference}/{files[n]}") for n in choose_frames(times, self._count))
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value of JSON is a finite number of fp64."""
+    """Whether a JSON value is a number that is finite in fp64."""
     try:
         return isinstance(value, int | float) and isfinite(value)
     except OverflowError:
@@ -131,26 +133,26 @@ def _is_number(value: Any) -> bool:
 
 
 class VideoExamples:
-    """Video files listed in a CSV file; a reference has the path of a clip, the numbers of its chosen frames, and the number of
+    """Video files listed in a CSV file; a reference has the path of a clip, the numbers of its selected frames, and the number of
     one frame."""
 
     def __init__(self, path: str, folder: str | None, file: str, text: str, images: str, count: int, told: bool) -> None:
         """
         Args:
-            path: of the CSV file.
-            folder: of the clips; by default the folder of the CSV file.
-            file: name of a clip, with names of columns in braces.
-            text: column of the text.
-            images: field of a record into which its frames are put.
-            count: frames of a clip at most.
-            told: whether times stand before frames.
+            path: path of the CSV file.
+            folder: folder of the clips; by default the folder of the CSV file.
+            file: file name of a clip, with column names in braces.
+            text: text column.
+            images: field of a record that receives its frames.
+            count: maximum number of frames of a clip.
+            told: writes times before frames.
 
         Raises:
             DataError: the file does not exist, lacks a column, or PyAV is not installed.
         """
         table_file = find_one(path)
         if table_file is None or table_file.remote:
-            raise DataError(f"{path} is not a file of this machine")
+            raise DataError(f"{path} is not a local file")
         self.what, self._file = path, table_file
         self._folder = ImageFiles([table_file], folder)
         self._name, self._text, self._images, self._count, self._told = file, text, images, count, told
@@ -160,26 +162,26 @@ class VideoExamples:
         if missing := [name for name in (*self._columns, text) if name not in head]:
             raise DataError(f"{path} has no column {missing[0]!r}; it has {', '.join(head)}")
         if next(table, None) is None:
-            raise DataError(f"{path} has no row")
+            raise DataError(f"{path} has no rows")
         _import_pyav()
         self._frames = lru_cache(_MAX_DECODED_CLIPS)(self._decoded)
         self._expected: dict[str, list[float]] = {}
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the table, the folder, and how frames are chosen."""
+        """Changes with the table, the folder, and the selection of frames."""
         return digest_of(
             [self._file], f"video as shown {self._folder.identity} {self._name} {self._text} {self._count} {self._told}"
         )
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
-        """(row of the table, record) of each."""
+        """Yields (row of the table, record)."""
         table = self._table()
         _, head = next(table)
         for number, (line, values) in enumerate(table):
             name, place = f"{self._file.name}:{number}", f"{self._file.where}, row {number + 1} (line {line})"
             if len(values) != len(head):
-                yield name, BrokenRecord(f"{place} has {len(values)} columns, and the head {len(head)}; quote a text with commas")
+                yield name, BrokenRecord(f"{place} has {len(values)} columns, the header {len(head)}; quote text with commas")
                 continue
             if any("\udc80" <= letter <= "\udcff" for value in values for letter in value):
                 yield name, BrokenRecord(f"{place} is not UTF-8")
@@ -191,10 +193,10 @@ class VideoExamples:
             yield name, Record({self._text: row[self._text], self._images: clip}, place)
 
     def fetch(self, reference: str) -> bytes:
-        """A frame, as an uncompressed image file.
+        """Returns a frame as an uncompressed image file.
 
         Raises:
-            DataError: the clip is gone, or cannot be decoded.
+            DataError: the clip does not exist any more, or cannot be decoded.
         """
         name, _, place = reference.rpartition("#")
         numbers, _, wanted = place.rpartition("@")
@@ -202,11 +204,11 @@ class VideoExamples:
         return self._frames(name, frames)[frames.index(int(wanted))]
 
     def is_there(self, reference: str) -> bool:
-        """Whether there is the file of such a clip."""
+        """Whether the clip's file exists."""
         return self._folder.is_there(reference.rpartition("#")[0])
 
     def _table(self) -> Iterator[tuple[int, list[str]]]:
-        """(line at which it ends, values) of the head and of each row."""
+        """Yields (line of the last character, values) of the header and of each row."""
         with Path(self._file.where).open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
             reader = csv.reader(file)
             try:
@@ -221,17 +223,18 @@ class VideoExamples:
         return tuple((times[number] - times[0], f"{name}#{listed}@{number}") for number in numbers)
 
     def _times(self, name: str) -> list[float]:
-        """Seconds of every frame that a player shows, ascending.
+        """Returns the seconds of every visible frame, ascending.
 
-        Where each packet is one frame, these are the times of the packets, and nothing is decoded. The clip is decoded if that is
-        not certain: if packets are marked as discarded (by an edit list, which cutting without encoding writes), lie before the
-        start, have no time of their own, or do not begin with a key frame and its time; and for codecs with hidden frames.
+        If each packet is one frame, these are the times of the packets, and nothing is decoded. The clip is decoded if this is
+        not
+        certain: if packets are marked as discarded (by an edit list, which cutting without encoding writes), precede the start,
+        have no time, or do not begin with a key frame and its time; and for codecs with hidden frames.
         """
         av = _import_pyav()
         try:
             with av.open(str(self._folder.path(name))) as container:
                 if not container.streams.video:
-                    raise BrokenRecord(f"{name} has no video")
+                    raise BrokenRecord(f"{name} contains no video")
                 stream = container.streams.video[0]
                 packets = [packet for packet in container.demux(stream) if packet.size]
                 stamps = sorted({packet.pts for packet in packets if packet.pts is not None})
@@ -254,13 +257,13 @@ class VideoExamples:
         except (av.FFmpegError, OSError, IndexError, ValueError) as error:
             raise BrokenRecord(f"{name} cannot be decoded: {error}") from error
         if not times:
-            raise BrokenRecord(f"{name} has no frame")
+            raise BrokenRecord(f"{name} contains no frames")
         if None in times or any(after <= before for before, after in pairwise(times)):
-            raise BrokenRecord(f"{name} has frames without times that ascend; encode it again")
+            raise BrokenRecord(f"{name} has frames without ascending times; encode it again")
         return times
 
     def _decoded(self, name: str, numbers: tuple[int, ...]) -> list[bytes]:
-        """Frames by their numbers, in the order of presentation, with the orientation in which they are stored.
+        """Returns frames by their numbers, in the order of presentation, with the orientation in which they are stored.
 
         If the times of a clip were read from its packets, its frames must have the same times: in a damaged clip some packets
         have no frame.
@@ -282,7 +285,7 @@ class VideoExamples:
         except (av.FFmpegError, OSError, IndexError, ValueError) as error:
             raise DataError(f"{path} cannot be decoded: {error}") from error
         if len(images) != len(numbers):
-            raise DataError(f"{path} has fewer frames than times: {len(images)} of {len(numbers)} were decoded")
+            raise DataError(f"{path} is damaged: only {len(images)} of {len(numbers)} frames could be decoded")
         return images
 
 
@@ -295,12 +298,12 @@ def _import_pyav() -> Any:
 
 
 def choose_frames(times: Sequence[float], count: int) -> list[int]:
-    """Numbers of at most `count` frames, ascending: the nearest frame to each of `count` equally spaced moments from the first
-    time to the last, each frame once. A single frame is the one in the middle.
+    """Returns the numbers of at most `count` frames, ascending: the nearest frame to each of `count` equally spaced times from
+    the first to the last, each frame once. A single frame is the middle frame.
 
     Args:
         times: in seconds, ascending.
-        count: frames wanted.
+        count: maximum number of frames.
     """
     if len(times) <= count:
         return list(range(len(times)))
