@@ -360,6 +360,8 @@ def on_ranks(where: Launch, console: Console, body: Callable[[], None]) -> None:
         code = refusal.exit_code
         if where.rank == 0 or isinstance(refusal, PeerFailure):  # a peer failure may be known to this rank only
             code = console.error(refusal)
+        else:
+            time.sleep(LAST_WORDS)  # a launcher ends all ranks when the first one ends, and rank 0 has to print the error
     sys.stdout.flush()
     sys.stderr.flush()
     if where.size > 1:
