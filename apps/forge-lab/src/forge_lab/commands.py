@@ -1,4 +1,4 @@
-"""Commands about many runs: `sweep` trains variants of a recipe, `fit` fits a scaling law, `compare` draws runs together."""
+"""Commands on many runs: `sweep` trains variants of a recipe, `fit` fits a scaling law, `compare` plots runs together."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -63,7 +63,7 @@ def sweep(
         where = ["--dir", str(directory.resolve())] if directory is not None else []
         text = script(made, [*where, *context.args], jobs)
         write_recipes(made)
-        (made.directory / "logs").mkdir(exist_ok=True)  # SLURM makes no directory for what a task prints
+        (made.directory / "logs").mkdir(exist_ok=True)  # SLURM does not create the directory of the output files
         print(text, end="")
         return
     if dry_run:
@@ -84,7 +84,7 @@ def _refuse_pairs(given: dict[str, bool]) -> None:
 
 
 def _list(made: "Sweep", console: "Console") -> None:
-    """The points, none of them started."""
+    """Prints the points with their sizes; starts none of them."""
     from forge_lab.figures import number
     from forge_train.plan import run_size
 
@@ -106,7 +106,7 @@ def _list(made: "Sweep", console: "Console") -> None:
 
 
 def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> int:
-    """Trains what is left; the exit code."""
+    """Trains the points that have not ended; returns the exit code."""
     from forge_core.errors import ForgeError
     from forge_lab.sweep.execution import Executor, StopRequests, Task, slots, train
     from forge_lab.sweep.files import outcome_of, write_recipes
@@ -144,12 +144,12 @@ def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> i
         shown = ", ".join(failed[:5])
         console.note(f"{len(failed)} of {len(chosen)} points failed: {shown}; their output is in {made.directory / 'logs'}")
     if point is not None and failed and (code := outcome_of(made.folder(chosen[0])).code) in LOST:
-        return code  # a scheduler that starts the task again, elsewhere, may help
+        return code  # so that a scheduler starts the task again, possibly on another machine
     return FAILED if failed else 0
 
 
 def _compare(made: "Sweep", console: "Console") -> "Results":
-    """Writes and shows the results so far."""
+    """Writes and prints the current results."""
     from forge_lab.scaling.study import page_parts_in
     from forge_lab.sweep.results import collect_results, line_of, results_table, write_page, write_results
 

@@ -1,6 +1,6 @@
-"""Pages that compare runs: their curves over each other, and what differs between their recipes, machines and versions.
+"""Writes pages that compare runs: their curves in shared plots, and the differences of their recipes, machines and versions.
 
-Only files are read, and no component is asked: a run may be of another version.
+It only reads files and imports no component, because a run may be from another version.
 """
 
 import re
@@ -17,7 +17,7 @@ from forge_train.report.results import ABSENT, values_by_name
 
 ALWAYS_DIFFER = ("job.name", "job.dir")
 SHOWN = 12
-"""Rows of differences that are not folded."""
+"""Maximum number of rows of differences that are not folded."""
 
 _ITEM = re.compile(r"([\w.-]+?)\.(\d+)\.(.+)")
 _ITEM_NAME = re.compile(r"([\w.-]+?)\.(\d+)\.name")
@@ -27,18 +27,18 @@ def write_comparison(places: Sequence[Path], out: Path | None = None) -> Path:
     """Writes one page about several runs; returns its path.
 
     Args:
-        places: directories of runs, or folders of them.
-        out: where the page is written: by default `report.html` of the only place, or of the working directory.
+        places: directories of runs, or folders of runs.
+        out: path of the page; by default `report.html` in the only place, or in the working directory.
 
     Raises:
-        DataError: a place holds no run, what it left cannot be read, or the page cannot be written.
+        DataError: a place has no run, the files of a run cannot be read, or the page cannot be written.
     """
     return report(places, out, lambda runs: {"What differs": differences(runs)})
 
 
 def differences(runs: Sequence[RunRecord]) -> str:
-    """A row for every key, fact of the machine and version that is not the same in all runs that say something of it. What all
-    have comes first; of many rows, the later ones are folded."""
+    """Returns an HTML table of the keys, machine facts and versions that differ between the runs that have them. Rows that all
+    runs have come first; rows after `SHOWN` are folded."""
     if len(runs) < 2:
         return ""
     parts = [("", [by_name(run.config) for run in runs], value_text)]
@@ -59,8 +59,8 @@ def differences(runs: Sequence[RunRecord]) -> str:
 
 
 def by_name(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same keys, where tables of an array that have different names are called by them: `hooks.save.every` in place of
-    `hooks.2.every`, and `hooks` for their order. So a hook more or less does not make all later ones differ."""
+    """Returns the keys with tables of an array identified by name if the names are distinct: `hooks.save.every` instead of
+    `hooks.2.every`, and `hooks` for their order. One more hook then does not change the keys of all later ones."""
     named: dict[str, dict[str, str]] = {}
     for key, value in config.items():
         if match := _ITEM_NAME.fullmatch(key):

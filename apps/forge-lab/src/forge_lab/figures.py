@@ -1,4 +1,4 @@
-"""Points and lines over logarithmic axes, as SVG text in the colors of the report's pages."""
+"""Plots points and lines over linear or logarithmic axes, as SVG text in the colors of the report's pages."""
 
 import math
 from collections.abc import Sequence
@@ -8,15 +8,14 @@ from html import escape
 WIDTH, HEIGHT = 720, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 38, 48
 COLORS = 4
-"""Classes `c0` ... of the page's style; further series take them in turn."""
+"""Number of color classes `c0`, `c1`, ... of the page's style; further series reuse them."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class FigureSeries:
-    """Points of one color, drawn as dots, or joined by a line. One without a name, in the color of another series, is a part of
-    that one."""
+    """Points of one color, drawn as dots or joined by a line. A series without a name belongs to the named one of its color."""
 
     name: str
     points: Sequence[Point]
@@ -25,7 +24,7 @@ class FigureSeries:
 
 
 def plot(title: str, series: Sequence[FigureSeries], *, x: str, y: str, log_x: bool = True, log_y: bool = True) -> str:
-    """SVG of all series over common axes; "" where no point can be drawn. On a logarithmic axis only positive values can."""
+    """Returns the SVG of all series over common axes, or "" if no point can be drawn. Logarithmic axes skip values <= 0."""
 
     def drawn(point: Point) -> bool:
         px, py = point
@@ -71,7 +70,7 @@ def plot(title: str, series: Sequence[FigureSeries], *, x: str, y: str, log_x: b
 
 
 def number(value: float) -> str:
-    """`3e9` as `3G`, `0.002` as it is, and large numbers with an exponent."""
+    """Formats a number with four digits: `3e9` as `3G`, `0.002` unchanged, larger numbers with an exponent."""
     if value == 0:
         return "0"
     for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -88,7 +87,7 @@ class _Scale:
 
     @classmethod
     def over(cls, values: Sequence[float], log: bool) -> "_Scale":
-        """Around the values, with a margin."""
+        """Returns a scale around the values, with a margin."""
         low, high = min(values), max(values)
         if log:
             room = (high / low) ** 0.04 if high > low else 1.1
@@ -102,7 +101,7 @@ class _Scale:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
-        """Round values inside: powers of ten and their doubles and fives where there are few; steps of 1, 2 or 5 otherwise."""
+        """Returns round values within the scale: powers of ten (also 2 and 5 times them if few), or steps of 1, 2 or 5."""
         if self.log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             many = last - first > 4
@@ -124,7 +123,8 @@ def _class(one: FigureSeries) -> str:
 
 
 def _legend(series: Sequence[FigureSeries]) -> str:
-    """Names in the top right corner, right to left; a character is taken as 7 units wide. Many are left to the hints."""
+    """Returns a legend in the top right corner, right to left, assuming 7 units per character; empty for more than `COLORS`
+    names, which the tooltips show."""
     parts, right = [], float(WIDTH - RIGHT)
     named = [one for one in series if one.name]
     for one in reversed(named if len(named) <= COLORS else []):

@@ -19,17 +19,17 @@ from forge_core.errors import DataError
 
 _LARGEST = math.log(1e300)
 FLOPS = 6
-"""Of forward and backward for each parameter and token: the compute of a run is C = 6 N D."""
+"""FLOPs of forward and backward per parameter and token: the compute of a run is C = 6 N D."""
 
 
 @dataclass(frozen=True)
 class Law:
-    """Constants of the law; losses in nats per token. N and D of the formulas are parameters and tokens.
+    """Constants of the law; losses in nats per token. In the formulas, N is the number of parameters and D of tokens.
 
     Attributes:
-        irreducible: E, the loss that neither parameters nor tokens lower.
-        a, alpha: A and alpha, of the parameters.
-        b, beta: B and beta, of the tokens.
+        irreducible: E, the irreducible loss.
+        a, alpha: A and alpha of the parameter term.
+        b, beta: B and beta of the token term.
     """
 
     irreducible: float
@@ -58,10 +58,10 @@ class Law:
         return self.alpha * self.beta / (self.alpha + self.beta)
 
     def best_parameters(self, flops: float) -> float:
-        """N*(C) = G (C / 6)^a with G = (alpha A / (beta B))^(1 / (alpha + beta)): the least loss for C = 6 N D.
+        """N*(C) = G (C / 6)^a with G = (alpha A / (beta B))^(1 / (alpha + beta)): minimizes the loss for C = 6 N D.
 
         Raises:
-            OverflowError: it is no positive finite number, as where a term does not fall.
+            OverflowError: N*(C) is not a positive finite number, for example if a term does not fall.
         """
         terms = self.alpha * self.a, self.beta * self.b
         if min(*terms, self.alpha, self.beta) > 0 and max(terms) < math.inf:
@@ -75,32 +75,32 @@ class Law:
         return flops / (FLOPS * self.best_parameters(flops))
 
     def best_loss(self, flops: float) -> float:
-        """The least loss that C FLOPs can reach."""
+        """Returns the lowest loss that C FLOPs can reach."""
         return self.loss(self.best_parameters(flops), self.best_tokens(flops))
 
 
 DELTA = 1e-3
-"""Residuals below count squared, those above by their size: a run that went wrong pulls no more than any other."""
+"""Threshold of the Huber loss: smaller residuals are squared and larger ones are linear, which limits the pull of an outlier."""
 _STEPS = 2000
 _STILL = 12
-"""Steps in a row with no gain to speak of, after which a problem is done."""
+"""Number of consecutive steps without notable gain after which a problem is done."""
 _GAIN = 1e-9
 
 
 @dataclass(frozen=True)
 class Terms:
-    """log of a sum of terms exp(c - p x), for n runs.
+    """Logarithm of a sum of terms exp(c - p x), for n runs.
 
     Attributes:
-        inputs: (terms, n) logarithms of what each term falls with, zero for the constant; centered, so that c and p do not
-            point in almost the same direction.
+        inputs: (terms, n) x of each term, the logarithm of parameters, tokens or compute; zero for the constant term. Centered,
+            so that c and p are not nearly collinear.
     """
 
     inputs: Tensor
 
     def __call__(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., n) logarithms of the sum, and (..., n, terms) shares of the terms in it, for (..., 2 terms - 1) constants of all
-        terms and powers of all but the first."""
+        """Returns the (..., n) logarithm of the sum and the (..., n, terms) shares of the terms in it. `at` has shape
+        (..., 2 terms - 1): the constants of all terms, then the powers of all but the first."""
         count = self.inputs.shape[0]
         powers = torch.cat([torch.zeros_like(at[..., :1]), at[..., count:]], -1)
         each = at[..., :count, None] - powers[..., None] * self.inputs
@@ -108,21 +108,21 @@ class Terms:
 
 
 def huber(residuals: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum over the last dimension of r^2 / 2 within DELTA and of DELTA (|r| - DELTA / 2) outside."""
+    """Returns the weighted sum over the last dimension of r^2 / 2 within DELTA and of DELTA (|r| - DELTA / 2) outside."""
     size = residuals.abs()
     return (weights * torch.where(size <= DELTA, 0.5 * residuals**2, DELTA * (size - 0.5 * DELTA))).sum(-1)
 
 
 @torch.no_grad()
 def minimize(terms: Terms, losses: Tensor, weights: Tensor, start: Tensor, steps: int = _STEPS) -> tuple[Tensor, Tensor]:
-    """(problems, 2 terms - 1) constants and powers, and (problems,) objectives, of the minimum that each start leads to.
+    """Returns the minimum that each start leads to: (problems, 2 terms - 1) constants and powers, and (problems,) objectives.
 
     Args:
-        terms: the first of them is the constant one, which has no power.
-        losses: (problems, n) logarithms of what was observed.
-        weights: (problems, n) of the runs.
+        terms: terms of the law; the first is the constant one, which has no power.
+        losses: (problems, n) logarithms of the observed losses.
+        weights: (problems, n) weights of the runs.
         start: (problems, 2 terms - 1) constants of all terms, then powers of all but the first.
-        steps: after which a problem ends in any case.
+        steps: maximum number of steps.
     """
     best, least = start.clone(), torch.empty_like(start[:, 0])
     left = torch.arange(start.shape[0])
@@ -140,7 +140,7 @@ def minimize(terms: Terms, losses: Tensor, weights: Tensor, start: Tensor, steps
 
 @dataclass(frozen=True)
 class _State:
-    """Where the problems stand that are not done; every tensor has one row for each of them."""
+    """State of the problems that are not done; every tensor has one row per problem."""
 
     losses: Tensor
     weights: Tensor
@@ -163,7 +163,7 @@ def _begin(terms: Terms, losses: Tensor, weights: Tensor, start: Tensor) -> _Sta
 
 
 def _moved(terms: Terms, state: _State) -> _State:
-    """One step of every problem, taken where it lowers the objective; elsewhere the next one is shorter."""
+    """Takes one step of every problem if it lowers the objective; otherwise keeps the position and raises the damping."""
     slopes = torch.cat([state.shares, -state.shares[..., 1:] * terms.inputs[1:].T], -1)
     pull = state.weights * torch.clamp(DELTA / state.residuals.abs().clamp_min(1e-300), max=1.0)
     curvature = slopes.transpose(-1, -2) @ (pull[..., None] * slopes)
@@ -188,27 +188,27 @@ def _moved(terms: Terms, state: _State) -> _State:
 
 
 FEWEST_RUNS = 6
-"""Runs, one more than the law has constants."""
+"""Minimum number of runs, one more than the law has constants."""
 DISTINCT = 3
-"""Parameter counts, and token counts: with two of either, E and the constants of that term cannot be told apart."""
+"""Minimum number of distinct parameter counts, and of token counts: two do not identify E and the constants of the term."""
 _ALIKE = 0.99
-"""Correlation of log N and log D from which on the two terms cannot be told apart."""
+"""Correlation of log N and log D from which the two terms are not identifiable."""
 
 CHANCE = 0.05
-"""Where a term lowers the objective no more than chance would do so often, it means nothing."""
+"""Significance level of the permutation test; a term with a higher p-value is refused."""
 _PERMUTATIONS = 59
 _FEWER_STEPS = 120
-"""Of the minimizations of one permutation, whose last digits do not matter."""
+"""Maximum number of steps for one permutation, where the last digits do not matter."""
 _ROUNDING = 1e-12
-"""Of an objective: what losses in fp32 that follow a law exactly leave over."""
+"""Objective that fp32 rounding leaves for losses that follow a law exactly."""
 
-# Fractions of the lowest loss at which E starts, of the mean loss at which the terms do, and exponents.
+# Grid of starts: E as fractions of the lowest loss, the terms as fractions of the mean loss, and the exponents.
 _LEVELS, _TERMS, _POWERS = (0.2, 0.5, 0.8), (0.1, 0.4), (0.1, 0.3, 0.6, 1.0)
 
 
 @dataclass(frozen=True)
 class ObservedLosses:
-    """What was observed: of n runs the parameters, tokens and losses, fp64 tensors of shape (n,)."""
+    """Parameters, tokens and losses of n runs, as fp64 tensors of shape (n,)."""
 
     parameters: Tensor
     tokens: Tensor
@@ -216,10 +216,10 @@ class ObservedLosses:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[float, float, float]]) -> "ObservedLosses":
-        """From (parameters, tokens, loss) of each run.
+        """Builds the tensors from (parameters, tokens, loss) of each run.
 
         Raises:
-            DataError: too few runs, or parameters and tokens that do not vary enough to tell the constants apart.
+            DataError: the runs are too few, or parameters and tokens vary too little to identify the constants.
         """
         columns = torch.tensor([tuple(map(float, row)) for row in rows], dtype=torch.float64).reshape(-1, 3).T
         made = cls(*columns)
@@ -258,12 +258,12 @@ def _correlation(given: ObservedLosses) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """The law of all runs, and those of `resamples` of as many runs, drawn with replacement.
+    """The law fitted to all runs, and the laws fitted to bootstrap resamples of the runs.
 
     Attributes:
-        objective: the Huber loss at the minimum, summed over runs.
-        starts: of the minimization, and how many of them led to this minimum.
-        chance: how often chance alone lowers the objective as much as the term of the parameters does, and that of the tokens.
+        objective: Huber loss at the minimum, summed over runs.
+        starts: number of starts of the minimization, and number of those that reached this minimum.
+        chance: p-values of the parameter term and of the token term (see `chance_of`).
     """
 
     law: Law
@@ -274,11 +274,11 @@ class Fit:
 
 
 def fit(given: ObservedLosses, resamples: int = 1000, seed: int = 0) -> Fit:
-    """Minimizes from a grid of starts; each resample from the minimum of all runs.
+    """Fits the law from a grid of starts; each resample starts from the minimum of all runs.
 
     Raises:
-        DataError: the losses do not fall with parameters, or with tokens; a law without them fits as well; or a constant is no
-            finite number.
+        DataError: the losses do not fall with parameters or with tokens, a law without one of them fits as well, or a constant is
+            not finite.
     """
     middle = given.parameters.log().mean(), given.tokens.log().mean()
     inputs = [torch.zeros_like(given.losses), given.parameters.log() - middle[0], given.tokens.log() - middle[1]]
@@ -308,15 +308,17 @@ def fit(given: ObservedLosses, resamples: int = 1000, seed: int = 0) -> Fit:
 
 
 def chance_of(terms: Terms, losses: Tensor, objective: float, seed: int) -> tuple[float, float]:
-    """Of the parameters' term and of the tokens': how often what the law without it leaves over, dealt out to the runs anew,
-    gains as much from it. The permutation test of Freedman and Lane (1983); the statistic is the ratio of both objectives, that
-    of a likelihood ratio, and needs no assumption about the noise.
+    """Returns the p-values of the parameter term and of the token term, by the permutation test of Freedman and Lane (1983).
+
+    The residuals of the law without the term are permuted over the runs; the p-value is the fraction of permutations in which the
+    term helps as much as in the data. The statistic is the ratio of the two objectives, as in a likelihood-ratio test, and needs
+    no assumption about the noise.
 
     Args:
-        terms: of the law.
-        losses: (n,) logarithms.
-        objective: of the law at its minimum.
-        seed: of the permutations.
+        terms: terms of the law.
+        losses: (n,) logarithms of the losses.
+        objective: objective of the law at its minimum.
+        seed: seed of the permutations.
     """
     generator, count = torch.Generator().manual_seed(seed), len(losses)
     orders = torch.stack([torch.randperm(count, generator=generator) for _ in range(_PERMUTATIONS)])
@@ -333,7 +335,8 @@ def chance_of(terms: Terms, losses: Tensor, objective: float, seed: int) -> tupl
 
 
 def _least(terms: Terms, losses: Tensor, steps: int = _FEWER_STEPS) -> tuple[Tensor, Tensor]:
-    """(problems, 2 terms - 1) and (problems,): the minimum of each row of `losses`, from fewer starts than a law's."""
+    """Returns the (problems, 2 terms - 1) minimum and (problems,) objective of each row of `losses`, from fewer starts than
+    `fit`."""
     level, powers = losses.exp().mean(-1), len(terms.inputs) - 1
     grid = [[math.log(0.6), *[math.log(0.2)] * powers, *each] for each in product((0.1, 1.0), repeat=powers)]
     start = torch.tensor(grid, dtype=torch.float64)
@@ -347,8 +350,8 @@ def _least(terms: Terms, losses: Tensor, steps: int = _FEWER_STEPS) -> tuple[Ten
 
 
 def draw_resamples(given: ObservedLosses, resamples: int, seed: int) -> Tensor:
-    """(resamples, n) how often each run is in each resample: the bootstrap of Efron (1979) over runs. A resample that could not
-    tell the constants apart is drawn again."""
+    """Returns (resamples, n) counts of each run in each bootstrap resample (Efron, 1979). A resample that does not identify the
+    constants is drawn again."""
     generator, count = torch.Generator().manual_seed(seed), len(given.losses)
     kept: list[Tensor] = []
     while len(kept) < resamples:
@@ -361,7 +364,7 @@ def draw_resamples(given: ObservedLosses, resamples: int, seed: int) -> Tensor:
 
 
 def _starts(losses: Tensor) -> Tensor:
-    """(starts, 5): constants of E and both terms, then both exponents."""
+    """Returns the (starts, 5) grid of starts: constants of E and both terms, then both exponents."""
     least, mean = float(losses.min()), float(losses.mean())
     grid = product(_LEVELS, _TERMS, _TERMS, _POWERS, _POWERS)
     rows = [[math.log(level * least), math.log(n * mean), math.log(d * mean), alpha, beta] for level, n, d, alpha, beta in grid]
@@ -369,14 +372,14 @@ def _starts(losses: Tensor) -> Tensor:
 
 
 def _law(found: Tensor, middle: tuple[Tensor, Tensor]) -> Law:
-    """The law in parameters and tokens themselves, not relative to their middle."""
+    """Returns the law in uncentered parameters and tokens."""
     irreducible, a, b, alpha, beta = found
     made = irreducible.exp(), (a + alpha * middle[0]).exp(), (b + beta * middle[1]).exp(), alpha, beta
     return Law(*(float(value) for value in made))
 
 
 FEWEST_ON_FRONTIER = 4
-"""Runs on the frontier, one more than the power law has constants."""
+"""Minimum number of runs on the frontier, one more than the power law has constants."""
 
 
 @dataclass(frozen=True)
@@ -394,10 +397,10 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The power law of all runs on the frontier, and those of resamples.
+    """The power law fitted to the runs on the frontier, and the laws fitted to resamples.
 
     Attributes:
-        runs: indexes of the runs on the frontier, by compute.
+        runs: indexes of the runs on the frontier, sorted by compute.
     """
 
     law: PowerLaw
@@ -406,7 +409,8 @@ class Frontier:
 
 
 def on_frontier(flops: Tensor, losses: Tensor) -> list[int]:
-    """Indexes of the runs that no run with as little compute beats, by compute."""
+    """Returns the indexes of the Pareto-optimal runs, sorted by compute: no run with the same or less compute has a lower
+    loss."""
     order = sorted(range(len(losses)), key=lambda index: (float(flops[index]), float(losses[index])))
     found: list[int] = []
     for index in order:
@@ -416,8 +420,8 @@ def on_frontier(flops: Tensor, losses: Tensor) -> list[int]:
 
 
 def fit_frontier(given: ObservedLosses, resamples: int = 1000, seed: int = 0) -> Frontier | None:
-    """As `forge_lab.scaling.law.fit`, of the runs on the frontier; each resample has a frontier too. None where
-    the frontier has too few runs."""
+    """Fits the power law to the runs on the frontier, as `fit` does for the law; each resample has its own frontier. Returns None
+    if the frontier has too few runs."""
     runs = on_frontier(given.flops, given.losses)
     if len(runs) < FEWEST_ON_FRONTIER:
         return None

@@ -1,4 +1,4 @@
-"""Runs that a law is fitted to: their parameters, tokens and losses, and why others are left out."""
+"""Collects the runs for a fit: their parameters, tokens and losses, and why others are left out."""
 
 import json
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from forge_train.recipe.load import Resolved, load
 from forge_train.trackers import METRICS, read_metrics
 
 Counted = Literal["all", "blocks", "active"]
-"""Which parameters are N: all of them, as Hoffmann et al. count; those of the blocks, without token table and head, as Kaplan et
-al. (2020) do; or those that one token uses, which are fewer with experts."""
+"""Parameters counted as N: all (Hoffmann et al.); those of the blocks, without token table and head (Kaplan et al., 2020); or
+those that one token uses, which are fewer with experts."""
 DEFAULT = "evaluation/held_out/loss"
 
 
 @dataclass(frozen=True)
 class FittedRun:
-    """A run that counts. `parameters` is N, `tokens` is D, `loss` in nats per token."""
+    """A run included in the fit. `parameters` is N, `tokens` is D, `loss` is in nats per token."""
 
     name: str
     parameters: int
@@ -34,7 +34,7 @@ class FittedRun:
 
 @dataclass(frozen=True)
 class GatheredRuns:
-    """Runs, those that were left out with the reason, and the metric that is the loss."""
+    """Runs of a fit, the names of the runs left out with the reason, and the metric used as loss."""
 
     runs: tuple[FittedRun, ...]
     left_out: tuple[tuple[str, str], ...]
@@ -50,17 +50,17 @@ def gather(
 ) -> GatheredRuns:
     """Reads directories of runs and of sweeps.
 
-    A run of a sweep that cannot count is left out; one that was named is refused. Of runs with the same parameters, tokens and
-    seed, which differ in other keys, the best one counts: the law is about runs that are tuned.
+    An unusable run of a sweep is left out; an unusable run named in `places` is an error. Of runs with the same parameters,
+    tokens and seed, only the best is included, because the law describes tuned runs.
 
     Args:
-        metric: the loss, by the name under which runs log it; by default that of the sweep, or of the set `held_out`.
-        counted: which parameters are N.
-        unfinished: runs that did not come to the end of their schedule count as well.
+        metric: logged name of the loss; by default that of the sweep, or of the set `held_out`.
+        counted: parameters counted as N.
+        unfinished: whether to include runs that did not reach the end of their schedule.
 
     Raises:
-        DataError: a directory has neither a run nor a sweep, is named twice, or has a run that cannot count; or two runs are the
-            same.
+        DataError: a directory has neither a run nor a sweep, is named twice, or has an unusable run; or two runs have the same
+            recipe and seed.
     """
     registry = registry or Registry()
     found: list[tuple[str, Path, bool]] = []
@@ -95,7 +95,7 @@ def gather(
 def _run(
     name: str, path: Path, metric: str, counted: Counted, unfinished: bool, registry: Registry
 ) -> tuple[str, tuple[FittedRun, Resolved] | None]:
-    """A run, or why it cannot count."""
+    """Returns ("", run) if the run is usable, else (reason, None)."""
     if not (path / RECIPE).is_file():
         return "it has not begun", None
     resolved = load(read_recipe(path / RECIPE), (), None, registry)

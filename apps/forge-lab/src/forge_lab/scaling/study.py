@@ -1,4 +1,4 @@
-"""A fit with intervals and predictions as plain data, and as parts of a page."""
+"""Returns a fit with intervals and predictions as plain data, and as parts of a page."""
 
 import json
 import math
@@ -24,14 +24,14 @@ def study(
     """Fits both laws.
 
     Args:
-        given: the runs.
-        counted: which of their parameters are N, for the record.
-        budgets: FLOPs to predict for; by default those of the largest run, and 10 and 100 times as much.
-        resamples: of the runs, for the intervals.
-        seed: of these.
+        given: runs of the fit.
+        counted: parameters counted as N, for the record.
+        budgets: FLOPs to predict for; by default 1, 10 and 100 times those of the largest run.
+        resamples: number of bootstrap resamples for the intervals.
+        seed: seed of the resamples.
 
     Raises:
-        DataError: the runs are too few, too alike, or do not fall; or the law has no best size.
+        DataError: the runs are too few or too similar, their losses do not fall, or the law has no optimal size.
     """
     losses = ObservedLosses.of([(run.parameters, run.tokens, run.loss) for run in given.runs])
     found = fit(losses, resamples, seed)
@@ -68,7 +68,7 @@ def study(
 
 
 def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float] | None:
-    """Percentiles that leave out as many values on either side, interpolated; None of no value."""
+    """Returns the central interval of the finite values, by interpolated percentiles; None if there are none."""
     ordered = sorted(value for value in values if math.isfinite(value))
     if not ordered:
         return None
@@ -102,7 +102,7 @@ def _constants(found: Fit) -> dict[str, Any]:
 
 
 def _warnings(constants: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each exponent whose interval has 0, where the loss would not fall at all."""
+    """Yields a warning for each exponent whose interval contains 0, that is, for which the loss may not fall at all."""
     for name in ("alpha", "beta", "gamma"):
         item = constants.get(name)
         if item is not None and item["low"] is not None and item["low"] <= 0 <= item["high"]:
@@ -113,7 +113,7 @@ def _warnings(constants: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_sound(found: Fit, of: Callable[[Law], float]) -> Sequence[float]:
-    """A quantity in every resample that has it: one in which a term does not fall has no optimum."""
+    """Returns the quantity for every resample that has it; one in which a term does not fall has no optimum."""
     values = []
     for law in found.resampled:
         try:
@@ -154,13 +154,13 @@ def _frontier(found: Frontier | None, runs: int) -> dict[str, Any]:
 
 
 def spread_points(low: float, high: float, count: int) -> list[float]:
-    """`count` numbers from low to high, evenly in the logarithm."""
+    """Returns `count` numbers from low to high, evenly spaced in the logarithm."""
     ratio = (high / low) ** (1 / (count - 1))
     return [low * ratio**index for index in range(count)]
 
 
 LAW, PAGE = "fit.json", "fit.html"
-"""What `forge-train fit` writes, into the directory of a sweep for one."""
+"""Files that `forge-train fit` writes; for a single sweep, into its directory."""
 _POINTS = 60
 _MEANING = {
     "E": "loss that neither parameters nor tokens lower",
@@ -175,7 +175,7 @@ _MEANING = {
 
 
 def page_parts(found: Mapping[str, Any]) -> list[str]:
-    """HTML of what `forge_lab.scaling.study.study` found."""
+    """Returns the HTML parts of a result of `forge_lab.scaling.study.study`."""
     law = law_of(found)
     counted = {"all": "all", "blocks": "without token table and head", "active": "used by one token"}[found["parameters_counted"]]
     how = found["intervals"]
@@ -205,19 +205,19 @@ def page_parts(found: Mapping[str, Any]) -> list[str]:
 
 
 def page_parts_in(directory: Path) -> list[str]:
-    """The parts of the law that was fitted to a sweep; none before."""
+    """Returns the HTML parts of the law fitted to a sweep; empty if none was fitted."""
     path = directory / LAW
     return page_parts(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []
 
 
 def law_of(found: Mapping[str, Any]) -> Law:
-    """The law of a document."""
+    """Returns the law in a result of `study`."""
     given = found["law"]
     return Law(*(given[name]["value"] for name in ("E", "A", "B", "alpha", "beta")))
 
 
 def with_interval(item: Mapping[str, Any]) -> str:
-    """`1.69 (1.52 to 1.83)`"""
+    """Formats a value with its interval: `1.69 (1.52 to 1.83)`."""
     if item["low"] is None:
         return number(item["value"])
     return f"{number(item['value'])} ({number(item['low'])} to {number(item['high'])})"
@@ -237,7 +237,7 @@ def _constants_table(found: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _against_compute(found: Mapping[str, Any], law: Law) -> str:
-    """Every run, the law's best loss, and the power law through the frontier."""
+    """Plots every run, the best loss by the law, and the power law through the frontier."""
     flops = [run["flops"] for run in found["runs"]]
     line = spread_points(min(flops), max([*flops, *(item["flops"] for item in found["budgets"])]), _POINTS)
     series = [
@@ -252,7 +252,7 @@ def _against_compute(found: Mapping[str, Any], law: Law) -> str:
 
 
 def _over_tokens(found: Mapping[str, Any], law: Law) -> str:
-    """Runs of each size as dots, the law at that size as a line of the same color."""
+    """Plots the runs of each size as dots, and the law at that size as a line of the same color."""
     sizes = sorted({run["parameters"] for run in found["runs"]})
     tokens = [run["tokens"] for run in found["runs"]]
     line = spread_points(min(tokens), max(tokens), _POINTS)

@@ -1,7 +1,7 @@
 """Trains the points of a sweep, several at a time: all to their end, or by successive halving (Jamieson and Talwalkar, 2016).
 
-With halving, a run has the schedule of its whole length from the first step, and pauses at a rung by `train.stop_at`. So points
-that go on are bit for bit those that never paused.
+With halving, a run follows its full-length schedule from the first step and pauses at a rung through `train.stop_at`. A point
+that continues is therefore bitwise identical to one that never paused.
 """
 
 import math
@@ -29,12 +29,12 @@ THREADS = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class RunSlot:
-    """Place of one run.
+    """Share of this machine for one run.
 
     Attributes:
-        number: from 0.
-        environment: what is set for the run.
-        says: a word about it, for the line that says that a run began.
+        number: index of the slot, from 0.
+        environment: environment variables of the run.
+        says: short description, printed when a run starts.
     """
 
     number: int
@@ -43,18 +43,19 @@ class RunSlot:
 
 
 def slots(jobs: int, processes: int, accelerators: int, given: Mapping[str, str] = os.environ) -> list[RunSlot]:
-    """`jobs` places on this machine.
+    """Returns `jobs` slots on this machine.
 
-    Accelerators are dealt out evenly, those that `CUDA_VISIBLE_DEVICES` names or all; more runs than accelerators share them in
-    turn. Each process has an even part of the cores as OMP_NUM_THREADS, unless that is set.
+    The accelerators in `CUDA_VISIBLE_DEVICES`, or all if it is unset, are divided evenly; if there are more runs than
+    accelerators, the runs share them round-robin. OMP_NUM_THREADS of each process is an equal share of the cores, unless it is
+    already set.
 
     Args:
-        jobs: runs at a time.
-        processes: of each run.
-        accelerators: that this process can use.
+        jobs: number of concurrent runs.
+        processes: number of processes of each run.
+        accelerators: number of accelerators that this process can use.
 
     Raises:
-        ForgeError: a run has more processes than accelerators are left for it.
+        ForgeError: a run has more processes than accelerators.
     """
     named = [item.strip() for item in given.get(DEVICES, "").split(",") if item.strip()]
     devices = (named or [str(index) for index in range(accelerators)])[:accelerators]
@@ -76,11 +77,11 @@ def slots(jobs: int, processes: int, accelerators: int, given: Mapping[str, str]
 
 
 class StopRequests:
-    """How often this process was asked to stop, by a terminal, a scheduler or a user.
+    """Counts the stop signals that this process receives from a terminal, a scheduler or a user.
 
     Attributes:
-        times: none while it was not.
-        name: of the first signal.
+        times: number of signals so far.
+        name: name of the first signal; empty before it.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ class StopRequests:
         self.name = ""
 
     def listening(self) -> AbstractContextManager[None]:
-        """Inside, signals are noted; in the main thread."""
+        """Context in which stop signals are counted. It must be entered in the main thread."""
         return heard(self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -97,13 +98,13 @@ class StopRequests:
 
 
 TRIES = {"failed": 2, "lost": 5}
-"""Starts of a run that ends so, in one start of its sweep."""
+"""Maximum number of starts of a run per start of the sweep, by the way the run ended."""
 _SAY_EVERY = 30.0
 
 
 @dataclass(frozen=True)
 class Task:
-    """A point that is to reach a step: a rung, or its end where `until` is None."""
+    """A point to train up to the step `until` (a rung), or to its end if `until` is None."""
 
     point: Point
     until: int | None = None
@@ -114,12 +115,12 @@ class Executor:
     """Runs tasks in the slots of this machine.
 
     Attributes:
-        sweep: whose points they are.
-        places: one for each run at a time.
-        say: told a line about each start and end.
-        asked: whether this process was asked to stop.
-        begin: starts a process.
-        look: seconds between two looks at the processes.
+        sweep: sweep of the points.
+        places: slots, one per concurrent run.
+        say: called with a line about each start and end.
+        asked: stop signals that this process received.
+        begin: function that starts a process.
+        look: seconds between two polls of the processes.
     """
 
     sweep: Sweep
@@ -130,9 +131,10 @@ class Executor:
     look: float = 0.05
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Brings every task to its end, unless this process is asked to stop; `outcome_of` says afterwards what became of each.
+        """Runs every task to its end, or until this process is asked to stop; `outcome_of` then returns the outcome of each.
 
-        A run that fails is started once more, after all others; one that lost a rank, or had too little memory, a few times.
+        A failed run is started once more, after all others. A run that lost a rank or ran out of memory is restarted up to
+        `TRIES["lost"]` times in all.
         """
         waiting = deque((task, 1) for task in tasks)
         free, running = deque(self.places), list[_Running]()
@@ -173,7 +175,7 @@ class Executor:
         return _Running(task, attempt, slot, process, time.monotonic())
 
     def _end(self, one: "_Running", code: int, stopping: bool) -> bool:
-        """Keeps what became of a run, and says whether it is worth another start."""
+        """Writes the outcome of a run; returns whether to start it again."""
         task, folder = one.task, self.sweep.folder(one.task.point)
         before, end = outcome_of(folder), meaning(code, stopping)
         step, tokens, value = reached(folder, self.sweep.grid.search.metric)
@@ -201,7 +203,7 @@ class Executor:
         return again
 
     def _finished(self, now: Outcome, task: Task, wanted: int, value: float | None) -> Outcome:
-        """A run that ended as it should: at its rung, at its end, or before, where its data ended or a hook said so."""
+        """Returns the outcome of a run that ended normally: at its rung, at its end, or earlier (end of the data, or a hook)."""
         rungs = {**now.rungs, str(wanted): now.value} if task.until is not None else now.rungs
         if value is None:
             said = (f"it has no {self.sweep.grid.search.metric!r} at its last step",)
@@ -220,7 +222,7 @@ class Executor:
 
     def _where(self, one: "_Running") -> str:
         step = 0
-        with suppress(OSError):  # it may not have begun to write
+        with suppress(OSError):  # the run may not have written its metrics file yet
             step = reached(self.sweep.folder(one.task.point), "loss")[0]
         return f"{one.task.point.name} at step {step}/{one.task.until or self.sweep.steps(one.task.point)}"
 
@@ -244,12 +246,12 @@ def _told(point: Point, now: Outcome, again: bool, metric: str) -> str:
 
 
 def outcomes(sweep: Sweep) -> Mapping[str, Outcome]:
-    """What became of every point so far, by its name."""
+    """Returns the current outcome of every point, by name."""
     return {point.name: outcome_of(sweep.folder(point)) for point in sweep.points}
 
 
 def train(sweep: Sweep, executor: Executor, say: Callable[[str], None]) -> None:
-    """Trains what is left of a sweep."""
+    """Trains the points of a sweep that have not ended."""
     alive = list(sweep.points)
     for rung in sweep.grid.search.rungs:
         found = outcomes(sweep)
@@ -266,8 +268,8 @@ def train(sweep: Sweep, executor: Executor, say: Callable[[str], None]) -> None:
 
 
 def survivors(points: Sequence[Point], values: Mapping[str, float | None], search: Search) -> list[Point]:
-    """The best part of the points, in their own order. Points with equal values rank in the order of the sweep; one without a
-    value, which failed or diverged, never goes on."""
+    """Returns the best `search.keep` of the points, in the order of the sweep. Ties rank in that order too. A point without a
+    value (failed or diverged) never continues."""
     count = max(1, math.floor(search.keep * len(points) + 0.5))
     sign = 1 if search.mode == "min" else -1
     sound = [(sign * value, index) for index, point in enumerate(points) if (value := values.get(point.name)) is not None]
@@ -275,5 +277,5 @@ def survivors(points: Sequence[Point], values: Mapping[str, float | None], searc
 
 
 def _past(outcome: Outcome, rung: int) -> bool:
-    """Whether nothing is left to do at a rung; a run that failed there is tried again."""
+    """Whether a point has completed a rung; a run that failed at the rung has not."""
     return str(rung) in outcome.rungs and outcome.status != "failed"

@@ -1,4 +1,4 @@
-"""Files of a sweep: the recipe of each point, which its run is held to, and `outcome.json`, what became of it."""
+"""Files of a sweep: the recipe of each point, which its run must keep, and `outcome.json`, the outcome of the point."""
 
 import json
 import math
@@ -21,15 +21,15 @@ from forge_train.recipe.load import load
 from forge_train.trackers import METRICS, read_metrics
 
 SWEEP_FILE = "sweep.json"
-"""Names the points and their metric; its presence marks a directory as a sweep's."""
+"""File with the metric and the names of the points; it marks a directory as that of a sweep."""
 _SHOWN = 5
 
 
 def write_recipes(sweep: Sweep, registry: Registry | None = None) -> None:
-    """Writes the recipe of every point, unless one of them has been trained with another.
+    """Writes the recipe of every point.
 
     Raises:
-        ForgeError: the recipe of a point that has begun is another one now, or the directory cannot be written.
+        ForgeError: the recipe of a point that was started has changed, or the directory cannot be written.
     """
     registry = registry or Registry()
     changed = {point.name: found for point in sweep.points if (found := _changed(sweep, point, registry))}
@@ -59,8 +59,10 @@ def write_recipes(sweep: Sweep, registry: Registry | None = None) -> None:
 
 
 def share_data(sweep: Sweep, point: Point) -> None:
-    """Prepared data are named by their content, and prepared by one process at a time, so all points can have one folder of them;
-    a point that has its own keeps it."""
+    """Links the `data` folder of a point to one that all points share, unless the point has its own.
+
+    Sharing is safe because prepared data are named by their content and prepared by one process at a time.
+    """
     folder, shared = sweep.folder(point), sweep.directory / "data"
     shared.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ def share_data(sweep: Sweep, point: Point) -> None:
 
 
 def _changed(sweep: Sweep, point: Point, registry: Registry) -> list[str]:
-    """Keys of a point that has begun which have another value now. Where the work is done may differ."""
+    """Returns the changed keys of a point that was started, except those of the layout and those that the sweep sets."""
     path, now = sweep.recipe_of(point), sweep.resolved[point.name]
     if not (sweep.folder(point) / RECIPE).is_file() or not path.is_file() or path.read_text(encoding="utf-8") == now.as_toml():
         return []
@@ -78,7 +80,8 @@ def _changed(sweep: Sweep, point: Point, registry: Registry) -> list[str]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Only its owner may read a recipe that holds secrets. What is there already stays: tasks of an array start at once."""
+    """Writes a file, readable only by its owner if the text has secrets. Does not rewrite a file with the same text, because the
+    tasks of a job array start at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return
@@ -94,18 +97,18 @@ Status = Literal["waiting", "stopped", "paused", "finished", "diverged", "failed
 
 @dataclass(frozen=True)
 class Outcome:
-    """One point.
+    """Outcome of one point.
 
     Attributes:
-        status: `waiting` before its first start, `stopped` where it was asked to, `paused` at a rung, `finished` at its last
-            step, `diverged` when its numbers were no longer finite, `failed` for any other end.
-        step, tokens: that the run reached.
-        value: of the metric at that step; None where there is none, or none that is finite.
-        rungs: the value at each rung that the point reached.
-        code: the exit code of the last start.
-        starts: of the run.
-        seconds: of all starts together.
-        said: the last lines of a start that failed.
+        status: `waiting` before the first start, `stopped` on request, `paused` at a rung, `finished` at the last step,
+            `diverged` if values were no longer finite, `failed` for any other end.
+        step, tokens: last step of the run, and the number of tokens trained on.
+        value: value of the metric at that step; None if it is missing or not finite.
+        rungs: value of the metric at each rung that the point reached.
+        code: exit code of the last start.
+        starts: number of starts of the run.
+        seconds: duration of all starts together.
+        said: last output lines of a failed start.
     """
 
     status: Status = "waiting"
@@ -120,27 +123,28 @@ class Outcome:
 
     @property
     def ended(self) -> bool:
-        """Whether another start would change nothing."""
+        """Whether the point is finished or diverged, so that another start would change nothing."""
         return self.status in ("finished", "diverged")
 
 
 def outcome_of(folder: Path) -> Outcome:
-    """What `write_outcome` wrote last; `waiting` where there is nothing to be read."""
+    """Reads the outcome that `write_outcome` wrote last; returns a `waiting` one if there is no readable file."""
     try:
         found = json.loads((folder / OUTCOME_FILE).read_text(encoding="utf-8"))
         return Outcome(**{**found, "said": tuple(found["said"])})
-    except (OSError, ValueError, TypeError, KeyError):  # none yet, or of another version: the run itself knows where it stands
+    except (OSError, ValueError, TypeError, KeyError):  # missing, or of another version: the run resumes from its checkpoint
         return Outcome()
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Writes it whole or not at all."""
+    """Writes the outcome atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / OUTCOME_FILE, json.dumps(asdict(outcome), indent=1).encode())
 
 
 def reached(folder: Path, metric: str) -> tuple[int, int, float | None]:
-    """(step, tokens, value of the metric at that step) of the run in a directory; no value where it was not measured there."""
+    """Returns (step, tokens, value of the metric at that step) of the run in a directory; None if it was not measured at that
+    step."""
     entries = read_metrics(folder / METRICS)
     step = max((entry["step"] for entry in entries), default=0)
     tokens = max((int(entry["tokens"]) for entry in entries if "tokens" in entry), default=0)
@@ -149,5 +153,5 @@ def reached(folder: Path, metric: str) -> tuple[int, int, float | None]:
 
 
 def finite(value: float | None) -> float | None:
-    """The value, if it is a number that can be compared."""
+    """Returns the value if it is finite, else None."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""A sweep's file, read: typed, its points made, and each of them checked as `forge-train check` does, before anything starts."""
+"""Reads the file of a sweep, generates its points, and checks each one as `forge-train check` does, before any run starts."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from forge_train.recipe.checks import final_metrics
 from forge_train.recipe.load import Resolved, load
 
 MOST = 1000
-"""Points of one sweep."""
+"""Maximum number of points of a sweep."""
 STOP = "train.stop_at"
 OURS = ("job.name", "job.dir", STOP)
 """Keys that a sweep sets itself."""
@@ -25,16 +25,16 @@ OURS = ("job.name", "job.dir", STOP)
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep without faults.
+    """A valid sweep.
 
     Attributes:
-        file: the sweep's TOML file.
-        directory: where everything of it lies.
-        grid: the typed tree.
-        recipe: what all runs are based on, as the commands take it.
-        points: in their order, which an index of a job array counts.
-        resolved: the recipe of each point, by its name.
-        warnings: what stops nothing, each once.
+        file: TOML file of the sweep.
+        directory: output directory of the sweep.
+        grid: typed contents of the file.
+        recipe: base recipe of all runs, as the commands accept it: a path or the name of a preset.
+        points: points in order; the index of a job array refers to it.
+        resolved: recipe of each point, by name.
+        warnings: warnings of all points, without duplicates.
     """
 
     file: Path
@@ -46,15 +46,15 @@ class Sweep:
     warnings: tuple[str, ...] = field(default=())
 
     def folder(self, point: Point) -> Path:
-        """The run's directory of a point."""
+        """Returns the run directory of a point."""
         return self.directory / "points" / point.name
 
     def recipe_of(self, point: Point) -> Path:
-        """The file with the whole recipe of a point."""
+        """Returns the path of the complete recipe of a point."""
         return self.directory / "recipes" / f"{point.name}.toml"
 
     def steps(self, point: Point) -> int:
-        """Optimizer steps of a point's whole run."""
+        """Returns the number of optimizer steps of the full run of a point."""
         return self.resolved[point.name].job.train.max_steps
 
 
@@ -64,12 +64,12 @@ def read_sweep(
     """Reads a sweep and checks every point of it.
 
     Args:
-        file: the sweep's TOML file.
-        overrides: `--section.key=value`, laid over the recipe of every point.
-        directory: of the sweep, instead of what the file says.
+        file: TOML file of the sweep.
+        overrides: overrides of the form `--section.key=value`, applied to the recipe of every point.
+        directory: directory of the sweep; overrides `dir` of the file.
 
     Raises:
-        ConfigError: everything that is wrong with the file, and with the recipe of any point.
+        ConfigError: the file, or the recipe of a point, is invalid; the error lists all faults.
     """
     registry = registry or Registry()
     tree = read_toml(file)
@@ -89,12 +89,12 @@ def read_sweep(
     if not recipe:
         raise ConfigError(faults)
     given = parts.get("search")
-    search = given if isinstance(given, Search) else Search()  # with faults there is only a part of it
+    search = given if isinstance(given, Search) else Search()  # an invalid file may lack the section
     rest = Grid(recipe=recipe, vary={}, processes=parts.get("processes", 1), search=search)
     made: Grid = rest if outcome.faults else outcome.value
     if isinstance(vary, Table) and isinstance(given, Search):
         faults += [_placed(fault, tree) for fault in _search_faults(made, axes)]
-    # Keys and values are checked even where the sweep has faults itself, so that all are told at once.
+    # Keys and values are checked even if the sweep has faults itself, so that all faults are reported at once.
     usable = [axis for axis in axes if (axis.values or axis.range is not None) and not set(axis.keys) & set(OURS)]
     seeds = _seeds(made, recipe, overrides, registry)
     points = named(_each_value(usable)) if faults else named(_settings(made, usable), seeds)
@@ -107,7 +107,7 @@ def read_sweep(
 
 
 def _recipe(given: str, tree: Table, folder: Path, registry: Registry) -> tuple[str, list[Fault]]:
-    """The recipe as commands take it; empty, with the fault, where there is none."""
+    """Returns the recipe as the commands accept it, or "" and the faults if it cannot be loaded."""
     try:
         path = find_recipe(given, registry, "recipe", origin_at(tree, "recipe"), folder)
         load(path, (), None, registry)
@@ -122,7 +122,7 @@ def _own_keys(axes: Sequence[Axis], vary: Table) -> Iterator[Fault]:
 
 
 def _search_faults(made: Grid, axes: Sequence[Axis]) -> Iterator[Fault]:
-    """What no single key of `[search]` shows."""
+    """Yields faults of `[search]` that involve several keys."""
     search, keys = made.search, [key for axis in axes for key in axis.keys]
     ranges = [axis.keys[0] for axis in axes if axis.range is not None]
     uncounted = [axis.keys[0] for axis in axes if axis.range is not None and axis.range.count is None]
@@ -162,28 +162,28 @@ def _search_faults(made: Grid, axes: Sequence[Axis]) -> Iterator[Fault]:
 
 
 def _placed(fault: Fault, tree: Table) -> Fault:
-    """The fault with the line of the sweep's file that it is about."""
+    """Returns the fault with its line in the sweep's file as origin, unless it has an origin."""
     return fault if fault.origin else replace(fault, origin=origin_at(tree, fault.key))
 
 
 def _settings(made: Grid, axes: Sequence[Axis]) -> list[dict[str, Any]]:
-    """The settings that the search tries."""
+    """Returns the settings of the search."""
     return grid(axes) if made.search.samples is None else sample_points(axes, made.search.samples, made.search.seed)
 
 
 def _each_value(axes: Sequence[Axis]) -> list[dict[str, Any]]:
-    """As few settings as have every value once."""
+    """Returns settings that contain every value of every axis at least once."""
     return [dict(zip(axis.keys, values, strict=True)) for axis in axes for values in axis.ends()]
 
 
 def _seeds(made: Grid, recipe: str, overrides: Sequence[str], registry: Registry) -> Sequence[int]:
-    """The seeds of repeated runs; none where each point is run once."""
+    """Returns the seeds of repeated runs; empty if each point runs once."""
     if made.search.repeats == 1:
         return ()
     try:
         first = load(recipe, overrides, None, registry).job.job.seed
     except ConfigError:
-        return ()  # the points tell what is wrong with the overrides
+        return ()  # the checks of the points report the faults of the overrides
     return range(first, first + made.search.repeats)
 
 
@@ -196,11 +196,11 @@ def _checked(
     tree: Table,
     registry: Registry,
 ) -> tuple[dict[str, Resolved], list[str], list[Fault]]:
-    """The recipe of every point, or what `check` refuses in it: each fault once, with the first point that has it."""
+    """Returns the recipe of every point by name, the warnings, and the faults: each once, with the first point that has it."""
     resolved: dict[str, Resolved] = {}
     warnings: list[str] = []
     faults: dict[tuple[str, str], tuple[Fault, list[str]]] = {}
-    if made.search.repeats > 1:  # the seed that is given is the first one
+    if made.search.repeats > 1:  # the given seed is the first of the repeats
         overrides = [given for given in overrides if not given.startswith(f"--{SEED}=")]
     for point in points:
         where = [f"--job.name={point.name}", f"--job.dir={target / 'points' / point.name}"]
@@ -219,7 +219,7 @@ def _checked(
 
 
 def _point_faults(made: Grid, found: Resolved) -> Iterator[Fault]:
-    """What the sweep needs of a point's recipe."""
+    """Yields faults of a point's recipe that only matter to the sweep: a metric that is not measured, a rung after the end."""
     known = final_metrics(found.job)
     if known is not None and made.search.metric not in known:
         message = f"{made.search.metric!r} is measured by no hook of the recipe"
@@ -231,7 +231,8 @@ def _point_faults(made: Grid, found: Resolved) -> Iterator[Fault]:
 
 
 def _told(fault: Fault, names: Sequence[str], count: int, keys: set[str], tree: Table) -> Fault:
-    """A fault of points, with the line of the sweep's file behind it where a key that varies is at fault."""
+    """Returns a fault of points with the names of the points; its origin is the line in the sweep's file if a varied key caused
+    it."""
     key = fault.origin.removeprefix("--")
     vary = tree.items.get("vary")
     origin = fault.origin

@@ -1,4 +1,4 @@
-"""What varies in a sweep: its keys and axes, and the points that they give, each with a name that stays."""
+"""Search space of a sweep: its keys and axes, and the points generated from them, each with a stable name."""
 
 import itertools
 import json
@@ -24,42 +24,43 @@ Scale = Literal["linear", "log", "int"]
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Which points of the space are trained, and what makes one better than another."""
+    """Search over the space: which points are trained, and by which metric they are compared."""
 
     kind: Kind = "grid"
-    """`grid` trains every combination, `random` draws `samples` of them, `halving` trains all a little and the best on."""
+    """`grid` trains every combination, `random` draws `samples` of them, `halving` trains all briefly and continues the best."""
     samples: Annotated[int, Gt(0)] | None = None
-    """Points to draw, for `random`, and for `halving` over ranges. More of them later leave those that are there as they are."""
+    """Number of points to draw, for `random`, and for `halving` over ranges. A higher number later keeps the points drawn so
+    far."""
     seed: Annotated[int, Ge(0)] = 0
-    """Fixes what is drawn. It is not the seed of a run, which is `job.seed`."""
+    """Seed of the draws. The seed of a run is `job.seed`."""
     metric: str = "evaluation/held_out/loss"
-    """The result that counts, by the name under which a run logs it."""
+    """Metric to compare by, under the name that a run logs."""
     mode: Literal["min", "max"] = "min"
-    """Whether less or more is better."""
+    """Whether lower or higher is better."""
     repeats: Annotated[int, Gt(0)] = 1
-    """Runs of each point, with `job.seed` of the recipe, the next one, and so on; settings are compared by the mean."""
+    """Number of runs of each point, with consecutive seeds from `job.seed` of the recipe; settings are compared by their mean."""
     rungs: list[Annotated[int, Gt(0)]] = field(default_factory=list)
-    """Of `halving`: steps after which the points are compared; the last comparison is at the end of the run."""
+    """For `halving`: steps after which the points are compared; the last comparison is at the end of the run."""
     keep: Annotated[float, Gt(0), Lt(1)] = 0.5
-    """Of `halving`: the part of the points that goes on after each rung, rounded, one at least."""
+    """For `halving`: fraction of the points that continues after each rung, rounded, at least one point."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A whole sweep."""
+    """Contents of the file of a sweep."""
 
     recipe: str
-    """What every run is based on: a TOML file, relative to the sweep's, or the name of a preset."""
+    """Base recipe of every run: a TOML file, relative to the sweep's file, or the name of a preset."""
     dir: str | None = None
-    """Directory of the sweep instead of `sweeps/<name of its file>`."""
+    """Directory of the sweep; by default `sweeps/<name of its file>`."""
     processes: Annotated[int, Gt(0)] = 1
-    """Processes of each run, on this machine."""
+    """Number of processes of each run, on this machine."""
     search: Search = field(default_factory=Search)
-    """How the space is searched."""
+    """Search over the space."""
     vary: dict[str, Any]
-    """Keys of the recipe, each with a list of values or a range `{low, high, scale, count}`."""
+    """Keys of the recipe to vary, each with a list of values or a range `{low, high, scale, count}`."""
     together: list[list[str]] = field(default_factory=list)
-    """Groups of keys that vary jointly: the first values of all lists, the second ones, and so on."""
+    """Groups of keys that vary jointly: the first values of all lists together, then the second ones, and so on."""
     slurm: dict[str, str | int] = field(default_factory=dict)
     """Further options of `sbatch` for the job array, such as `partition = "gpu"`."""
 
@@ -73,24 +74,24 @@ class Range:
     high: float
     """The largest value."""
     scale: Scale = "linear"
-    """`linear`; `log` is even in the logarithm; `int` is linear over integers."""
+    """`linear`; `log` is uniform in the logarithm; `int` is linear over integers."""
     count: Annotated[int, Gt(1)] | None = None
-    """Values of a grid, evenly spaced, `low` and `high` among them."""
+    """Number of evenly spaced values for a grid, including `low` and `high`."""
 
 
 DIGITS = 4
-"""Significant digits of a number that is drawn or spaced: the value that is trained is the one in the point's name."""
+"""Significant digits of a drawn or spaced number, so that the name of a point shows the exact value used for training."""
 _EDGES = ("low", "high", "scale", "count")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of the space.
+    """One dimension of the space.
 
     Attributes:
-        keys: of the recipe; several vary jointly.
-        values: each with one value for every key; empty for a range.
-        range: between which numbers the only key is drawn.
+        keys: keys of the recipe; several keys vary jointly.
+        values: tuples with one value per key; empty for a range.
+        range: range of the only key; None for a list of values.
     """
 
     keys: tuple[str, ...]
@@ -98,27 +99,27 @@ class Axis:
     range: Range | None = None
 
     def draw(self, random: Random) -> tuple[Any, ...]:
-        """One of the values, or a number of the range."""
+        """Draws one of the values, or a number of the range."""
         if self.range is None:
             return self.values[random.randrange(len(self.values))]
         return (_at(self.range, random.random()),)
 
     def every(self) -> tuple[tuple[Any, ...], ...]:
-        """All values of a grid; those of a range are `count` evenly spaced ones, each once."""
+        """Returns all values for a grid: those of the list, or `count` evenly spaced ones of the range, without duplicates."""
         if self.range is None:
             return self.values
         count = self.range.count or 0
         return tuple(dict.fromkeys((_at(self.range, index / (count - 1)),) for index in range(count)))
 
     def ends(self) -> tuple[tuple[Any, ...], ...]:
-        """All values, or the smallest and the largest of a range: what says whether a key takes them."""
+        """Returns the values to validate: all of the list, or the smallest and the largest of the range."""
         return self.values if self.range is None else ((_at(self.range, 0.0),), (_at(self.range, 1.0),))
 
 
 def axes_of(vary: Table, together: Sequence[Sequence[str]], registry: Registry) -> tuple[list[Axis], list[Fault]]:
-    """The axes of a `[vary]` table in the order of its keys, and everything that is wrong with it.
+    """Returns the axes of a `[vary]` table, in the order of its keys, and its faults.
 
-    Nested tables and quoted keys mean the same: `optimizer.lr = [...]` and `"optimizer.lr" = [...]`.
+    Nested tables and quoted keys are equivalent: `optimizer.lr = [...]` and `"optimizer.lr" = [...]`.
     """
     faults: list[Fault] = []
     single: dict[str, Axis] = {}
@@ -142,7 +143,7 @@ def axes_of(vary: Table, together: Sequence[Sequence[str]], registry: Registry) 
 
 
 def _given(table: Table, path: str = "") -> Iterator[tuple[str, Node]]:
-    """(dotted key, list or range) of everything that varies."""
+    """Yields (dotted key, list or range) of every varied key."""
     for name, node in table.items.items():
         key = f"{path}.{name}" if path else name
         if isinstance(node, Table) and node.items and not any(isinstance(node.items.get(edge), Leaf) for edge in _EDGES):
@@ -172,7 +173,7 @@ def _axis(key: str, node: Node, registry: Registry) -> tuple[Axis, list[Fault]]:
 
 
 def _range_faults(given: Range) -> Iterator[tuple[str, str]]:
-    """(message, hint) of what no single key of a range shows."""
+    """Yields (message, hint) of faults that involve several keys of a range."""
     if not given.low < given.high:
         yield f"low = {given.low:g} is not below high = {given.high:g}", "swap them, or give a list with one value"
     if given.scale == "log" and given.low <= 0:
@@ -212,7 +213,7 @@ def _first(axis: Axis) -> list[Any]:
 
 
 def _at(given: Range, part: float) -> float | int:
-    """The number at a part of the way from low to high, rounded to `DIGITS` and never outside."""
+    """Returns the number at the fraction `part` of the range, rounded to `DIGITS` significant digits and clamped to the range."""
     if given.scale == "int":
         low, high = int(given.low), int(given.high)
         return min(high, low + math.floor(part * (high - low + 1))) if given.count is None else round(low + part * (high - low))
@@ -225,31 +226,34 @@ def _at(given: Range, part: float) -> float | int:
 
 SEED = "job.seed"
 LONGEST = 100
-"""Characters of a name; a longer one is cut and ends with a digest."""
-_UNSAFE = re.compile(r"[^A-Za-z0-9.+_-]+")  # without `=`, a name reads in one way
+"""Maximum number of characters of a name; a longer one is cut and ends with a digest."""
+_UNSAFE = re.compile(r"[^A-Za-z0-9.+_-]+")  # `=` in a value would make a name ambiguous
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep. `values` has a value for every key that varies; `setting` is the same without the seed of a repeat."""
+    """One run of a sweep. `values` has the value of every varied key; `setting` is the name without the seed of a repeat."""
 
     name: str
     values: Mapping[str, Any]
     setting: str
 
     def overrides(self) -> list[str]:
-        """The values as a command line has them: `--optimizer.lr=0.001`."""
+        """Returns the values as command-line overrides, such as `--optimizer.lr=0.001`."""
         return [f"--{key}={value_text(value)}" for key, value in self.values.items()]
 
 
 def grid(axes: Sequence[Axis]) -> list[dict[str, Any]]:
-    """Every combination, the last axis fastest."""
+    """Returns every combination of values; the last axis varies fastest."""
     return [_joined(axes, chosen) for chosen in itertools.product(*(axis.every() for axis in axes))]
 
 
 def sample_points(axes: Sequence[Axis], samples: int, seed: int) -> list[dict[str, Any]]:
-    """`samples` different settings. What is drawn for a key depends on the seed, the number of the draw and the key alone, so
-    more samples, or another key, change none of the others. Fewer come back where the space has no more."""
+    """Returns `samples` distinct settings, or fewer if the space is too small.
+
+    The value of a key depends only on the seed, the index of the draw and the key, so more samples or another key leave the other
+    values unchanged.
+    """
     found: dict[str, dict[str, Any]] = {}
     for number in range(20 * samples):
         chosen = [axis.draw(Random(f"{seed}/{number}/{'/'.join(axis.keys)}")) for axis in axes]
@@ -261,10 +265,10 @@ def sample_points(axes: Sequence[Axis], samples: int, seed: int) -> list[dict[st
 
 
 def named(settings: Iterable[Mapping[str, Any]], seeds: Sequence[int] = ()) -> list[Point]:
-    """A point for every setting, or for every seed of each one, `optimizer.lr = 1e-3` as `lr=0.001`.
+    """Returns a named point for every setting, or for every seed of each setting; `optimizer.lr = 1e-3` is named `lr=0.001`.
 
-    A name depends on the point's own values and on which keys vary, so other values leave it as it is. Keys that end alike
-    have more of their path in it; values that look alike have a digest.
+    A name depends only on the point's own values and on the set of varied keys. Keys with the same last part are named by more of
+    their path; names that are cut, or lack characters of a value, end with a digest.
     """
     settings = [dict(values) for values in settings]
     keys = list(dict.fromkeys(key for values in settings for key in values)) + ([SEED] if seeds else [])
@@ -283,7 +287,7 @@ def _joined(axes: Sequence[Axis], chosen: Iterable[tuple[Any, ...]]) -> dict[str
 
 
 def _short(keys: Sequence[str]) -> dict[str, str]:
-    """Every key by as much of its end as tells it from the others."""
+    """Returns the shortest end of every key that tells it from the others."""
 
     def end(key: str, length: int) -> list[str]:
         return key.split(".")[-length:]

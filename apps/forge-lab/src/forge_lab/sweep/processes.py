@@ -1,4 +1,4 @@
-"""A point of a sweep as a process of this machine, or as an element of a SLURM job array."""
+"""Runs a point of a sweep as a process on this machine, or as a task of a SLURM job array."""
 
 import os
 import shlex
@@ -17,35 +17,35 @@ from forge_train.process.progress import NoProgress
 from forge_train.process.stop import FAULTY, FOLLOWS, FULL, HOOK_FAILED, REQUEUE, RolledBackTooOften, TrainingError
 
 TAIL = 12
-"""Lines of a run's output that are shown where it failed."""
+"""Number of output lines shown for a failed run."""
 LOST = (FOLLOWS, FAULTY, FULL)
-"""Exit codes after which a run that is started again goes on: a rank was lost, its machine failed a probe, or it had too little
-memory and noted what fits."""
+"""Exit codes after which a restarted run continues: a rank was lost, a machine failed a probe, or memory ran out and the run
+recorded a layout that fits."""
 _BAD = (TrainingError.exit_code, RolledBackTooOften.exit_code)
 _FINAL = (2, 4, NoProgress.exit_code)
-"""Exit codes that another start would repeat: a refusal, a run that another job has taken over, and one that got nowhere."""
+"""Exit codes that another start would repeat: an invalid recipe, a run taken over by another job, or a run without progress."""
 
 
 class Process(Protocol):
-    """A run that was started."""
+    """A started run."""
 
     def poll(self) -> int | None:
-        """Its exit code; None while it goes on."""
+        """Returns the exit code, or None while the process runs."""
         ...
 
     def stop(self, hard: bool) -> None:
-        """Asks it to save and end, or ends it at once."""
+        """Asks the process to save and exit, or kills it if `hard`."""
         ...
 
 
 class StartProcess(Protocol):
-    """Starts what a command line says, with its output at the end of a file."""
+    """Starts a command and appends its output to a file."""
 
     def __call__(self, command: Sequence[str], environment: Mapping[str, str], output: Path) -> Process: ...
 
 
 class Child:
-    """A process in a session apart from this one, so that a terminal's Ctrl-C reaches it once, through the sweep."""
+    """A process in its own session, so that Ctrl-C in a terminal reaches it once, through the sweep."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
@@ -62,7 +62,7 @@ class Child:
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], output: Path) -> Process:
-    """See `StartProcess`."""
+    """Starts a `Child`; see `StartProcess`."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("ab") as file:
         return Child(
@@ -78,13 +78,14 @@ def start(command: Sequence[str], environment: Mapping[str, str], output: Path) 
 
 
 def command_of(arguments: Sequence[str], processes: int = 1) -> list[str]:
-    """The command line of `forge-train run ...`, which starts several processes by itself; its code is the first cause's."""
+    """Returns the command line of `forge-train` with the arguments. It launches several processes itself, and its exit code is
+    that of the process that failed first."""
     return [sys.executable, "-m", "forge_train", *arguments, *([f"--processes={processes}"] if processes > 1 else [])]
 
 
 def meaning(code: int, asked: bool) -> str:
-    """What the end of a run means: `finished`, `stopped`, `diverged`, `refused`, `lost`, which goes on at another start, or
-    `failed`, which is worth a try. What was asked to stop has stopped."""
+    """Returns the meaning of an exit code: `finished`, `stopped`, `diverged`, `refused`, `lost` (continues when restarted), or
+    `failed` (worth another try). `asked`: whether the run was asked to stop."""
     if code in (0, HOOK_FAILED):
         return "finished"
     if code == REQUEUE or asked:
@@ -97,7 +98,7 @@ def meaning(code: int, asked: bool) -> str:
 
 
 def tail(output: Path, lines: int = TAIL) -> tuple[str, ...]:
-    """The last lines of a file that say anything."""
+    """Returns the last lines of a file that are not blank; empty if the file cannot be read."""
     try:
         with output.open("rb") as file:
             file.seek(max(0, output.stat().st_size - 64 * 1024))
@@ -108,10 +109,10 @@ def tail(output: Path, lines: int = TAIL) -> tuple[str, ...]:
 
 
 _SECONDS = 120
-"""Before a time limit, SLURM says so: enough to finish a step and to save."""
+"""Seconds before the time limit at which SLURM sends the signal: enough to finish a step and to save."""
 
 AGAIN = (REQUEUE, *LOST)
-"""Exit codes of a task that is queued again."""
+"""Exit codes after which a task is requeued."""
 
 _BODY = """
 # One task trains one point. SLURM's warning before the time limit, and a preemption, let the run save; the task is queued again.
@@ -136,15 +137,15 @@ exit "$code"
 
 
 def script(sweep: Sweep, arguments: list[str], jobs: int | None) -> str:
-    """The script for `sbatch`: task i of the array trains point i.
+    """Returns a script for `sbatch`: task i of the array trains point i.
 
     Args:
-        sweep: one whose points are known from the start.
-        arguments: of `forge-train sweep` behind the file: its directory and overrides.
-        jobs: tasks at a time; as many as SLURM likes where it is None.
+        sweep: sweep by grid or random search.
+        arguments: arguments of `forge-train sweep` after the file: the directory and overrides.
+        jobs: maximum number of concurrent tasks; None for no limit.
 
     Raises:
-        ForgeError: the sweep halves, or an option of `[slurm]` is the array's own.
+        ForgeError: the sweep uses successive halving, or `[slurm]` sets an option that the sweep sets.
     """
     if sweep.grid.search.kind == "halving":
         raise ForgeError(

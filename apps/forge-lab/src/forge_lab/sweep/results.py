@@ -1,4 +1,4 @@
-"""Results of a sweep: points in order of merit, the effect of each key, and `index.html`."""
+"""Results of a sweep: ranked points, the effect of each key, and `index.html`."""
 
 import json
 import math
@@ -25,12 +25,12 @@ from forge_train.report.page import REPORT
 
 LINES, BEST = "results.jsonl", "best.toml"
 _BINS = 4
-"""Groups of equal size into which the many values of a range are put."""
+"""Number of equally sized groups into which the values of a range are binned."""
 
 
 @dataclass(frozen=True)
 class RankedPoint:
-    """One point. `rank` is its place from 1 on; None for one without a value."""
+    """A point with its outcome. `rank` counts from 1; it is None if the point has no value."""
 
     point: Point
     outcome: Outcome
@@ -40,7 +40,7 @@ class RankedPoint:
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """Runs that differ in their seed only; `deviation` is the sample standard deviation of their values, None of a single one."""
+    """Runs that differ only in the seed. `deviation` is the sample standard deviation of their values; None for a single run."""
 
     name: str
     values: Mapping[str, Any]
@@ -51,7 +51,7 @@ class SeedGroup:
 
 @dataclass(frozen=True)
 class Effect:
-    """What the runs with one value of a key, or with values within one part of a range, came to."""
+    """Mean and best result of the runs that share a value, or a bin of values, of one key."""
 
     key: str
     value: str
@@ -65,9 +65,10 @@ class Results:
     """A sweep's results.
 
     Attributes:
-        results: of every point: those that finished by their value, then those of the highest rung, those without a value last.
-        settings: of points that finished, best first.
-        effects: per key in the order of the sweep's file; of points that finished, or of all with a value where none did.
+        results: all points: finished ones by value, then those that reached the highest rung; those without a value last.
+        settings: groups of finished points that differ only in the seed, best first.
+        effects: effects per key, in the order of the sweep's file, over finished points, or over all with a value if none
+            finished.
     """
 
     results: tuple[RankedPoint, ...]
@@ -107,7 +108,7 @@ def collect_results(sweep: Sweep) -> Results:
 
 
 def write_results(sweep: Sweep, found: Results, registry: Registry | None = None) -> None:
-    """Writes `results.jsonl`, a line for each point, and `best.toml`, which can be run as it is."""
+    """Writes `results.jsonl`, one line per point, and `best.toml`, a complete recipe of the best point."""
     lines = "".join(json.dumps(line_of(item, sweep.grid.search.metric)) + "\n" for item in found.results)
     replace_file(sweep.directory / LINES, lines.encode())
     if found.best is not None:
@@ -118,7 +119,7 @@ def write_results(sweep: Sweep, found: Results, registry: Registry | None = None
 
 
 def line_of(item: RankedPoint, metric: str) -> dict[str, Any]:
-    """A point as JSON."""
+    """Returns a point as a JSON object."""
     outcome = item.outcome
     return {
         "rank": item.rank,
@@ -146,7 +147,7 @@ def _settings(finished: Sequence[RankedPoint]) -> list[SeedGroup]:
 
 
 def _effects(items: Sequence[RankedPoint], sign: int) -> list[Effect]:
-    """Means over everything else that varies: in a whole grid, the effect of one key alone."""
+    """Returns means per value of a key over all other keys; in a full grid this is the effect of the key alone."""
     found = []
     for key in items[0].point.values if items else ():
         pairs = [(item.point.values[key], item.outcome.value) for item in items if item.outcome.value is not None]
@@ -156,7 +157,7 @@ def _effects(items: Sequence[RankedPoint], sign: int) -> list[Effect]:
 
 
 def _groups(pairs: Sequence[tuple[Any, float]]) -> list[tuple[str, list[float]]]:
-    """Results by value; numbers that are too many for that by parts of their range."""
+    """Groups results by value; more than `2 * _BINS` distinct numbers are grouped into bins of equal size."""
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value, _ in pairs)
     distinct = {value_text(value) for value, _ in pairs}
     if numbers and len(distinct) > 2 * _BINS:
@@ -174,11 +175,11 @@ def _groups(pairs: Sequence[tuple[Any, float]]) -> list[tuple[str, list[float]]]
 
 PAGE = "index.html"
 _SHOWN = 6
-"""Keys whose results are plotted."""
+"""Maximum number of keys whose results are plotted."""
 
 
 def write_page(sweep: Sweep, found: Results, law: Sequence[str] = ()) -> Path:
-    """Writes the page, one file that fetches nothing, with the parts of a scaling law where there is one; returns its path."""
+    """Writes the self-contained page of the results; returns its path. `law` has the HTML of a scaling law, if one was fitted."""
     search, points = sweep.grid.search, sweep.points
     done = sum(item.outcome.ended for item in found.results)
     head = f"{search.kind}, {done} of {len(points)} points done, {search.metric} ({search.mode})"
@@ -200,7 +201,7 @@ def write_page(sweep: Sweep, found: Results, law: Sequence[str] = ()) -> Path:
 
 
 def results_table(results: Sequence[RankedPoint], metric: str) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of the points, for a terminal and for the page."""
+    """Returns the columns and rows of the points, for the terminal and the page."""
     keys = list(dict.fromkeys(key for item in results for key in item.point.values))
     head = ["rank", "point", *keys, metric, "status", "step", "parameters", "tokens", "FLOPs", "time"]
     body = []
@@ -217,7 +218,7 @@ def results_table(results: Sequence[RankedPoint], metric: str) -> tuple[list[str
 def _points_table(sweep: Sweep, results: Sequence[RankedPoint]) -> str:
     head, body = results_table(results, sweep.grid.search.metric)
     made = rows(head, body, numbers={0, *range(2, len(head))})
-    for item in results:  # names have no character that HTML changes, and fill their cells
+    for item in results:  # plain replacement works because a name needs no HTML escaping and fills its cell
         if (sweep.folder(item.point) / REPORT).is_file():
             name = item.point.name
             made = made.replace(f"<td>{name}</td>", f'<td><a href="points/{name}/{REPORT}">{name}</a></td>', 1)
@@ -241,7 +242,7 @@ def _settings_table(found: Results) -> str:
 
 
 def _effects_table(sweep: Sweep, found: Results) -> str:
-    """Tables and pictures of what each key did."""
+    """Returns the HTML of a table and plots of the effect of each key."""
     if not found.effects:
         return ""
     body = [[one.key, one.value, one.runs, f"{one.mean:.6g}", f"{one.best:.6g}"] for one in found.effects]
