@@ -1,6 +1,6 @@
-"""Hook `inside`: looks into the model while it trains, at the same held-out rows each time, and checks of its recipe.
+"""Hook `inside`, which measures inner values during training on the same held-out rows each time, and the checks of its recipe.
 
-torch is imported in functions.
+Functions import torch, so that importing this module does not.
 """
 
 import hashlib
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _KEPT = 4
-"""Looks of the newest checkpoints that are kept besides the first and the newest one: a run may go back to any of them."""
+"""Number of recent checkpoints whose looks are kept besides the first and the newest, because a run may roll back to any of
+them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +49,13 @@ class Inside(Component):
     statistics: Annotated[list[Literal["cka", "effective_rank", "attention", "lens", "routing"]], MinLen(1)] = field(
         default_factory=lambda: ["cka", "effective_rank", "attention", "lens", "routing"]
     )
-    """What is measured. A layout that cannot measure one refuses it."""
+    """Statistics to measure. A statistic that the layout does not support is an error."""
     held_out: str | None = None
-    """The held-out set that rows are from; the first one when absent."""
+    """Name of the held-out set; by default the first one."""
     rows: Annotated[int, Gt(0)] = 4
-    """Rows of the set, its first ones; all data ranks run them."""
+    """Number of rows, from the start of the set; all data ranks run them."""
     tokens: Annotated[int, Ge(8)] = 256
-    """Tokens of these rows, evenly spaced, whose values are compared: the run's directory keeps tokens^2 numbers a layer."""
+    """Number of evenly spaced tokens of these rows to compare. The run's directory stores tokens^2 numbers per layer."""
 
     def build(self) -> Hook:
         return InsideHook(
@@ -63,7 +64,7 @@ class Inside(Component):
 
 
 def inside_can_be_measured(job: "Job", layout: Layout | None) -> Iterator[Fault]:
-    """A hook that looks inside, without rows to look at, or at what this layout spreads over ranks."""
+    """Checks that hook `inside` has held-out rows, and that the layout supports its statistics."""
     for index, hook in enumerate(job.hooks):
         if not isinstance(hook, Inside):
             continue
@@ -89,14 +90,16 @@ def inside_can_be_measured(job: "Job", layout: Layout | None) -> Iterator[Fault]
 
 
 class InsideHook(Periodic):
-    """At the start, every N steps and at the end: `inside/blocks.3/NAME` of every layer.
+    """Logs `inside/blocks.3/NAME` of every layer at the start, every N steps and at the end.
 
-    `cka_first` and `cka_previous`: unbiased linear CKA of the stream that leaves the block with that at the first look and at the
-    one before. `effective_rank` of the stream. `attention_entropy` (nats, mean over heads) and `max_score` (before the softmax,
-    of all heads). `lens_loss`: of the model's head on the stream. `router_agreement`: share of the chosen experts that were so at
-    the look before. `inside/seconds` is what the look took; it does not count as training time.
+    `cka_first` and `cka_previous`: unbiased linear CKA of the block's output stream with that of the first and of the previous
+    look. `effective_rank`: effective rank of the stream. `attention_entropy`: nats, mean over heads. `max_score`: largest score
+    of all heads before the softmax. `lens_loss`: loss of the model's head on the stream. `router_agreement`: share of the
+    selected experts that were also selected at the previous look. `inside/seconds`: duration of the look, which does not count as
+    training time.
 
-    Comparisons go over the same held-out tokens, and over a resume: `inside/` in the run's directory has what is compared with.
+    All looks use the same held-out tokens. Folder `inside/` in the run's directory has the data of earlier looks, so comparisons
+    continue after a resume.
     """
 
     leisurely = True
@@ -111,7 +114,7 @@ class InsideHook(Periodic):
         self.looks, self.seconds = 0, 0.0
 
     def check(self, run: Run) -> None:
-        """Refuses a model whose inner values have no names."""
+        """Checks that the inner values of the model have names."""
         from forge_interp.tap_names import InterpError, taps
 
         try:
@@ -120,31 +123,31 @@ class InsideHook(Periodic):
             raise ForgeError(f"hook 'inside' cannot look into model {type(run.job.model).__name__}: {cause}") from cause
 
     def state(self) -> Mapping[str, Any]:
-        """The step of the newest look: what it keeps stays as long as there may be a checkpoint that goes on from it."""
+        """Returns the step of the newest look. Its data are kept while a checkpoint may resume from it."""
         if self.last >= 0 and self.last not in self.saved:
             self.saved = [*self.saved, self.last][-_KEPT:]
         return {**super().state(), **({"last": self.last} if self.last >= 0 else {})}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state` gave."""
+        """Restores the result of `state`."""
         super().load_state(state)
         self.last = state.get("last", -1)
         self.saved = [self.last] if self.last >= 0 else []
 
     def start(self, run: Run) -> None:
-        """Looks at the initial weights."""
+        """Measures the initial weights."""
         super().start(run)
         if run.state.step == 0:
             self.once(run)
 
     def finish(self, run: Run) -> None:
-        """Looks at the last weights, and says what all looks took."""
+        """Measures the last weights, and logs the duration of all looks."""
         super().finish(run)
         if run.topology.rank == 0 and self.looks:
             _log.info("hook 'inside' took %.2f s for %d looks", self.seconds, self.looks)
 
     def act(self, run: Run) -> None:
-        """Collective: one evaluation of the rows, and the gathers of what is compared."""
+        """Collective: evaluates the rows and gathers the values to compare."""
         from forge_interp.commands.look import look
 
         began = perf_counter()
@@ -182,7 +185,7 @@ class InsideHook(Periodic):
     def _values(
         self, run: Run, found: "Look", attention: Mapping[str, tuple[float, float, float]], kind: str
     ) -> dict[str, float]:
-        """By `blocks.N/NAME`; writes what later looks compare with."""
+        """Returns the statistics by `blocks.N/NAME`; writes the data that later looks compare with."""
         from forge_interp.kernel_similarity import gram, gram_cka, gram_rank
 
         folder = run.directory / INSIDE
@@ -233,14 +236,14 @@ class InsideHook(Periodic):
             _log.warning("hook 'inside' could not keep its look at step %d: %s", step, cause)
 
     def _kind(self, batch: Batch, places: Sequence[int]) -> str:
-        """Equal for looks at the same tokens."""
+        """Returns a digest that is equal for looks at the same tokens."""
         digest = hashlib.sha256(batch.tokens.cpu().contiguous().numpy().tobytes())
         return hashlib.sha256(digest.digest() + json.dumps(list(places)).encode()).hexdigest()
 
 
 def similarity_maps(now: "Mapping[str, Tensor]", first: "Mapping[str, Tensor]") -> list[dict[str, Any]]:
-    """CKA of all pairs of layers of a look, and of its layers with those of the first look, from their products by block; nothing
-    of fewer than two layers."""
+    """Returns heat maps of the CKA of all pairs of layers of a look, and of its layers with those of the first look, from the
+    Gram matrices by block; empty for fewer than two layers."""
     from forge_interp.kernel_similarity import gram_cka_pairs
 
     if len(now) < 2:
@@ -260,7 +263,7 @@ def _grams(kept: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
 
 
 def agreement(experts: "Tensor", before: "Tensor") -> float:
-    """Mean share of a token's experts (tokens, top_k) that were among those before."""
+    """Returns the mean share of a token's experts (tokens, top_k) that were also selected before."""
     return float((experts[:, :, None] == before[:, None, :]).any(2).double().mean())
 
 
@@ -269,7 +272,7 @@ def _file(folder: Path, step: int) -> Path:
 
 
 def _read(path: Path, kind: str) -> "dict[str, Tensor]":
-    """What a look kept; nothing where it was of other tokens, or is gone."""
+    """Reads the data of a look; empty if the file is missing or is about other tokens."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,9 +1,9 @@
 """Reads and edits inner values of a model that is sharded over ranks.
 
-A capture selects on each rank what the rank holds and gathers only that; an edit sees whole values, and each rank takes its share
-of the result. What a rank holds depends on the layout: rows differ over data ranks; places of a row over ranks of cp, and of tp
-where the stream is cut along the sequence; heads and neurons over ranks of tp; layers over stages. Where several ranks hold the
-same value, the first of them answers.
+A capture selects on each rank from its local share and gathers only the selection; an edit sees whole values, and each rank takes
+its share of the result. The local share depends on the layout: rows are split over data ranks, positions over cp ranks (and tp
+ranks with sequence parallelism), heads and neurons over tp ranks, layers over pipeline stages. If several ranks hold the same
+value, the first of them sends it.
 """
 
 import json
@@ -28,20 +28,20 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.context.transform import ContextParallel
 
 Places = str | int | Sequence[int] | slice
-"""`all`, `last`, or places of a row: integers, negative ones from its end, or a slice from 0 or later."""
+"""Positions in a row: `all`, `last`, integers (negative ones count from the end), or a slice with a start of at least 0."""
 
 
 class LocalShare(NamedTuple):
-    """What one rank has of a value in one forward: t places of a row, k of the first dimension behind them.
+    """Local share of a value in one forward: t positions of a row, and k entries of the first dimension after the positions.
 
     Attributes:
-        value: (B, t, k, ...).
+        value: (B, t, k, ...) local values.
         rows: (B,) sample numbers.
-        places: (t,) of this rank in the whole row.
-        wanted: (B, t) bool, which of them are selected.
-        start: which of the first dimension is this rank's first.
-        tokens_cut: whether ranks of tp have other places.
-        sends: whether this rank is the one that answers for its share.
+        places: (t,) positions in the whole row.
+        wanted: (B, t) bool mask of the selected tokens.
+        start: offset of the k entries in the whole first dimension.
+        tokens_cut: whether the tp ranks hold different positions.
+        sends: whether this rank sends the share; False if another rank sends the same values.
     """
 
     value: Tensor
@@ -54,7 +54,7 @@ class LocalShare(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """One forward of a part of the model."""
+    """Rows, positions and mask of the current forward of a model part."""
 
     rows: Tensor
     places: Tensor
@@ -62,14 +62,14 @@ class _Running(NamedTuple):
 
 
 class Shares:
-    """This rank's share of each inner value that is read within `heard_by`.
+    """Computes the local share of each inner value that is read inside `heard_by`.
 
     Args:
-        model: laid out by any of dp, hsdp, tp, cp, ep and pp.
-        infos: the inner values that are meant, of the whole model.
+        model: model sharded by any of dp, hsdp, tp, cp, ep and pp.
+        infos: inner values to read, as in the whole model.
         positions: see `Places`.
-        samples: for each forward the sample number of each of this rank's rows; None = counted over data ranks and forwards.
-        alike: all data ranks run the same rows, and the first one answers.
+        samples: sample numbers of this rank's rows, one sequence per forward; None numbers them over data ranks and forwards.
+        alike: whether all data ranks run the same rows; the first rank then sends the values.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class Shares:
 
     @contextmanager
     def heard_by(self, hear: Callable[[str, Tensor], Tensor | None]) -> Iterator[None]:
-        """`hear` is called with each value that the parts of the model pass inside, as `forge_models.inner_values.listening`."""
+        """Context in which `hear` is called with each inner value of the model's parts, as in
+        `forge_models.inner_values.listening`."""
         with listening(hear), ExitStack() as hooks:
             for number, part in enumerate(self.model.parts):
                 handles = (
@@ -103,10 +104,10 @@ class Shares:
             yield
 
     def of(self, name: str, x: Tensor) -> LocalShare | None:
-        """This rank's share of a value that was heard; None where it is not one that is meant.
+        """Returns the local share of a value passed to `hear`, or None if the value is not in `infos`.
 
         Raises:
-            InterpError: it has a shape that no rule explains.
+            InterpError: the local shape of the value does not match any supported sharding.
         """
         if name not in self.infos or self.running is None or not any(is_from(part) for part in self.model.parts):
             return None
@@ -123,7 +124,8 @@ class Shares:
         return LocalShare(value, running.rows, places, wanted, start, cut, self.answers and (cut or first_of_copies))
 
     def _features(self, name: str, value: Tensor, info: TapInfo) -> tuple[int, bool]:
-        """Of the first dimension behind tokens: where this rank's share begins, and whether it is the first with this share."""
+        """Returns the offset of the local share in the first dimension after the tokens, and whether this rank is the first with
+        it."""
         here, all_of = value.shape[2], info.shape[0]
         if value.shape[3:] != torch.Size(info.shape[1:]):
             raise InterpError(f"{name} is {tuple(value.shape[2:])} a token on this rank, and {info.shape} in the whole model")
@@ -138,7 +140,7 @@ class Shares:
         return start, True
 
     def _before(self, number: int) -> Any:
-        """A hook of part `number`: what its forward is about."""
+        """Returns a forward pre-hook of part `number`, which records the rows, positions and mask of the forward."""
 
         def note(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
             x: Tensor = args[0] if args else given["x"]
@@ -156,7 +158,7 @@ class Shares:
         return note
 
     def _behind(self, *_: Any) -> None:
-        """A hook behind the forward of any part."""
+        """Forward hook that ends the record of the current forward."""
         self.running = None
 
     def _rows(self, forward: int, rows: int) -> Tensor:
@@ -174,7 +176,7 @@ class Shares:
         return torch.cat([torch.arange(one.start, one.stop) for one in self.order.spans(self.cp_rank, length * self.cp)])
 
     def _wanted(self, places: Tensor, length: int, real: Tensor | None, rows: int) -> Tensor:
-        """(B, T) bool: the tokens that are meant. `real` (B, T) is False for padding; None = there is none."""
+        """Returns the (B, T) bool mask of the selected tokens. `real` (B, T) is False for padding; None means no padding."""
         allowed = torch.ones(rows, len(places), dtype=torch.bool) if real is None else real.cpu()
         positions = self.positions
         if positions == "last":
@@ -190,7 +192,7 @@ class Shares:
         return allowed & torch.isin(places, torch.tensor([place % length for place in chosen], dtype=torch.int64))
 
     def _ends(self, places: Tensor, allowed: Tensor, padded: bool) -> Tensor:
-        """(B,) the last place of each row that is allowed; where rows may have padding, ranks that share rows ask each other."""
+        """Returns (B,) the last allowed position of each row. Collective over cp if rows may have padding."""
         ends = torch.where(allowed, places, -1).amax(1)
         if self.cp == 1:
             return ends
@@ -202,12 +204,12 @@ class Shares:
 
 
 class ValuePiece(NamedTuple):
-    """What one rank has of a value in one forward.
+    """Selected local values of one forward.
 
     Attributes:
-        tokens: (n, 2) int64 sample number and place.
-        features: (k,) int64 which of the value's first dimension.
-        value: (n, k, ...).
+        tokens: (n, 2) int64 sample number and position.
+        features: (k,) int64 indexes in the first dimension of the whole value.
+        value: (n, k, ...) values.
     """
 
     tokens: Tensor
@@ -216,7 +218,7 @@ class ValuePiece(NamedTuple):
 
 
 def pack(pieces: Sequence[ValuePiece]) -> bytes:
-    """The pieces as bytes; what has no elements is left out."""
+    """Serializes the pieces; skips empty ones."""
     kept = [piece for piece in pieces if piece.value.numel()]
     headers = [
         [list(piece.tokens.shape), len(piece.features), list(piece.value.shape), str(piece.value.dtype).removeprefix("torch.")]
@@ -244,10 +246,10 @@ def unpack(payload: bytes) -> Iterator[ValuePiece]:
 
 
 def assemble_pieces(name: str, pieces: Sequence[ValuePiece], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(n, 2) tokens in ascending order, and the value (n, *shape).
+    """Returns the (n, 2) tokens in ascending order and the value (n, *shape).
 
     Raises:
-        InterpError: some rank had no share, or two had the same one.
+        InterpError: a share is missing, or two ranks sent the same one.
     """
     tokens, back = torch.cat([piece.tokens for piece in pieces]).unique(dim=0, return_inverse=True)
     value = torch.empty(len(tokens), *shape, dtype=pieces[0].value.dtype)
@@ -269,11 +271,12 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 class GatheredValues(Mapping[str, Tensor]):
-    """What was read, alike on all ranks once the context has ended. `gathered[name]` is (n, ...), a row for each token.
+    """Gathered values, the same on all ranks, available after the context has ended. `gathered[name]` is (n, ...), one row per
+    token.
 
     Attributes:
-        infos: the inner values by name.
-        tokens: (n, 2) int64: sample number and place in its row of each token, in ascending order.
+        infos: inner values by name.
+        tokens: (n, 2) int64 sample number and position of each token, in ascending order.
     """
 
     def __init__(self, infos: Mapping[str, TapInfo]) -> None:
@@ -301,10 +304,10 @@ class GatheredValues(Mapping[str, Tensor]):
 
 
 class LocalShares:
-    """The shares of this rank that are selected, of every forward, for a gather.
+    """Collects the selected local shares of every forward, for a gather.
 
     Attributes:
-        pieces: by inner value.
+        pieces: pieces by inner value.
     """
 
     def __init__(self, shares: Shares, heads: Sequence[int] | None) -> None:
@@ -312,7 +315,7 @@ class LocalShares:
         self.pieces: dict[str, list[ValuePiece]] = {name: [] for name in shares.infos}
 
     def hear(self, name: str, x: Tensor) -> None:
-        """Keeps this rank's share of what is selected."""
+        """Stores the selected part of the local share, if this rank sends it."""
         share = self.shares.of(name, x.detach())
         if share is None or not share.sends:
             return
@@ -326,10 +329,10 @@ class LocalShares:
         self.pieces[name].append(ValuePiece(rows, torch.tensor(chosen), value[share.wanted].cpu()))
 
     def gathered(self, world: World) -> GatheredValues:
-        """Collective over the world: what its ranks kept, put together. Nothing stays here.
+        """Collective: gathers the pieces of all ranks of the world and clears the local ones.
 
         Raises:
-            InterpError: some rank had no share, or two had the same one.
+            InterpError: a share is missing, or two ranks sent the same one.
         """
         found = GatheredValues(self.shares.infos)
         for name, info in found.infos.items():
@@ -357,20 +360,21 @@ def capture_sharded(
     samples: Sequence[Sequence[int]] | None = None,
     alike: bool = False,
 ) -> Iterator[GatheredValues]:
-    """Collective: reads inner values of every forward of `model` inside, and gathers what was selected where the context ends.
+    """Collective: context that reads inner values of every forward of `model` and gathers the selected ones at its end.
 
-    Selections are those of `forge_interp.captures.capture`. Forwards are those of a step, of its evaluation, or of the
-    model itself; the numbers of the run stay the same bits.
+    Selection works as in `forge_interp.captures.capture`. A forward may be part of a training step, of an evaluation, or a direct
+    call of the model; the results of the run stay bitwise identical.
 
     Args:
-        model: laid out by any of dp, hsdp, tp, cp, ep and pp.
-        whole: the same model on the meta device, which knows shapes; `run.job.model.build()` there.
-        samples: for each forward inside the sample number of each of this rank's rows, such as `batch.samples`; None = they are
-            counted over data ranks and forwards.
-        alike: all data ranks run the same rows, and the first one answers.
+        model: model sharded by any of dp, hsdp, tp, cp, ep and pp.
+        whole: the same model on the meta device, for the shapes: `run.job.model.build()` under `torch.device("meta")`.
+        samples: sample numbers of this rank's rows, one sequence per forward, such as `batch.samples`; None numbers them over
+            data ranks and forwards.
+        alike: whether all data ranks run the same rows; the first rank then sends the values.
 
     Raises:
-        InterpError: before a forward, what cannot be selected; what has a shape that no rule explains.
+        InterpError: the selection is invalid (raised before any forward), or the local shape of a value does not match any
+            supported sharding.
     """
     infos = select_taps(whole, names, layers, heads)
     if isinstance(positions, str) and positions not in ("all", "last"):
@@ -394,19 +398,21 @@ def edit_sharded(
     heads: Sequence[int] | None = None,
     positions: Places = "all",
 ) -> Iterator[None]:
-    """Collective: changes inner values in every forward of `model` inside, as `forge_interp.edits.edit` on one process.
+    """Collective: context that edits inner values in every forward of `model`, as `forge_interp.edits.edit` does on one process.
 
-    Each edit sees values (B, T, ...) with all places and features: of the rows of this rank, or of an `AcrossRows` those of all
-    data ranks, one after another. What a rank lacks comes from the others in each forward, so an edit of a value that ranks cut
-    has no gradient, and costs the bytes of the whole on each of them. Functions for `replace` make the same on all ranks.
+    Each edit receives values (B, T, ...) with all positions and features: of this rank's rows, or, for an `AcrossRows` edit, of
+    the rows of all data ranks, concatenated. Missing shares are gathered from the other ranks in each forward, so an edit of a
+    sharded value has no gradient and each rank holds the whole value. A function passed to `replace` must return the same on all
+    ranks.
 
     Args:
-        model: laid out by any of dp, hsdp, tp, cp, ep and pp.
+        model: model sharded by any of dp, hsdp, tp, cp, ep and pp.
         whole: the same model on the meta device, see `capture_sharded`.
-        how: one of those in `forge_interp.edits`, or a function like theirs.
+        how: an edit from `forge_interp.edits`, or a function with the same signature.
 
     Raises:
-        InterpError: before a forward, what cannot be selected; in it, an edit that does not fit, or that would need a gradient.
+        InterpError: the selection is invalid (raised before any forward), the result of an edit does not fit, or a sharded value
+            would need a gradient.
     """
     infos = select_taps(whole, names, layers, heads)
     refuse_uneditable(infos, positions)
@@ -460,24 +466,24 @@ class _Together(NamedTuple):
 
 
 def _world(topology: Topology, across: bool) -> World:
-    """Collective: the ranks that bring what this one lacks."""
+    """Collective: returns the world of the ranks that hold the missing shares of this rank."""
     axes = ("dp_replicate", "dp_shard", "cp", "tp") if across else ("cp", "tp")
     cut = tuple(axis for axis in axes if topology.layout.size(axis) > 1)
     return ProcessGroupWorld(topology.across(cut), topology.device) if cut else SingleProcessWorld()
 
 
 def _is_whole(share: LocalShare, info: TapInfo, topology: Topology) -> bool:
-    """Alike on all ranks that share a row."""
+    """Whether the share is the whole value of its rows; the result is the same on all ranks that share a row."""
     return topology.layout.cp == 1 and not share.tokens_cut and share.value.shape[2] == info.shape[0]
 
 
 def _together(name: str, share: LocalShare, info: TapInfo, world: World) -> _Together:
-    """Collective over the world: the shares of its ranks, put together."""
+    """Collective: gathers and assembles the shares of all ranks of the world."""
     value = share.value.detach()
     tokens = torch.cartesian_prod(share.rows, share.places).view(-1, 2)
     features = torch.arange(share.start, share.start + value.shape[2])
     mine = [ValuePiece(tokens, features, value.flatten(0, 1).cpu())] if share.sends else []
-    # Which places are meant is known where a place is; ranks of tp may have it alike.
+    # The mask is sent by the rank with the first features, because tp ranks may hold the same positions.
     first = share.sends and share.start == 0
     marks = [ValuePiece(tokens, torch.zeros(1, dtype=torch.int64), share.wanted.reshape(-1, 1))] if first else []
     values, wanted = [], []

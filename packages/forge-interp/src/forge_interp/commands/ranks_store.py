@@ -1,8 +1,8 @@
-"""Stores inner values of a model that is sharded over ranks: each rank writes its own files, and one manifest names them all.
+"""Stores inner values of a model that is sharded over ranks: each rank writes its own files, and one manifest lists them all.
 
-Ranks get neighboring blocks of inputs. Data ranks run rows of their blocks together; ranks that share a model run the rows of
-each other's blocks in turn, and the values of a row go to the rank whose block it is in. So memory holds one batch and one shard,
-every rank writes, and rows are in the order of the inputs, as one process writes them.
+Each rank gets a contiguous block of inputs. Data ranks run rows of their blocks at the same time; ranks that share a model
+replica run the rows of each other's blocks in turn, and the values of a row go to the rank that owns its block. A rank thus holds
+one batch and one shard in memory, every rank writes, and rows are in the order of the inputs, as with one process.
 """
 
 import copy
@@ -31,19 +31,19 @@ from forge_parallel.step.step import Step
 
 
 class RanksStore:
-    """Collective: opens a new or empty folder, or goes on with that of the same capture. Each rank writes a block of neighboring
-    inputs; all know how far each block has come.
+    """Collective: opens a new or empty folder, or continues an unfinished store of the same capture. Each rank writes a
+    contiguous block of inputs; all ranks know the progress of each block.
 
     Args:
-        folder: all ranks see it.
-        facts: as `ActivationWriter`.
-        taps: as `ActivationWriter`.
-        shard_bytes: a rank's shard is closed before it grows beyond.
-        world: of all ranks.
-        inputs: number of them.
+        folder: folder on a file system that all ranks share.
+        facts: as in `ActivationWriter`.
+        taps: as in `ActivationWriter`.
+        shard_bytes: maximum number of bytes of a shard.
+        world: world of all ranks.
+        inputs: number of inputs.
 
     Raises:
-        InterpError: on all ranks alike, a folder with another capture, a complete one, or one that some rank does not see.
+        InterpError: the folder has another capture or a complete store, or a rank cannot see the folder; raised on all ranks.
     """
 
     def __init__(
@@ -83,21 +83,22 @@ class RanksStore:
 
     @contextmanager
     def faults_said(self) -> Iterator[None]:
-        """Keeps an error until the next `agree`, so that all ranks stop together and no rank waits for another."""
+        """Context in which an error is kept until the next `agree`, so that all ranks stop together and none waits for
+        another."""
         try:
             yield
         except InterpError as refusal:
             self._fault = self._fault or str(refusal)
 
     def add(self, values: dict[str, Tensor], index: dict[str, Tensor], inputs: int) -> None:
-        """Rows of this rank's next inputs, as `StoreWriter.add`."""
+        """Adds rows of this rank's next inputs, as `StoreWriter.add`."""
         self._writer.add(values, index, inputs)
 
     def agree(self, writer: int, inputs: int) -> None:
-        """Collective: exchanges what this rank wrote, and the number of inputs that it ran for rank `writer`.
+        """Collective: exchanges the shards that this rank wrote, and the number of inputs that it ran for rank `writer`.
 
         Raises:
-            InterpError: on all ranks, what one of them met; what is stored is named by the manifest.
+            InterpError: a rank had an error; raised on all ranks, after the manifest lists the stored shards.
         """
         told = {"fault": self._fault, "shards": self._writer.shards[self._named :], "ran": [writer, inputs]}
         self._named = len(self._writer.shards)
@@ -105,14 +106,14 @@ class RanksStore:
         self._name([shard for one in every for shard in one["shards"]])
         if faults := [one["fault"] for one in every if one["fault"]]:
             raise InterpError(faults[0])
-        for rank, count in dict(one["ran"] for one in every).items():  # ranks that share a model say the same
+        for rank, count in dict(one["ran"] for one in every).items():  # ranks that share a model replica report the same number
             self._done[rank] += count
 
     def close(self) -> None:
-        """Collective: writes what is left, and marks the store as complete.
+        """Collective: writes the last shards and marks the store as complete.
 
         Raises:
-            InterpError: on all ranks, what one of them met.
+            InterpError: a rank had an error, or an input was not stored; raised on all ranks.
         """
         with self.faults_said():
             self._writer.flush()
@@ -125,7 +126,7 @@ class RanksStore:
         self._stop_together()
 
     def _refuse_gaps(self, shards: list[dict[str, Any]]) -> None:
-        """Raises an InterpError unless every input is stored exactly once."""
+        """Checks that every input is stored exactly once; raises `InterpError` otherwise."""
         place = 0
         for first, last in (shard["inputs"] for shard in shards):
             if first != place:
@@ -142,7 +143,7 @@ class RanksStore:
             self._manifest.write()
 
     def _stop_together(self) -> None:
-        """Collective: raises `InterpError` on all ranks where one of them has a fault."""
+        """Collective: raises `InterpError` on all ranks if any of them has an error."""
         if faults := [found.decode() for found in self._world.all_gather(self._fault.encode()) if found]:
             raise InterpError(faults[0])
 
@@ -163,19 +164,20 @@ def record_sharded(
     shard_bytes: int = SHARD_BYTES,
     report: Callable[[int], None] | None = None,
 ) -> None:
-    """Collective: as `forge_interp.recorder.record`, for a model in any layout. All ranks see the folder.
+    """Collective: does what `forge_interp.recorder.record` does, for a model in any layout.
 
     Args:
-        model: laid out.
+        model: sharded model.
         whole: the same model on the meta device.
-        inputs: each (length,) token ids, the same on all ranks.
-        weights: what tells the weights from others, such as `fingerprint_of`.
-        batch: inputs of a forward of a data rank.
-        report: called with the number of inputs that this rank has to write and that are done.
+        inputs: (length,) token ids of each input, the same on all ranks.
+        folder: folder on a file system that all ranks share.
+        weights: identifier of the weights, such as `fingerprint_of`.
+        batch: number of inputs per forward of a data rank.
+        report: called with the number of inputs that this rank has stored.
 
     Raises:
-        InterpError: on all ranks alike, what cannot be selected or is not made on ranks; a folder with another capture, or that
-            some rank does not see; a disk that one of them finds full.
+        InterpError: the selection is invalid or has values that sharded forwards do not compute, the folder has another capture
+            or is not visible to a rank, or a disk is full; raised on all ranks.
     """
     whole = in_dtype(whole, model.compute)
     infos = select_taps(whole, names, layers, heads)
@@ -190,7 +192,7 @@ def record_sharded(
     store = RanksStore(folder, said, taps, shard_bytes, world, len(inputs))
     step, turn = Step(model, _no_loss), 0
     while store.unfinished():
-        # Ranks that share a model take the same rows: each knows how far the others have come.
+        # Ranks that share a model replica choose the same rows, because each knows the progress of the others.
         left = [writer for writer in writers if store.inputs_left(writer)]
         writer, turn = left[turn % len(left)] if left else writers[0], turn + 1
         numbers = list(store.inputs_left(writer)[:batch])
@@ -208,7 +210,7 @@ def record_sharded(
 
 
 def in_dtype(whole: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy on the meta device, in the dtype in which ranks compute: inner values are of it."""
+    """Returns a copy on the meta device in the compute dtype of the ranks, which is the dtype of the inner values."""
     whole = copy.deepcopy(whole)
     for parameter in whole.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -216,14 +218,14 @@ def in_dtype(whole: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _no_loss(head: Any, hidden: Tensor, labels: Tensor) -> LossTerms:
-    """The objective of these forwards. It computes no logits."""
+    """Objective of these forwards: a zero loss without logits."""
     del head, labels
     zero = hidden.new_zeros(())
     return LossTerms(zero, zero, {})
 
 
 def _refuse_unmade(infos: Mapping[str, TapInfo]) -> None:
-    """Raises `InterpError` for what a forward with a loss does not pass."""
+    """Checks that a forward with a loss computes all inner values; raises `InterpError` otherwise."""
     for name in infos:
         if name == "logits" or name.startswith("mtp."):
             raise InterpError(
@@ -233,7 +235,7 @@ def _refuse_unmade(infos: Mapping[str, TapInfo]) -> None:
 
 
 def _length(topology: Topology, longest: int, whole: Any) -> int:
-    """Tokens of a row: all stages and shares of rows have equal ones."""
+    """Returns the padded number of tokens of a row, a multiple of 2 cp tp, so that all shares of a row have equal size."""
     parts = 2 * topology.layout.cp * topology.layout.tp
     length = -(-longest // parts) * parts
     if length > whole.shape.max_length:
@@ -245,7 +247,7 @@ def _length(topology: Topology, longest: int, whole: Any) -> int:
 
 
 def _sharing(topology: Topology) -> tuple[tuple[int, ...], World]:
-    """Collective: the ranks that run the same rows as this one, in ascending order, and what they gather with."""
+    """Collective: returns the ranks that run the same rows as this one, in ascending order, and their world."""
     axes = tuple(axis for axis in ("pp", "cp", "tp") if topology.layout.size(axis) > 1)
     if not axes:
         return (topology.rank,), SingleProcessWorld()
@@ -254,7 +256,7 @@ def _sharing(topology: Topology) -> tuple[tuple[int, ...], World]:
 
 
 def _samples(numbers: list[int], batch: int) -> list[int]:
-    """Rows that only fill up have a number that no input has; nothing of them is kept."""
+    """Returns sample numbers padded to `batch` with negative numbers, which mark rows to discard."""
     return numbers + [-1 - row for row in range(batch - len(numbers))]
 
 
@@ -270,7 +272,7 @@ def _batch(inputs: Sequence[Tensor], numbers: list[int], batch: int, length: int
 def _rows(
     found: GatheredValues, inputs: Sequence[Tensor], numbers: list[int], positions: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Values (rows, ...) and what each row says about itself, as one process stores them."""
+    """Returns the values (rows, ...) and the index columns (input, position, token) of the rows, as one process stores them."""
     tokens, values = found.tokens, {name: found[name] for name in found}
     if positions == "mean":
         of = tokens[:, 0] - numbers[0]

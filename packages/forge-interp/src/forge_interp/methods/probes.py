@@ -1,4 +1,4 @@
-"""Linear probes, steering vectors, and how many dimensions activations use."""
+"""Linear probes, steering vectors, effective rank and dead neurons of activations."""
 
 from typing import NamedTuple
 
@@ -14,10 +14,10 @@ class LinearProbe(NamedTuple):
     """logits = x @ weight.T + bias.
 
     Attributes:
-        weight: (classes, width) fp64; `bias` (classes,).
-        train_accuracy: on the rows that it was fitted to.
-        accuracy: on the rows that were held out.
-        chance: share of the most frequent class among the held-out rows: what a constant answer reaches.
+        weight: (classes, width) fp64 weights; `bias` is (classes,).
+        train_accuracy: accuracy on the training rows.
+        accuracy: accuracy on the held-out rows.
+        chance: share of the most frequent class among the held-out rows, the accuracy of a constant answer.
     """
 
     weight: Tensor
@@ -30,18 +30,20 @@ class LinearProbe(NamedTuple):
 def linear_probe(
     x: Tensor, labels: Tensor, *, held_out: float = 0.2, decay: float = 1e-2, groups: Tensor | None = None, seed: int = 0
 ) -> LinearProbe:
-    """Multinomial logistic regression (Alain and Bengio, 2017): minimizes mean nll + decay / 2 |weight|^2 on standardized rows.
+    """Fits a multinomial logistic regression (Alain and Bengio, 2017): minimizes mean nll + decay / 2 |weight|^2 on standardized
+    rows.
 
     Args:
         x: (n, width) activations.
         labels: (n,) classes 0, 1, ...
-        held_out: share of the groups that are not fitted.
-        groups: (n,) rows of one group, such as a document, are held out together; None = each row by itself.
-        seed: of the choice.
+        held_out: fraction of the groups to hold out.
+        decay: weight of the L2 penalty.
+        groups: (n,) group of each row, such as its document; a group is held out as a whole. None makes each row its own group.
+        seed: seed of the split.
 
     Raises:
-        InterpError: rows and labels do not fit, values that are not finite, labels that are not classes, or one side of the split
-            has no rows or one class only.
+        InterpError: rows and labels differ in number, values are not finite, labels are not classes, or one side of the split has
+            no rows or only one class.
     """
     if x.dim() != 2 or len(x) != len(labels) or (groups is not None and len(groups) != len(x)):
         raise InterpError(
@@ -61,7 +63,7 @@ def linear_probe(
     rows, labels = x.detach().cpu().double(), labels.cpu().long()
     if not bool(outside.any()) or len(labels[~outside].unique()) < 2:
         raise InterpError("a probe needs training rows of two classes and held-out rows; change held_out")
-    varies = standardized(rows[~outside], 0).any(0)  # a feature that does not vary tells nothing, whatever its units
+    varies = standardized(rows[~outside], 0).any(0)  # constant features are ignored, in any units
     mean, spread = rows[~outside].mean(0), torch.where(varies, rows[~outside].std(0), float("inf"))
     standard, classes = (rows - mean) / spread, int(labels.max()) + 1
     fitted, answers = standard[~outside], labels[~outside]
@@ -86,19 +88,19 @@ def linear_probe(
 
 
 def steering_vector(positive: Tensor, negative: Tensor) -> Tensor:
-    """(width,) fp64: mean activation of one kind of text minus that of another (Rimsky et al., 2024), for `edit` with `add`."""
+    """Returns (width,) fp64: the mean of `positive` minus the mean of `negative` (Rimsky et al., 2024), for `edit` with `add`."""
     return positive.detach().flatten(0, -2).double().mean(0) - negative.detach().flatten(0, -2).double().mean(0)
 
 
 def effective_rank(x: Tensor, center: bool = True) -> Tensor:
-    """exp of the entropy of the singular values, as shares of their sum (Roy and Vetterli, 2007); from 1 to the width.
+    """Returns the exponential of the entropy of the normalized singular values (Roy and Vetterli, 2007), from 1 to the width.
 
     Args:
         x: (..., width) activations.
-        center: without their mean.
+        center: whether to subtract the mean.
 
     Raises:
-        InterpError: nothing varies, or values that are not finite.
+        InterpError: the activations do not vary or are not finite.
     """
     rows = x.detach().reshape(-1, x.shape[-1]).double()
     require_finite("activations", rows)
@@ -110,5 +112,6 @@ def effective_rank(x: Tensor, center: bool = True) -> Tensor:
 
 
 def dead_neurons(hidden: Tensor, threshold: float = 0.0) -> Tensor:
-    """(width,) bool: neurons whose absolute value exceeds the threshold for no token of `hidden` (..., width)."""
+    """Returns a (width,) bool mask of the neurons whose absolute value stays within the threshold for all tokens of `hidden`
+    (..., width)."""
     return (hidden.detach().abs() <= threshold).reshape(-1, hidden.shape[-1]).all(0)
