@@ -2,11 +2,11 @@
 
 With rows x_i (width p) and y_i (width q) of the same n tokens, a_i = |x_i|^2 and b_i = |y_i|^2, the sums are n, those of x, y,
 a, b, a^2, b^2, ab, ax, ay, bx, by, and the products X'X, Y'Y, X'Y; all in fp64. Memory does not grow with the number of tokens.
-Sums of batches, ranks and splits are added; their order changes the last bits only.
+Sums of batches, ranks and splits can be added; the order changes only the last bits.
 
-Rows are counted from an origin near their mean, which no measure depends on: the stream of a model has dimensions whose mean is
-a thousand times their spread, and fourth powers of that would leave no digits. With x = x' + d the sums about another origin
-follow: a' = a + 2 d x + |d|^2, and the others by multiplying out.
+Rows are taken relative to an origin near their mean, which does not affect any measure. The residual stream has dimensions whose
+mean is a thousand times their standard deviation, so fourth powers without an origin would lose all digits. The sums about
+another origin follow from x = x' + d: a = a' + 2 d x' + |d|^2, and likewise for the others.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from forge_interp.tap_names import InterpError
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over the rows of a pair (X, Y), counted from an origin. Make it with `of` or `zero`, and add.
+    """Sums over the rows of a pair (X, Y), relative to an origin. Create it with `of` or `zero`, and add.
 
     Attributes:
-        x_origin: (p,); `y_origin` (q,). What is subtracted from every row.
+        x_origin: (p,) vector subtracted from every row of X; `y_origin` (q,) of Y.
         n: scalar, number of rows.
         x: (p,) sum of the rows of X, and so on for `y`.
         xx: (p, p) X'X; `yy` (q, q); `xy` (p, q) X'Y.
@@ -52,15 +52,15 @@ class Moments:
 
     @classmethod
     def zero(cls, x_width: int, y_width: int, device: torch.device | str = "cpu") -> "Moments":
-        """Of no rows."""
+        """Returns the moments of zero rows."""
         return cls.of(*(torch.zeros(0, width, device=device) for width in (x_width, y_width)))
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor) -> "Moments":
-        """Of some rows: x (..., p) and y (..., q) of the same tokens, of any dtype.
+        """Computes the moments of x (..., p) and y (..., q), which have the same tokens and any dtype.
 
         Raises:
-            InterpError: they are not of the same tokens, or hold values that are not finite.
+            InterpError: x and y differ in their numbers of tokens, or have values that are not finite.
         """
         if x.shape[:-1] != y.shape[:-1] or x.dim() < 2:
             raise InterpError(f"x {tuple(x.shape)} and y {tuple(y.shape)} are not of the same tokens")
@@ -91,7 +91,7 @@ class Moments:
         )
 
     def __add__(self, other: "Moments") -> "Moments":
-        """Of the rows of both."""
+        """Returns the moments of the rows of both."""
         if self.xy.shape != other.xy.shape:
             raise InterpError(f"sums of widths {tuple(self.xy.shape)} and {tuple(other.xy.shape)} cannot be added")
         n = (self.n + other.n).clamp(min=1)
@@ -100,7 +100,7 @@ class Moments:
         return replace(left, **{name: getattr(left, name) + getattr(right, name) for name in _SUMS})
 
     def about(self, x_origin: Tensor, y_origin: Tensor) -> "Moments":
-        """The same rows, counted from another origin."""
+        """Returns the moments of the same rows relative to another origin."""
         m, d, e = self, self.x_origin - x_origin, self.y_origin - y_origin
         dd, ee, dx, ey = d @ d, e @ e, d @ self.x, e @ self.y
         return Moments(
@@ -126,9 +126,9 @@ class Moments:
         )
 
     def reduced(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> "Moments":
-        """Of the rows of all ranks: they agree on an origin, and exchange one fp64 vector.
+        """Collective: returns the moments of the rows of all ranks. The ranks agree on an origin and sum one fp64 vector.
 
-        `sum_over_ranks` adds a vector up, such as `over(group)`.
+        `sum_over_ranks` sums a vector over the ranks, such as `over(group)`.
         """
         origins = [self.n * getattr(self, name) for name in _ORIGINS]
         n, *sums = sum_over_ranks(torch.cat([self.n.reshape(1), *origins])).split([1, *map(len, origins)])
@@ -138,16 +138,16 @@ class Moments:
         return replace(here, **{name: new.view_as(old) for name, new, old in zip(_SUMS, whole, parts, strict=True)})
 
     def swapped(self) -> "Moments":
-        """Of the pair (Y, X)."""
+        """Returns the moments of the pair (Y, X)."""
         other = {"x": "y", "y": "x", "xx": "yy", "yy": "xx", "a": "b", "b": "a", "aa": "bb", "bb": "aa"}
         other |= {"ax": "by", "by": "ax", "bx": "ay", "ay": "bx", "x_origin": "y_origin", "y_origin": "x_origin"}
         return replace(self, **{name: getattr(self, source) for name, source in other.items()}, xy=self.xy.T)
 
     def covariances(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Xc'Xc, Yc'Yc and Xc'Yc of the rows without their mean; not divided by n.
+        """Returns Xc'Xc, Yc'Yc and Xc'Yc of the centered rows, not divided by n.
 
         Raises:
-            InterpError: without rows.
+            InterpError: there are no rows.
         """
         if not float(self.n):
             raise InterpError("sums of no rows compare nothing")
@@ -162,12 +162,12 @@ _SUMS = tuple(field.name for field in fields(Moments) if field.name not in _ORIG
 
 
 def _moved(uv: Tensor, u: Tensor, v: Tensor, d: Tensor, e: Tensor, n: Tensor) -> Tensor:
-    """Sum of (u + d)(v + e)'."""
+    """Returns the sum of (u + d)(v + e)' over n rows, from the sums of uv', u and v."""
     return uv + torch.outer(u, e) + torch.outer(d, v) + n * torch.outer(d, e)
 
 
 def over(group: object | None = None) -> Callable[[Tensor], Tensor]:
-    """Collective: adds a vector up over the ranks of a process group of torch.distributed; None = all."""
+    """Returns a collective function that sums a vector over a process group of torch.distributed; None = all ranks."""
 
     def add(vector: Tensor) -> Tensor:
         from torch import distributed
@@ -180,10 +180,11 @@ def over(group: object | None = None) -> Callable[[Tensor], Tensor]:
 
 
 def cka(moments: Moments) -> Tensor:
-    """|X'Y|^2 / (|X'X| |Y'Y|), Frobenius norms (Kornblith et al., 2019). Biased: for few rows it is large for any pair.
+    """Returns |X'Y|^2 / (|X'X| |Y'Y|) with Frobenius norms (Kornblith et al., 2019). Biased: with few rows it is large for any
+    pair.
 
     Raises:
-        InterpError: one side does not vary.
+        InterpError: all rows of one side are equal.
     """
     xx, yy, xy = moments.covariances()
     below = xx.norm() * yy.norm()
@@ -192,12 +193,12 @@ def cka(moments: Moments) -> Tensor:
 
 
 def unbiased_cka(moments: Moments) -> Tensor:
-    """HSIC1(K, L) / sqrt(HSIC1(K, K) HSIC1(L, L)) (Song et al., 2012; Nguyen et al., 2021); about 0 for independent rows.
+    """Returns HSIC1(K, L) / sqrt(HSIC1(K, K) HSIC1(L, L)) (Song et al., 2012; Nguyen et al., 2021); about 0 for independent rows.
 
-    HSIC1 = [tr(K~L~) + 1'K~1 1'L~1 / ((n - 1)(n - 2)) - 2 / (n - 2) 1'K~L~1] / (n (n - 3)), K~ being K without its diagonal.
+    HSIC1 = [tr(K~L~) + 1'K~1 1'L~1 / ((n - 1)(n - 2)) - 2 / (n - 2) 1'K~L~1] / (n (n - 3)), where K~ is K without its diagonal.
 
     Raises:
-        InterpError: fewer than 4 rows, or one side does not vary, or its rows are equidistant: then its HSIC1 is 0.
+        InterpError: there are fewer than 4 rows, or the rows of one side are equal or equidistant, so that its HSIC1 is 0.
     """
     if float(moments.n) < 4:
         raise InterpError(f"unbiased CKA needs 4 rows, and there are {int(moments.n)}")
@@ -214,7 +215,7 @@ def unbiased_cka(moments: Moments) -> Tensor:
 
 
 def moments_hsic1(moments: Moments) -> Tensor:
-    """The unbiased estimate of HSIC with linear kernels."""
+    """Returns the unbiased estimate of HSIC with linear kernels."""
     m, n = moments, moments.n
     trace = m.xy.square().sum() - m.ab
     k, l_ = m.x @ m.x - m.a, m.y @ m.y - m.b
@@ -223,15 +224,16 @@ def moments_hsic1(moments: Moments) -> Tensor:
 
 
 def canonical_correlations(moments: Moments, explained: float = 1.0, tolerance: float = 1e-10) -> Tensor:
-    """(k,) canonical correlations of X and Y, the largest first (Hotelling, 1936).
+    """Returns (k,) canonical correlations of X and Y in descending order (Hotelling, 1936).
 
     Args:
-        explained: share of the variance of each side whose leading principal components are kept first (SVCCA).
-        tolerance: components below this share of the largest variance count as none: without it, a side that does not have
-            full rank would be divided by rounding errors.
+        moments: moments of the pair.
+        explained: fraction of the variance of each side that the retained leading principal components explain (SVCCA).
+        tolerance: components with a variance below this fraction of the largest are dropped, because a rank-deficient side would
+            otherwise be divided by rounding errors.
 
     Raises:
-        InterpError: a side does not vary, or has as many dimensions as there are rows: then all correlations are 1.
+        InterpError: all rows of a side are equal, or a side has as many dimensions as rows, so that all correlations are 1.
     """
     xx, yy, xy = moments.covariances()
     _refuse_constant(moments, xx, yy)
@@ -242,19 +244,21 @@ def canonical_correlations(moments: Moments, explained: float = 1.0, tolerance: 
 
 
 def cca(moments: Moments) -> Tensor:
-    """The mean canonical correlation."""
+    """Returns the mean canonical correlation."""
     return canonical_correlations(moments).mean()
 
 
 def svcca(moments: Moments, explained: float = 0.99) -> Tensor:
-    """The mean canonical correlation of the principal components that explain a share of each side (Raghu et al., 2017)."""
+    """Returns the mean canonical correlation of the leading principal components of each side (Raghu et al., 2017)."""
     return canonical_correlations(moments, explained).mean()
 
 
 def procrustes(moments: Moments, scaled: bool = False) -> Tensor:
-    """min over orthogonal R of |X - Y R|^2 = |X|^2 + |Y|^2 - 2 |X'Y|_* (Schoenemann, 1966); zeros fill up a narrower side.
+    """Returns min over orthogonal R of |X - Y R|^2 = |X|^2 + |Y|^2 - 2 |X'Y|_* (Schoenemann, 1966); the narrower side is
+    zero-padded.
 
-    `scaled`: of sides divided by their norms, from 0 (the same up to rotation and scale) to 2 (Ding et al., 2021).
+    `scaled`: whether to divide both sides by their norms; the result is from 0 (equal up to rotation and scale) to 2 (Ding et
+    al., 2021).
     """
     xx, yy, xy = moments.covariances()
     nuclear, left, right = torch.linalg.svdvals(xy).sum(), xx.trace(), yy.trace()
@@ -265,14 +269,14 @@ def procrustes(moments: Moments, scaled: bool = False) -> Tensor:
 
 
 def rsa(moments: Moments) -> Tensor:
-    """Pearson correlation of the squared Euclidean distances of all pairs of rows (Kriegeskorte et al., 2008).
+    """Returns the Pearson correlation of the squared Euclidean distances of all pairs of rows (Kriegeskorte et al., 2008).
 
-    d_ij = a_i + a_j - 2 x_i x_j is a sum, so the correlation over all n (n - 1) / 2 pairs follows from the moments. Of rows
-    without their mean and with length 1 it is that of correlation distances. Rank correlations need every distance, and more
-    than one pass.
+    d_ij = a_i + a_j - 2 x_i x_j is a sum, so the correlation over all n (n - 1) / 2 pairs follows from the moments. If each row
+    is centered and has norm 1, it is the correlation of correlation distances. Rank correlations would need every distance and
+    more than one pass.
 
     Raises:
-        InterpError: fewer than 3 rows, or all distances of a side are equal.
+        InterpError: there are fewer than 3 rows, or all distances of a side are equal.
     """
     if float(moments.n) < 3:
         raise InterpError(f"RSA needs 3 rows, and there are {int(moments.n)}")
@@ -286,22 +290,22 @@ def rsa(moments: Moments) -> Tensor:
 
 
 MEASURES = {"cka": unbiased_cka, "biased_cka": cka, "cca": cca, "svcca": svcca, "rsa": rsa}
-"""What a heat map may show: 1 for the same up to rotation and scale."""
+"""Measures for heat maps; each is 1 for sides that are equal up to rotation and scale."""
 
 
 def _paired(m: Moments) -> Moments:
-    """Of the pair (X, X)."""
+    """Returns the moments of the pair (X, X)."""
     origins = (m.x_origin, m.x_origin)
     return Moments(*origins, m.n, m.x, m.x, m.xx, m.xx, m.xx, m.a, m.a, m.aa, m.aa, m.aa, m.ax, m.ax, m.ax, m.ax)
 
 
 def _distances(m: Moments) -> Tensor:
-    """Sum over ordered pairs of the squared distances of X."""
+    """Returns the sum over ordered pairs of the squared distances of X."""
     return 2 * m.n * m.a - 2 * (m.x @ m.x)
 
 
 def _products(m: Moments) -> Tensor:
-    """Sum over ordered pairs of the product of squared distances of X and of Y."""
+    """Returns the sum over ordered pairs of the product of squared distances of X and of Y."""
     return 2 * m.n * m.ab + 2 * m.a * m.b - 4 * (m.ay @ m.y) - 4 * (m.bx @ m.x) + 4 * m.xy.square().sum()
 
 

@@ -1,4 +1,4 @@
-"""Recordings of brains, predicted from activations and compared with them, in fp64. Voxels and electrodes are columns.
+"""Predicts brain recordings from activations and compares them, in fp64. Voxels and electrodes are columns.
 
 from forge_interp.neuro import encode, rdm, rdm_correlation
 

@@ -1,4 +1,4 @@
-"""Representational dissimilarity matrices and how alike two are, with intervals by resampling (Kriegeskorte et al., 2008)."""
+"""Representational dissimilarity matrices and their agreement, with bootstrap intervals (Kriegeskorte et al., 2008)."""
 
 from typing import Literal, NamedTuple
 
@@ -20,10 +20,10 @@ class Agreement(NamedTuple):
 
 
 def rdm(x: Tensor, distance: Distance = "correlation") -> Tensor:
-    """(n, n) fp64 distances of n conditions (n, width): 1 - Pearson correlation of their values, or squared Euclidean / width.
+    """Returns (n, n) fp64 distances of n conditions (n, width): 1 - Pearson correlation, or squared Euclidean distance / width.
 
     Raises:
-        InterpError: fewer than three conditions, one without variance, or values that are not finite.
+        InterpError: there are fewer than three conditions, a condition has no variance, or values are not finite.
     """
     rows = x.detach().double()
     if rows.dim() != 2 or len(rows) < 3:
@@ -41,13 +41,13 @@ def rdm(x: Tensor, distance: Distance = "correlation") -> Tensor:
 
 
 def rdm_correlation(left: Tensor, right: Tensor, *, samples: int = 1000, seed: int = 0) -> Agreement:
-    """Spearman correlation, ties averaged, of the upper triangles of two RDMs (n, n).
+    """Returns the Spearman correlation, with averaged ties, of the upper triangles of two RDMs (n, n).
 
-    A resample draws conditions with replacement, the same of both; pairs of a condition with itself are left out (Nili et al.,
-    2014).
+    A bootstrap sample draws conditions with replacement, the same for both RDMs; pairs of a condition with itself are left out
+    (Nili et al., 2014).
 
     Raises:
-        InterpError: matrices that do not fit, all distances of one are equal, or some are not finite.
+        InterpError: the shapes of the matrices differ, all distances of one are equal, or a distance is not finite.
     """
     if left.shape != right.shape or left.dim() != 2 or left.shape[0] != left.shape[1] or len(left) < 3:
         raise InterpError(f"RDMs {tuple(left.shape)} and {tuple(right.shape)} are not (n, n) of the same conditions")
@@ -82,7 +82,7 @@ def _spearman(a: Tensor, b: Tensor) -> float | None:
 
 
 def _ranks(x: Tensor) -> Tensor:
-    """Ranks from 1, equal values share their mean."""
+    """Returns ranks from 1; equal values get the mean of their ranks."""
     _, place, counts = x.double().unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts - 1) / 2)[place]

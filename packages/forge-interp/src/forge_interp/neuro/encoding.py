@@ -1,6 +1,6 @@
-"""Encoding models: ridge regression from activations to recordings, with a penalty for each voxel.
+"""Encoding models: ridge regression from activations to recordings, with one penalty per voxel.
 
-Banded ridge fits several feature spaces at once, each with its share of the penalty (Nunez-Elizalde et al., 2019).
+Banded ridge fits several feature spaces at once, each with its own share of the penalty (Nunez-Elizalde et al., 2019).
 """
 
 import math
@@ -13,19 +13,19 @@ from torch import Tensor
 from forge_interp.tap_names import InterpError, require_finite
 
 ALPHAS = tuple(10.0**power for power in range(-2, 7))
-"""Penalties that are tried for features whose variance is about 1; see `decade`."""
+"""Candidate penalties for features with a variance of about 1; see `decade`."""
 
 Folds = int | Sequence[Tensor] | Literal["leave_one_out"]
-"""How many contiguous folds, the held-out rows of each, or each row by itself, which costs one decomposition in all."""
+"""Number of contiguous folds, the held-out rows of each fold, or leave-one-out, which needs only one decomposition."""
 
 
 class Ridge(NamedTuple):
-    """y = x @ weight + bias, the penalty of each voxel chosen by cross-validation.
+    """y = x @ weight + bias, with the penalty of each voxel chosen by cross-validation.
 
     Attributes:
-        weight: (features, voxels).
-        bias: (voxels,).
-        alpha: (voxels,) the chosen penalties, in the units of x^2.
+        weight: (features, voxels) weights.
+        bias: (voxels,) biases.
+        alpha: (voxels,) chosen penalties, in the units of x^2.
         errors: (alphas, voxels) mean squared error of held-out rows, averaged over folds, in the units of y^2.
     """
 
@@ -35,15 +35,16 @@ class Ridge(NamedTuple):
     errors: Tensor
 
     def predict(self, x: Tensor) -> Tensor:
-        """(n, features) -> (n, voxels)."""
+        """Predicts (n, voxels) from (n, features)."""
         return x.double() @ self.weight + self.bias
 
 
 def folds_of(rows: int, folds: int) -> list[Tensor]:
-    """Indices of each held-out fold: contiguous, as neighbors in time are alike; sizes differ by one at most.
+    """Returns the row indices of each held-out fold. Folds are contiguous, because neighbors in time are similar; their sizes
+    differ by at most one.
 
     Raises:
-        InterpError: fewer than two folds, or than two rows in one.
+        InterpError: there are fewer than two folds, or a fold has fewer than two rows.
     """
     if folds < 2 or rows < 2 * folds:
         raise InterpError(f"{rows} rows cannot make {folds} folds of at least two rows; use 2 to {max(rows // 2, 2)} folds")
@@ -51,30 +52,30 @@ def folds_of(rows: int, folds: int) -> list[Tensor]:
 
 
 def decade(x: Tensor) -> float:
-    """The power of ten nearest to the mean variance of the features (n, features); 1 where nothing varies.
+    """Returns the power of ten nearest to the mean variance of the features (n, features), or 1 if they do not vary.
 
-    A penalty has the units of x^2. The default penalties are `ALPHAS` times this number, so a fit does not depend on the units
-    of its features.
+    A penalty has the units of x^2. The default penalties are `ALPHAS` times this number, so that a fit does not depend on the
+    units of the features.
     """
     variance = float(x.double().var(0, correction=0).mean())
     return 10.0 ** round(math.log10(variance)) if variance > 0 else 1.0
 
 
 def ridge(x: Tensor, y: Tensor, *, alphas: Sequence[float] | None = None, folds: Folds = 5) -> Ridge:
-    """Minimizes |y - x w - b|^2 + alpha |w|^2 for each voxel (Hoerl and Kennard, 1970), with the alpha of least held-out error.
+    """Minimizes |y - x w - b|^2 + alpha |w|^2 for each voxel (Hoerl and Kennard, 1970), with the alpha of lowest held-out error.
 
-    One decomposition of each fold serves all penalties and voxels: with x = U S V', w = V S / (S^2 + alpha) U' y. Where each row
-    is held out, the one of all rows does: the error is that of the fit divided by 1 - h, h the row's own part in its prediction
-    (Allen, 1974).
+    One decomposition per fold serves all penalties and voxels: with x = U S V', w = V S / (S^2 + alpha) U' y. Leave-one-out needs
+    only the decomposition of all rows: the held-out error is the residual of the fit divided by 1 - h, where h is the leverage of
+    the row (Allen, 1974).
 
     Args:
-        x: (n, features).
-        y: (n, voxels) of the same times.
-        alphas: penalties that are tried; None = `ALPHAS` times the `decade` of x.
-        folds: see `Folds`; held-out rows that are listed must be rows of x, not empty and not all of them.
+        x: (n, features) features.
+        y: (n, voxels) recordings at the same times.
+        alphas: candidate penalties; None = `ALPHAS` times the `decade` of x.
+        folds: see `Folds`; a list of held-out rows must be rows of x, at least one and not all of them.
 
     Raises:
-        InterpError: rows or folds that do not fit, values that are not finite, or penalties that are not positive.
+        InterpError: the shapes of x and y or the folds do not fit, values are not finite, or penalties are not positive.
     """
     x, y = checked(x, y)
     alphas = [alpha * decade(x) for alpha in ALPHAS] if alphas is None else alphas
@@ -83,7 +84,7 @@ def ridge(x: Tensor, y: Tensor, *, alphas: Sequence[float] | None = None, folds:
 
 
 def errors_of(x: Tensor, y: Tensor, alphas: Sequence[float], folds: Folds) -> Tensor:
-    """(alphas, voxels) mean squared error of held-out rows, averaged over folds; of `checked` x and y."""
+    """Returns the (alphas, voxels) mean squared error of held-out rows, averaged over folds. x and y must be `checked`."""
     if not alphas or min(alphas) <= 0:
         raise InterpError("alphas must be positive, and at least one")
     if folds == "leave_one_out":
@@ -93,17 +94,17 @@ def errors_of(x: Tensor, y: Tensor, alphas: Sequence[float], folds: Folds) -> Te
 
 
 def fitted(x: Tensor, y: Tensor, penalties: Tensor, errors: Tensor) -> Ridge:
-    """With penalties (voxels,) that were chosen by `errors`."""
+    """Fits a ridge regression with the given penalties (voxels,), which were chosen by `errors`."""
     left, sizes, right, y_mean, x_mean = _decomposed(x, y)
     weight = right.T @ (left * (sizes[:, None] / (sizes[:, None].square() + penalties)))
     return Ridge(weight, y_mean - x_mean @ weight, penalties, errors)
 
 
 def encode(x: Tensor, y: Tensor, *, alphas: Sequence[float] | None = None, folds: int = 5) -> Tensor:
-    """(voxels,) correlation of predicted and recorded rows that neither weights nor penalties have seen, averaged over folds.
+    """Returns the (voxels,) correlation of predicted and recorded held-out rows, averaged over folds.
 
-    In each outer fold, penalties are chosen by `folds` inner ones. Folds in which a voxel does not vary are left out of its mean;
-    a voxel that never varies has NaN.
+    Cross-validation is nested: in each outer fold, `folds` inner folds choose the penalties. Folds in which a voxel is constant
+    are left out of its mean; a voxel that is constant in all folds has NaN.
     """
     x, y = checked(x, y)
     scores = []
@@ -115,7 +116,7 @@ def encode(x: Tensor, y: Tensor, *, alphas: Sequence[float] | None = None, folds
 
 
 def correlations(predicted: Tensor, recorded: Tensor) -> Tensor:
-    """(columns,) Pearson correlations over rows: NaN where `recorded` does not vary, 0 where only `predicted` does not.
+    """Returns (columns,) Pearson correlations over rows: NaN if `recorded` is constant, 0 if only `predicted` is constant.
 
     Columns may have any units.
     """
@@ -124,14 +125,14 @@ def correlations(predicted: Tensor, recorded: Tensor) -> Tensor:
 
 
 def standardized(x: Tensor, dim: int) -> Tensor:
-    """x in fp64 without its mean along `dim` and of norm 1; zeros where it does not vary.
+    """Returns x in fp64, centered along `dim` and scaled to norm 1; zeros if x is constant along `dim`.
 
-    Whether it varies is judged relative to its own size, which depends on units: what is left of equal values after their mean
-    is taken away is rounding, below n eps max|x|.
+    The test for a constant is relative to max|x|, so it does not depend on units: centering equal values leaves rounding errors
+    below n eps max|x|.
     """
     x = x.double()
     largest = x.abs().amax(dim, keepdim=True)
-    x = x / torch.where(largest > 0, largest, 1.0)  # squares of 1e-170 would be 0
+    x = x / torch.where(largest > 0, largest, 1.0)  # prevents underflow: the square of 1e-170 is 0
     x = x - x.mean(dim, keepdim=True)
     norms = x.norm(dim=dim, keepdim=True)
     varies = norms > x.shape[dim] * torch.finfo(torch.float64).eps
@@ -139,11 +140,11 @@ def standardized(x: Tensor, dim: int) -> Tensor:
 
 
 def noise_ceiling(repeats: Tensor) -> Tensor:
-    """(voxels,) correlation that a perfect model of the signal would reach with the mean of `repeats` (k, n, voxels) (Schoppe et
-    al., 2016): sqrt of the share of the mean's variance that is not noise; 0 where all is noise, or nothing varies.
+    """Returns the (voxels,) correlation of a perfect model of the signal with the mean of `repeats` (k, n, voxels) (Schoppe et
+    al., 2016): the square root of the fraction of the mean's variance that is signal; 0 if there is only noise, or no variance.
 
     Raises:
-        InterpError: fewer than two repeats, or values that are not finite.
+        InterpError: there are fewer than two repeats, or values are not finite.
     """
     if len(repeats) < 2:
         raise InterpError(f"a noise ceiling needs two recordings of the same rows, and there is {len(repeats)}")
@@ -158,15 +159,16 @@ def noise_ceiling(repeats: Tensor) -> Tensor:
 
 
 def normalized(r: Tensor, ceiling: Tensor, least: float = 0.1) -> Tensor:
-    """(voxels,) r / ceiling; NaN where the ceiling is below `least`: nothing there can be predicted, and a quotient is noise."""
+    """Returns (voxels,) r / ceiling, or NaN if the ceiling is below `least`, because the quotient would be noise."""
     return torch.where(ceiling >= least, r / ceiling.clamp(min=1e-12), float("nan"))
 
 
 def lagged(x: Tensor, lags: Sequence[int]) -> Tensor:
-    """(n, features * lags): the rows of some steps before, side by side, zeros before the first: a recording follows with delay.
+    """Returns (n, features * lags): copies of x delayed by each lag, concatenated, with zeros before the first row. A recording
+    follows its stimulus with a delay.
 
     Raises:
-        InterpError: a lag that looks ahead, or beyond the rows.
+        InterpError: a lag is negative, or not smaller than the number of rows.
     """
     if wrong := [lag for lag in lags if not 0 <= lag < len(x)]:
         raise InterpError(f"lag {wrong[0]}: lags are 0 to {len(x) - 1} rows")
@@ -174,7 +176,7 @@ def lagged(x: Tensor, lags: Sequence[int]) -> Tensor:
 
 
 def _listed(folds: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """Held-out rows that were given, checked."""
+    """Returns the listed folds after checking their rows."""
     if not folds:
         raise InterpError("folds is empty; list the held-out rows of at least one fold, or give a number of folds")
     for number, fold in enumerate(folds):
@@ -187,13 +189,13 @@ def _listed(folds: Sequence[Tensor], rows: int) -> list[Tensor]:
 
 
 def _row_errors(x: Tensor, y: Tensor, alphas: Sequence[float]) -> Tensor:
-    """Of each row, predicted by all others."""
+    """Returns the (alphas, voxels) mean squared error of leave-one-out prediction."""
     left, sizes, right, y_mean, x_mean = _decomposed(x, y)
     base = ((x - x_mean) @ right.T) / sizes
     errors = []
     for alpha in alphas:
         kept = sizes.square() / (sizes.square() + alpha)
-        own = base.square() @ kept + 1 / len(x)  # the mean has each row in it, too
+        own = base.square() @ kept + 1 / len(x)  # leverage of each row; 1 / n is its part in the mean
         missed = y - y_mean - (base * kept) @ left
         errors.append((missed / (1 - own)[:, None]).square().mean(0))
     return torch.stack(errors)
@@ -211,8 +213,11 @@ def _fold_errors(x: Tensor, y: Tensor, rows: Tensor, alphas: Sequence[float]) ->
 
 
 def _decomposed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """U'y, S, V', and the means, which are not penalized. By the products of the shorter side: a decomposition of all of x takes
-    several times as long, and what its smaller singular values tell more is below every penalty."""
+    """Returns U'y, S, V', and the means of y and x, which are not penalized.
+
+    Decomposes the Gram matrix of the shorter side, which is several times faster than an SVD of x. The lost precision concerns
+    singular values that are negligible compared with every penalty.
+    """
     x_mean, y_mean = x.mean(0), y.mean(0)
     x, y = x - x_mean, y - y_mean
     wide = len(x) < x.shape[1]
@@ -225,17 +230,17 @@ def _decomposed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, T
 
 
 def others(count: int, rows: Tensor) -> Tensor:
-    """(count,) bool: all but some rows."""
+    """Returns a (count,) bool mask of all rows except `rows`."""
     mask = torch.ones(count, dtype=torch.bool)
     mask[rows] = False
     return mask
 
 
 def checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in fp64.
+    """Returns x and y in fp64.
 
     Raises:
-        InterpError: rows that do not fit, or values that are not finite.
+        InterpError: x and y differ in their number of rows or are not matrices, or values are not finite.
     """
     if x.dim() != 2 or y.dim() != 2 or len(x) != len(y):
         raise InterpError(f"features {tuple(x.shape)} and recordings {tuple(y.shape)} are (n, ...) of the same n times")
@@ -248,11 +253,11 @@ class Banded(NamedTuple):
     """y = sum over bands of x_b @ weight_b + bias.
 
     Attributes:
-        weights: by band (features, voxels).
-        bias: (voxels,).
-        alpha: (voxels,) the chosen penalties.
-        shares: (voxels, bands) the chosen shares g: the penalty of a band is alpha u / g, and a band of share 0 is left out.
-        units: (bands,) the factor u of each band: 1 for given alphas, else the band's `decade`.
+        weights: (features, voxels) weights by band.
+        bias: (voxels,) biases.
+        alpha: (voxels,) chosen penalties.
+        shares: (voxels, bands) chosen shares g: the penalty of a band is alpha u / g, and a band of share 0 is left out.
+        units: (bands,) factor u of each band: 1 if alphas were given, else the band's `decade`.
     """
 
     weights: dict[str, Tensor]
@@ -262,18 +267,18 @@ class Banded(NamedTuple):
     units: Tensor
 
     def predict(self, bands: Mapping[str, Tensor]) -> Tensor:
-        """(n, features) of each band -> (n, voxels)."""
+        """Predicts (n, voxels) from the (n, features) of each band."""
         return sum((bands[name].double() @ weight for name, weight in self.weights.items()), self.bias)
 
 
 class EncodingScores(NamedTuple):
-    """How well rows are predicted that neither weights nor penalties nor shares have seen.
+    """Scores of predictions of held-out rows, which were not used for weights, penalties or shares.
 
     Attributes:
-        r: (voxels,) correlation, averaged over the folds in which a voxel varies; NaN where there is no such fold.
-        folds: (folds, voxels) of each fold; NaN where a voxel does not vary.
-        alpha: (folds, voxels) the chosen penalties, see `Banded`.
-        shares: (voxels, bands) the chosen shares, averaged over folds.
+        r: (voxels,) correlation, averaged over the folds in which a voxel varies; NaN if there is no such fold.
+        folds: (folds, voxels) correlation in each fold; NaN if a voxel is constant.
+        alpha: (folds, voxels) chosen penalties, see `Banded`.
+        shares: (voxels, bands) chosen shares, averaged over folds.
     """
 
     r: Tensor
@@ -283,13 +288,13 @@ class EncodingScores(NamedTuple):
 
 
 def mixes(bands: int, draws: int = 20, seed: int = 0) -> Tensor:
-    """(candidates, bands) shares that sum to 1: each band alone, all alike, and `draws` from a flat Dirichlet distribution (Dupre
-    la Tour et al., 2022). Of one band there is one."""
+    """Returns (candidates, bands) shares that sum to 1: each band alone, equal shares, and `draws` from a flat Dirichlet
+    distribution (Dupre la Tour et al., 2022). One band has a single candidate."""
     if bands == 1:
         return torch.ones(1, 1, dtype=torch.float64)
     even = torch.full((1, bands), 1 / bands, dtype=torch.float64)
     uniform = torch.rand(draws, bands, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    drawn = -torch.log1p(-uniform)  # exponential variables over their sum
+    drawn = -torch.log1p(-uniform)  # normalized exponential variables have a flat Dirichlet distribution
     return torch.cat([torch.eye(bands, dtype=torch.float64), even, drawn / drawn.sum(1, keepdim=True)])
 
 
@@ -301,20 +306,21 @@ def banded_ridge(
     alphas: Sequence[float] | None = None,
     folds: Folds = 5,
 ) -> Banded:
-    """Minimizes |y - sum x_b w_b - c|^2 + alpha sum u_b |w_b|^2 / g_b for each voxel; alpha and the shares g are those of least
+    """Minimizes |y - sum x_b w_b - c|^2 + alpha sum u_b |w_b|^2 / g_b for each voxel, with the alpha and the shares g of lowest
     held-out error.
 
-    With x_b sqrt(g_b / u_b) in the place of x_b it is a ridge regression. The factor u_b is 1 where alphas are given, and by
-    default the `decade` of the band, so that no band's units matter.
+    It is a ridge regression on x_b sqrt(g_b / u_b). The factor u_b is 1 if alphas are given, else the `decade` of the band, so
+    that the result does not depend on the units of the bands.
 
     Args:
-        bands: by name (n, features).
-        y: (n, voxels) of the same times.
-        shares: (candidates, bands), see `mixes`, which is the default.
-        alphas: penalties that are tried; None = `ALPHAS`, times the `decade` of each band.
+        bands: (n, features) features by name.
+        y: (n, voxels) recordings at the same times.
+        shares: (candidates, bands) candidate shares; by default `mixes`.
+        alphas: candidate penalties; None = `ALPHAS`, times the `decade` of each band.
+        folds: see `Folds`.
 
     Raises:
-        InterpError: no bands, or rows, shares, alphas or values with which nothing can be fitted.
+        InterpError: there are no bands, or the shapes, shares, alphas or values are invalid.
     """
     if not bands:
         raise InterpError("bands is empty; give at least one band")
@@ -352,10 +358,10 @@ def encode_banded(
     """Predicts each of `folds` contiguous parts of a recording from the others.
 
     Args:
-        inner: how penalties and shares are chosen within the others; None = by `folds` folds.
+        inner: folds within the other parts, which choose penalties and shares; None = `folds` folds.
 
     Raises:
-        InterpError: as `banded_ridge`, or rows that are too few for the folds.
+        InterpError: the arguments are invalid (see `banded_ridge`), or there are too few rows for the folds.
     """
     scores, alpha, chosen = [], [], []
     for rows in folds_of(len(y), folds):

@@ -1,4 +1,4 @@
-"""Recordings of brains, read from files, and how tokens become words and words times of a recording."""
+"""Reads brain recordings from files, maps tokens to words, and maps words to the times of a recording."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ HDF5 = (".h5", ".hdf5", ".nwb")
 
 @dataclass(frozen=True)
 class Recording:
-    """What was recorded, and what was heard, read or seen meanwhile.
+    """A recording and its stimulus.
 
     Attributes:
         data: (repeats, rows, channels) fp64; a row is a sample in time, a word or a stimulus.
-        times: (rows,) seconds at which samples begin; None where rows are words or stimuli.
-        words: the text, where it is one.
-        onsets: (words,) seconds; None where each word has a row.
-        stimuli: a text for each row, that is read without the others.
+        times: (rows,) start of each sample in seconds; None if rows are words or stimuli.
+        words: words of the stimulus if it is one text.
+        onsets: (words,) start of each word in seconds; None if each word has a row.
+        stimuli: text of each row, if each row is an independent stimulus.
     """
 
     data: Tensor
@@ -34,7 +34,7 @@ class Recording:
     stimuli: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises `InterpError` where the parts do not fit together."""
+        """Checks that the parts are consistent; raises `InterpError` otherwise."""
         rows = self.data.shape[1]
         if not bool(self.data.isfinite().all()):
             at = (~self.data.isfinite()).nonzero()
@@ -64,20 +64,23 @@ class Recording:
 
     @property
     def mean(self) -> Tensor:
-        """(rows, channels) over repeats."""
+        """Returns the (rows, channels) mean over repeats."""
         return self.data.mean(0)
 
 
 def read_recording(path: Path, series: str | None = None) -> Recording:
-    """A `.npz` file with the arrays of `Recording` under their names, `data` (rows, channels) or (repeats, rows, channels); or an
-    HDF5 file with them, or with a time series of NWB: a group with `data` (rows, ...) and `timestamps`, or `starting_time` with
-    a rate. Words of an NWB file are a table with `start_time` and `word`.
+    """Reads a recording from a `.npz`, HDF5 or NWB file.
+
+    A `.npz` or HDF5 file has the arrays of `Recording` by name; `data` is (rows, channels) or (repeats, rows, channels). An NWB
+    file has a time series: a group with `data` (rows, ...) and `timestamps`, or with `starting_time` and its rate. The words of
+    an NWB file are a table with `start_time` and `word`.
 
     Args:
-        series: path of the time series in a file that has several.
+        path: path of the file.
+        series: path of the time series within a file that has several.
 
     Raises:
-        InterpError: the file cannot be read, lacks something, or its parts do not fit.
+        InterpError: the file cannot be read, a part is missing, or the parts are inconsistent.
     """
     if path.suffix not in (".npz", *HDF5):
         raise InterpError(f"{path}: recordings are .npz, {', '.join(HDF5)} files")
@@ -161,15 +164,16 @@ def _library(name: str) -> Any:
 
 
 Pool = Literal["last", "mean"]
-"""What a word has of its tokens: the last one's value, or their mean."""
+"""Pooling of the tokens of a word: the value of the last token, or the mean."""
 
 
 def pieces_of(decode: Any, ids: Sequence[int], window: int = 16) -> list[str]:
-    """What each token adds to the text. Tokens that end within a character add it where it is complete.
+    """Returns the text that each token adds. A character that spans several tokens is added by the last of them.
 
     Args:
-        decode: ids -> text, as of a tokenizer.
-        window: tokens before that are decoded with it: the text of a token depends on its neighbors.
+        decode: function from ids to text, such as `decode` of a tokenizer.
+        ids: token ids.
+        window: number of preceding tokens to decode with each token, because its text depends on its neighbors.
     """
     pieces: list[str] = []
     for at in range(len(ids)):
@@ -180,14 +184,14 @@ def pieces_of(decode: Any, ids: Sequence[int], window: int = 16) -> list[str]:
 
 
 def token_words(pieces: Sequence[str], words: Sequence[str]) -> list[int]:
-    """For each token the number of the word that it is a part of, -1 for one outside of words, such as a comma.
+    """Returns the number of the word that each token is part of; -1 for a token outside of words, such as a comma.
 
     Args:
         pieces: text of each token.
-        words: in the order of the text; between two of them it has spaces and punctuation only.
+        words: words in the order of the text, which has only spaces and punctuation between them.
 
     Raises:
-        InterpError: a word is not in the text behind the one before it, or no token is left for it.
+        InterpError: a word does not follow the previous one in the text, or no token is left for it.
     """
     text, spans, at = "".join(pieces), [], 0
     for number, word in enumerate(words):
@@ -213,7 +217,7 @@ def token_words(pieces: Sequence[str], words: Sequence[str]) -> list[int]:
 
 
 class Window(NamedTuple):
-    """Tokens start to stop - 1 run together; those from `first` on are kept: the ones before are their context."""
+    """Tokens `start` to `stop - 1` of one forward. Values from `first` on are kept; the tokens before are context."""
 
     start: int
     stop: int
@@ -221,7 +225,8 @@ class Window(NamedTuple):
 
 
 def windows_of(count: int, size: int) -> Iterator[Window]:
-    """Windows of `size` tokens that overlap by half: each token but those of the first window has size / 2 before it."""
+    """Yields windows of `size` tokens that overlap by half, so that each token after the first window has at least size / 2
+    tokens of context."""
     step = max(size // 2, 1)
     yield Window(0, min(size, count), 0)
     for first in range(size, count, step):
@@ -233,18 +238,20 @@ def windows_of(count: int, size: int) -> Iterator[Window]:
 def word_features(
     model: nn.Module, ids: Sequence[int], owners: Sequence[int], count: int, names: Sequence[str], size: int, pool: Pool = "last"
 ) -> dict[str, Tensor]:
-    """By name (words, width) fp32: inner values of a long text, heads one after another.
+    """Returns (words, width) fp32 inner values of a long text by name; heads are concatenated.
 
     Args:
+        model: model to run.
         ids: tokens of the text.
-        owners: of `token_words`.
+        owners: word of each token, from `token_words`.
         count: number of words.
         names: inner values, see `choose`.
-        size: tokens of a forward, see `windows_of`.
+        size: number of tokens of a forward, see `windows_of`.
+        pool: pooling of the tokens of a word.
     """
     device, sums = next(model.parameters()).device, dict[str, Tensor]()
     tokens, owner = torch.tensor(list(ids)), torch.tensor(list(owners))
-    if pool == "last":  # tokens of a word before its last one do not count
+    if pool == "last":  # keeps only the last token of each word
         last = {number: at for at, number in enumerate(owners)}
         owner = torch.tensor([number if last[number] == at else -1 for at, number in enumerate(owners)])
     seen_of = torch.bincount(owner[owner >= 0], minlength=count)
@@ -261,15 +268,15 @@ def word_features(
 
 
 def binned(values: Tensor, onsets: Tensor, times: Tensor) -> Tensor:
-    """(samples, width): the mean of the words (words, width) that begin from a sample's time on and before the next one's; zeros
-    where none does.
+    """Returns (samples, width): the mean of the words (words, width) that begin during each sample, or zeros if there are none.
 
     Args:
-        onsets: (words,) seconds.
-        times: (samples,) seconds at which samples begin; the last one takes as long as the median one.
+        values: (words, width) values.
+        onsets: (words,) start of each word in seconds.
+        times: (samples,) start of each sample in seconds; the last sample has the median duration.
 
     Raises:
-        InterpError: times that do not increase, or words outside of them.
+        InterpError: the times do not increase, or a word lies outside of them.
     """
     check_times(onsets, times)
     place = torch.searchsorted(times, onsets, right=True) - 1
@@ -278,7 +285,7 @@ def binned(values: Tensor, onsets: Tensor, times: Tensor) -> Tensor:
 
 
 def check_times(onsets: Tensor, times: Tensor) -> None:
-    """Raises `InterpError` where `binned` would."""
+    """Checks the arguments of `binned`; raises `InterpError` if they are invalid."""
     if len(times) < 2 or not bool((times.diff() > 0).all()):
         raise InterpError("times of a recording must increase from sample to sample")
     end = float(times[-1] + times.diff().median())
