@@ -1,6 +1,6 @@
-"""How images enter a decoder: as its blocks, what they read, and what tokens see.
+"""Fusions, which bring images into a decoder: they build its blocks and define the inputs and masks of these blocks.
 
-A fusion of your own derives from `FusionBase` and returns blocks:
+A custom fusion derives from `FusionBase` and returns blocks:
 
     from forge_vlm.fusion import FusionBase
 

@@ -1,4 +1,4 @@
-"""Images apart from the sequence: gated blocks let text attend to them (Flamingo, Alayrac et al., 2022; Llama 3, 2024, 7.3)."""
+"""Images outside of the sequence: text attends to them in gated blocks (Flamingo, Alayrac et al., 2022; Llama 3, 2024, 7.3)."""
 
 from math import sqrt
 from typing import Any
@@ -20,8 +20,8 @@ from forge_vlm.fusion.fusion import FusionBase, Inputs, seen_images, with_zero_g
 
 
 class ImageCrossAttention(nn.Module):
-    """softmax(q k^T / sqrt(head_dim)) v with queries of text, and keys and values of images. Queries and keys are normed per head
-    and not rotated."""
+    """softmax(q k^T / sqrt(head_dim)) v with queries from text, and keys and values from images. Queries and keys are normalized
+    per head and not rotated."""
 
     def __init__(self, context: BlockContext) -> None:
         super().__init__()
@@ -36,13 +36,14 @@ class ImageCrossAttention(nn.Module):
         self.k_norm: nn.Module = norm.build(context.head_dim)
 
     def forward(self, both: Tensor, length: int, sees: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """(B, length + S, dim) -> (B, length, dim). Text and images are one tensor, so that a strategy sees the whole input.
+        """(B, length + S, dim) -> (B, length, dim). Text and images are one tensor, so that a strategy can lay out the whole
+        input.
 
         Args:
-            both: normed text, then the vectors of each row's images.
-            length: tokens of text.
-            sees: (B, 1, length, S) bool; the result of a token that sees nothing is undefined.
-            cache: keeps keys and values of images; from its second call on, `both` may be text only.
+            both: normalized text, then the image vectors of each row.
+            length: number of text tokens.
+            sees: (B, 1, length, S) bool mask; the result for a token that sees nothing is undefined.
+            cache: stores keys and values of images; from the second call on, `both` may have only text.
         """
         x, visual = both.split((length, both.shape[1] - length), dim=1)
         q = self.q_norm(self._heads(self.q_proj(x)))
@@ -62,7 +63,7 @@ class ImageCrossAttention(nn.Module):
         return x.unflatten(-1, (-1, self.context.head_dim)).transpose(1, 2)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Parameters by name relative to this module, without those of its norms."""
+        """Returns the parameters by name relative to this module, without those of its norms."""
         enter = self.context.init_std
         return {
             **linear_specs("q_proj", self.q_proj, ("heads", "embed"), enter),
@@ -72,7 +73,7 @@ class ImageCrossAttention(nn.Module):
         }
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Modules whose inputs or outputs a strategy may lay out, by name relative to this module."""
+        """Returns the modules whose inputs or outputs a strategy may lay out, by name relative to this module."""
         return {
             "": ModuleSpec((STREAM,), (STREAM,)),
             "q_proj": ModuleSpec((STREAM,), (HEADS,)),
@@ -83,7 +84,8 @@ class ImageCrossAttention(nn.Module):
 
 
 class GatedCross(nn.Module):
-    """x + tanh(g) attention(x, images), then the same with a feed-forward part. Gates start at 0, which makes it the identity.
+    """x + tanh(g) attention(x, images), then the same with a feed-forward part. Gates start at 0, so the module starts as the
+    identity.
 
     Tokens that see no image pass through unchanged.
     """
@@ -103,7 +105,7 @@ class GatedCross(nn.Module):
     def forward(self, x: Tensor, visual: Tensor, sees: Tensor, cache: LayerCache | None = None) -> Tensor:
         """(B, T, dim), `visual` (B, S, dim), `sees` (B, 1, T, S) bool -> (B, T, dim)."""
         any_seen = sees.any(-1).transpose(1, 2)  # (B, T, 1)
-        # Softmax over no entry would be NaN: such a token sees everything here, and is masked afterwards.
+        # A softmax over no entries would be NaN, so a token without images sees everything here and is masked afterwards.
         open_rows = sees | ~any_seen.transpose(1, 2).unsqueeze(-1)
         inner = self.attention(torch.cat((self.attention_norm(x), visual), dim=1), x.shape[1], open_rows, cache)
         gate = tap_alike("cross.attention.gate", self.attention_gate.tanh(), x.shape[:2])
@@ -112,18 +114,18 @@ class GatedCross(nn.Module):
         return x + tap_alike("cross.mlp.gate", self.mlp_gate.tanh(), x.shape[:2]) * inner.masked_fill(~any_seen, 0)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """The gates."""
+        """Returns the gates."""
         gate = TensorSpec((None,), Init("zeros"), "vector")
         return {"attention_gate": gate, "mlp_gate": gate}
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Layout of the norms."""
+        """Returns the layout of the norms."""
         stream = ModuleSpec((STREAM,), (STREAM,))
         return {"attention_norm": stream, "mlp_norm": stream}
 
 
 class CrossBlock(Block):
-    """A gated cross block, then a block of the text model; without images only the latter."""
+    """A gated cross block, then a block of the text model. Rows without images change only in the latter."""
 
     added = ("cross",)
     """Names of the modules that a text model does not have."""
@@ -143,8 +145,8 @@ class CrossBlock(Block):
         sees: Tensor | None = None,
         **routing: Any,
     ) -> Any:
-        """As in `Block`, plus the vectors `visual` (B, S, dim) of each row's images, and which of them a token sees, `sees`
-        (B, 1, T, S). If `sees` is None no row has an image: the cross block runs on one vector, with gradients of zero."""
+        """As in `Block`, with the image vectors `visual` (B, S, dim) of each row, and `sees` (B, 1, T, S), the mask of those that
+        a token sees. If `sees` is None, no row has an image: the cross block runs on one vector and its gradients are zero."""
         if visual is not None and sees is not None:
             x = self.cross(x, visual, sees, cache)
         elif visual is not None:
@@ -162,21 +164,21 @@ class CrossAttentionFusion(FusionBase):
         self.every = every
 
     def block(self, shape: DecoderShape, layer: int) -> nn.Module:
-        """A cross block stands before the last of every `every` blocks: 3, 7, ... with 4."""
+        """Returns the block of a layer: with a cross block in the last of every `every` layers (3, 7, ... for 4)."""
         return CrossBlock(shape, layer) if (layer + 1) % self.every == 0 else Block(shape, layer)
 
     def shared(self, inputs: Inputs) -> dict[str, Any]:
-        """The vectors of each row's images, and what each token sees of them."""
+        """Returns the image vectors of each row, and the mask of those that each token sees."""
         token, tokens, cache = self.context.image_token, inputs.tokens, inputs.cache
         assert token is not None
         if cache is not None and "seen" in cache.kept:
-            # A generated token sees the images that the end of the prompt sees; keys and values are in the cache.
+            # A generated token sees the same images as the end of the prompt; keys and values are in the cache.
             sees = cache.kept["seen"].unsqueeze(1).expand(-1, tokens.shape[1], -1).unsqueeze(1)
             return {"visual": cache.kept["none"], "sees": sees}
         if inputs.visual is None or inputs.image_rows is None:
             return {}
         if not len(inputs.visual):
-            # Not an empty tensor: strategies exchange results of it. Encoder and adapter get their gradients through the stream.
+            # Not empty, because strategies communicate its results. Encoder and adapter get their gradients through the stream.
             return {"visual": inputs.visual.detach().new_zeros((1, 1, inputs.visual.shape[-1]))}
         rows, (first, end) = inputs.image_rows, seen_images(tokens, token, inputs.documents)
         visual = inputs.visual[rows.clamp(min=0)].flatten(1, 2)  # (B, M * per_image, dim)

@@ -1,7 +1,7 @@
 """Images as tokens of the sequence, in one decoder (LLaVA, Liu et al., 2023).
 
-Attention is causal, or tokens of one image see each other, or all tokens of a prefix do (PaliGemma, Beyer et al., 2024). A label
-inside of a prefix would be seen by the model; `seen_labels` finds them.
+Attention is causal, bidirectional within each image, or bidirectional within a prefix (PaliGemma, Beyer et al., 2024). The model
+would see labels inside of a prefix; `seen_labels` finds them.
 """
 
 from typing import Any, Literal
@@ -22,12 +22,11 @@ ImageAttention = Literal["causal", "bidirectional_image", "prefix"]
 def seen_with_images(
     mask: Any, kind: ImageAttention, context: FusionContext, inputs: Inputs, window: int | None, x: Tensor
 ) -> Any:
-    """The mask of an attention core, widened for images.
+    """Returns the mask of an attention core, extended for images: (B, 1, T, S) bool, True = visible; for `causal` the mask
+    unchanged.
 
     `bidirectional_image`: tokens of an image see the whole image (Gemma 3, 2025). `prefix`: tokens of the prefix see the whole
     prefix; by default it ends with the last image of a document.
-
-    Returns (B, 1, T, S) bool, True = visible; for `causal` the mask unchanged.
     """
     if kind == "causal" or context.image_token is None:
         return mask
@@ -35,7 +34,7 @@ def seen_with_images(
     here = tokens == context.image_token
     length = tokens.shape[1]
     if cache is not None and (length == 1 or cache.extent != length):
-        return mask  # images come with the first tokens of a row; later tokens see everything before them
+        return mask  # images are in the first forward of a generation; later tokens see everything before them
     seen = mask if isinstance(mask, Tensor) else causal_mask(documents, length, window, x.device)
     if kind == "bidirectional_image":
         images = image_blocks(tokens, context.image_token, context.per_image)
@@ -65,7 +64,8 @@ class JointFusion(FusionBase):
 
 
 def prefix_of(tokens: Tensor, image_token: int, documents: Tensor | None, given: Tensor | None) -> Tensor:
-    """(B, T) bool: the prefix that a batch marks (`given`); without it, everything up to the last image of a document."""
+    """Returns the (B, T) bool mask of the prefix: `given` if the batch marks it, else everything up to the last image of a
+    document."""
     if given is not None:
         return given
     here = tokens == image_token
@@ -73,7 +73,8 @@ def prefix_of(tokens: Tensor, image_token: int, documents: Tensor | None, given:
 
 
 def seen_labels(labels: Tensor, prefix: Tensor, documents: Tensor | None) -> Tensor:
-    """(B, T) bool: labels whose token is visible where it is predicted: everywhere in a prefix but at its last place."""
+    """Returns the (B, T) bool mask of labels whose token is visible to its prediction: all in a prefix except at its last
+    position."""
     both = prefix[:, :-1] & prefix[:, 1:]
     if documents is not None:
         both = both & (documents[:, :-1] == documents[:, 1:])
@@ -83,7 +84,7 @@ def seen_labels(labels: Tensor, prefix: Tensor, documents: Tensor | None) -> Ten
 
 
 def _up_to_last_image(here: Tensor, documents: Tensor | None) -> Tensor:
-    """(B, T) bool: places with an image token at or after them in their document."""
+    """Returns the (B, T) bool mask of positions with an image token at or after them in their document."""
     length = here.shape[1]
     places = torch.arange(length, device=here.device).expand_as(here)
     following = places.masked_fill(~here, length).flip(1).cummin(1).values.flip(1)

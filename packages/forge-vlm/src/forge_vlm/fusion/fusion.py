@@ -1,8 +1,8 @@
-"""What a fusion is, where the tokens of images stand in a row, and modules that have no input in a batch.
+"""The protocol of a fusion, the positions of image tokens in a row, and gradients of modules without input in a batch.
 
-Places of image tokens are computed from the ids of a row, as integers on the device, so the host does not wait for them.
-Modules without input in a batch, such as an encoder where no row has an image, run on a dummy input: ranks that exchange weights
-and gradients must run the same modules, whether their own rows need them or not.
+Positions of image tokens are computed from the ids of a row as integers on the device, so the host does not wait for them.
+Modules without input in a batch, such as an encoder if no row has an image, run on a dummy input, because ranks that exchange
+weights and gradients must run the same modules.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -19,16 +19,16 @@ from forge_vlm.context import FusionContext
 
 
 class Inputs(NamedTuple):
-    """What a forward passes to a fusion.
+    """Inputs of a fusion in one forward.
 
     Attributes:
         tokens: (B, T) ids.
-        documents: (B, T), or None when each row is one document.
+        documents: (B, T) document numbers, or None if each row is one document.
         visual: (images, per_image, dim) vectors of the adapter; None on parts without an encoder, and outside of training if no
             row has an image.
-        image_rows: (B, M) number of each image of a row, -1 where a row has fewer; None if `visual` is None.
+        image_rows: (B, M) number of each image of a row, padded with -1; None if `visual` is None.
         cache: keys and values of a generation.
-        prefix: (B, T) bool, tokens that see each other under a mask with a prefix; None: everything up to the last image of a
+        prefix: (B, T) bool mask of tokens that see each other under a prefix mask; None: everything up to the last image of a
             document.
         present: (images, vectors) bool, False for vectors that are padding; None: no padding.
     """
@@ -43,25 +43,25 @@ class Inputs(NamedTuple):
 
 
 class Fusion(Protocol):
-    """Gives a decoder its blocks. `in_stream`: vectors of images replace their placeholders in the stream."""
+    """Builds the blocks of a decoder. `in_stream`: whether image vectors replace their placeholders in the stream."""
 
     in_stream: bool
 
     def block(self, shape: DecoderShape, layer: int) -> nn.Module:
-        """A block; its `reads` are keys of the dict that `shared` returns."""
+        """Returns the block of a layer; its `reads` are keys of the dict that `shared` returns."""
         ...
 
     def shared(self, inputs: Inputs) -> dict[str, Any]:
-        """Values that all blocks of a forward share."""
+        """Returns values that all blocks of a forward share."""
         ...
 
     def seen(self, mask: Any, inputs: Inputs, window: int | None, x: Tensor) -> Any:
-        """The mask for an attention core, in place of `mask`."""
+        """Returns the mask for an attention core, instead of `mask`."""
         ...
 
 
 class FusionBase:
-    """A fusion with nothing to share and with causal attention."""
+    """A fusion without shared values and with causal attention."""
 
     in_stream = True
 
@@ -80,14 +80,14 @@ class FusionBase:
 
 
 def feature_places(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int, counts: Tensor | None = None) -> Tensor:
-    """(B, T) int64: index of the feature vector at each place, among (images * per_image); -1 where there is none.
+    """Returns (B, T) int64: index of the feature vector at each position, among (images * per_image); -1 at other tokens.
 
     Args:
         tokens: (B, T) ids; the k-th placeholder of a row is token k % per_image of its image k // per_image.
         image_token: id of the placeholder.
-        image_rows: (B, M) int64 number of each image of a row, -1 where a row has fewer.
-        per_image: feature vectors of an image.
-        counts: (images,) how many vectors of an image have a placeholder (always its first ones); None: all.
+        image_rows: (B, M) int64 number of each image of a row, padded with -1.
+        per_image: number of feature vectors of an image.
+        counts: (images,) number of vectors of each image that have a placeholder (always the first ones); None: all.
     """
     here = tokens == image_token
     order = (here.cumsum(1) - 1).clamp(min=0)
@@ -104,23 +104,23 @@ def feature_places(tokens: Tensor, image_token: int, image_rows: Tensor, per_ima
 
 
 def _counts_in_rows(counts: Tensor, image_rows: Tensor) -> Tensor:
-    """(images,) numbers -> (B, M): those of each row's images, 0 where a row has fewer."""
+    """Returns the (B, M) counts of each row's images, padded with 0, from (images,) counts."""
     if not len(counts):
         return torch.zeros_like(image_rows)
     return counts[image_rows.clamp(min=0)].masked_fill(image_rows < 0, 0)
 
 
 def image_blocks(tokens: Tensor, image_token: int, per_image: int) -> Tensor:
-    """(B, T) int64: for each placeholder, the number of its image within the row; -1 elsewhere."""
+    """Returns (B, T) int64: for each placeholder the number of its image within the row; -1 at other tokens."""
     here = tokens == image_token
     return ((here.cumsum(1) - 1) // per_image).masked_fill(~here, -1)
 
 
 def seen_images(tokens: Tensor, image_token: int, documents: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(first, end), each (B, T) int64: a token sees images first .. end - 1 of its row, by their order in the row.
+    """Returns (first, end), each (B, T) int64: a token sees images first .. end - 1 of its row, by their order in the row.
 
-    It sees the images of the last group of placeholders before it, never a later one. Neighboring placeholders form one group. A
-    document sees only its own images.
+    A token sees the images of the last group of placeholders before it, never of a later one. Adjacent placeholders form one
+    group. A document sees only its own images.
     """
     here = tokens == image_token
     end = here.cumsum(1)
@@ -136,7 +136,7 @@ def seen_images(tokens: Tensor, image_token: int, documents: Tensor | None) -> t
 
 
 class Misplaced(DataError, ValueError):
-    """A batch whose numbers of placeholders and images disagree, or with labels that its model would see."""
+    """A batch whose numbers of placeholders and images disagree, or whose labels its model would see."""
 
 
 def on_host(x: Tensor) -> bool:
@@ -147,12 +147,13 @@ def on_host(x: Tensor) -> bool:
 def check_placeholders(
     tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int, counts: Tensor | None = None
 ) -> None:
-    """Refuses a batch whose numbers of placeholders and images disagree.
+    """Checks that the numbers of placeholders and images of a batch agree.
 
-    On the host the error names the row. On a device the host does not wait: an assertion inside of a kernel ends the process.
+    For tensors on the CPU the error names the row. For tensors on a device the host does not wait: an assertion in a kernel ends
+    the process.
 
     Raises:
-        Misplaced: on the host.
+        Misplaced: the numbers of a row on the CPU disagree.
     """
     if on_host(tokens):
         if fault := placeholder_fault(tokens, image_token, image_rows, per_image, counts):
@@ -163,12 +164,12 @@ def check_placeholders(
 
 
 def _placeholders_needed(image_rows: Tensor, per_image: int, counts: Tensor | None) -> Tensor:
-    """(B,) placeholders of each row."""
+    """Returns the (B,) number of placeholders that each row needs."""
     return (image_rows >= 0).sum(1) * per_image if counts is None else _counts_in_rows(counts, image_rows).sum(1)
 
 
 def placeholder_fault(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int, counts: Tensor | None = None) -> str:
-    """Which row has a wrong number of placeholders; empty when all are right. Waits for the device."""
+    """Returns a message about the first row with a wrong number of placeholders; "" if there is none. Waits for the device."""
     placeholders = (tokens == image_token).sum(1)
     images, needed = (image_rows >= 0).sum(1), _placeholders_needed(image_rows, per_image, counts)
     wrong = (placeholders != needed).nonzero().flatten().tolist()
@@ -183,8 +184,8 @@ def placeholder_fault(tokens: Tensor, image_token: int, image_rows: Tensor, per_
 
 
 def with_zero_gradient(x: Tensor, *made: Tensor) -> Tensor:
-    """`x` itself; its backward also runs the backward of `made` with a gradient of zero, so that the modules that computed them
-    have a gradient of zero and not None."""
+    """Returns `x`. Its backward also runs the backward of `made` with a gradient of zero, so that the modules that computed them
+    get a gradient of zero instead of None."""
     for each in made:
         if each.requires_grad:
             x = attach(x, each.sum(), each.new_zeros(()))
@@ -192,8 +193,8 @@ def with_zero_gradient(x: Tensor, *made: Tensor) -> Tensor:
 
 
 def no_tokens_of(x: Tensor) -> Tensor:
-    """(B, T, ...) -> (1, 0, ...), connected to the graph of `x`: experts on other ranks send its gradient back. It costs nothing,
-    while the backward of an empty slice would fill a tensor as large as `x` with zeros."""
+    """Returns an empty tensor (1, 0, ...) for `x` (B, T, ...), connected to its graph, because experts on other ranks send its
+    gradient back. Its backward is free; that of an empty slice would fill a tensor as large as `x` with zeros."""
     return _NoTokens.apply(x)
 
 

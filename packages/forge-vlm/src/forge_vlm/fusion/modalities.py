@@ -1,7 +1,7 @@
-"""Weights of each modality: the mixture of transformers, its block, attention, experts, and how tokens are grouped.
+"""Weights per modality: the mixture of transformers, its block, attention and experts, and the grouping of tokens.
 
-Tokens are sorted by modality once in a forward. A module with one copy for each modality runs every copy on its own tokens, then
-all tokens return to their places. A copy without tokens runs too, so that ranks never differ in what they exchange.
+Tokens are sorted by modality once per forward. A module with one copy per modality runs each copy on its own tokens, then all
+tokens return to their positions. A copy without tokens runs too, so that the collectives of all ranks match.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ class MoTFusion(FusionBase):
         return ModalityBlock(shape, layer, self.context.modalities.names, untied=True)
 
     def shared(self, inputs: Inputs) -> dict[str, Any]:
-        """The places of each modality's tokens."""
+        """Returns the positions of each modality's tokens."""
         modalities = self.context.modalities
         return {"groups": ModalityGroups.of(modalities.of(inputs.tokens), len(modalities.names))}
 
@@ -51,17 +51,17 @@ def is_real(x: Tensor) -> bool:
 
 
 def even_split(total: int, count: int) -> list[int]:
-    """Sizes of `count` parts as equal as possible: the assumption for tokens without values."""
+    """Returns the sizes of `count` parts that are as equal as possible, which are assumed for tokens without values."""
     return [total // count + (place < total % count) for place in range(count)]
 
 
 class ModalityGroups(NamedTuple):
-    """The places of each modality's tokens.
+    """Positions of each modality's tokens.
 
     Attributes:
-        at: by modality, (n,) int64 places in the flattened (B * T) tokens, ascending.
-        back: (B * T,) int64: the index of each token in the concatenation of `at`.
-        rows: B.
+        at: for each modality, (n,) int64 positions in the flattened (B * T) tokens, ascending.
+        back: (B * T,) int64 index of each token in the concatenation of `at`.
+        rows: number of rows B.
         whole: number of the modality that has all tokens, so that no token has to move; None if several modalities have tokens.
     """
 
@@ -72,7 +72,7 @@ class ModalityGroups(NamedTuple):
 
     @classmethod
     def of(cls, modality: Tensor, count: int) -> "ModalityGroups":
-        """Groups of (B, T) numbers of modalities below `count`. The host waits for the sizes, once in a forward."""
+        """Builds groups from (B, T) numbers of modalities below `count`. The host waits for the sizes, once per forward."""
         flat = modality.flatten()
         sizes = torch.bincount(flat, minlength=count).tolist() if is_real(flat) else even_split(len(flat), count)
         if max(sizes) == len(flat):
@@ -83,11 +83,11 @@ class ModalityGroups(NamedTuple):
         return cls(tuple(order.split(sizes)), back, len(modality))
 
     def rows_of(self, place: int) -> RowIndex:
-        """The rows from which the tokens of modality number `place` come; `apart` joins them into one row."""
+        """Returns the original rows of the tokens of modality number `place`, which `apart` joins into one row."""
         return RowIndex(self.at[place] // (len(self.back) // self.rows), self.rows)
 
     def apart(self, x: Tensor) -> list[Tensor]:
-        """(B, T, ...) -> (1, n, ...) for each modality."""
+        """Splits (B, T, ...) into (1, n, ...) for each modality."""
         flat = x.flatten(0, 1)
         if self.whole is not None:
             none = no_tokens_of(x)
@@ -95,7 +95,7 @@ class ModalityGroups(NamedTuple):
         return [flat.index_select(0, at).unsqueeze(0) for at in self.at]
 
     def together(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-        """(1, n, width) for each modality -> (B, T, width), with B and T of `like`."""
+        """Merges (1, n, width) of each modality into (B, T, width), with B and T of `like`."""
         if self.whole is not None:
             rest = [part for place, part in enumerate(parts) if place != self.whole]
             return with_zero_gradient(parts[self.whole].squeeze(0).unflatten(0, like.shape[:2]), *rest)
@@ -104,7 +104,7 @@ class ModalityGroups(NamedTuple):
 
 
 class ByModality(nn.ModuleDict):
-    """A copy of a module for each modality, which takes (1, n, width) tokens. The gradient of a copy without tokens is zero, not
+    """One copy of a module per modality; a copy takes (1, n, width) tokens. The gradient of a copy without tokens is zero, not
     None."""
 
     def __init__(self, copies: Mapping[str, nn.Module]) -> None:
@@ -124,8 +124,8 @@ class ByModality(nn.ModuleDict):
 class ModalityBlock(nn.Module):
     """x + after(attention(before(x))), then the same with the feed-forward part, as `forge_models.blocks.block.Block`.
 
-    The feed-forward part has weights for each modality; with `untied`, attention and norms too. A `sparse` block has a group of
-    experts for each modality instead of the feed-forward part.
+    The feed-forward part has separate weights per modality; with `untied`, attention and norms too. A `sparse` block has a group
+    of experts per modality instead of the feed-forward part.
     """
 
     def __init__(
@@ -178,11 +178,11 @@ class ModalityBlock(nn.Module):
         """(B, T, dim) -> (B, T, dim); a sparse block also returns the router statistics of its layers of experts.
 
         Args:
-            x: the stream.
+            x: residual stream.
             rotation: rotation of this layer.
-            attention_mask: the mask that the attention core prepared for this batch.
+            attention_mask: mask that the attention core prepared for this batch.
             cache: keys and values of earlier tokens.
-            groups: the places of each modality's tokens.
+            groups: positions of each modality's tokens.
             routing: further inputs of the experts.
         """
         assert groups is not None
@@ -198,7 +198,7 @@ class ModalityBlock(nn.Module):
         return self._end(x, inner, groups), router_stats
 
     def observed(self, router_stats: tuple[Tensor | None, ...]) -> list[tuple[Any, Tensor]]:
-        """Each layer of experts with its statistics; a frozen layer has none."""
+        """Returns the layers of experts with their statistics, without frozen layers, which have none."""
         experts: Any = self.mlp
         layers = zip(experts.layers.values(), router_stats, strict=True)
         return [(layer, statistics) for layer, statistics in layers if statistics is not None]
@@ -217,7 +217,7 @@ class ModalityBlock(nn.Module):
         return inner if self.multiplier == 1 else inner * self.multiplier
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Layout of the norms, which strategies may split along the sequence."""
+        """Returns the layout of the norms, which strategies may split along the sequence."""
         stream = ModuleSpec((STREAM,), (STREAM,))
         names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
         norms = [(name, norm) for name in names if (norm := getattr(self, name)) is not None]
@@ -230,7 +230,7 @@ MATRICES = {"q_proj": (STREAM, HEADS), "k_proj": (STREAM, KV_HEADS), "v_proj": (
 
 
 class UntiedAttention(Attention):
-    """Attention over all tokens in their order, with projections and norms for each modality."""
+    """Attention over all tokens in their order, with separate projections and norms per modality."""
 
     def __init__(self, copies: Mapping[str, nn.Module]) -> None:
         """
@@ -275,13 +275,13 @@ class UntiedAttention(Attention):
         return [norm(self._heads(part)).transpose(1, 2).flatten(2) for norm, part in zip(norms.values(), projected, strict=True)]
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Parameters by name relative to this module, without those of its norms."""
+        """Returns the parameters by name relative to this module, without those of its norms."""
         names: Any = self.q_proj
         split = [(*path.split("."), spec) for path, spec in self._specs.items()]
         return {f"{part}.{name}.{slot}": spec for part, slot, spec in split for name in names}
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Modules whose inputs or outputs a strategy may lay out, by name relative to this module."""
+        """Returns the modules whose inputs or outputs a strategy may lay out, by name relative to this module."""
         names: Any = self.q_proj
         specs = {"": ModuleSpec((STREAM,), (STREAM,))}
         specs |= {f"{part}.{name}": ModuleSpec((a,), (b,)) for part, (a, b) in MATRICES.items() for name in names}
@@ -297,8 +297,8 @@ class UntiedAttention(Attention):
 class ModalityExperts(nn.Module):
     """shared(x) + the experts of each token's modality (MoMa, Lin et al., 2024).
 
-    Each of `layers` is called like `ExpertLayer`, with the tokens of its modality as one row. Layers that
-    need it also receive the row or sequence from which each token comes.
+    Each of `layers` is called like `ExpertLayer`, with the tokens of its modality as one row. Layers that need it also receive
+    the original row or sequence of each token.
     """
 
     def __init__(
@@ -352,7 +352,8 @@ class ModalityExperts(nn.Module):
 
 
 def _sequences(x: Tensor, documents: Tensor | None) -> Tensor:
-    """(B, T) int64: the number of each token's document (of its row, without documents), ascending over the flattened tokens."""
+    """Returns (B, T) int64: the number of each token's document (or row, without documents), ascending over the flattened
+    tokens."""
     begins = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
     begins[:, 0] = 1
     if documents is not None:

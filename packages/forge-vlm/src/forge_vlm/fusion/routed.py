@@ -1,4 +1,4 @@
-"""MoMa: one attention, and a group of experts for each modality (Lin et al., 2024), with its own ways of routing.
+"""MoMa: shared attention and one group of experts per modality (Lin et al., 2024), with three kinds of routing.
 
 `token_choice` is the routing of text models. With the others the number of experts of a token varies: in `expert_choice` each
 expert takes the tokens that it scores highest; with `threshold` it takes those above its threshold, which follows the scores.
@@ -25,15 +25,15 @@ from forge_vlm.fusion.fusion import FusionBase, Inputs
 from forge_vlm.fusion.modalities import ModalityBlock, ModalityGroups
 
 SCORE_STEPS = 4096
-"""Scores are compared in steps of 1 / SCORE_STEPS. Of two equal tokens, such as a repeated first word, the earlier one is taken,
-whatever rounding favors in the current layout."""
+"""Scores are compared in steps of 1 / SCORE_STEPS, so that the earlier of two equal tokens, such as a repeated first word, is
+selected in every layout, whatever the rounding."""
 SCORE_BINS = 512
-"""Bins of the histogram of scores between 0 and 1."""
+"""Number of bins of the histogram of scores between 0 and 1."""
 Routing = Literal["token_choice", "expert_choice", "threshold"]
 
 
 class MoMaFusion(FusionBase):
-    """A fusion whose blocks have a group of experts for each modality."""
+    """A fusion whose blocks have one group of experts per modality."""
 
     def __init__(self, context: FusionContext, *, routing: Routing = "token_choice", rate: float = 0.05) -> None:
         super().__init__(context)
@@ -50,7 +50,7 @@ class MoMaFusion(FusionBase):
         return ModalityBlock(shape, layer, self.context.modalities.names, untied=False, experts=layers[self.routing])
 
     def shared(self, inputs: Inputs) -> dict[str, Any]:
-        """The places of each modality's tokens."""
+        """Returns the positions of each modality's tokens."""
         modalities = self.context.modalities
         return {"groups": ModalityGroups.of(modalities.of(inputs.tokens), len(modalities.names))}
 
@@ -89,7 +89,7 @@ class ExpertsByScore(nn.Module):
             x: tokens of one modality, in their order.
             token_mask: (1, n) False for padding, which no expert takes.
             tokens: not used.
-            cached: not used: in evaluation the choice depends on each token alone.
+            cached: not used, because in evaluation the choice for a token depends only on that token.
             sequences: (1, n) int64, ascending: the sequence of each token.
         """
         del tokens, cached
@@ -119,12 +119,12 @@ class ExpertsByScore(nn.Module):
             return y, torch.cat([load, seen, *rest])
 
     def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(the choice (n, experts) bool; a loss (n, experts) with its graph, or None; the choice that evaluation would make, or
-        None if it is the same). The caller masks padding."""
+        """Returns the choice (n, experts) bool; a loss (n, experts) with its graph, or None; and the choice that evaluation would
+        make, or None if it is the same. The caller masks padding."""
         raise NotImplementedError
 
     def counted(self, logits: Tensor, token_mask: Tensor | None) -> list[Tensor]:
-        """Further statistics, (k,) fp64 each, sums over tokens."""
+        """Returns further statistics, (k,) fp64 each, as sums over tokens."""
         del logits, token_mask
         return []
 
@@ -133,7 +133,7 @@ class ExpertsByScore(nn.Module):
         return self.shape.experts + 2
 
     def observe(self, router_stats: Tensor) -> None:
-        """Adds the statistics of a forward to this step's sum."""
+        """Adds the statistics of a forward to the sum of this step."""
         router_stats = router_stats.detach()
         self._found = router_stats if self._found is None else self._found + router_stats
 
@@ -165,26 +165,26 @@ class ExpertsByScore(nn.Module):
         return numbers | {"used": load.sum() / tokens, "agreement": agree / (tokens * count)}
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """The matrix of scores; experts have their own specs."""
+        """Returns the matrix of scores; experts have their own specs."""
         return {"weight": TensorSpec((None, "embed"), Init("normal", self.context.init_std), "router")}
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Layout of the hidden states and of the tensors that accompany them."""
+        """Returns the layout of the hidden states and of the tensors that accompany them."""
         return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,))}
 
 
 def choose_by_expert(scores: Tensor, sequences: Tensor) -> Tensor:
-    """(n, experts) bool: in a sequence of s tokens each expert takes the ceil(s / experts) with the highest scores, the earlier
-    one of equals. Sequences never compete with each other.
+    """Returns the choice (n, experts) bool: each expert takes the ceil(s / experts) tokens with the highest scores of a sequence
+    of s tokens; of equal scores, the earlier token. Sequences do not compete with each other.
 
     Args:
-        scores: (n, experts).
-        sequences: (n,) int64, ascending.
+        scores: (n, experts) scores.
+        sequences: (n,) int64 sequence of each token, ascending.
     """
     tokens, count = scores.shape
     by_score = (scores * SCORE_STEPS).round().argsort(dim=0, descending=True, stable=True)
     order = by_score.gather(0, sequences[by_score].argsort(dim=0, stable=True))
-    # `sequences` is ascending, so the place p of the sorted order belongs to the sequence of token p.
+    # `sequences` is ascending, so position p of the sorted order belongs to the sequence of token p.
     first = torch.searchsorted(sequences, sequences)
     size = torch.searchsorted(sequences, sequences, right=True) - first
     rank = torch.arange(tokens, device=scores.device) - first
@@ -195,9 +195,9 @@ def choose_by_expert(scores: Tensor, sequences: Tensor) -> Tensor:
 class ExpertChoice(ExpertsByScore):
     """In training each expert takes the tokens that it scores highest (Zhou et al., 2022; MoMa, 2024, 2.2).
 
-    This is not causal: the choice depends on later tokens, so it cannot be used for autoregressive decoding. In evaluation a
-    second router chooses, which sees one token at a time and learns to predict the choice. It reads detached inputs and does not
-    change what the model learns.
+    This is not causal, because the choice depends on later tokens; it cannot be used for autoregressive decoding. In evaluation a
+    second router chooses, which sees one token at a time and is trained to predict the choice. It reads detached inputs, so it
+    does not affect the training of the model.
     """
 
     def __init__(self, shape: MoEShape, mlp: Any, context: BlockContext) -> None:
@@ -215,7 +215,7 @@ class ExpertChoice(ExpertsByScore):
         return chosen, loss, foreseen > 0
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """The matrix of scores, and the second router."""
+        """Returns the matrix of scores and the second router."""
         foresight = TensorSpec((None, "embed"), Init("normal", self.context.init_std), "router")
         return {**super().tensor_specs(), "foresight": foresight, "foresight_bias": TensorSpec((None,), Init("zeros"), "vector")}
 
@@ -223,9 +223,9 @@ class ExpertChoice(ExpertsByScore):
 class ThresholdRouting(ExpertsByScore):
     """Each expert takes the tokens that it scores above its threshold (Expert Threshold routing, 2026).
 
-    The threshold is a running mean of the score that 1 / experts of a step's tokens exceed, so an expert gets its even share on
-    average. The choice depends on each token alone, in training and in evaluation. Scores of a step are counted in `SCORE_BINS`
-    bins over all ranks, so every layout and every micro-batch gives the same threshold.
+    The threshold is a running mean of the score that 1 / experts of a step's tokens exceed, so an expert gets an equal share on
+    average. The choice for a token depends only on that token, in training and in evaluation. Scores of a step are counted in
+    `SCORE_BINS` bins over all ranks, so the threshold does not depend on the layout or the micro-batches.
     """
 
     threshold: Tensor
@@ -242,7 +242,7 @@ class ThresholdRouting(ExpertsByScore):
         return chosen, None, None
 
     def counted(self, logits: Tensor, token_mask: Tensor | None) -> list[Tensor]:
-        """The histogram of each expert's scores."""
+        """Returns the histogram of each expert's scores."""
         bins = (logits.sigmoid() * SCORE_BINS).long().clamp(max=SCORE_BINS - 1)
         ones = torch.ones_like(bins, dtype=torch.float64)
         if token_mask is not None:
@@ -265,7 +265,7 @@ class ThresholdRouting(ExpertsByScore):
         self.threshold.copy_(torch.where(still, self.threshold, moved))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ThresholdRouting":
-        """Keeps the threshold in fp32 or wider where parameters become bf16, which would lose its small moves."""
+        """Keeps the threshold in fp32 or wider if parameters become bf16, which would lose its small updates."""
         kept = self.threshold
         super()._apply(fn, recurse)
         if torch.finfo(self.threshold.dtype).bits < torch.finfo(kept.dtype).bits:
@@ -273,13 +273,13 @@ class ThresholdRouting(ExpertsByScore):
         return self
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """The matrix of scores and the threshold."""
+        """Returns the matrix of scores and the threshold."""
         return super().tensor_specs() | {"threshold": TensorSpec((None,), Init("zeros"), "vector")}
 
 
 def histogram_quantile(counts: Tensor, share: float) -> Tensor:
-    """(experts,) fp64: the value below which `share` of the values in [0, 1] lie, from (bins, experts) counts in equal bins.
-    Values are assumed to be spread evenly inside a bin."""
+    """Returns the (experts,) fp64 quantile `share` of values in [0, 1], from (bins, experts) counts in equal bins. Values are
+    assumed to be uniform within a bin."""
     bins = len(counts)
     total = counts.cumsum(0)
     wanted = share * total[-1]
