@@ -1,4 +1,4 @@
-"""Modules that turn features of an image into tokens of the decoder: projections, pooling of windows, the perceiver.
+"""Modules that convert image features to tokens of the decoder: projections, pooling of windows, the perceiver.
 
 A projection keeps the number of features. Pooling makes one token of each window of the grid. The perceiver has a fixed number of
 learned tokens that attend to all features.
@@ -44,7 +44,7 @@ class Projection(nn.Module):
 
 
 class AveragePoolAdapter(nn.Module):
-    """The mean of each window, then a projection. Windows at the right and bottom edges may be smaller than the others."""
+    """Mean over each window, then a projection. Windows at the right and bottom edges may be smaller than the others."""
 
     def __init__(self, window: int, projection: Projection) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class AveragePoolAdapter(nn.Module):
 
 
 class PixelShuffleAdapter(nn.Module):
-    """The features of each window side by side, then a projection (Shi et al., 2016, the other way around; Idefics3, 2024)."""
+    """Concatenation of the features of each window, then a projection (the inverse of Shi et al., 2016; Idefics3, 2024)."""
 
     def __init__(self, factor: int, projection: Projection) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class PixelShuffleAdapter(nn.Module):
 
 
 class AttentionPoolAdapter(nn.Module):
-    """Attention inside of each window, with the window's mean as the query (Molmo, Deitke et al., 2024), then a projection."""
+    """Attention within each window, with the mean of the window as query (Molmo, Deitke et al., 2024), then a projection."""
 
     def __init__(self, width: int, window: int, heads: int, std: float, projection: Projection) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class AttentionPoolAdapter(nn.Module):
 
 
 def split_windows(x: Tensor, size: int) -> Tensor:
-    """(N, n, width) -> (N, windows, size * size, width): windows row by row, and the features of each window row by row."""
+    """Splits (N, n, width) into (N, windows, size * size, width): windows, and the features within a window, row by row."""
     rows = grid_side(x.shape[1], "a window") // size
     return x.unflatten(1, (rows, size, rows, size)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
 

@@ -1,7 +1,7 @@
-"""What a vision-language model tells its parts: sizes, the modality of each token, the grid of features.
+"""Data that a vision-language model passes to its parts: sizes, the modality of each token, the grid of features.
 
-The modality of a token is a function of its id alone, so every part of a model computes it by itself. Plain data: importing this
-module needs no torch.
+The modality of a token depends only on its id, so every part of a model computes it by itself. Plain data: importing this module
+needs no torch.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TEXT = "text"
-"""The modality of every id that no other modality claims."""
+"""Modality of every id that belongs to no other modality."""
 WHOLE_STREAM = "model.fusion, which looks at the tokens of whole rows"
-"""Why the residual stream of such a model is not cut along the sequence."""
+"""Reason why the residual stream of such a model is not split along the sequence."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Modalities:
         return (TEXT, *sorted(self.ranges))
 
     def fault(self, vocab_size: int) -> str:
-        """Why a model cannot have these ranges; empty when it can."""
+        """Returns the reason why a model cannot have these ranges, or "" if it can."""
         if TEXT in self.ranges:
             return f"modality {TEXT!r} is every id that no other modality claims; remove it"
         end, before = 0, ""
@@ -60,11 +60,11 @@ class Modalities:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterContext:
-    """Sizes on both sides of an adapter; its component receives them in `build(context)`.
+    """Input and output sizes of an adapter; its component receives them in `build(context)`.
 
     Attributes:
-        width: of the encoder's features.
-        tokens: features of one image.
+        width: width of the encoder's features.
+        tokens: number of features of one image.
         dim: width of the decoder's residual stream.
         init_std: standard deviation of the initial matrices.
     """
@@ -77,16 +77,16 @@ class AdapterContext:
 
 @dataclass(frozen=True)
 class FusionContext:
-    """What a fusion is built with.
+    """Sizes and options with which a fusion is built.
 
     Attributes:
-        shape: of the decoder.
-        modalities: of its tokens.
+        shape: shape of the decoder.
+        modalities: modalities of its tokens.
         image_token: id of the placeholder of encoded images; None for a model whose images are discrete tokens.
-        per_image: placeholders of an image: one per vector, or a single one where images stay out of the stream.
-        native: images keep their proportions; see `native_item` in `forge_vlm.images.pixels`.
-        each: with `native`, an image has one vector per patch, and the adapter's other outputs are padding.
-        varies: images have different numbers of placeholders, at most `per_image`.
+        per_image: number of placeholders of an image: one per vector, or a single one if images stay out of the stream.
+        native: whether images keep their proportions; see `native_item` in `forge_vlm.images.pixels`.
+        each: whether, with `native`, an image has one vector per patch; the other outputs of the adapter are then padding.
+        varies: whether images have different numbers of placeholders, at most `per_image`.
     """
 
     shape: DecoderShape
@@ -99,7 +99,7 @@ class FusionContext:
 
 
 def grid_side(tokens: int, what: str) -> int:
-    """Rows (and columns) of a square grid of `tokens` features.
+    """Returns the number of rows (and columns) of a square grid of `tokens` features.
 
     Raises:
         ValueError: `tokens` is not a square number.
@@ -114,7 +114,7 @@ def grid_side(tokens: int, what: str) -> int:
 
 
 def count_windows(tokens: int, size: int, what: str) -> int:
-    """Number of windows of size x size in a square grid of `tokens` features.
+    """Returns the number of windows of size x size in a square grid of `tokens` features.
 
     Raises:
         ValueError: the grid is not square, or `size` does not divide it.

@@ -1,6 +1,7 @@
-"""Hook `modalities`: loss, accuracy and share of each modality, the gates of cross blocks, and what images are worth.
+"""Hook `modalities`: loss, accuracy and share of each modality, the gates of cross blocks, and the gain from images.
 
-The value of images is the loss with the images of other rows minus the loss with the right ones. torch is imported in functions.
+The gain is the loss with the images of other rows minus the loss with the right ones. Functions import torch, so that importing
+this module does not.
 """
 
 from collections import Counter
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GATES = {".cross.attention_gate": "attention", ".cross.mlp_gate": "mlp"}
-"""Endings of the names of gates -> the part of the block that the gate scales."""
+"""Suffixes of gate names -> the part of the block that the gate scales."""
 ROW_EXTRAS = ("image_rows", "prefix")
 """Extras of a batch with one entry per row; the others have one entry per image."""
 
@@ -45,11 +46,11 @@ class ModalityStatistics(Component):
 
 
 class ModalitiesHook(Hook):
-    """Measures every N steps and after the last one, on all ranks together:
+    """Measures every N steps and after the last one, over all ranks:
 
-    - `modality/NAME/share`: of the step's training tokens, without padding.
+    - `modality/NAME/share`: share of the training tokens of the step, without padding.
     - `modality/SET/NAME/loss` and `.../accuracy`: on a held-out set, over the labels of this modality; nats per token, and the
-      share of labels with the largest logit.
+      fraction of labels that have the largest logit.
     - `modality/SET/image_gain`, for a set with images: the loss with the images of other rows minus the loss with the right ones,
       in nats per token of the rows whose images were swapped.
     - `gate/blocks.N/attention` and `.../mlp`: tanh of the gates of a cross block.
@@ -65,12 +66,12 @@ class ModalitiesHook(Hook):
         self.acted = -1
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Measures when due."""
+        """Measures every N steps."""
         if run.state.step % self.every == 0:
             self._once(run)
 
     def finish(self, run: Run) -> None:
-        """Measures the last weights, unless the last step did."""
+        """Measures the last weights, unless the last step was measured."""
         self._once(run)
 
     def _once(self, run: Run) -> None:
@@ -89,7 +90,7 @@ class ModalitiesHook(Hook):
         run.clock.paused += perf_counter() - started
 
     def _evaluated(self, run: Run, known: Modalities, name: str, held_out: EvaluationSet) -> dict[str, float]:
-        """Collective: the metrics of one held-out set."""
+        """Collective: returns the metrics of one held-out set."""
         import torch
 
         topology, objective = run.topology, ModalityObjective(known)
@@ -111,7 +112,7 @@ class ModalitiesHook(Hook):
 
 
 def modalities_of(run: Run) -> Modalities | None:
-    """Of the run's model; None unless it is a vision-language model."""
+    """Returns the modalities of the run's model, or None if it is not a vision-language model."""
     from forge_vlm.model import VisionLanguageModel
 
     part = run.model.parts[0]
@@ -119,7 +120,7 @@ def modalities_of(run: Run) -> Modalities | None:
 
 
 def token_shares(run: Run, known: Modalities) -> dict[str, float]:
-    """Collective: `modality/NAME/share` of the tokens of the step's batches on all ranks."""
+    """Collective: returns `modality/NAME/share` of the tokens of the step's batches on all ranks."""
     import torch
 
     counts = torch.zeros(len(known.names), dtype=torch.float64)
@@ -132,7 +133,7 @@ def token_shares(run: Run, known: Modalities) -> dict[str, float]:
 
 
 def gate_values(run: Run) -> dict[str, float]:
-    """Collective: `gate/BLOCK/PART` of every cross block; each gate comes from the rank that owns it."""
+    """Collective: returns `gate/BLOCK/PART` of every cross block; each gate comes from the rank that owns it."""
     import torch
 
     every: Mapping[str, object] = run.model.specs.tensors
@@ -147,7 +148,7 @@ def gate_values(run: Run) -> dict[str, float]:
 
 
 def _counts_its_rows(run: Run) -> bool:
-    """True on one rank of those that read the same rows."""
+    """Whether this rank counts its rows: True on the first of the ranks that read the same rows."""
     return all(run.topology.coordinates[axis] == 0 for axis in ("tp", "pp", "cp"))
 
 
@@ -160,14 +161,14 @@ class ModalityObjective:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics, the same on all ranks."""
+        """Returns the names of the metrics, the same on all ranks."""
         return tuple(f"{what}/{name}" for name in self.modalities.names for what in ("loss", "tokens", "correct"))
 
     def __call__(self, head: Any, hidden: "Tensor", labels: "Tensor") -> LossTerms:
-        """`hidden` (B, T, embed), `labels` (B, T).
+        """Computes the loss and the metrics of `hidden` (B, T, embed) and `labels` (B, T).
 
         Raises:
-            ValueError: a rank has a part of each sequence only.
+            ValueError: a rank has only a part of each sequence.
         """
         total, nll, _ = head.loss(hidden, labels)
         counted, correct = labels != IGNORE, predict(head, hidden) == labels
@@ -181,7 +182,7 @@ class ModalityObjective:
 
 
 def predict(head: Any, hidden: "Tensor") -> "Tensor":
-    """(B, T) int64: the id with the largest logit. Logits are computed for a few positions at a time."""
+    """Returns (B, T) int64: the id with the largest logit. Logits are computed for a few positions at a time."""
     import torch
 
     from forge_models.blocks.logit_passes import chunk_rows
@@ -208,11 +209,12 @@ class _ImagePlace(NamedTuple):
 
 
 def swap_images(batches: Sequence[Batch], varies: bool = False) -> tuple[list[Batch], int]:
-    """The batches with images moved between rows, within and across batches, and the number of labels in rows whose images moved.
+    """Returns the batches with images moved between rows, within and across batches, and the number of labels in rows whose
+    images moved.
 
-    Images move within groups of the same shape, and of the same number of patches where that varies (`varies` of
-    `FusionContext`). In a group each image moves on by the largest number of images that a row has in it, so no row keeps one of
-    its own. A group that is too small for that stays as it is.
+    Images move within groups of the same shape, and of the same number of patches if that number varies (`varies` of
+    `FusionContext`). In a group each image moves by the maximum number of images of a row in the group, so no row keeps one of
+    its own. A group that is too small for that stays unchanged.
     """
     from forge_vlm.images.pixels import split_native
 
@@ -239,7 +241,7 @@ def swap_images(batches: Sequence[Batch], varies: bool = False) -> tuple[list[Ba
 
 
 def _with_images_of(batch: Batch, sources: Mapping[int, _ImagePlace], batches: Sequence[Batch]) -> Batch:
-    """The batch with its images replaced: `sources` has, by the number of an image, where the new one comes from."""
+    """Returns the batch with its images replaced; `sources` has the source of the new image by image number."""
     import torch
 
     if not sources:

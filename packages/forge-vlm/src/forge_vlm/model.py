@@ -1,6 +1,6 @@
-"""A decoder that sees images: encoder, adapter and fusion around `forge_models.decoder.Decoder`.
+"""A vision-language model: encoder, adapter and fusion around `forge_models.decoder.Decoder`.
 
-At the end: batches with images of random numbers, for checks; each row's images are a function of its tokens.
+The module also makes batches with random images for checks; the images of a row are a function of its tokens.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ from forge_vlm.images.pixels import split_native
 class VisionLanguageModel(Decoder):
     """A decoder whose blocks, masks and embedded stream come from a `Fusion`.
 
-    `encoder` and `adapter` turn images into (images, per_image, dim) vectors; both are None where images are discrete tokens.
+    `encoder` and `adapter` convert images to (images, per_image, dim) vectors; both are None if images are discrete tokens.
     They run in every training forward, on an empty batch if no row has an image, so that the collectives of all ranks match. A
     forward without gradients and without images skips them.
     """
@@ -44,17 +44,17 @@ class VisionLanguageModel(Decoder):
         adapter: nn.Module | None,
         image_shape: tuple[int, ...],
     ) -> None:
-        """`image_shape`: of one image as the encoder takes it."""
+        """`image_shape`: shape of one image as input of the encoder."""
         super().__init__(context.shape, fusion.block)
         self.context, self.fusion, self.image_shape = context, fusion, image_shape
         self.encoder: nn.Module | None = encoder
         self.adapter: nn.Module | None = adapter
 
     def forward(self, x: Tensor, **given: Any) -> Tensor | LossTerms:
-        """See `Decoder`. With a cache the placeholder has the logit -inf, since no image could come with it.
+        """See `Decoder`. With a cache the logit of the placeholder is -inf, because a generated placeholder would have no image.
 
         Raises:
-            Misplaced: a label in a prefix is of a token that the model sees there; on a device the process ends.
+            Misplaced: the model sees the token of a label in a prefix; for tensors on a device the process ends instead.
         """
         if given.get("labels") is not None:
             self._refuse_seen(given["labels"], x if given.get("tokens") is None else given["tokens"], given)
@@ -72,12 +72,12 @@ class VisionLanguageModel(Decoder):
         extras: Mapping[str, Tensor],
         cache: KVCache | None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `Decoder`. Extras: `images` (n, ...) as the encoder takes them, and `image_rows` (B, M) int64, the numbers
-        of each row's images in their order, -1 where a row has fewer. `prefix` (B, T) bool marks tokens, such as a prompt's, that
-        see each other where the fusion's mask has a prefix.
+        """See `Decoder`. Extras: `images` (n, ...) are inputs of the encoder, and `image_rows` (B, M) int64 has the numbers of
+        each row's images in order, padded with -1. `prefix` (B, T) bool marks tokens, such as those of a prompt, that see each
+        other if the fusion has a prefix mask.
 
         Raises:
-            ValueError: one of them is missing.
+            ValueError: `images` or `image_rows` is missing.
             Misplaced: a row has more or fewer placeholders than its images need.
         """
         assert tokens is not None
@@ -118,7 +118,7 @@ class VisionLanguageModel(Decoder):
         return super()._run_blocks(x, rotations, masks, cache, shared)
 
     def _images(self, tokens: Tensor, extras: Mapping[str, Tensor], cache: KVCache | None) -> tuple[Tensor | None, Tensor | None]:
-        """Images and their rows; an empty batch of images if a step must not skip the encoder."""
+        """Returns the images and their rows; an empty batch of images if a step without images must run the encoder."""
         token = self.context.image_token
         if token is None or self.embed is None:
             return None, None
@@ -139,18 +139,19 @@ class VisionLanguageModel(Decoder):
         return images, rows
 
     def _vectors(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(images, vectors, dim), and a mask of vectors that are not padding, (images, vectors) bool; None: no padding."""
+        """Returns (images, vectors, dim), and the (images, vectors) bool mask of vectors that are not padding; None: no
+        padding."""
         encoder: Any = self.encoder
         adapter: Any = self.adapter
         if not self.context.native:
             return adapter(encoder(images.to(self._dtype))), None
-        patches, grids = split_native(images)  # before any cast: bf16 has no 257
+        patches, grids = split_native(images)  # before any cast, because bf16 cannot represent 257
         features = encoder(patches.to(self._dtype), grids)
         here = patch_mask(grids, features.shape[1])
         return (adapter(features), here) if self.context.each else (adapter(features, here), None)
 
     def example_inputs(self) -> dict[str, Tensor]:
-        """Arguments of a small forward through all inner values; see `forge_interp.tap_names.taps`."""
+        """Returns the arguments of a small forward through all inner values; see `forge_interp.tap_names.taps`."""
         tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
         if self.context.image_token is None:
             return {"x": tokens}
@@ -159,8 +160,8 @@ class VisionLanguageModel(Decoder):
 
     @property
     def without_loss(self) -> frozenset[str]:
-        """Parameters that no loss of text reaches: those of images in the last block, after keys and values, since nothing reads
-        the stream of a placeholder after that block."""
+        """Returns the parameters without a gradient from a loss on text: those of images in the last block after keys and values,
+        because nothing reads the stream of a placeholder after that block."""
         if self.context.image_token is None or not self.fusion.in_stream:
             return frozenset()
         last = f"blocks.{self.shape.layers - 1}."
@@ -170,12 +171,12 @@ class VisionLanguageModel(Decoder):
 
     @property
     def plain_ids(self) -> int:
-        """Ids below it are plain tokens, which need no image."""
+        """Number of ids from 0 that are plain tokens, which need no image."""
         token = self.context.image_token
         return self.shape.vocab_size if token is None else token
 
     def with_extras(self, batch: Batch) -> Batch:
-        """The batch with images that are a function of each row: for checks, see `forge_core.protocols.model.Model`."""
+        """Returns the batch with images that are a function of each row, for checks; see `forge_core.protocols.model.Model`."""
         token = self.context.image_token
         if token is None:
             return batch
@@ -205,12 +206,12 @@ class VisionLanguageModel(Decoder):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """The dtype of the embedding table, in which the embedding computes."""
+        """Dtype of the embedding table, in which the embedding computes."""
         assert self.embed is not None
         return self.embed.weight.dtype
 
     def specs(self) -> Specs:
-        """Everything that strategies know about this model."""
+        """Returns the specs of this model for strategies."""
         specs = super().specs()
         entry = tuple(name for name in ("encoder", "adapter") if getattr(self, name) is not None)
         return replace(
@@ -221,8 +222,8 @@ class VisionLanguageModel(Decoder):
         )
 
     def _roles(self, names: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Roles of parameters: `encoder` and `adapter`; `fusion`, what blocks have in addition to a text model's; `decoder`, the
-        rest."""
+        """Returns the parameters by role: `encoder`; `adapter`; `fusion`, the parameters that a text model does not have;
+        `decoder`, the rest."""
         places = {"encoder": ["encoder"], "adapter": ["adapter"], "fusion": []}
         for path, module in self.named_modules():
             places["fusion"] += [f"{path}.{name}" for name in getattr(module, "added", ())]
@@ -234,13 +235,13 @@ class VisionLanguageModel(Decoder):
 
 
 def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, ...]) -> Batch:
-    """The batch with 0, 1 or 2 images in each row. They replace other tokens, which lose their labels. A batch without any image
-    gets no extras.
+    """Returns the batch with 0, 1 or 2 images in each row. They replace other tokens, which lose their labels. A batch without
+    any image gets no extras.
 
     Args:
-        batch: tokens and labels on the host; tokens that are the placeholder become 1.
-        context: of the model, which has an encoder.
-        shape: of one image.
+        batch: tokens and labels on the CPU; placeholder tokens in it become 1.
+        context: context of the model, which has an encoder.
+        shape: shape of one image.
     """
     image_token = context.image_token
     assert image_token is not None
@@ -259,7 +260,7 @@ def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, .
             if place + per_image >= len(ids):
                 break
             run = documents[place : place + per_image]
-            if len({*run}) > 1 or run[0] == PADDING:  # an image lies in one document
+            if len({*run}) > 1 or run[0] == PADDING:  # an image must be inside one document
                 place += 1
                 continue
             tokens[row, place : place + per_image] = image_token
@@ -270,7 +271,7 @@ def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, .
     before = torch.zeros_like(tokens, dtype=torch.bool)
     before[:, :-1] = tokens[:, 1:] == image_token
     labels[(tokens == image_token) | before] = IGNORE
-    if not images:  # the same as from a loader
+    if not images:  # as a loader does for a batch without images
         return replace(batch, tokens=tokens, labels=labels)
     numbers = torch.full((len(rows), max(map(len, rows))), -1)
     for row, numbers_of_row in enumerate(rows):
@@ -279,7 +280,7 @@ def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, .
 
 
 def _random_image(context: FusionContext, shape: tuple[int, ...], draw: torch.Generator, seed: int) -> tuple[torch.Tensor, int]:
-    """An image and the number of its placeholders. In native proportions it has a few patches in one or two rows."""
+    """Returns an image and its number of placeholders. In native proportions it has a few patches in one or two rows."""
     image = torch.randn(shape, generator=draw)
     if not context.native:
         return image, context.per_image
@@ -294,20 +295,20 @@ def _random_image(context: FusionContext, shape: tuple[int, ...], draw: torch.Ge
 def fixed_rows(
     vocab_size: int, max_length: int, image_token: int, per_image: int, shape: tuple[int, ...], in_stream: bool
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Three fixed rows: one begins with an image, one has text before and between images, and one is text.
+    """Returns three fixed rows: one begins with an image, one has text before and between images, and one is text.
 
     If images stay out of the stream, no text comes before the first image of a row: libraries treat such text differently.
 
     Args:
         vocab_size: number of ids.
-        max_length: of a row.
+        max_length: maximum number of tokens of a row.
         image_token: id of the placeholder.
-        per_image: placeholders of an image.
-        shape: of one image.
-        in_stream: whether vectors of images take the places of their placeholders.
+        per_image: number of placeholders of an image.
+        shape: shape of one image.
+        in_stream: whether image vectors replace their placeholders.
 
     Returns:
-        tokens (3, T), and `images` and `image_rows` as a model takes them.
+        tokens (3, T), and the model inputs `images` and `image_rows`.
     """
     length = min(max_length, 2 * per_image + 24)
     draw = torch.Generator().manual_seed(20)

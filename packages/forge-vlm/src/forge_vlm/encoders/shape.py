@@ -1,4 +1,4 @@
-"""The sizes and options of a vision transformer with every default resolved.
+"""Sizes and options of a vision transformer with every default resolved.
 
 Components create a shape; modules and readers of weights use it. Plain data: importing this module needs no torch.
 """
@@ -19,23 +19,24 @@ class VisionShape:
     Attributes:
         image_size: height and width of an image in pixels; incomplete patches at the right and at the bottom are ignored.
         patch_size: height and width of a patch in pixels.
-        channels: of an image.
+        channels: number of channels of an image.
         dim: width of the stream.
         layers: number of blocks of the whole transformer.
         heads: number of attention heads.
         ffn_dim: hidden width of the feed-forward part.
-        eps: of the norms.
-        activation: of the feed-forward part.
-        gated: the feed-forward part is down(silu(gate(x)) * up(x)) instead.
-        positions: a learned table, or sines and cosines of rows and columns.
-        class_token: a learned token comes before the patches.
-        class_feature: the class token is one of the features.
-        patch_bias: the projection of patches has a bias.
-        qkv_bias: the projections to q, k and v have a bias.
-        entry_norm: there is a norm before the first block.
-        layer_scale: each part of a block is multiplied by a learned vector.
-        outputs: numbers of blocks after which the stream is a feature, in order; empty: the normed stream after the last block.
-        final_norm: there is a norm after the last block.
+        eps: epsilon of the norms.
+        activation: activation of the feed-forward part.
+        gated: whether the feed-forward part is down(silu(gate(x)) * up(x)) instead.
+        positions: position embedding: a learned table, or sines and cosines of rows and columns.
+        class_token: whether a learned token comes before the patches.
+        class_feature: whether the class token is one of the features.
+        patch_bias: whether the projection of patches has a bias.
+        qkv_bias: whether the projections to q, k and v have a bias.
+        entry_norm: whether there is a norm before the first block.
+        layer_scale: whether each part of a block is multiplied by a learned vector.
+        outputs: numbers of blocks after which the stream is a feature, in order; empty: the normalized stream after the last
+            block.
+        final_norm: whether there is a norm after the last block.
         flexible: maximum number of patches of an image of any proportions (NaFlex); 0: images are squares of `image_size`.
         init_std: standard deviation of the initial matrices.
     """
@@ -74,7 +75,7 @@ class VisionShape:
 
     @property
     def grid(self) -> int:
-        """Patches in a row, which is also their number in a column."""
+        """Number of patches in a row, and in a column."""
         return self.image_size // self.patch_size
 
     @property
@@ -84,12 +85,12 @@ class VisionShape:
 
     @property
     def table(self) -> int:
-        """Rows of the table of positions: one for each patch of a square, and one for the class token."""
+        """Number of rows of the position table: one per patch of a square, and one for the class token."""
         return self.grid**2 + self.class_token
 
     @property
     def tokens(self) -> int:
-        """Features of one image, including padding if images have any proportions."""
+        """Number of features of one image, including padding if images have any proportions."""
         return self.flexible or self.grid**2 + (self.class_token and self.class_feature)
 
     @property

@@ -1,4 +1,4 @@
-"""The tensors of a published vision tower, by the names of our module. Tensors that nobody asks for are not read.
+"""Reads the tensors of a published vision tower under the names of Forge's module, each only when requested.
 
 `write_tower` writes a small tower with random weights in the Hugging Face format, for checks.
 """
@@ -28,15 +28,15 @@ PREFIXES = (
     *("model.vision_tower.vision_model.", "model.vision_tower.", "vision_tower.vision_model.", "vision_tower.", "vision_model."),
     "",
 )
-"""Prefixes of the names of a vision tower: in a larger model, next to a text tower, and in most files of a tower alone."""
+"""Prefixes of tensor names of a vision tower: in a larger model, next to a text tower, and in most files of a tower alone."""
 OTHER_TENSORS = ("text_model.*", "text_projection.*", "visual_projection.*", "logit_scale", "logit_bias", "classifier.*")
 """Patterns of tensors that do not belong to the vision tower."""
 _DIM, _LAYERS, _FFN_DIM, _PATCH, _GRID, _CHANNELS = 16, 2, 32, 4, 2, 3
-"""Sizes of the small tower that `write_tower` writes."""
+"""Sizes of the small tower of `write_tower`."""
 
 
 class TensorSource(NamedTuple):
-    """Where one of our tensors comes from: its name in the files, and the function to apply (None: used as stored)."""
+    """Source of one tensor of Forge's module: its name in the files, and the function to apply (None: used as stored)."""
 
     theirs: str
     shape: tuple[int, ...]
@@ -44,18 +44,18 @@ class TensorSource(NamedTuple):
 
 
 class TowerWeights:
-    """The weights in a folder for the module of a tower, from memory-mapped files.
+    """Weights of a tower, read from memory-mapped files in a folder.
 
     Attributes:
         tensors: shape and dtype of every parameter of the module, by its name there.
-        facts: where they come from, and which tensors of the folder were left out.
+        facts: source of the weights, and the tensors of the folder that were left out.
     """
 
     def __init__(self, folder: Path, tower: Tower) -> None:
-        """Opens the files and checks everything but the values.
+        """Opens the files and checks everything except the values.
 
         Raises:
-            Unsupported: a tensor or a file is not understood, missing, or left over.
+            Unsupported: a tensor or a file is missing, unexpected or not supported.
         """
         self._folder, self._tower = folder, tower
         files = located(folder)
@@ -65,7 +65,7 @@ class TowerWeights:
             try:
                 if file not in opened:
                     opened[file] = safe_open(str(folder / file), framework="pt")
-            except Exception as cause:  # the library raises its own type for damage, OSError and others besides
+            except Exception as cause:  # the library raises its own type for damaged files, and OSError and others
                 raise Unsupported(f"{folder / file} cannot be read as safetensors: {cause}") from cause
             self._files[theirs] = opened[file]
         self._prefix = next(prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in files))
@@ -76,11 +76,11 @@ class TowerWeights:
         self.facts = WeightsInfo(origin=str(folder), family=tower.family.name, notes=tuple(self._checked()))
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole tensors, on the CPU."""
+        """Returns whole tensors, on the CPU."""
         return {name: self._whole(self._places[name]) for name in names}
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
-        """The box of one tensor that begins at `offset`. Tensors that are changed, such as positions, are read whole."""
+        """Returns the slice of one tensor that begins at `offset`. Tensors with a change, such as positions, are read whole."""
         place = self._places[name]
         box = tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
         if place.change is not None:
@@ -99,7 +99,7 @@ class TowerWeights:
             yield name, TensorSource(self._prefix + theirs, tuple(parameter.shape), self._change(rest))
 
     def _change(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        """The function to apply to a stored tensor, by its name outside of its block."""
+        """Returns the function to apply to a stored tensor, by its name without the path of its block."""
         family, shape = self._tower.family, self._tower.shape
         if name == "embed.proj.weight":
             if family.columns:
@@ -127,7 +127,7 @@ class TowerWeights:
         return dtype
 
     def _checked(self) -> Iterator[str]:
-        """Notes about tensors that are left out. Refuses unexpected tensors and shapes that do not fit."""
+        """Yields notes about tensors that are left out. Raises `Unsupported` for unexpected tensors and wrong shapes."""
         family, shape, grid = self._tower.family, self._tower.shape, self._tower.grid
         faults: list[str] = []
         for name, place in self._places.items():
@@ -161,7 +161,7 @@ class TowerWeights:
 
 
 def their_name(family: TowerFamily, shape: VisionShape, name: str) -> tuple[str, str]:
-    """(name outside of its block, name in a tower's files) of a parameter of our module."""
+    """Returns (name without the path of its block, name in the tower's files) of a parameter of Forge's module."""
     before, theirs, rest = "", family.names, name
     if name.startswith("layers."):
         _, number, rest = name.split(".", 2)
@@ -172,7 +172,7 @@ def their_name(family: TowerFamily, shape: VisionShape, name: str) -> tuple[str,
 
 
 def interpolate_positions(positions: Tensor, old: int, new: int, antialias: bool) -> Tensor:
-    """The table (old * old, or one more, dim) for a grid of new x new patches. A first row, of the class token, is kept."""
+    """Resizes a position table (old * old, or one more, dim) to a grid of new x new patches. The row of a class token is kept."""
     if old == new:
         return positions
     first, table = positions[: len(positions) - old * old], positions[len(positions) - old * old :]
@@ -213,7 +213,7 @@ def write_tower(folder: Path, name: str) -> None:
 
 
 def _example_shapes(name: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a vision tower alone, by their names in the files."""
+    """Returns the shapes of the tensors of a vision tower alone, by their names in the files."""
     family = FAMILIES[name]
     pixels = (_PATCH, _PATCH, _CHANNELS)
     vectors = {"norm": (_DIM,), "entry_norm": (_DIM,), "embed.class_token": (_DIM,)}

@@ -1,6 +1,6 @@
 """Published vision towers: the names of their tensors, and their shape from `config.json`.
 
-Every key of the file is read, ignored for a stated reason, or refused. Importing this module needs no torch.
+Every key of the file is read, ignored for a documented reason, or an error. Importing this module needs no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,18 +18,18 @@ class TowerFamily(NamedTuple):
     """One kind of tower.
 
     Attributes:
-        name: of the encoder that reads it.
-        whole: `model_type` of a model with a text tower too, whose `vision_config` is read; empty if there is none.
+        name: name of the encoder that reads it.
+        whole: `model_type` of a model that also has a text tower, whose `vision_config` is read; empty if there is none.
         tower: `model_type` of a vision tower alone.
         defaults: values of keys that are absent.
         ignores: keys without effect on features, with the values for which that is true.
         shape: fields of `VisionShape` that are the same for the whole family.
-        names: our names of modules and parameters outside of blocks -> theirs.
+        names: Forge's names of modules and parameters outside of blocks -> names in the files.
         block: path of a block; `{}` stands for its number.
-        inner: our names inside of a block -> theirs.
+        inner: Forge's names inside of a block -> names in the files.
         left: prefixes of tensors that features do not need.
-        antialias: positions are resized bilinearly with antialiasing; otherwise by bicubic interpolation.
-        columns: the projection reads a patch pixel by pixel; otherwise channel by channel.
+        antialias: whether positions are resized bilinearly with antialiasing; otherwise by bicubic interpolation.
+        columns: whether the projection reads a patch pixel by pixel; otherwise channel by channel.
     """
 
     name: str
@@ -71,7 +71,7 @@ _DEFAULT_SIZES = MappingProxyType({"hidden_size": 768, "num_hidden_layers": 12, 
 _TRAINING_KEYS = MappingProxyType(
     {"initializer_factor": ANY_VALUE, "initializer_range": ANY_VALUE, "dropout": ABSENT_OR_ZERO, "tie_word_embeddings": ANY_VALUE}
 )
-"""Keys of training and initialization, which have no effect on stored weights."""
+"""Keys for training and initialization, which have no effect on stored weights."""
 
 SIGLIP = TowerFamily(
     name="siglip",
@@ -181,7 +181,7 @@ FAMILIES: Mapping[str, TowerFamily] = MappingProxyType({family.name: family for 
 GATED: Mapping[str, str] = MappingProxyType(
     {"mlp.gate_proj": "mlp.weights_in", "mlp.up_proj": "mlp.weights_in", "mlp.down_proj": "mlp.weights_out"}
 )
-"""Our names in the gated feed-forward part of DINOv2 -> theirs: the first two matrices are stored as one."""
+"""Forge's names in the gated feed-forward part of DINOv2 -> names in the files, which store the first two matrices as one."""
 
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
@@ -191,13 +191,13 @@ IGNORE_HINT = "if it changes no feature, name it in ignore of the encoder"
 
 
 class Tower(NamedTuple):
-    """The description of a stored tower, without its tensors.
+    """Description of a stored tower, without its tensors.
 
     Attributes:
-        family: how its tensors are named.
-        shape: of the module to build.
-        grid: patches in a row of the stored table of positions; `shape` may have another grid.
-        processing: how images become pixels.
+        family: family, with the names of the tensors.
+        shape: shape of the module to build.
+        grid: number of patches in a row of the stored position table; `shape` may have another grid.
+        processing: image processing of the tower.
     """
 
     family: TowerFamily
@@ -216,10 +216,11 @@ def read_tower(
     class_feature: bool = False,
     ignore: Sequence[str] = (),
 ) -> Tower:
-    """The tower in a folder, for images of `size` pixels (default: the size of its preprocessor) or of up to `flexible` patches.
+    """Reads the tower in a folder, for images of `size` pixels (default: the size of its preprocessor) or up to `flexible`
+    patches.
 
     Raises:
-        ConfigError, Unsupported, ForgeError: a key that is not understood, or a model of another family than `families`.
+        ConfigError, Unsupported, ForgeError: a key is not supported, or the model is not of one of `families`.
         ValueError: `feature_layers` or `size` do not fit the tower.
     """
     values, where = read_config(folder), str(folder / CONFIG)
@@ -234,7 +235,7 @@ def read_tower(
             raise Unsupported(
                 f"{where}: model_type {family.tower!r} was not trained on images of any proportions; remove patches"
             )
-        processing = processing.at(positions)  # the table is that of the folder; it is resized for every image
+        processing = processing.at(positions)  # the stored table is used, and resized for every image
     shape = VisionShape(**fields, flexible=flexible, image_size=processing.size, outputs=hidden_states(feature_layers, layers))
     return Tower(family, shape, positions // patch, processing)
 
@@ -242,10 +243,10 @@ def read_tower(
 def tower_fields(
     family: TowerFamily, values: Mapping[str, Any], where: str, ignore: Sequence[str] = ()
 ) -> tuple[dict[str, Any], int]:
-    """Fields of `VisionShape` from the configuration of a tower, and the image size of its table of positions, in pixels.
+    """Returns the fields of `VisionShape` from the configuration of a tower, and the image size of its position table in pixels.
 
     Raises:
-        ConfigError: names every key that is missing, wrong, or not understood.
+        ConfigError: keys are missing, wrong or not supported; the error lists all of them.
     """
     keys = Keys(values, family.defaults, where, family.ignores, ignore, IGNORE_HINT)
     layers, dim = keys.integer("num_hidden_layers"), keys.integer("hidden_size")
@@ -266,13 +267,13 @@ def tower_fields(
         "qkv_bias": keys.boolean("qkv_bias") if "qkv_bias" in family.defaults else True,
     }
     if "num_patches" in family.defaults:
-        keys.given("image_size")  # older files have it too; positions decide
+        keys.given("image_size")  # older files have this key too, but the position table determines the size
     keys.finish()
     return fields, positions
 
 
 def _vision_config(values: Mapping[str, Any], families: Sequence[str], where: str) -> tuple[TowerFamily, dict[str, Any]]:
-    """The family, and the keys of its vision tower."""
+    """Returns the family, and the keys of its vision tower."""
     kind = values.get("model_type")
     for family in (FAMILIES[name] for name in families):
         if kind == family.tower:
@@ -282,7 +283,7 @@ def _vision_config(values: Mapping[str, Any], families: Sequence[str], where: st
             if not isinstance(inner or {}, dict):
                 raise Unsupported(f"{where}: vision_config is not a table")
             return family, inner or {}
-        if isinstance(inner, dict) and inner.get("model_type") == family.tower:  # of a model around it, such as LLaVA
+        if isinstance(inner, dict) and inner.get("model_type") == family.tower:  # part of a larger model, such as LLaVA
             return family, inner
     known = [name for family in families for name in (FAMILIES[family].whole, FAMILIES[family].tower) if name]
     raise Unsupported(f"{where}: model_type {kind!r} is not one of this encoder; it reads {', '.join(known)}")
@@ -295,6 +296,6 @@ def _ffn_dim(keys: Keys, family: TowerFamily, dim: int, gated: bool) -> int:
 
 
 def ffn_width(dim: int, ratio: int, gated: bool) -> int:
-    """Hidden width of DINOv2's feed-forward part, which `config.json` gives as a ratio."""
-    # With a gate, two thirds rounded up to a multiple of 8 give as many weights as without it (Oquab et al., 2023).
+    """Returns the hidden width of DINOv2's feed-forward part, which `config.json` has as a ratio."""
+    # With a gate, two thirds of the width, rounded up to a multiple of 8, keep the number of weights (Oquab et al., 2023).
     return -(-(2 * dim * ratio // 3) // 8) * 8 if gated else dim * ratio

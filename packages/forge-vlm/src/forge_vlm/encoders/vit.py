@@ -1,4 +1,4 @@
-"""Encoders as modules: the vision transformer, for square images or images of any proportions, and stored features.
+"""Encoder modules: the vision transformer, for square images or images of any proportions, and stored features.
 
 Images of any proportions share a batch as padded rows of patches (NaFlex, Tschannen et al., 2025). Their grids are tensors on the
 device: the host never waits for them, and shapes do not depend on them. No module here has parallel code.
@@ -19,7 +19,7 @@ from forge_vlm.encoders.shape import VisionShape
 
 
 class VisionTransformer(nn.Module):
-    """A vision transformer (Dosovitskiy et al., 2021). Blocks behind the last output are not built."""
+    """A vision transformer (Dosovitskiy et al., 2021). Blocks after the last output are not built."""
 
     def __init__(self, shape: VisionShape) -> None:
         super().__init__()
@@ -36,7 +36,8 @@ class VisionTransformer(nn.Module):
         columns of each image; features of padding are 0.
 
         Raises:
-            ValueError: images of another size, grids without a flexible encoder, or a flexible encoder without grids.
+            ValueError: the images have another size, or grids are given to an encoder that is not flexible, or missing for one
+                that is.
         """
         if (grids is not None) != bool(self.shape.flexible):
             raise ValueError(
@@ -62,11 +63,11 @@ class VisionTransformer(nn.Module):
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Paths of the repeated blocks, in forward order: the units of sharding, recomputation and compilation."""
+        """Returns the paths of the repeated blocks in forward order: the units of sharding, recomputation and compilation."""
         return tuple(f"layers.{name}" for name in self.layers)
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Empty: no strategy lays out tokens of images."""
+        """Returns an empty dict, because no strategy lays out image tokens."""
         return {}
 
 
@@ -111,15 +112,15 @@ class PatchEmbedding(nn.Module):
 
 
 def cut_patches(images: Tensor, size: int) -> Tensor:
-    """(N, C, H, W) -> (N, H // size * W // size, C * size * size): whole patches row by row, each channel by channel."""
+    """Cuts (N, C, H, W) into (N, H // size * W // size, C * size * size): whole patches row by row, each channel by channel."""
     height, width = (side // size * size for side in images.shape[2:])
     cut = images[..., :height, :width].unflatten(3, (-1, size)).unflatten(2, (-1, size))
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 def sincos_positions(grid: int, dim: int, device: torch.device) -> Tensor:
-    """(grid * grid, dim) fp32: sine and cosine of the column, then of the row, each of dim / 4 frequencies 10000^(-4 i / dim)
-    (Chen et al., 2021, "An Empirical Study of Training Self-Supervised Vision Transformers")."""
+    """Returns (grid * grid, dim) fp32: sine and cosine of the column, then of the row, with dim / 4 frequencies 10000^(-4 i /
+    dim) (Chen et al., 2021, "An Empirical Study of Training Self-Supervised Vision Transformers")."""
     frequencies = 10000.0 ** (-torch.arange(dim // 4, device=device, dtype=torch.float32) * 4 / dim)
     angles = torch.arange(grid, device=device, dtype=torch.float32)[:, None] * frequencies
     one = torch.cat((angles.sin(), angles.cos()), 1)
@@ -137,9 +138,10 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v, (N, heads, T, head_dim). `seen` is False for keys to ignore; None: attend to all.
+    """Returns softmax(q k^T / sqrt(head_dim)) v, (N, heads, T, head_dim). `seen` is False for keys to ignore; None: attend to
+    all.
 
-    For N = 0 the result is empty but has a gradient; attention kernels of GPUs refuse empty batches.
+    For N = 0 the result is empty but has a gradient, because attention kernels of GPUs reject empty batches.
     """
     if not len(q):
         return q + k.sum(2, keepdim=True) + v.sum(2, keepdim=True)
@@ -216,7 +218,7 @@ class LayerScale(nn.Module):
         return x * self.weight
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Weights start at one."""
+        """Returns the weight, which starts at one."""
         return {"weight": TensorSpec((None,), Init("ones"), "vector")}
 
 
@@ -242,14 +244,16 @@ class ImageBlock(nn.Module):
 
 
 def patch_mask(grids: Tensor, length: int) -> Tensor:
-    """(N, 2) rows and columns -> (N, length) bool, True for patches. An empty image has one, so that attention stays finite."""
+    """Returns the (N, length) bool mask of patches for (N, 2) rows and columns. An empty image has one, to keep attention
+    finite."""
     return torch.arange(length, device=grids.device) < grids.prod(1, keepdim=True).clamp(min=1)
 
 
 def resize_positions(table: Tensor, grids: Tensor, length: int) -> Tensor:
-    """A square table of positions (g * g, dim) -> (N, length, dim): resized to the grid of each image, row by row.
+    """Resizes a square position table (g * g, dim) to the grid of each image, row by row: (N, length, dim).
 
-    Equals bilinear interpolation with antialiasing, written as a weighted sum of the table. Padding has the last row's positions.
+    Equals bilinear interpolation with antialiasing, written as a weighted sum of the table. Padding has the positions of the last
+    row.
     """
     side = isqrt(len(table))
     token = torch.arange(length, device=grids.device)
@@ -260,9 +264,9 @@ def resize_positions(table: Tensor, grids: Tensor, length: int) -> Tensor:
 
 
 def _interpolation_weights(index: Tensor, count: Tensor, side: int) -> Tensor:
-    """(N, T, side) fp32: weights of `side` old values in the new value at `index` (N, T) of `count` (N,) new values.
+    """Returns (N, T, side) fp32: weights of `side` old values in the new value at `index` (N, T) of `count` (N,) new values.
 
-    A triangle around the new value's center, as wide as the coarser of the two spacings.
+    The weights form a triangle around the center of the new value, as wide as the coarser of the two spacings.
     """
     scale = (side / count.float())[:, None, None]
     center = (torch.minimum(index, count[:, None] - 1)[..., None] + 0.5) * scale
@@ -272,17 +276,17 @@ def _interpolation_weights(index: Tensor, count: Tensor, side: int) -> Tensor:
 
 
 class StoredFeatures(nn.Module):
-    """Features that were computed before, in place of images: the identity, with a check of their size."""
+    """Encoder for precomputed features instead of images: the identity, with a check of their size."""
 
     def __init__(self, count: int, dim: int) -> None:
         super().__init__()
         self.size = (count, dim)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, tokens, width) -> the same.
+        """Returns the features (N, tokens, width) unchanged.
 
         Raises:
-            ValueError: features of another size.
+            ValueError: the features have another size.
         """
         if images.shape[1:] != self.size:
             raise ValueError(f"features have the shape {tuple(images.shape[1:])}, expected {self.size}: tokens, width")
@@ -290,9 +294,9 @@ class StoredFeatures(nn.Module):
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """None."""
+        """Returns an empty tuple: there are no blocks."""
         return ()
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """None."""
+        """Returns an empty dict: there are no modules to lay out."""
         return {}

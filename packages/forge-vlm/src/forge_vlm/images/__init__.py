@@ -1,1 +1,1 @@
-"""Image files to what an encoder takes: decoding, tiles, resizing, normalization. PIL and numpy; no torch."""
+"""Converts image files to inputs of an encoder: decoding, tiles, resizing, normalization. Uses PIL and numpy, not torch."""

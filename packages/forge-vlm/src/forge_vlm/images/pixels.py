@@ -1,13 +1,13 @@
-"""From image files to the arrays that an encoder takes: decoding, resizing, tiles, and patches in native proportions.
+"""Converts image files to the input arrays of an encoder: decoding, resizing, tiles, and patches in native proportions.
 
-Pixels equal those of transformers' processors that use PIL. A file that cannot be read raises `ImageError`. `decode` returns
-upright images of 8 bits with 1 or 3 channels; every mode of PIL is either converted or refused:
+Pixels equal those of the PIL processors of transformers. A file that cannot be read raises `ImageError`. `decode` returns upright
+images of 8 bits with 1 or 3 channels; every mode of PIL is either converted or an error:
 
 - The orientation in EXIF is applied.
 - Transparent pixels become white, whether by an alpha channel or by the transparent color of a palette.
 - Palettes, CMYK, YCbCr and HSV become RGB. RGB becomes one channel by the luma of ITU-R 601.
 - Brightness of 16 bits is rounded to 8. PIL reads colors of 16 bits as their upper 8.
-- Brightness of 32 bits or in floats has no known range, and LAB no known white: both are refused.
+- Brightness of 32 bits or in floats has no known range, and LAB no known white: both are errors.
 - The first picture of an animation, or of a file with several pages, is used.
 
 In native proportions (NaFlex, Tschannen et al., 2025) an image has as many whole patches as fit under a limit. In a batch it is
@@ -41,13 +41,13 @@ MIN_SCALE, MAX_SCALE, SCALE_STEP = 1e-6, 100.0, 1e-5
 
 
 class ImageError(DataError):
-    """An image that cannot be decoded. `path` names it, `why` is the reason."""
+    """Error for an image that cannot be decoded. `path` is the name of the image, `why` the reason."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path}: {why}")
         self.path, self.why = path, why
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a loader's worker sends it to the trainer
+    def __reduce__(self) -> tuple[Any, ...]:  # workers of a loader pickle it for the trainer
         return ImageError, (self.path, self.why)
 
 
@@ -55,12 +55,12 @@ def decode(source: Path | bytes, channels: int = 3, path: str = "") -> Image.Ima
     """Decodes an image file, or its bytes, to 1 or 3 channels.
 
     Args:
-        source: the file, or its content.
+        source: path of the file, or its content.
         channels: 1 for brightness, 3 for red, green and blue.
-        path: name of the image in messages; by default the file's name.
+        path: name of the image in messages; by default the name of the file.
 
     Raises:
-        ImageError: the image is missing, damaged, truncated, too large, or of a mode that is refused.
+        ImageError: the image is missing, damaged, truncated, too large, or has an unsupported mode.
     """
     name = path or (str(source) if isinstance(source, Path) else "an image in memory")
     try:
@@ -68,7 +68,7 @@ def decode(source: Path | bytes, channels: int = 3, path: str = "") -> Image.Ima
             image.load()  # open reads only the header
             turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
             upright = ImageOps.exif_transpose(image) if turned else image
-    except UnidentifiedImageError as cause:  # its own message names the object in memory
+    except UnidentifiedImageError as cause:  # its message contains only the address of the object in memory
         raise ImageError(name, "the image cannot be decoded: Pillow knows no such format, or the file is damaged") from cause
     except Exception as cause:  # decoders raise OSError, SyntaxError, struct.error and others for damaged files
         raise ImageError(name, f"the image cannot be decoded: {cause}") from cause
@@ -79,7 +79,7 @@ def convert(image: Image.Image, channels: int = 3, path: str = "an image") -> Im
     """Converts an image of any mode to 1 or 3 channels of 8 bits. The orientation in EXIF is ignored.
 
     Raises:
-        ImageError: the mode, or the number of channels, is refused.
+        ImageError: the mode or the number of channels is not supported.
     """
     if channels not in MODES:
         raise ImageError(path, f"{channels} channels are not implemented; 1 and 3 are")
@@ -97,14 +97,14 @@ def convert(image: Image.Image, channels: int = 3, path: str = "an image") -> Im
 
 
 def resize(image: Image.Image, width: int, height: int, resample: Resample) -> Image.Image:
-    """The image stretched to this size."""
+    """Returns the image stretched to this size."""
     if image.size == (width, height):
         return image
     return image.resize((width, height), Image.Resampling[resample.upper()])
 
 
 def fit_square(image: Image.Image, processing: Processing) -> Image.Image:
-    """The image as one square of the encoder's size: stretched, or its center."""
+    """Returns the image as one square of the encoder's size: stretched, or cropped to the center."""
     size, shortest = processing.size, processing.shortest
     if shortest is None:
         return resize(image, size, size, processing.resample)
@@ -116,10 +116,10 @@ def fit_square(image: Image.Image, processing: Processing) -> Image.Image:
 
 
 def pixels(image: Image.Image, processing: Processing) -> NDArray[np.float32]:
-    """(channels, height, width) fp32: pixels between 0 and 255, times `scale`, minus `mean`, over `std`.
+    """Returns (channels, height, width) fp32: pixels between 0 and 255, times `scale`, minus `mean`, divided by `std`.
 
     Raises:
-        ValueError: the image has another number of channels than `mean` and `std`.
+        ValueError: the numbers of channels of the image and of `mean` and `std` differ.
     """
     table = _level_table(processing)
     levels = np.asarray(image)
@@ -136,21 +136,22 @@ def pixels(image: Image.Image, processing: Processing) -> NDArray[np.float32]:
 
 @lru_cache(maxsize=32)
 def _level_table(processing: Processing) -> NDArray[np.float32]:
-    """(channels, 256): the pixel value for each of the 256 levels, with the order of operations of transformers' processors."""
+    """Returns (channels, 256): the normalized value of each of the 256 levels, in the operation order of transformers'
+    processors."""
     scaled = (np.arange(256, dtype=np.float64) * processing.scale).astype(np.float32)
     mean, std = (np.array(each, np.float32)[:, None] for each in (processing.mean, processing.std))
     return (scaled - mean) / std
 
 
 class TiledImage(NamedTuple):
-    """Tiles of one image and their arrangement: the grid row by row, the whole image before or after it."""
+    """Tiles of one image and their arrangement: the grid row by row, with the whole image before or after it."""
 
     images: list[Image.Image]
     tiles: Tiles
 
 
 def cut_tiles(image: Image.Image, tiling: Tiling, processing: Processing) -> TiledImage:
-    """The tiles of a decoded image."""
+    """Cuts a decoded image into tiles."""
     size, resample = processing.size, processing.resample
     tiles = tiling.tiles(*image.size, size)
     if not tiles.steps:
@@ -175,13 +176,14 @@ def cut_tiles(image: Image.Image, tiling: Tiling, processing: Processing) -> Til
 
 
 def tile_pixels(image: Image.Image, tiling: Tiling, processing: Processing) -> tuple[NDArray[np.float32], Tiles]:
-    """(tiles, channels, size, size) fp32 of a decoded image, and the arrangement of the tiles."""
+    """Returns (tiles, channels, size, size) fp32 pixels of a decoded image, and the arrangement of the tiles."""
     tiled = cut_tiles(image, tiling, processing)
     return np.stack([pixels(each, processing) for each in tiled.images]), tiled.tiles
 
 
 def native_item(image: Image.Image, processing: Processing, native: Native) -> NDArray[np.float32]:
-    """(most + 1, channels * patch * patch) fp32 of a decoded image.
+    """Returns (most + 1, channels * patch * patch) fp32 of a decoded image: patches, padding, and a row that begins with the
+    grid.
 
     Raises:
         ValueError: the image is too long for this number of patches.
@@ -193,12 +195,12 @@ def native_item(image: Image.Image, processing: Processing, native: Native) -> N
 
 
 def split_native(items: "Tensor") -> "tuple[Tensor, Tensor]":
-    """Items (N, most + 1, numbers) -> patches (N, most, numbers) and grids (N, 2) int64."""
+    """Splits items (N, most + 1, numbers) into patches (N, most, numbers) and grids (N, 2) int64."""
     return items[:, :-1], items[:, -1, :2].long()
 
 
 def native_grid(width: int, height: int, patch: int, most: int) -> tuple[int, int]:
-    """(rows, columns) of patches at the largest scale for which the image has at most `most` patches, rounded up."""
+    """Returns (rows, columns) of patches, rounded up, at the largest scale for which the image has at most `most` patches."""
 
     def counts(scale: float) -> tuple[int, int]:
         rows, columns = (max(1, ceil(side * scale / patch)) for side in (height, width))
@@ -215,7 +217,7 @@ def native_grid(width: int, height: int, patch: int, most: int) -> tuple[int, in
 def native_patches(
     image: Image.Image, processing: Processing, patch: int, most: int
 ) -> tuple[NDArray[np.float32], tuple[int, int]]:
-    """(most, channels * patch * patch) fp32, patches row by row and then zeros, and the image's (rows, columns)."""
+    """Returns (most, channels * patch * patch) fp32, patches row by row and then zeros, and the (rows, columns) of the image."""
     rows, columns = native_grid(*image.size, patch, most)
     if rows * columns > most:
         raise ValueError(

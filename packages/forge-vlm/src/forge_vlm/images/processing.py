@@ -1,4 +1,4 @@
-"""How an encoder expects images: resized to squares, or in their own proportions, and normalized.
+"""Image processing that an encoder expects: resizing to squares, or native proportions, and normalization.
 
 Plain data: importing this module needs no numpy.
 """
@@ -17,7 +17,7 @@ Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"
 FILE = "preprocessor_config.json"
 
 RESAMPLES: tuple[Resample, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-"""In the order of PIL's numbers, which `preprocessor_config.json` contains."""
+"""Resampling filters in the order of PIL's numbers, which `preprocessor_config.json` contains."""
 _READ_KEYS = (
     *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize"),
     *("image_mean", "image_std", "patch_size", "max_num_patches"),
@@ -41,15 +41,15 @@ _IGNORED_KEYS: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Processing:
-    """How an image of any size becomes the pixels of an encoder.
+    """Conversion of an image of any size to the pixels of an encoder.
 
     Attributes:
-        size: height and width that the encoder takes.
-        mean: of each channel, for pixels between 0 and 1.
-        std: of each channel.
+        size: height and width of the encoder's input.
+        mean: mean of each channel, for pixels between 0 and 1.
+        std: standard deviation of each channel.
         resample: filter for resizing.
-        shortest: the shorter edge is resized to this length and the center is cropped; None: the whole image is stretched to a
-            square.
+        shortest: length to which the shorter edge is resized before the center is cropped; None: the whole image is stretched to
+            a square.
         scale: factor for pixels between 0 and 255.
     """
 
@@ -65,16 +65,16 @@ class Processing:
             raise ValueError(f"size {self.size} cannot be cropped from an image whose shorter edge is {self.shortest}")
 
     def at(self, size: int) -> "Processing":
-        """The same processing for images of another size."""
+        """Returns the same processing for images of another size."""
         shortest = None if self.shortest is None else max(size, round(self.shortest * size / self.size))
         return replace(self, size=size, shortest=shortest)
 
 
 def read_processing(folder: Path, size: int, channels: int) -> Processing:
-    """The processing that `preprocessor_config.json` of a folder describes; `size` is the default of its size.
+    """Reads the processing from `preprocessor_config.json` of a folder; `size` is used if the file has none.
 
     Raises:
-        ForgeError: the file is missing, or describes something that Forge does not implement.
+        ForgeError: the file is missing, or describes a processing that Forge does not implement.
     """
     path = folder / FILE
     try:
@@ -112,7 +112,7 @@ def read_processing(folder: Path, size: int, channels: int) -> Processing:
 
 
 def _sizes(values: Mapping[str, Any], default: int, where: str) -> tuple[int | None, int]:
-    """(shorter edge, size)."""
+    """Returns (length of the shorter edge or None, size)."""
     size = values.get("size")
     crop = _square(values["crop_size"], where, "crop_size") if values.get("do_center_crop") and values.get("crop_size") else None
     if size is None:
@@ -155,12 +155,12 @@ def _is_positive(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Native:
-    """How an encoder takes images of any proportions.
+    """Input format for images of any proportions.
 
     Attributes:
         patch: height and width of a patch in pixels.
         most: maximum number of patches of an image.
-        each: the model has one placeholder per patch, instead of the same number for every image.
+        each: whether the model has one placeholder per patch, instead of the same number for every image.
     """
 
     patch: int

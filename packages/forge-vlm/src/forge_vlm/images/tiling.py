@@ -1,4 +1,4 @@
-"""How an image is cut into tiles of an encoder's size, computed from its width and height alone. Needs no PIL and no torch.
+"""Computes the tiles of an image, each of the encoder's size, from its width and height. Needs no PIL and no torch.
 
 square  the whole image in one tile
 anyres  one tile with the whole image, then the grid that keeps most of its pixels (LLaVA-NeXT, Liu et al., 2024)
@@ -25,8 +25,8 @@ class Tiles:
     """The tiles of one image.
 
     Attributes:
-        rows: of the grid; 0 if there is only the whole image.
-        columns: of the grid; 0 if there is only the whole image.
+        rows: number of rows of the grid; 0 if there is only the whole image.
+        columns: number of columns of the grid; 0 if there is only the whole image.
         whole: position of the tile with the whole image: before the tiles of the grid, after them, or not at all.
         steps: sizes (width, height) to which the image is resized, one after the other, before the grid is cut.
         place: (left, top) of the resized image on the grid; the rest of the grid is black.
@@ -46,12 +46,12 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """A tiler and its limits; see the module."""
+    """A tiler and its limits; see the module docstring."""
 
     key_class: ClassVar = IDENTITY
 
     name: TilerName = "square"
-    """How an image is cut into tiles: `square`, `anyres`, `grid` or `canvas`."""
+    """Method of cutting an image into tiles: `square`, `anyres`, `grid` or `canvas`."""
     most: Annotated[int, Gt(0)] = 4
     """grid: maximum number of rows and of columns. canvas: maximum number of tiles."""
     grids: tuple[tuple[Annotated[int, Gt(0)], Annotated[int, Gt(0)]], ...] = LLAVA
@@ -62,7 +62,7 @@ class Tiling:
             raise ValueError("grids of a tiler are empty; give (rows, columns), or remove the key")
 
     def tiles(self, width: int, height: int, size: int) -> Tiles:
-        """The tiles of size x size for an image of width x height."""
+        """Returns the tiles of size x size for an image of width x height."""
         if self.name == "square":
             return Tiles(0, 0, "first")
         if self.name == "anyres":
@@ -80,7 +80,7 @@ class Tiling:
 
 
 def anyres(width: int, height: int, size: int, grids: Sequence[tuple[int, int]]) -> Tiles:
-    """The grid that keeps most pixels of the image; of equals, the one with the least empty area."""
+    """Chooses the grid that keeps most pixels of the image; of equals, the one with the least empty area."""
 
     def kept(grid: tuple[int, int]) -> tuple[int, int]:
         across, down = grid[1] * size, grid[0] * size
@@ -97,7 +97,7 @@ def anyres(width: int, height: int, size: int, grids: Sequence[tuple[int, int]])
 
 
 def grid(width: int, height: int, size: int, most: int) -> Tiles:
-    """The longer side becomes `most` tiles long, then both sides are rounded up to whole tiles."""
+    """Computes a grid whose longer side is `most` tiles long; both sides are rounded up to whole tiles."""
     longest = _long_side(width, height, most * size)
     ratio = longest[0] / longest[1]
     if longest[0] >= longest[1]:
@@ -113,7 +113,7 @@ def grid(width: int, height: int, size: int, most: int) -> Tiles:
 
 
 def canvas(width: int, height: int, size: int, most: int) -> Tiles:
-    """The grid that enlarges least, or, if none enlarges, shrinks least; of equals, the one with the fewest tiles."""
+    """Chooses the grid that enlarges the image least, or, if none enlarges it, shrinks it least; of equals, the fewest tiles."""
     counts = range(1, most + 1)
     grids = [(rows, columns) for rows in counts for columns in counts if rows * columns <= most]
     scales = [min(rows * size / height, columns * size / width) for rows, columns in grids]
@@ -132,7 +132,7 @@ def canvas(width: int, height: int, size: int, most: int) -> Tiles:
 
 
 def _long_side(width: int, height: int, length: int) -> tuple[int, int]:
-    """The size with `length` as the longer side; the other side is rounded down, made even, and at most `length`."""
+    """Returns the size with `length` as the longer side; the other side is rounded down, made even, and at most `length`."""
     ratio = width / height
     if width >= height:
         return length, max(1, min(_even(int(length / ratio)), length))
