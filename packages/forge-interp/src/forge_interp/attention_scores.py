@@ -1,4 +1,5 @@
-"""Attention scores and patterns, recomputed from queries and keys; the model keeps its fast kernels and its bits."""
+"""Attention scores and patterns, recomputed from queries and keys; the model keeps its fast kernels and computes the same
+bits."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from forge_models.blocks.attention_core import LocalAttention, placed_mask
 from forge_models.inner_values import is_from
 
 QUERY_CHUNK = 256
-"""Queries at a time for what needs no whole matrix of scores."""
+"""Number of queries processed at a time for results that do not need the whole matrix of scores."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class ScoreRule:
 
 
 class AttentionScores:
-    """Queries and keys of the newest forward. Scores are computed on request, for the requested heads and queries.
+    """Queries and keys of the latest forward. Scores are computed on request, for the requested heads and queries.
 
-    All results are in fp32, or fp64 for a model in fp64. `heads` are query heads, `queries` indices in the row; None = all.
-    A head of keys serves heads / kv_heads heads of queries.
+    All results are in fp32, or fp64 for a model in fp64. `heads` are query heads, `queries` are positions in the row; None = all.
+    Each key head serves heads / kv_heads query heads.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class AttentionScores:
     ) -> None:
         """
         Args:
-            rules: by layer.
-            kept: (B, heads, T, head_dim) of each `blocks.N.attention.q` and `.k`.
-            documents: (B, T) of each token; None = each row is one.
-            token_mask: (B, T) bool, False for padding; None = only `documents` tell it, if anything does.
+            rules: score rule by layer.
+            kept: (B, heads, T, head_dim) values of each `blocks.N.attention.q` and `.k`.
+            documents: (B, T) document of each token; None = each row is one document.
+            token_mask: (B, T) bool, False for padding; None = padding is known from `documents`, or there is none.
         """
         self._rules = rules
         self._kept = {} if kept is None else kept
@@ -66,10 +67,10 @@ class AttentionScores:
         return list(self._rules)
 
     def scores(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
-        """(B, heads, queries, T): scale * q k^T, capped where the model caps; -inf for keys that a query does not see.
+        """Returns (B, heads, queries, T): scale * q k^T, capped if the model caps; -inf for keys that a query does not see.
 
         Raises:
-            InterpError: layer, head or query does not exist, or nothing ran.
+            InterpError: the layer, head or query does not exist, or no forward ran.
         """
         q, k, at = self._chosen(layer, heads, queries)
         rule = self._rules[layer]
@@ -82,17 +83,17 @@ class AttentionScores:
         return scores.masked_fill(~placed_mask(mine, PositionedTokens(everywhere, documents), rule.window), float("-inf"))
 
     def pattern(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
-        """(B, heads, queries, T): the softmax of `scores`; rows sum to 1."""
+        """Returns (B, heads, queries, T): the softmax of `scores`; rows sum to 1."""
         return self.scores(layer, heads, queries).softmax(-1)
 
     def entropy(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
-        """(B, heads, queries) in nats: - sum p ln p; 0 where a query sees one key only, NaN where the query is padding."""
+        """Returns (B, heads, queries) entropies - sum p ln p in nats: 0 if a query sees only one key, NaN for padding."""
         return torch.cat(
             [_entropy(part).masked_fill(~real, float("nan")) for part, real in self._parts(layer, heads, queries)], 2
         )
 
     def max_logit(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
-        """(heads,): the largest score of all rows and queries but padding, before the softmax and behind the cap."""
+        """Returns (heads,): the largest score over all rows and queries except padding, after the cap and before the softmax."""
         parts = [
             part.masked_fill(~real[..., None], float("-inf")).amax((0, 2, 3)) for part, real in self._parts(layer, heads, queries)
         ]
@@ -101,7 +102,8 @@ class AttentionScores:
     def _parts(
         self, layer: int, heads: Sequence[int] | None, queries: Sequence[int] | range | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Scores of some queries at a time, and (B, 1, queries) bool: which of them are not padding."""
+        """Yields the scores of `QUERY_CHUNK` queries at a time, and the (B, 1, queries) bool mask of queries that are not
+        padding."""
         places = list(range(self._length(layer)) if queries is None else queries)
         for start in range(0, len(places), QUERY_CHUNK):
             some = places[start : start + QUERY_CHUNK]
@@ -142,14 +144,14 @@ class AttentionScores:
 
 @contextmanager
 def capture_qk(model: nn.Module, layers: Sequence[int] | None = None) -> Iterator[AttentionScores]:
-    """Keeps queries and keys behind norm and rotation (2 B T heads head_dim numbers a layer, not B heads T^2) of the newest
-    forward inside. What the model computes is the same bits as without.
+    """Context that keeps the queries and keys, after norm and rotation, of the latest forward (2 B T heads head_dim numbers per
+    layer, not B heads T^2). The model computes the same bits as without it.
 
     Args:
-        layers: blocks, negative ones from the end; None = all.
+        layers: numbers of blocks; negative ones count from the end; None = all.
 
     Raises:
-        InterpError: an attention whose rule is not known, one whose core a strategy has replaced, or a forward with a cache.
+        InterpError: the attention has no known rule, a strategy has replaced its core, or a forward has a cache.
     """
     wanted = choose(taps(model), ("attention.q", "attention.k"), range(_count(model)) if layers is None else layers)
     kept = sorted({layer for name in wanted if (layer := layer_of(name)) is not None})
@@ -200,14 +202,14 @@ def _entropy(scores: Tensor) -> Tensor:
 
 @torch.no_grad()
 def induction_scores(model: nn.Module, tokens: Tensor) -> Tensor:
-    """(layers, heads): how much attention goes from a token of the second copy to the one behind its first occurrence
-    (Olsson et al., 2022), averaged over rows and positions.
+    """Returns (layers, heads): the attention from a token of the second copy to the token after its first occurrence (Olsson et
+    al., 2022), averaged over rows and positions.
 
     Args:
-        tokens: (B, 2 n): each row is a sequence of n random tokens, twice.
+        tokens: (B, 2 n): each row is a sequence of n random tokens, repeated once.
 
     Raises:
-        InterpError: a row is not a sequence twice.
+        InterpError: a row is not a repeated sequence.
     """
     half = tokens.shape[1] // 2
     if tokens.shape[1] != 2 * half or not torch.equal(tokens[:, :half], tokens[:, half:]) or half < 2:

@@ -1,4 +1,4 @@
-"""Heat maps: a matrix of numbers with names of rows and columns, as SVG text, PNG bytes, or a file."""
+"""Draws heat maps of a matrix with named rows and columns, as SVG text, PNG bytes, or a file."""
 
 from collections.abc import Sequence
 from html import escape
@@ -14,7 +14,8 @@ LIGHT, DARK = (247, 251, 255), (8, 48, 107)
 
 
 def heat_map(title: str, values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str]) -> str:
-    """SVG with a cell for each number, its value inside and in a tooltip; below 0 counts as 0 for the color, above 1 as 1."""
+    """Returns an SVG with one cell per number, which shows the value, also in a tooltip. Colors are clamped to values from 0 to
+    1."""
     width, height = LABEL + CELL * len(columns) + 10, TITLE + CELL * len(rows) + LABEL
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -41,7 +42,7 @@ def heat_map(title: str, values: Sequence[Sequence[float]], rows: Sequence[str],
 
 
 def heat_map_png(title: str, values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str]) -> bytes:
-    """The same as a PNG, a cell for each number.
+    """Returns the same heat map as a PNG.
 
     Raises:
         ForgeError: matplotlib is not installed.
@@ -75,7 +76,7 @@ PICTURES = (".svg", ".png")
 
 
 def check_picture(path: Path | None) -> None:
-    """Raises `ForgeError` for a file that is not a picture, before anything is computed."""
+    """Checks before any computation that the output file is a picture; raises `ForgeError` otherwise."""
     if path is not None and path.suffix not in PICTURES:
         raise ForgeError(f"--output {path}: heat maps are {' and '.join(PICTURES)} files; --json prints the numbers")
 
@@ -83,10 +84,10 @@ def check_picture(path: Path | None) -> None:
 def write_heat_map(
     path: Path, title: str, values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str]
 ) -> None:
-    """By the suffix of the file.
+    """Writes a heat map in the format of the file's suffix.
 
     Raises:
-        ForgeError: another suffix, a library that is missing, or a file that cannot be written.
+        ForgeError: the suffix is not supported, a library is missing, or the file cannot be written.
     """
     check_picture(path)
     drawn = (

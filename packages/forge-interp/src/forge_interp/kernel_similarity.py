@@ -1,7 +1,7 @@
-"""Similarity with any kernel, which sums over one pass do not give exactly.
+"""Similarity with any kernel, which cannot be computed exactly from sums over one pass.
 
-`KernelSums` estimates CKA from minibatches. The measures of few rows need their products X X' alone, which are small where rows
-are wide, so that they can be kept over a whole training run.
+`KernelSums` estimates CKA from minibatches. The Gram measures for few rows need only the products X X', which are small for wide
+rows, so that they can be kept over a whole training run.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +14,14 @@ from torch import Tensor
 from forge_interp.tap_names import InterpError
 
 ROUNDING = 1e-12
-"""Share of a kernel's mean square below which an HSIC of it with itself is rounding."""
+"""Fraction of a kernel's mean square below which its HSIC with itself is a rounding error."""
 Kernel = Callable[[Tensor], Tensor]
 """(n, width) -> (n, n)."""
 
 
 def rbf(bandwidth: float) -> Kernel:
-    """exp(- |x - x'|^2 / (2 bandwidth^2)). The bandwidth is fixed: one that is taken from each batch would be another kernel."""
+    """Returns the kernel exp(- |x - x'|^2 / (2 bandwidth^2)). The bandwidth is fixed, so that all batches have the same
+    kernel."""
 
     def kernel(x: Tensor) -> Tensor:
         return torch.exp(torch.cdist(x, x).square() / (-2 * bandwidth**2))
@@ -32,9 +33,9 @@ def rbf(bandwidth: float) -> Kernel:
 class KernelSums:
     """Sums of HSIC1 over minibatches (Nguyen et al., 2021).
 
-    Each term is an unbiased estimate of HSIC, and so is their mean. CKA, a quotient with a root of them, is not: its bias falls
-    as 1 / minibatches, and in expectation the size of a minibatch has no part in it. Sums of ranks are added; other
-    minibatches give other values.
+    Each term is an unbiased estimate of HSIC, and so is their mean. CKA is a ratio with a square root of them and is biased: the
+    bias falls as 1 / minibatches and does not depend on the minibatch size in expectation. Sums of ranks can be added. The result
+    depends on the split into minibatches.
     """
 
     xy: Tensor
@@ -44,10 +45,10 @@ class KernelSums:
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor, kernel: Kernel, y_kernel: Kernel | None = None) -> "KernelSums":
-        """Of one minibatch x (n, p), y (n, q); n at least 4.
+        """Computes the sums of one minibatch x (n, p), y (n, q); n is at least 4.
 
         Raises:
-            InterpError: too few rows, or not of the same tokens.
+            InterpError: there are fewer than 4 rows, or x and y differ in their number of rows.
         """
         if len(x) != len(y) or len(x) < 4:
             raise InterpError(f"a minibatch needs at least 4 rows, and as many of y as of x, not {len(x)} and {len(y)}")
@@ -58,10 +59,10 @@ class KernelSums:
         return KernelSums(self.xy + other.xy, self.xx + other.xx, self.yy + other.yy, self.batches + other.batches)
 
     def cka(self) -> Tensor:
-        """Mean HSIC1(x, y) / sqrt(mean HSIC1(x, x) mean HSIC1(y, y)).
+        """Returns mean HSIC1(x, y) / sqrt(mean HSIC1(x, x) mean HSIC1(y, y)).
 
         Raises:
-            InterpError: one side does not vary.
+            InterpError: the rows of one side do not vary.
         """
         if not min(float(self.xx), float(self.yy)) > 0:
             raise InterpError("the rows of one side do not vary under this kernel; take another bandwidth or larger minibatches")
@@ -69,13 +70,13 @@ class KernelSums:
 
 
 def _spread(k: Tensor) -> Tensor:
-    """HSIC1(k, k), and 0 where it is rounding."""
+    """Returns HSIC1(k, k), or 0 if it is a rounding error."""
     found = hsic1(k, k)
     return found.where(found > ROUNDING * k.square().mean(), 0.0)
 
 
 def hsic1(k: Tensor, l_: Tensor) -> Tensor:
-    """The unbiased estimate of HSIC of two kernel matrices (n, n) of the same rows (Song et al., 2012)."""
+    """Returns the unbiased estimate of HSIC of two kernel matrices (n, n) of the same rows (Song et al., 2012)."""
     n = len(k)
     k, l_ = (one - torch.diag(one.diagonal()) for one in (k, l_))
     rest = k.sum() * l_.sum() / ((n - 1) * (n - 2)) - 2 * (k.sum(0) @ l_.sum(0)) / (n - 2)
@@ -83,20 +84,20 @@ def hsic1(k: Tensor, l_: Tensor) -> Tensor:
 
 
 def gram(x: Tensor) -> Tensor:
-    """(n, n) fp64 of rows (n, width): X X' of the rows without their mean."""
+    """Returns the (n, n) fp64 Gram matrix X X' of the centered rows (n, width)."""
     rows = x.detach().double()
     rows = rows - rows.mean(0)
     return rows @ rows.T
 
 
 def gram_cka(left: Tensor, right: Tensor) -> Tensor:
-    """Unbiased linear CKA (Nguyen et al., 2021), in fp64, as `linear.unbiased_cka`; NaN where it is not defined: one side does
-    not vary, or its rows all have the same distance from each other."""
+    """Returns the unbiased linear CKA (Nguyen et al., 2021) of two Gram matrices in fp64, as `similarity.unbiased_cka`; NaN if
+    the rows of one side are equal or equidistant."""
     return gram_cka_pairs([left], [right])[0, 0]
 
 
 class _Terms(NamedTuple):
-    """Of a kernel matrix (n, n), what HSIC1 (Song et al., 2012) takes of it without its diagonal."""
+    """Terms of HSIC1 (Song et al., 2012) for a kernel matrix (n, n) without its diagonal."""
 
     flat: Tensor
     diagonal: Tensor
@@ -108,7 +109,7 @@ class _Terms(NamedTuple):
         return cls(k.flatten(), k.diagonal(), k.sum(0) - k.diagonal())
 
     def own(self) -> Tensor:
-        """HSIC1 with itself; NaN where it is not positive, but for rounding."""
+        """Returns HSIC1 with itself, or NaN if it is not larger than the rounding error."""
         found = self.hsic1(self)
         return found.where(found > ROUNDING * self.flat.square().mean(), float("nan"))
 
@@ -120,7 +121,7 @@ class _Terms(NamedTuple):
 
 
 def gram_cka_pairs(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-    """(l, r) fp64: `gram_cka` of each of `left` with each of `right`; NaN where it is not defined."""
+    """Returns (l, r) fp64: `gram_cka` of each of `left` with each of `right`; NaN if it is undefined."""
     first, second = [_Terms.of(one) for one in left], [_Terms.of(one) for one in right]
     mine, others = (torch.stack([one.own() for one in side]) for side in (first, second))
     pairs = torch.stack([torch.stack([one.hsic1(other) for other in second]) for one in first])
@@ -128,8 +129,9 @@ def gram_cka_pairs(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
 
 
 def gram_rank(products: Tensor) -> Tensor:
-    """Effective rank in fp64, as `recipes.geometry.effective_rank` of the rows; NaN where they do not vary."""
+    """Returns the effective rank of the rows in fp64 from their Gram matrix, as `methods.probes.effective_rank`; NaN if the rows
+    do not vary."""
     sizes = torch.linalg.eigvalsh(products.double())
-    sizes = sizes.where(sizes > sizes[-1] * 1e-14, 0.0).sqrt()  # below is rounding
+    sizes = sizes.where(sizes > sizes[-1] * 1e-14, 0.0).sqrt()  # drops rounding errors
     shares = sizes / sizes.sum()
     return torch.special.entr(shares).sum().exp()

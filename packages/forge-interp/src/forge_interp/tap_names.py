@@ -1,8 +1,8 @@
-"""The inner values of a model: their names, dimensions and aliases, and the choice among them by patterns.
+"""Inner values of a model: their names, dimensions and aliases, and their selection by patterns.
 
-A name is a path: `blocks.3.attention.q`, `mtp.depths.1.residual`, `norm`. An alias is the name of the same numbers in
-TransformerLens (Nanda and Bloom, 2022), such as `blocks.3.attn.hook_rot_q`; where there is none, the table says why. `taps` lists
-what a model passes through `tap`, found by running it on the meta device.
+A name is a path: `blocks.3.attention.q`, `mtp.depths.1.residual`, `norm`. An alias is the name of the same values in
+TransformerLens (Nanda and Bloom, 2022), such as `blocks.3.attn.hook_rot_q`; if there is none, the table has the reason. `taps`
+lists the values that a model passes to `tap`, found by running the model on the meta device.
 """
 
 import re
@@ -26,18 +26,18 @@ from forge_models.inner_values import is_from, listening
 
 
 class InterpError(ForgeError):
-    """A name, a selection or a value that cannot be captured or edited."""
+    """Error for a name, a selection or a value that cannot be captured or edited."""
 
 
 def require_finite(what: str, x: Tensor) -> None:
-    """Refuses values that are NaN or infinite: no measure of them means anything.
+    """Checks that all values are finite.
 
     Args:
-        what: the noun for the message, in the plural, such as "activations".
-        x: (rows, ...).
+        what: noun for the message, in the plural, such as "activations".
+        x: (rows, ...) values.
 
     Raises:
-        InterpError: names how many there are, and the first row that has one.
+        InterpError: values are NaN or infinite; the message has their number and the first row with one.
     """
     finite = x.isfinite()
     if not bool(finite.all()):
@@ -52,13 +52,13 @@ class TapInfo:
     """One inner value of a model.
 
     Attributes:
-        name: its path.
-        alias: its name in TransformerLens; empty where there is none.
-        dims: its dimensions as a block passes it.
-        shape: of one token, what is behind rows and positions.
-        dtype: of its elements.
-        editable: whether an edit changes what follows.
-        partial: why it does not have a value for each token, and so cannot be selected; empty where it has.
+        name: path of the value.
+        alias: name in TransformerLens; empty if there is none.
+        dims: dimensions in the order in which a block passes the value.
+        shape: shape for one token, without rows and positions.
+        dtype: dtype of the elements.
+        editable: whether an edit affects later computations.
+        partial: reason why there is no value per token, so that it cannot be selected; empty if there is one.
     """
 
     name: str
@@ -71,7 +71,7 @@ class TapInfo:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token."""
+        """Number of bytes of one token."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
@@ -81,17 +81,18 @@ class TapInfo:
 
 
 def taps(model: nn.Module) -> dict[str, TapInfo]:
-    """Every inner value of a decoder by name, in the order of a forward. Runs the model on the meta device: no memory, no time.
+    """Returns every inner value of a decoder by name, in the order of a forward. Runs the model on the meta device, without
+    memory.
 
     Raises:
-        InterpError: a part of a pipeline, or a model that is sharded.
+        InterpError: the model is a pipeline stage or sharded.
     """
     _refuse_parts(model)
     shape: Any = model.shape
     found: dict[str, TapInfo] = {}
 
     def hear(name: str, x: Tensor) -> None:
-        if not is_from(model):  # an encoder of images, whose tokens are others
+        if not is_from(model):  # an image encoder, which has other tokens
             return
         entry = known(name)
         own = ("batch", "sequence", *("" for _ in x.shape[2:]))  # of a plugin's block
@@ -120,15 +121,16 @@ def taps(model: nn.Module) -> dict[str, TapInfo]:
 
 
 def choose(found: Mapping[str, TapInfo], names: str | Sequence[str], layers: Sequence[int] | None = None) -> dict[str, TapInfo]:
-    """The inner values that patterns name, in the order of a forward.
+    """Returns the inner values that match patterns, in the order of a forward.
 
     Args:
-        found: those of the model.
-        names: names, aliases, or patterns with `*`; with `layers` also what is behind `blocks.N.`, such as `attention.q`.
-        layers: blocks, negative ones from the end; None = all.
+        found: all inner values of the model.
+        names: names, aliases, or patterns with `*`; with `layers` also the part after `blocks.N.`, such as `attention.q`.
+        layers: numbers of blocks; negative ones count from the end; None = all.
 
     Raises:
-        InterpError: a pattern matches nothing, with the nearest names, or nothing that each token has; a layer does not exist.
+        InterpError: a pattern matches nothing (the message has the nearest names) or only values that do not exist for each
+            token, or a layer does not exist.
     """
     allowed = None if layers is None else _layers(found, layers)
     within = {name: one for name, one in found.items() if allowed is None or layer_of(name) in allowed}
@@ -174,10 +176,10 @@ class Known(NamedTuple):
 
     Attributes:
         says: description of the value.
-        dims: in the order in which a block passes it; "tokens" are rows and positions in one.
+        dims: dimensions in the order in which a block passes the value; "tokens" stands for rows and positions in one dimension.
         alias: name in TransformerLens, without the prefix `blocks.N.`; empty if TransformerLens has no such value.
         why: reason for an empty alias.
-        editable: False for what a block only shows.
+        editable: False if no later computation uses the value.
     """
 
     says: str
@@ -250,15 +252,15 @@ WITH_IMAGES = {
 
 
 def known(name: str) -> Known | None:
-    """What a full name stands for, also that of one of several modules of a block, such as `image.mlp.hidden`; None for one of a
-    plugin's block."""
+    """Returns the kind of inner value of a full name, also for one of several modules of a block, such as `image.mlp.hidden`;
+    None for a name from a plugin's block."""
     place, _, rest = _parts(name)
     table = (INSIDE if place else OUTSIDE) | WITH_IMAGES
     return table.get(rest, table.get(rest.partition(".")[2]) if place else None)
 
 
 def alias_of(name: str) -> str:
-    """What TransformerLens calls it; empty where it has no such value, such as inside of modules for multi-token prediction."""
+    """Returns the name in TransformerLens; "" if it has no such value, such as in modules for multi-token prediction."""
     place, layer, rest = _parts(name)
     found = (INSIDE if place else OUTSIDE).get(rest)
     if found is None or not found.alias or (place and layer is None):
@@ -267,31 +269,31 @@ def alias_of(name: str) -> str:
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the block; None outside of the model's blocks."""
+    """Returns the number of the block, or None outside of the model's blocks."""
     return _parts(name)[1]
 
 
 def inside(name: str) -> str:
-    """The name without its block: `attention.q`."""
+    """Returns the name without its block, such as `attention.q`."""
     return _parts(name)[2]
 
 
 def by_token(x: Tensor, dims: tuple[str, ...], rows: int) -> Tensor:
-    """(B, T, ...) of a value in the order in which a block passes it: heads become dimension 2."""
+    """Converts a value from the order in which a block passes it to (B, T, ...); heads become dimension 2."""
     if dims[0] == "tokens":
         return x.unflatten(0, (rows, -1))
     return x.transpose(1, 2) if dims[1] != "sequence" else x
 
 
 def as_passed(x: Tensor, dims: tuple[str, ...]) -> Tensor:
-    """The opposite of `by_token`."""
+    """Inverts `by_token`."""
     if dims[0] == "tokens":
         return x.flatten(0, 1)
     return x.transpose(1, 2) if dims[1] != "sequence" else x
 
 
 def dims_by_token(dims: tuple[str, ...]) -> tuple[str, ...]:
-    """The dimensions behind rows and positions."""
+    """Returns the dimensions other than rows and positions."""
     return tuple(dim for dim in dims if dim not in ("batch", "sequence", "tokens"))
 
 
@@ -346,7 +348,7 @@ def _no_loss(_head: Any, hidden: Tensor, _labels: Tensor) -> LossTerms:
 
 @contextmanager
 def _without_experts(model: nn.Module) -> Iterator[None]:
-    """Experts that are not run: how many tokens each has is a number, and there are none."""
+    """Context in which experts do not run, because the meta device has no values to count the tokens of each expert."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "dispatch")]
     before = [layer.dispatch for layer in layers]
     for layer in layers:

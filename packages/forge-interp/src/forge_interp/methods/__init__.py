@@ -1,4 +1,4 @@
-"""Methods of interpretability as functions of a decoder and tokens, made of `capture` and `edit`.
+"""Interpretability methods as functions of a decoder and tokens, built on `capture` and `edit`.
 
 from forge_interp.methods import head_ablation, logit_lens
 

@@ -1,4 +1,4 @@
-"""Lenses: what the head predicts from inner layers, directly or through a trained affine map for each layer."""
+"""Lenses: predictions of the head from inner layers, directly or through a trained affine map per layer."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,11 +16,11 @@ from forge_models.generation import evaluating
 
 @torch.no_grad()
 def logit_lens(model: nn.Module, tokens: Tensor, positions: int | Sequence[int] = -1) -> Tensor:
-    """(layers + 1, B, n, vocab): the model's final norm and head on the stream that enters each block, and on the last one, which
-    gives the model's logits (nostalgebraist, 2020).
+    """Returns (layers + 1, B, n, vocab): the model's final norm and head applied to the input stream of each block, and to the
+    last stream, which gives the model's logits (nostalgebraist, 2020).
 
     Raises:
-        InterpError: a position beyond the tokens.
+        InterpError: a position is beyond the tokens.
     """
     decoder: Any = model
     with capture(model, ["blocks.*.residual", "residual"], positions=positions) as seen:
@@ -30,7 +30,7 @@ def logit_lens(model: nn.Module, tokens: Tensor, positions: int | Sequence[int] 
 
 @torch.no_grad()
 def lens_losses(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """(layers + 1,) fp64: mean negative log-likelihood of the labels under the logit lens, layer by layer; the last is the loss.
+    """Returns (layers + 1,) fp64: mean negative log-likelihood of the labels under the logit lens by layer; the last is the loss.
 
     Args:
         labels: (B, T), already shifted; -100 = no loss.
@@ -46,13 +46,13 @@ def lens_losses(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 class Attributed(NamedTuple):
-    """What parts of a model add to a logit, or to a difference of logits.
+    """Contributions of the parts of a model to a logit, or to a difference of logits.
 
     Attributes:
-        names: of the parts: embeddings, then each head (`blocks.0.attention.heads.3`), what the attention's bias and norm
-            add besides, and each feed-forward part.
-        parts: (parts, B) what each adds; they sum to `total`.
-        total: (B,) the logit, or the difference.
+        names: names of the parts: embeddings, then each head (`blocks.0.attention.heads.3`), the rest of each attention (its bias
+            and norm), and each feed-forward part.
+        parts: (parts, B) contribution of each part; they sum to `total`.
+        total: (B,) logit, or difference of logits.
     """
 
     names: tuple[str, ...]
@@ -64,13 +64,13 @@ class Attributed(NamedTuple):
 def direct_logit_attribution(
     model: nn.Module, tokens: Tensor, right: Tensor, wrong: Tensor | None = None, position: int = -1
 ) -> Attributed:
-    """Splits the logit of `right` (B,) at one position, or its difference to that of `wrong`, into what each part wrote
+    """Splits the logit of `right` (B,) at one position, or its difference to that of `wrong`, into the contribution of each part
     (Elhage et al., 2021), with the scale of the final norm held fixed.
 
-    Only what is linear is split: an RMSNorm or LayerNorm at the end, heads without a norm behind the attention, no cap on logits.
+    This needs linearity: a final RMSNorm or LayerNorm, no norm after the attention to split heads, and no cap on logits.
 
     Raises:
-        InterpError: the model has a norm or a cap that does not split.
+        InterpError: the model has a norm or a cap that cannot be split.
     """
     decoder: Any = model
     shape = decoder.shape
@@ -92,7 +92,7 @@ def direct_logit_attribution(
             weight = decoder.blocks[str(layer)].attention.o_proj.weight.unflatten(1, (heads.shape[1], -1))
             written = torch.einsum("bhd,ehd->hbe", heads, weight) * shape.residual_multiplier
             kept |= {f"blocks.{layer}.attention.heads.{head}": one for head, one in enumerate(written)}
-            added = added - written.sum(0)  # the bias, where there is one, and rounding
+            added = added - written.sum(0)  # the bias, if there is one, and rounding errors
         kept[f"blocks.{layer}.attention.added"] = added
         kept[f"blocks.{layer}.mlp.added"] = seen[f"blocks.{layer}.mlp.added"][:, 0]
     parts = torch.stack([(value.double() * read).sum(1) for value in kept.values()])
@@ -102,7 +102,7 @@ def direct_logit_attribution(
 
 
 def _linear_norm(norm: Any, stream: Tensor, direction: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(B, dim) r and (B,) c with direction . norm(x) = r . x + c where the norm's scale is that of `stream`."""
+    """Returns (B, dim) r and (B,) c with direction . norm(x) = r . x + c, for the scale that the norm has at `stream`."""
     weight = norm.weight.double() + getattr(norm, "offset", 0)
     read = direction * weight
     if getattr(norm, "bias", None) is None and not isinstance(norm, nn.LayerNorm) and type(norm).__name__ == "RMSNorm":
@@ -115,18 +115,18 @@ def _linear_norm(norm: Any, stream: Tensor, direction: Tensor) -> tuple[Tensor, 
 
 
 Unembed = Callable[[Tensor], Tensor]
-"""Stream (..., dim) behind the last block -> logits (..., vocab)."""
+"""Stream (..., dim) after the last block -> logits (..., vocab)."""
 STREAMS = ["blocks.*.residual", "residual"]
 
 
 class TunedLens(NamedTuple):
-    """x + x A' + b for the stream that enters each block.
+    """Affine maps x + x A' + b of the input stream of each block.
 
     Attributes:
         weight: (layers, dim, dim) A.
-        bias: (layers, dim).
+        bias: (layers, dim) b.
         before: (layers,) KL divergence of the model's distribution from that of the logit lens, in nats per held-out token.
-        after: (layers,) the same with the maps.
+        after: (layers,) the same divergence with the maps.
     """
 
     weight: Tensor
@@ -135,12 +135,12 @@ class TunedLens(NamedTuple):
     after: Tensor
 
     def __call__(self, layer: int, x: Tensor) -> Tensor:
-        """(..., dim) the stream that enters block `layer`, as the last block would have left it."""
+        """Maps the input stream (..., dim) of block `layer` to a prediction of the stream after the last block."""
         return x + F.linear(x, self.weight[layer].to(x), self.bias[layer].to(x))
 
     @torch.no_grad()
     def logits(self, model: nn.Module, tokens: Tensor, positions: int | Sequence[int] = -1) -> Tensor:
-        """(layers + 1, B, n, vocab), as `logit_lens`; the last ones are the model's."""
+        """Returns (layers + 1, B, n, vocab) logits, as `logit_lens`; the last ones are those of the model."""
         decoder: Any = model
         with capture(model, STREAMS, positions=positions) as seen:
             model(tokens)
@@ -149,7 +149,7 @@ class TunedLens(NamedTuple):
         return torch.stack([decoder.head(decoder.norm(stream)) for stream in (*mapped, last)])
 
     def save(self, path: Path, facts: dict[str, str] | None = None) -> None:
-        """As safetensors, with facts about where it comes from.
+        """Writes the lens as safetensors, with facts about its origin.
 
         Raises:
             InterpError: the file cannot be written.
@@ -165,10 +165,10 @@ class TunedLens(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> "TunedLens":
-        """What `save` wrote.
+        """Reads a file of `save`.
 
         Raises:
-            InterpError: it cannot be read.
+            InterpError: the file cannot be read.
         """
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -189,17 +189,17 @@ def tuned_lens(
     held_out: float = 0.2,
     seed: int = 0,
 ) -> TunedLens:
-    """Fits the maps of all layers at once: minimizes the mean over tokens of KL(model | lens), by Adam with a rate that falls to
-    zero. They begin as the logit lens, so a layer that needs none keeps none.
+    """Fits the maps of all layers at once: minimizes the mean over tokens of KL(model | lens) by Adam with a learning rate that
+    falls to zero. The maps start at the identity, which is the logit lens.
 
     Args:
-        inputs: (length,) token ids each.
-        batch: inputs of a step.
-        held_out: share of the inputs that is not fitted.
-        seed: of the choice and of the order.
+        inputs: (length,) token ids of each input.
+        batch: number of inputs per step.
+        held_out: fraction of the inputs to hold out.
+        seed: seed of the split and of the order.
 
     Raises:
-        InterpError: fewer than two inputs, or no steps.
+        InterpError: there are fewer than two inputs, or no steps.
     """
     if len(inputs) < 2 or steps < 1:
         raise InterpError(f"a tuned lens needs at least 2 inputs and 1 step, not {len(inputs)} and {steps}")
@@ -247,12 +247,12 @@ def tuned_lens(
 
 
 def divergences(streams: Tensor, target: Tensor, weight: Tensor, bias: Tensor, unembed: Unembed) -> Tensor:
-    """(layers,) mean KL(target | lens) in nats.
+    """Returns (layers,) the mean KL(target | lens) in nats.
 
     Args:
-        streams: (layers, n, dim).
+        streams: (layers, n, dim) input streams of the blocks.
         target: (n, vocab) log probabilities of the model.
-        weight, bias: of the maps.
+        weight, bias: weight and bias of the maps.
     """
     found = []
     for stream, matrix, shift in zip(streams, weight, bias, strict=True):
@@ -263,7 +263,8 @@ def divergences(streams: Tensor, target: Tensor, weight: Tensor, bias: Tensor, u
 
 @torch.no_grad()
 def _streams(model: nn.Module, seen: Captured, rows: Sequence[Tensor], unembed: Unembed) -> tuple[Tensor, Tensor]:
-    """(layers, n, dim) of all tokens, and (n, vocab) the model's log probabilities. Rows of one length run together."""
+    """Returns the (layers, n, dim) streams of all tokens and the model's (n, vocab) log probabilities. Rows of equal length share
+    a forward."""
     device = next(model.parameters()).device
     for length in sorted({len(row) for row in rows}):
         model(torch.stack([row.long() for row in rows if len(row) == length]).to(device))

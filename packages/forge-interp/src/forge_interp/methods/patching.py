@@ -17,9 +17,9 @@ Metric = Callable[[Tensor], Tensor]
 def activation_patching(
     model: nn.Module, clean: Tensor, corrupted: Tensor, metric: Metric, names: str | Sequence[str]
 ) -> dict[str, Tensor]:
-    """By name (T,): the metric of the corrupted run with the clean value put in at each position (Meng et al., 2022).
+    """Returns (T,) by name: the metric of the corrupted run with the clean value at each position (Meng et al., 2022).
 
-    One forward for each name and position.
+    Needs one forward per name and position.
 
     Raises:
         InterpError: the two runs have different lengths.
@@ -41,11 +41,11 @@ def activation_patching(
 def attribution_patching(
     model: nn.Module, clean: Tensor, corrupted: Tensor, metric: Metric, names: str | Sequence[str]
 ) -> dict[str, Tensor]:
-    """By name (B, T): (clean - corrupted) . gradient of the metric in the corrupted run, the change of the metric to first order
-    for each position (Nanda, 2023); of values with heads (B, T, heads). Two forwards and one backward in all.
+    """Returns (B, T) by name, or (B, T, heads) for values with heads: (clean - corrupted) . gradient of the metric in the
+    corrupted run, the first-order change of the metric for each position (Nanda, 2023). Needs two forwards and one backward.
 
     Raises:
-        InterpError: the two runs have different lengths; parameters are frozen, so that no gradient comes.
+        InterpError: the two runs have different lengths, or all parameters are frozen, so that there is no gradient.
     """
     _refuse_unequal(clean, corrupted)
     with torch.no_grad(), capture(model, names) as kept:
@@ -64,9 +64,9 @@ def attribution_patching(
 
 @torch.no_grad()
 def head_ablation(model: nn.Module, tokens: Tensor, metric: Metric, how: Edit | None = None) -> Tensor:
-    """(layers, heads): the metric without each head, whose output before the projection is zero, or what `how` makes of it.
+    """Returns (layers, heads): the metric without each head, whose output before the projection is zero, or the result of `how`.
 
-    One forward for each head.
+    Needs one forward per head.
     """
     found = {name: one for name, one in taps(model).items() if name.startswith("blocks.") and name.endswith("attention.heads")}
     rows = []

@@ -14,9 +14,9 @@ from forge_interp.store import ActivationStore
 from forge_interp.tap_names import InterpError, require_finite
 
 CHUNK = 1024
-"""Rows that are read together."""
+"""Number of rows read at a time."""
 MIXED = 16
-"""Chunks whose rows are shuffled together: memory is bounded by them."""
+"""Number of chunks whose rows are shuffled together, which bounds memory."""
 
 
 class SAE(NamedTuple):
@@ -25,7 +25,7 @@ class SAE(NamedTuple):
     Attributes:
         encoder: (latents, width) E; `encoder_bias` (latents,) e.
         decoder: (latents, width) D, rows of length 1; `decoder_bias` (width,) b.
-        k: latents that a row may have.
+        k: maximum number of active latents of a row.
     """
 
     encoder: Tensor
@@ -35,15 +35,15 @@ class SAE(NamedTuple):
     k: int
 
     def encode(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., latents), at most k of them not zero."""
+        """Returns the (..., latents) activations of x (..., width); at most k of a row are not zero."""
         return largest(F.linear(x.to(self.encoder.dtype) - self.decoder_bias, self.encoder, self.encoder_bias).relu(), self.k)
 
     def reconstruct(self, x: Tensor) -> Tensor:
-        """(..., width) in, in the dtype of x: for `edit` with `replace`."""
+        """Returns the (..., width) reconstruction in the dtype of x, for `edit` with `replace`."""
         return (self.encode(x) @ self.decoder + self.decoder_bias).to(x.dtype)
 
     def save(self, path: Path, facts: dict[str, Any] | None = None) -> None:
-        """As safetensors.
+        """Writes the autoencoder as safetensors.
 
         Raises:
             InterpError: the file cannot be written.
@@ -60,10 +60,10 @@ class SAE(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> "SAE":
-        """What `save` wrote.
+        """Reads a file of `save`.
 
         Raises:
-            InterpError: it cannot be read.
+            InterpError: the file cannot be read.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -76,13 +76,13 @@ class SAE(NamedTuple):
 
 
 class Quality(NamedTuple):
-    """Of rows that were not fitted.
+    """Quality on held-out rows.
 
     Attributes:
-        explained: share of their variance: 1 - sum |x - x'|^2 / sum |x - mean|^2.
-        l0: mean number of latents of a row.
-        dead: number of latents that no row has.
-        rows: how many rows.
+        explained: explained fraction of the variance: 1 - sum |x - x'|^2 / sum |x - mean|^2.
+        l0: mean number of active latents of a row.
+        dead: number of latents that are active in no row.
+        rows: number of rows.
     """
 
     explained: float
@@ -104,16 +104,16 @@ def train_sae(
     revive: int = 200,
     seed: int = 0,
 ) -> tuple[SAE, Quality]:
-    """Minimizes |x - x'|^2 over stored rows, by Adam. Latents that no row had for `revive` steps are fitted to what is left over,
-    with 1/32 of the weight, as those that do something would be (Gao et al., 2024). Reads MIXED * CHUNK rows at a time.
+    """Trains a sparse autoencoder: minimizes |x - x'|^2 over stored rows by Adam. Latents that were inactive for `revive` steps
+    are trained on the residual with an auxiliary loss of weight 1/32 (Gao et al., 2024). Reads MIXED * CHUNK rows at a time.
 
     Args:
-        latents: number of directions, some times the width.
-        k: how many of them a row may have.
-        held_out: share of the rows, the last ones, that is not fitted.
+        latents: number of directions, usually a multiple of the width.
+        k: maximum number of active latents of a row.
+        held_out: fraction of the rows to hold out, from the end.
 
     Raises:
-        InterpError: sizes that make no sense, too few rows, rows that do not vary, or values that are not finite.
+        InterpError: a size is invalid, there are too few rows, the rows do not vary, or values are not finite.
     """
     stop = store.rows - round(held_out * store.rows)
     if not 0 < k <= latents or steps < 1 or batch < 1:
@@ -150,13 +150,13 @@ def train_sae(
             with torch.no_grad():
                 directions.copy_(F.normalize(directions, dim=1))
     encode, shift, directions, center = (one.detach() for one in parameters)
-    sae = SAE(encode, shift * scale, directions, mean + center * scale, k)  # back from units of the spread
+    sae = SAE(encode, shift * scale, directions, mean + center * scale, k)  # undoes the normalization
     return sae, quality(sae, store, name, stop)
 
 
 @torch.no_grad()
 def quality(sae: SAE, store: ActivationStore, name: str, start: int = 0, stop: int | None = None) -> Quality:
-    """Over rows start to stop - 1, a chunk at a time."""
+    """Measures the quality over rows start to stop - 1, one chunk at a time."""
     stop = store.rows if stop is None else stop
     if stop - start < 2:
         raise InterpError(f"rows {start} to {stop} are too few to have a variance")
@@ -178,8 +178,8 @@ def quality(sae: SAE, store: ActivationStore, name: str, start: int = 0, stop: i
 
 @torch.no_grad()
 def loss_recovered(model: nn.Module, name: str, sae: SAE, tokens: Tensor, labels: Tensor) -> float:
-    """(zeroed - reconstructed) / (zeroed - clean), the model's losses with an inner value put to zero, replaced by its
-    reconstruction, and as it is: 1 where the reconstruction has all that the model uses.
+    """Returns (zeroed - reconstructed) / (zeroed - clean), from the model's losses with an inner value set to zero, replaced by
+    its reconstruction, and unchanged: 1 if the reconstruction has everything that the model uses.
 
     Args:
         labels: (B, T), already shifted; -100 = no loss.
@@ -196,20 +196,21 @@ def loss_recovered(model: nn.Module, name: str, sae: SAE, tokens: Tensor, labels
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """(..., latents) with all but the k largest of each row put to 0."""
+    """Returns x (..., latents) with all but the k largest of each row set to 0."""
     values, places = x.topk(min(k, x.shape[-1]), dim=-1)
     return torch.zeros_like(x).scatter(-1, places, values)
 
 
 def _rows(store: ActivationStore, name: str, start: int, stop: int) -> Tensor:
-    """(stop - start, width) fp32 of a store; refuses values that are not finite."""
+    """Reads (stop - start, width) fp32 rows of a store; raises `InterpError` for values that are not finite."""
     rows = store.read(name, start, stop).flatten(1).float()
     require_finite(f"stored activations {name} from row {start} on", rows)
     return rows
 
 
 def _batches(store: ActivationStore, name: str, stop: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Rows in random order, again and again: chunks are drawn, and the rows of some of them are shuffled together."""
+    """Yields batches of rows in random order without end: chunks are drawn, and the rows of `MIXED` chunks are shuffled
+    together."""
     chunks = range(0, stop, CHUNK)
     while True:
         order = torch.randperm(len(chunks), generator=generator).tolist()
