@@ -1,5 +1,4 @@
-"""Attention scores and patterns, recomputed from queries and keys; the model keeps its fast kernels and computes the same
-bits."""
+"""Attention scores and patterns, recomputed from queries and keys; the model's own kernels and results do not change."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

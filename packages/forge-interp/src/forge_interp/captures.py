@@ -13,14 +13,14 @@ from forge_models.inner_values import is_from, is_listening, listening
 
 
 class Captured(Mapping[str, Tensor]):
-    """What was read. `captured[name]` is of the newest forward, under its path or its alias; `each(name)` has all forwards.
+    """Captured values by path or alias: `captured[name]` is from the latest forward; `each(name)` has all forwards.
 
-    A value is (B, n, ...) for n positions of each row, with heads as dimension 2; the mean of positions has n = 1. Where rows
-    have different numbers of tokens it is (n, ...), one row of the batch after another.
+    A value is (B, n, ...) for n positions of each row, with heads as dimension 2; the mean of positions has n = 1. If rows have
+    different numbers of tokens, the value is (n, ...), row by row.
 
     Attributes:
-        infos: the inner values by name.
-        tokens: for each forward (n, 2) int64, row of the batch and index in it of each token that was read.
+        infos: inner values by name.
+        tokens: for each forward (n, 2) int64: row of the batch and index in the row of each captured token.
     """
 
     def __init__(self, infos: Mapping[str, TapInfo]) -> None:
@@ -44,10 +44,10 @@ class Captured(Mapping[str, Tensor]):
         return len(self._values)
 
     def each(self, name: str) -> list[Tensor]:
-        """The value of every forward, the oldest first.
+        """Returns the values of all forwards, the oldest first.
 
         Raises:
-            InterpError: it was not captured.
+            InterpError: the name was not captured.
         """
         path = self._aliases.get(name, name)
         if path not in self._values:
@@ -75,23 +75,23 @@ def capture(
     keep: Literal["copy", "graph"] = "copy",
     device: torch.device | str | None = None,
 ) -> Iterator[Captured]:
-    """Reads inner values of every forward of `model` inside; the model computes the same bits. Contexts nest in any order.
+    """Context that reads inner values of every forward of `model`; the model computes the same bits. Contexts nest in any order.
 
     Args:
-        model: a whole decoder; training, evaluation and generation run inside alike.
+        model: a whole decoder, in training, evaluation or generation.
         names: paths, aliases or patterns, see `choose`.
-        layers: blocks, negative ones from the end; None = all.
-        heads: of values that have heads; a value without any is refused then.
-        positions: which tokens, see `Positions`.
+        layers: numbers of blocks; negative ones count from the end; None = all.
+        heads: numbers of heads; all selected values must then have heads. None = all.
+        positions: positions to read, see `Positions`.
         documents: numbers of documents in the batch; None = all. Padding is never read.
-        words: for positions `last_of_word`, see `Selection`.
-        every: reads each n-th forward, the first one included.
-        keep: `copy` has no gradient and is not changed by what follows; `graph` is the value that the model goes on with, for
-            `torch.autograd.grad`, of all tokens and heads.
-        device: where copies go; None = they stay on the model's.
+        words: words for positions `last_of_word`, see `Selection`.
+        every: reads each n-th forward, starting with the first.
+        keep: `copy` has no gradient and never changes; `graph` is the value in the model's graph, with all tokens and heads, for
+            `torch.autograd.grad`.
+        device: device of the copies; None = the device of the model.
 
     Raises:
-        InterpError: before a forward, what cannot be selected.
+        InterpError: the selection is invalid; raised before any forward.
     """
     infos = select_taps(model, names, layers, heads)
     selection, captured, state = Selection(positions, documents, words), Captured(infos), RunningForward()
@@ -115,7 +115,7 @@ def capture(
         value = by_token(x, dims, state.rows)
         if keep == "graph":
             captured._values[name].append(value)
-            return as_passed(value, dims)  # so that what follows comes from the value that was kept
+            return as_passed(value, dims)  # so that the graph continues from the kept value
         picked = state.of(name, value)
         if chosen is not None:
             value = value.index_select(2, torch.as_tensor(chosen, device=value.device))
@@ -138,7 +138,7 @@ class RunningForward:
         self._narrow: Picked | None = None
 
     def begin(self, selection: Selection, forward: ForwardInputs | None, reads: bool = True) -> None:
-        """Raises `InterpError` for what this forward does not have, before it begins; None ends it."""
+        """Begins a forward, or ends it if `forward` is None; raises `InterpError` if the forward lacks a selected token."""
         self.running, self.reads, self.picked, self._narrow = forward is not None, reads, None, None
         if forward is None:
             return
@@ -148,17 +148,17 @@ class RunningForward:
             self._narrow = None if forward.at is None else _at(self.picked, forward)
 
     def of_this(self, model: nn.Module, name: str) -> bool:
-        """Whether a value is one of the model, in a forward that is read.
+        """Whether a value is from the model, in a forward that is read.
 
         Raises:
-            InterpError: a part of the model was called, not the whole.
+            InterpError: a part of the model was called instead of the whole model.
         """
         if is_from(model) and not self.running:
             raise InterpError(f"{name}: the model was not called as a whole, as generation with drafts does; generate without")
         return is_from(model) and self.reads
 
     def of(self, name: str, value: Tensor) -> Picked:
-        """The tokens that are meant among those of a value (B, T, ...)."""
+        """Returns the selected tokens of a value (B, T, ...)."""
         assert self.picked is not None
         if value.shape[1] == self.picked.mask.shape[1]:
             return self.picked
@@ -171,7 +171,7 @@ class RunningForward:
 
 
 def _at(picked: Picked, forward: ForwardInputs) -> Picked:
-    """`picked` of the one token of each row that has logits."""
+    """Restricts `picked` to the one token of each row that has logits."""
     assert forward.at is not None
     mask = picked.mask.gather(1, forward.at.unsqueeze(1))
     return Picked(mask, torch.zeros_like(mask, dtype=torch.int64) if bool(mask.all()) else None, picked.mean)
@@ -189,7 +189,8 @@ def _copy(value: Tensor, source: Tensor, device: torch.device | str | None) -> T
 def listening_to(
     model: nn.Module, hear: Callable[[str, Tensor], Tensor | None], note: Callable[[ForwardInputs | None], None]
 ) -> Iterator[None]:
-    """Listens, and tells `note` of each forward of `model` before it begins, and None behind it; of this thread only."""
+    """Context in which `hear` receives inner values, and `note` the inputs of each forward of `model` and None after it; this
+    thread only."""
     with listening(hear):
         handles = watched(model, note, lambda: is_listening(hear))
         try:
@@ -220,10 +221,10 @@ def select_taps(
 
 
 def refuse_recomputation(model: nn.Module) -> None:
-    """Refuses recomputation: a block that runs again in the backward would run without the edit, so gradients would be wrong.
+    """Checks that no block is recomputed: in the backward it would run without the edit, so gradients would be wrong.
 
     Raises:
-        InterpError: gradients are on, and the forward of a block is wrapped, as transforms.recompute does.
+        InterpError: gradients are enabled and the forward of a block is wrapped, as transforms.recompute does.
     """
     wrapped = next((name for name, module in model.named_modules() if "forward" in vars(module)), None)
     if wrapped is not None and torch.is_grad_enabled():

@@ -12,12 +12,12 @@ from forge_interp.selection import ForwardInputs, Positions, Selection
 from forge_interp.tap_names import InterpError, TapInfo, as_passed, by_token
 
 Edit = Callable[[str, Tensor, Tensor], Tensor]
-"""(name, value (B, T, ...), tokens (B, T) bool that are meant) -> what takes its place; of other tokens it is not used."""
+"""(name, value (B, T, ...), selected tokens (B, T) bool) -> new value, of which only the selected tokens are used."""
 
 
 @dataclass(frozen=True)
 class AcrossRows:
-    """An edit whose result depends on the other rows of the batch. Ranks that have different rows bring them together for it.
+    """An edit whose result depends on the other rows of the batch. Ranks with different rows gather them for it.
 
     Attributes:
         how: the edit.
@@ -26,7 +26,7 @@ class AcrossRows:
     how: Edit
 
     def __call__(self, name: str, x: Tensor, tokens: Tensor) -> Tensor:
-        """As an `Edit`."""
+        """Applies the edit; see `Edit`."""
         return self.how(name, x, tokens)
 
 
@@ -36,7 +36,7 @@ def zero() -> Edit:
 
 
 def mean(values: Mapping[str, Tensor] | Tensor | None = None) -> Edit:
-    """A mean: given (one token's, or by name), or by default that of the tokens that are meant, over rows and positions."""
+    """Replaces values with a mean: the given one (of one token's shape, or by name), or that of all selected tokens."""
 
     if values is not None:
         return lambda name, x, _: _given(name, values, x)
@@ -44,20 +44,20 @@ def mean(values: Mapping[str, Tensor] | Tensor | None = None) -> Edit:
 
 
 def patch(source: Mapping[str, Tensor] | Tensor) -> Edit:
-    """The values of another run, such as `Captured`: (B, T, ...), or one that can be expanded to it, such as (1, T, ...)."""
+    """Replaces values with those of another run, such as `Captured`: (B, T, ...), or expandable to it, such as (1, T, ...)."""
     return AcrossRows(lambda name, x, _: _given(name, source, x))
 
 
 def add(vector: Tensor, scale: float = 1.0) -> Edit:
-    """Adds scale * vector, of one token's shape (steering: Turner et al., 2023)."""
+    """Adds scale * vector; the vector has the shape of one token (steering: Turner et al., 2023)."""
     return lambda name, x, _: x + _given(name, vector, x) * scale
 
 
 def project_out(directions: Tensor) -> Edit:
-    """Removes the component in the span of directions (d,) or (k, d): x - x Q Q^T, Q an orthonormal basis.
+    """Removes the component in the span of directions (d,) or (k, d): x - x Q Q^T, where Q is an orthonormal basis.
 
     Raises:
-        InterpError: the directions do not have the width of the value, or hold no direction.
+        InterpError: the width of the directions differs from that of the value, or all directions are zero.
     """
     basis = torch.atleast_2d(directions).double()
     _, sizes, right = torch.linalg.svd(basis, full_matrices=False)
@@ -91,14 +91,14 @@ def edit(
     documents: Sequence[int] | None = None,
     words: Tensor | None = None,
 ) -> Iterator[None]:
-    """Changes inner values in every forward of `model` inside: in training, evaluation and generation. Selections are those of
-    `capture`. An edit inside another one works on what the outer one made; afterwards the model is as before.
+    """Context that edits inner values in every forward of `model`: in training, evaluation and generation. Selection works as in
+    `capture`. An edit inside another one receives the result of the outer one; the model itself does not change.
 
     Args:
-        how: one of `zero`, `mean`, `patch`, `add`, `project_out`, `replace`, or a function like theirs.
+        how: result of `zero`, `mean`, `patch`, `add`, `project_out` or `replace`, or a function with the same signature.
 
     Raises:
-        InterpError: before a forward, what cannot be selected; or the mean of positions, which is one place that is not there.
+        InterpError: the selection is invalid (raised before any forward), or `positions` is `mean`, which cannot be edited.
     """
     infos = select_taps(model, names, layers, heads)
     refuse_uneditable(infos, positions)
@@ -124,7 +124,7 @@ def edit(
 
 
 def refuse_uneditable(infos: Mapping[str, TapInfo], positions: object) -> None:
-    """Raises `InterpError` for what can be captured only."""
+    """Checks that the selected values can be edited; raises `InterpError` otherwise."""
     if positions == "mean":
         raise InterpError("positions 'mean' can be captured, not edited; use how = mean()")
     if shown := [name for name, one in infos.items() if not one.editable]:
@@ -132,10 +132,10 @@ def refuse_uneditable(infos: Mapping[str, TapInfo], positions: object) -> None:
 
 
 def changed(name: str, value: Tensor, mask: Tensor, how: Edit, heads: Sequence[int] | None) -> Tensor:
-    """(B, T, ...) of a value (B, T, ...), edited where the mask (B, T) says so, in these heads.
+    """Returns a value (B, T, ...), edited at the tokens of the mask (B, T) and in the given heads.
 
     Raises:
-        InterpError: what the edit makes does not fit.
+        InterpError: the result of the edit does not fit the value.
     """
     chosen = None if heads is None else list(heads)
     part = value if chosen is None else value[:, :, chosen]

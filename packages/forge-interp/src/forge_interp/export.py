@@ -1,4 +1,4 @@
-"""Stored activations in the formats of other tools. What they cannot say is widened exactly: bf16 becomes fp32."""
+"""Exports stored activations to the formats of other tools. Unsupported dtypes are widened exactly: bf16 becomes fp32."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from forge_interp.tap_names import InterpError
 
 
 def to_npz(store: ActivationStore, path: Path) -> None:
-    """One array (rows, ...) for each inner value, and `input`, `position`, `token`. Holds one inner value in memory at a time."""
+    """Writes one array (rows, ...) per inner value, and `input`, `position`, `token`. Memory holds one inner value at a time."""
     import zipfile
 
     import numpy as np
@@ -26,7 +26,7 @@ def to_npz(store: ActivationStore, path: Path) -> None:
 
 
 def to_parquet(store: ActivationStore, path: Path) -> None:
-    """A row for each token, a list of numbers for each inner value, its dimensions in one; a row group for each shard."""
+    """Writes one row per token, with a flat list of numbers per inner value, and one row group per shard."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -49,21 +49,21 @@ def to_parquet(store: ActivationStore, path: Path) -> None:
 
 
 def to_hdf5(store: ActivationStore, path: Path) -> None:
-    """A data set for each inner value and for `input`, `position` and `token`; the facts of the capture are an attribute."""
+    """Writes one data set per inner value and for `input`, `position` and `token`; the facts of the capture are an attribute."""
     import h5py
 
     with h5py.File(path, "w") as file:
         file.attrs["facts"] = json.dumps(store.manifest["facts"])
         for name in (*store.names, *INDEX):
-            # Slashes make groups in HDF5, and dots none: names are as they are.
+            # Names need no change, because only slashes create groups in HDF5.
             made = file.create_dataset(name, (store.rows, *_shape(store, name)), _wide(store.read(name, 0, 0)).numpy().dtype)
             for start, part in _parts(store, name):
                 made[start : start + len(part)] = part
 
 
 def to_zarr(store: ActivationStore, path: Path) -> None:
-    """An array for each inner value and for `input`, `position` and `token`, in chunks of a shard; dimensions have names, so
-    `xarray.open_zarr` reads it."""
+    """Writes one array per inner value and for `input`, `position` and `token`, one chunk per shard. Dimensions have names, so
+    that `xarray.open_zarr` can read the file."""
     import zarr
 
     longest = max((shard["rows"] for shard in store.manifest["shards"]), default=1)
@@ -82,10 +82,10 @@ def to_zarr(store: ActivationStore, path: Path) -> None:
 
 
 def as_xarray(store: ActivationStore, names: Sequence[str] | None = None) -> Any:
-    """An `xarray.Dataset` in memory: a variable (row, ...) for each inner value, and `input`, `position`, `token` along the rows.
+    """Returns an `xarray.Dataset` in memory: a variable (row, ...) per inner value, and `input`, `position`, `token` per row.
 
     Args:
-        names: of inner values; None = all.
+        names: names of inner values; None = all.
 
     Raises:
         InterpError: xarray is not installed, or a name was not captured.
@@ -105,14 +105,14 @@ def as_xarray(store: ActivationStore, names: Sequence[str] | None = None) -> Any
 CONVERTERS: Mapping[str, Callable[[ActivationStore, Path], None]] = MappingProxyType(
     {".npz": to_npz, ".parquet": to_parquet, ".h5": to_hdf5, ".zarr": to_zarr}
 )
-"""By the suffix of the file."""
+"""Converters by the suffix of the file."""
 
 
 def convert(store: ActivationStore, path: Path) -> None:
-    """Writes the store as the format that the suffix of `path` names.
+    """Writes the store in the format of the suffix of `path`.
 
     Raises:
-        InterpError: another suffix, or a library that is not installed.
+        InterpError: the suffix is not supported, or a library is not installed.
     """
     if path.suffix not in CONVERTERS:
         raise InterpError(f"{path}: activations can be written as {', '.join(CONVERTERS)} files")
@@ -129,12 +129,12 @@ def _missing(what: str, cause: ImportError) -> InterpError:
 
 
 def _shape(store: ActivationStore, name: str) -> tuple[int, ...]:
-    """Of one row."""
+    """Returns the shape of one row."""
     return tuple(store.read(name, 0, 0).shape[1:])
 
 
 def _parts(store: ActivationStore, name: str) -> Iterator[tuple[int, Any]]:
-    """Rows, a shard at a time, and where they begin."""
+    """Yields (index of the first row, rows), one shard at a time."""
     start = 0
     for part in store.parts(name):
         yield start, _wide(part).numpy()
@@ -142,7 +142,7 @@ def _parts(store: ActivationStore, name: str) -> Iterator[tuple[int, Any]]:
 
 
 def _dims(name: str, count: int) -> tuple[str, ...]:
-    """Names of dimensions; those of a row are of this value alone, since widths differ."""
+    """Returns names of dimensions; those after the row are specific to this value, because widths differ."""
     return ("row", *(f"{name}.{number}" for number in range(count)))
 
 

@@ -1,4 +1,4 @@
-"""Runs a model over inputs and stores what is selected, from where an earlier run of the same capture stopped."""
+"""Runs a model over inputs and stores the selected values; continues an interrupted run of the same capture."""
 
 import ctypes
 import hashlib
@@ -31,17 +31,17 @@ def record(
     shard_bytes: int = SHARD_BYTES,
     report: Callable[[int], None] | None = None,
 ) -> ActivationWriter:
-    """Stores inner values of `inputs`, each (length,) token ids, in a folder; of a capture that stopped, what is missing.
+    """Stores inner values of `inputs`, each (length,) token ids, in a folder; an interrupted capture continues.
 
-    Memory holds one batch and one shard. Selections are those of `capture`.
+    Memory holds one batch and one shard. Selection works as in `capture`.
 
     Args:
-        batch: inputs of a forward; shorter ones are filled up with padding, which is not read.
-        facts: more about where model and data come from, for the manifest.
+        batch: number of inputs per forward; shorter inputs are padded, and padding is not read.
+        facts: further facts about the origin of model and data, for the manifest.
         report: called with the number of inputs that are done.
 
     Raises:
-        InterpError: before the first forward, what cannot be selected; a folder with another capture; a full disk.
+        InterpError: the selection is invalid (raised before any forward), the folder has another capture, or the disk is full.
     """
     infos = select_taps(model, names, layers, heads)
     check_inputs(model, inputs, positions)
@@ -64,10 +64,11 @@ def record(
 
 
 def check_inputs(model: Any, inputs: Sequence[Tensor], positions: Positions) -> None:
-    """Looks at all inputs before the first one runs.
+    """Checks all inputs before the first one runs.
 
     Raises:
-        InterpError: no inputs, one that is empty or too long, ids outside of the vocabulary, positions beyond an input.
+        InterpError: there are no inputs, an input is empty or too long, an id is outside of the vocabulary, or a position is
+            beyond an input.
     """
     if not inputs:
         raise InterpError("inputs is empty; give at least one row of tokens")
@@ -88,13 +89,13 @@ def check_inputs(model: Any, inputs: Sequence[Tensor], positions: Positions) -> 
 
 
 def stored(info: TapInfo, heads: Sequence[int] | None) -> dict[str, Any]:
-    """What a manifest says about an inner value: alias, shape of a row, dtype."""
+    """Returns the manifest entry of an inner value: alias, shape of a row, dtype."""
     shape = info.shape if heads is None else (len(heads), *info.shape[1:])
     return {"alias": info.alias, "shape": list(shape), "dtype": str(info.dtype).removeprefix("torch.")}
 
 
 def row_bytes(infos: Mapping[str, TapInfo], heads: Sequence[int] | None) -> int:
-    """Bytes of one stored row of all inner values."""
+    """Returns the number of bytes of one stored row of all inner values."""
     return sum(torch.Size(stored(one, heads)["shape"]).numel() * one.dtype.itemsize for one in infos.values())
 
 
@@ -106,7 +107,7 @@ def facts_of(
     heads: Sequence[int] | None,
     positions: Positions,
 ) -> dict[str, Any]:
-    """What determines the stored numbers, for a manifest; `weights` as `fingerprint`."""
+    """Returns the facts that determine the stored values, for a manifest; `weights` is a `fingerprint`."""
     return {
         "weights": weights,
         "tokens": _digest((f"{len(row)}", row.long()) for row in inputs),
@@ -119,12 +120,12 @@ def facts_of(
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of all parameters: names, dtypes, shapes and bytes."""
+    """Returns the SHA-256 of all parameters: names, dtypes, shapes and bytes."""
     return fingerprint_of(sorted(model.named_parameters(), key=lambda one: one[0]))
 
 
 def fingerprint_of(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """As `fingerprint`, of parameters by name in its order: one of them has to be in memory at a time."""
+    """Returns the `fingerprint` of parameters in order of their names; only one of them must be in memory at a time."""
     return _digest((f"{name} {value.dtype} {tuple(value.shape)}", value) for name, value in parameters)
 
 

@@ -11,22 +11,23 @@ from forge_core.batch import PADDING
 from forge_interp.tap_names import InterpError
 
 Positions = Literal["all", "last", "mean", "last_of_word"] | int | Sequence[int] | slice
-"""`last`: the last token of a row that is not padding. `mean`: their mean, a single position. Integers count from 0, negative
-ones from the end of the row; in generation they are places in the whole text. Padding is left out: the
-documents or the mask of a forward tell it, and in generation the lengths of the prompts and which rows have stopped."""
+"""`last`: the last token of a row that is not padding. `mean`: the mean over tokens, a single position. Integers count from 0,
+negative ones from the end of the row; in generation they are positions in the whole text. Padding is left out; it is known from
+the documents or the mask of a forward, and in generation from the lengths of the prompts and the rows that have stopped."""
 
 
 class ForwardInputs(NamedTuple):
     """Facts about a forward that are available before it begins.
 
     Attributes:
-        places: (B, T) int64 place of each token in its row.
-        documents: (B, T) of each token; None = each row is one document.
-        at: (B,) of the only token of each row whose logits are made; None = of all.
+        places: (B, T) int64 position of each token in its row.
+        documents: (B, T) document of each token; None = each row is one document.
+        at: (B,) index of the only token of each row that has logits; None = all tokens have logits.
         cached: whether earlier tokens are in a cache.
-        lengths: (B,) tokens of each row, those in the cache included; what lies behind is padding. None = no row is padded, or
-            only `documents` or `token_mask` tell.
-        token_mask: (B, T) bool, False for padding, as in `Batch.token_mask`. None = no row is padded, or the others tell.
+        lengths: (B,) number of tokens of each row, including those in the cache; later tokens are padding. None = no row is
+            padded, or padding is known from `documents` or `token_mask`.
+        token_mask: (B, T) bool, False for padding, as in `Batch.token_mask`. None = no row is padded, or padding is known from
+            `documents` or `lengths`.
     """
 
     places: Tensor
@@ -38,7 +39,7 @@ class ForwardInputs(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...], given: Mapping[str, Any]) -> "ForwardInputs":
-        """From the arguments of a decoder's call."""
+        """Builds the facts from the arguments of a decoder's call."""
         x: Tensor = args[0] if args else given["x"]
         cache, positions = given.get("cache"), given.get("positions")
         places = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
@@ -49,7 +50,7 @@ class ForwardInputs(NamedTuple):
         return cls(places, given.get("documents"), given.get("at"), cache is not None, lengths, given.get("token_mask"))
 
     def real(self) -> Tensor:
-        """(B, T) bool: the tokens that are not padding."""
+        """Returns the (B, T) bool mask of tokens that are not padding."""
         mask = torch.ones_like(self.places, dtype=torch.bool)
         if self.documents is not None:
             mask = self.documents != PADDING
@@ -58,7 +59,7 @@ class ForwardInputs(NamedTuple):
         return mask if self.lengths is None else mask & (self.places < self.lengths[:, None])
 
     def narrowed(self) -> "ForwardInputs":
-        """Of the one token of each row that has logits."""
+        """Returns the facts about the one token of each row that has logits."""
         assert self.at is not None
         column = self.at.unsqueeze(1)
         documents = None if self.documents is None else self.documents.gather(1, column)
@@ -70,9 +71,9 @@ class Picked(NamedTuple):
     """The selected tokens of one forward.
 
     Attributes:
-        mask: (B, T) bool.
-        columns: (B, n) int64 in the order asked for; None where rows have different numbers of them.
-        mean: whether their mean is meant, and not each of them.
+        mask: (B, T) bool mask of the selected tokens.
+        columns: (B, n) int64 indices in the requested order; None if rows have different numbers of tokens.
+        mean: whether to take the mean over the tokens instead of each token.
     """
 
     mask: Tensor
@@ -80,7 +81,7 @@ class Picked(NamedTuple):
     mean: bool
 
     def take(self, x: Tensor) -> Tensor:
-        """Of (B, T, ...): (B, n, ...), the mean (B, 1, ...), or where rows have different numbers (n, ...)."""
+        """Selects from (B, T, ...): (B, n, ...), the mean (B, 1, ...), or (n, ...) if rows have different numbers of tokens."""
         if self.mean:
             weight = self.mask.reshape(*self.mask.shape, *[1] * (x.dim() - 2))
             wide = x.to(torch.promote_types(x.dtype, torch.float32)).masked_fill(~weight, 0)
@@ -91,7 +92,7 @@ class Picked(NamedTuple):
         return x.gather(1, index)
 
     def tokens(self) -> Tensor:
-        """(n, 2) int64: row of the batch and index in it of each token, in the order of `take`, rows one after another."""
+        """Returns (n, 2) int64: row of the batch and index in the row of each token, in the order of `take`, row by row."""
         if self.columns is None or self.mean:
             return self.mask.nonzero()
         rows = torch.arange(len(self.columns), device=self.columns.device).repeat_interleave(self.columns.shape[1])
@@ -100,15 +101,15 @@ class Picked(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """Tokens of a forward.
+    """Selection of tokens of a forward.
 
     Attributes:
         positions: see `Positions`.
-        documents: numbers of documents, as in the forward's argument; None = all, without padding.
+        documents: numbers of documents, as in the argument of the forward; None = all, without padding.
         words: (B, T) integers, equal for the tokens of one word, negative for a token outside of words; for `last_of_word`.
 
     Raises:
-        InterpError: `words` and `positions` do not go together, or an empty list.
+        InterpError: `words` and `positions` contradict each other, or a list is empty.
     """
 
     positions: Positions = "all"
@@ -124,10 +125,11 @@ class Selection:
             raise InterpError("positions is an empty list; give one, or 'all'")
 
     def pick(self, forward: ForwardInputs) -> Picked:
-        """The tokens of one forward.
+        """Returns the selected tokens of one forward.
 
         Raises:
-            InterpError: a position beyond the row, documents that do not exist, words of another shape, or no token at all.
+            InterpError: a position is beyond the row, a document does not exist, `words` has another shape, or no token is
+                selected.
         """
         allowed = forward.real() & self._documents(forward)
         positions = [self.positions] if isinstance(self.positions, int) else self.positions
@@ -213,9 +215,10 @@ def _last(allowed: Tensor) -> Tensor:
 
 
 def watched(model: nn.Module, note: Callable[[ForwardInputs | None], None], active: Callable[[], bool]) -> list[Any]:
-    """Calls `note` with the `ForwardInputs` of every call of the model while `active()`, and with None after the call.
+    """Registers hooks that call `note` with the `ForwardInputs` of every call of the model while `active()`, and with None after
+    it.
 
-    Returns the handles that end this.
+    Returns the handles of the hooks.
     """
 
     def before(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:

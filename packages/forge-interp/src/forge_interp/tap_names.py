@@ -81,8 +81,7 @@ class TapInfo:
 
 
 def taps(model: nn.Module) -> dict[str, TapInfo]:
-    """Returns every inner value of a decoder by name, in the order of a forward. Runs the model on the meta device, without
-    memory.
+    """Returns every inner value of a decoder by name, in the order of a forward. Runs the model on the meta device.
 
     Raises:
         InterpError: the model is a pipeline stage or sharded.

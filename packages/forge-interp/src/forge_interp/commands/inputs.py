@@ -1,4 +1,4 @@
-"""What the commands about inner values share: rows of text and selections."""
+"""Shared parts of the commands for inner values: rows of text and selections."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -91,7 +91,7 @@ def positions_of(given: str) -> Any:
 
 
 def row_count(inputs: Sequence[torch.Tensor], positions: Any) -> int:
-    """How many rows a capture stores."""
+    """Returns the number of rows that a capture stores."""
     if positions == "all":
         return sum(map(len, inputs))
     return len(inputs) * (1 if isinstance(positions, str) else len(positions))

@@ -20,13 +20,13 @@ EXPERTS = "router.experts"
 
 
 class Look(NamedTuple):
-    """What was found, by path of a block such as `blocks.0`.
+    """Statistics by path of a block, such as `blocks.0`.
 
     Attributes:
-        streams: (tokens, dim) the stream that leaves the block, of the chosen tokens; alike on all ranks.
-        experts: (tokens, top_k) of the same ones, where there is a router.
+        streams: (tokens, dim) output stream of the block for the chosen tokens; the same on all ranks.
+        experts: (tokens, top_k) selected experts of the same tokens, if the block has a router.
         lens: mean loss of the model's head on the stream, in nats per token with a label.
-        attention: of this rank's heads (sum of entropies in nats, their number, largest score).
+        attention: (sum of entropies in nats, their number, largest score) of this rank's heads.
     """
 
     streams: dict[str, Tensor]
@@ -38,12 +38,12 @@ class Look(NamedTuple):
 def look(
     model: ParallelModel, whole: nn.Module, step: Step, batch: Batch, statistics: Collection[str], places: Sequence[int]
 ) -> Look:
-    """Collective: runs an evaluation of a batch that all data ranks bring alike. Nothing of the run changes.
+    """Collective: evaluates a batch that is the same on all data ranks. The state of the run does not change.
 
     Args:
         whole: the model on the meta device, see `capture_sharded`.
-        statistics: of `cka`, `effective_rank`, `attention`, `lens`, `routing`.
-        places: of each row, whose values are compared and whose attention is measured.
+        statistics: any of `cka`, `effective_rank`, `attention`, `lens`, `routing`.
+        places: positions of each row to compare, and to measure the attention of.
     """
     inside = [name for name, one in taps(whole).items() if layer_of(name) is not None and not one.partial]
     streams = [name for name in inside if name.endswith(f".{STREAM}") and {"cka", "effective_rank"} & set(statistics)]
@@ -67,7 +67,7 @@ def look(
 
 
 class _Local:
-    """What a rank computes while its blocks run: nothing of it is kept longer than a block."""
+    """Computes the statistics of this rank while its blocks run; keeps values no longer than one block."""
 
     def __init__(self, model: ParallelModel, statistics: Collection[str], places: list[int]) -> None:
         self.model, self.statistics, self.places = model, statistics, places
@@ -77,11 +77,11 @@ class _Local:
         self.queries: Tensor | None = None
 
     def before(self, _part: nn.Module, _args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        """A hook of a part: labels, objective and documents of its forward."""
+        """Forward pre-hook of a part, which records labels, objective and documents of the forward."""
         self.given = given
 
     def hear(self, name: str, x: Tensor) -> None:
-        """One inner value of this rank."""
+        """Receives one inner value of this rank."""
         layer = layer_of(name)
         part: Any = next((part for part in self.model.parts if is_from(part)), None)
         if layer is None or part is None:

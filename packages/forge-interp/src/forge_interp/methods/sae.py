@@ -209,8 +209,7 @@ def _rows(store: ActivationStore, name: str, start: int, stop: int) -> Tensor:
 
 
 def _batches(store: ActivationStore, name: str, stop: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yields batches of rows in random order without end: chunks are drawn, and the rows of `MIXED` chunks are shuffled
-    together."""
+    """Yields batches of rows in random order without end: draws chunks, and shuffles the rows of `MIXED` chunks together."""
     chunks = range(0, stop, CHUNK)
     while True:
         order = torch.randperm(len(chunks), generator=generator).tolist()
