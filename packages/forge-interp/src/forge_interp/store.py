@@ -1,8 +1,8 @@
 """Stores of activations: a folder of shards, an index and a manifest.
 
-`ActivationStore` opens shards as memory maps: opening costs nothing, and a slice reads its bytes only. `ActivationWriter` writes
-shard by shard, so that memory is bounded. A shard is closed before it grows beyond its size, and ends where an input ends. After
-every shard the whole `manifest.json` is replaced, so that a recording that was interrupted continues and writes the same files.
+`ActivationStore` memory-maps shards: opening is free, and a slice reads only its bytes. `ActivationWriter` writes shard by shard,
+so memory is bounded. A shard is closed before it exceeds its maximum size, at the end of an input. `manifest.json` is replaced
+after every shard, so that an interrupted recording can continue and writes the same files.
 """
 
 import hashlib
@@ -21,19 +21,19 @@ from forge_interp.tap_names import InterpError
 
 
 class ActivationStore:
-    """A folder that `ActivationWriter` wrote, or the ranks of `forge_interp.commands.ranks_store`.
+    """Store written by `ActivationWriter`, or by the ranks of `forge_interp.commands.ranks_store`.
 
     Attributes:
-        manifest: as it is on disk; `manifest["facts"]` says what was captured.
-        names: of the inner values.
-        rows: number of rows of each.
+        manifest: contents of the manifest; `manifest["facts"]` describes the capture.
+        names: names of the inner values.
+        rows: number of rows of each inner value.
     """
 
     def __init__(self, folder: Path | str, *, partial: bool = False) -> None:
         """
         Args:
-            folder: the store.
-            partial: also opens one whose capture has not ended, as far as it has come.
+            folder: folder of the store.
+            partial: whether to open a store whose capture has not ended; it has the rows stored so far.
 
         Raises:
             InterpError: not a store, not complete, or a shard is missing.
@@ -53,17 +53,17 @@ class ActivationStore:
         self._aliases = {one["alias"]: name for name, one in self.manifest["taps"].items() if one["alias"]}
 
     def parts(self, name: str) -> Iterator[Tensor]:
-        """The rows of an inner value (or of `input`, `position`, `token`), a shard at a time."""
+        """Yields the rows of an inner value (or of `input`, `position`, `token`), one shard at a time."""
         path = self._path(name)
         for shard in self.manifest["shards"]:
             with safe_open(self.folder / shard["file"], framework="pt") as file:
                 yield file.get_tensor(path)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows start to stop - 1 of an inner value; the others are not read.
+        """Reads rows start to stop - 1 of an inner value, and no others.
 
         Raises:
-            InterpError: it was not captured, or these rows do not exist.
+            InterpError: the name was not captured, or the rows do not exist.
         """
         path, stop = self._path(name), self.rows if stop is None else stop
         if not 0 <= start <= stop <= self.rows:
@@ -78,10 +78,10 @@ class ActivationStore:
         return torch.cat(found) if found else self._empty(path)
 
     def verify(self) -> None:
-        """Reads every byte.
+        """Reads all shards and checks their checksums.
 
         Raises:
-            InterpError: a shard is not what was written.
+            InterpError: the checksum of a shard differs.
         """
         for shard in self.manifest["shards"]:
             if sha256_of(self.folder / shard["file"]) != shard["sha256"]:
@@ -113,18 +113,18 @@ FORMAT = 1
 
 
 class ActivationManifest:
-    """The manifest of a store that is written. What it does not name is not there.
+    """Manifest of a store that is being written. Files that it does not list are not part of the store.
 
     Attributes:
-        entries: as they are on disk: `facts`, `taps`, `shard_bytes`, `shards` in the order of their inputs, and `complete`.
+        entries: contents on disk: `facts`, `taps`, `shard_bytes`, `shards` in the order of their inputs, and `complete`.
     """
 
     def __init__(self, folder: Path, facts: Mapping[str, Any], taps: Mapping[str, Mapping[str, Any]], shard_bytes: int) -> None:
-        """Opens a new or empty folder, or goes on with that of the same capture: files that its manifest does not name, which a
-        process that was killed left, are removed. Arguments as `ActivationWriter`.
+        """Opens a new or empty folder, or continues an unfinished store of the same capture. Removes files that its manifest does
+        not list, which a killed process left behind. For the arguments see `ActivationWriter`.
 
         Raises:
-            InterpError: the folder holds another capture, a complete one, or something else.
+            InterpError: the folder has another capture, a complete store, or other files.
         """
         self.folder = folder
         fresh = {"format": FORMAT, "facts": dict(facts), "taps": dict(taps), "shard_bytes": shard_bytes}
@@ -136,7 +136,7 @@ class ActivationManifest:
 
     def _open(self, folder: Path) -> None:
         path = folder / MANIFEST
-        halves = list(folder.glob(f".{MANIFEST}.*"))  # of `replace_file` in a process that was killed meanwhile
+        halves = list(folder.glob(f".{MANIFEST}.*"))  # temporary files of `replace_file` in a killed process
         if path.is_file():
             self.entries = self._same(read_manifest(path))
             kept = {shard["file"] for shard in self.entries["shards"]}
@@ -160,7 +160,7 @@ class ActivationManifest:
         return found
 
     def add(self, shards: Iterable[Mapping[str, Any]]) -> None:
-        """Names further shards, which are on disk."""
+        """Adds shards that are on disk."""
         every = [*self.entries["shards"], *shards]
         self.entries["shards"] = sorted(every, key=lambda shard: shard["inputs"])
 
@@ -168,7 +168,7 @@ class ActivationManifest:
         """Writes the manifest to disk.
 
         Raises:
-            InterpError: a disk that takes no more.
+            InterpError: the disk is full or cannot be written.
         """
         self.entries["complete"] = complete
         try:
@@ -180,10 +180,10 @@ class ActivationManifest:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a store.
+    """Reads the manifest of a store.
 
     Raises:
-        InterpError: it cannot be read, or is of another format.
+        InterpError: the file cannot be read or has another format.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -204,16 +204,16 @@ def _difference(found: Any, wanted: Any, key: str) -> str:
 
 
 INDEX = ("input", "position", "token")
-"""What each row says about itself."""
+"""Index columns of each row."""
 SHARD_BYTES = 256 * 2**20
 
 
 class ShardWriter:
-    """Writes shards, each with the rows of neighboring inputs. Memory holds one.
+    """Writes shards, each with the rows of consecutive inputs. Memory holds one shard.
 
     Attributes:
-        next_input: number of the first input that is still to be captured.
-        shards: what this one wrote: file, rows, inputs and checksum of each.
+        next_input: number of the first input that is not captured yet.
+        shards: file, rows, inputs and checksum of each shard that this writer wrote.
     """
 
     def __init__(
@@ -221,12 +221,12 @@ class ShardWriter:
     ) -> None:
         """
         Args:
-            folder: of the store; it is there.
-            prefix: of the files, such as `shard-`; a number follows.
-            names: of the inner values of a row.
-            shard_bytes: a shard is closed before it grows beyond.
+            folder: existing folder of the store.
+            prefix: prefix of the file names, such as `shard-`, before a number.
+            names: names of the inner values of a row.
+            shard_bytes: maximum number of bytes of a shard.
             begin: number of the first input.
-            stored: shards of it that are there already; writing goes on behind them.
+            stored: shards of this writer that exist already; writing continues after them.
         """
         self.folder, self.shards = folder, list[dict[str, Any]]()
         self.next_input: int = stored[-1]["inputs"][1] if stored else begin
@@ -236,10 +236,10 @@ class ShardWriter:
         self._bytes = 0
 
     def add(self, values: Mapping[str, Tensor], index: Mapping[str, Tensor], inputs: int) -> None:
-        """Rows of the next `inputs` inputs, whole: `values` (rows, ...) by name, `index` (rows,) for each of `INDEX`.
+        """Adds all rows of the next `inputs` inputs: `values` (rows, ...) by name, `index` (rows,) for each of `INDEX`.
 
         Raises:
-            InterpError: rows that do not fit, or a disk that takes no more.
+            InterpError: the rows do not match the store, or the disk is full.
         """
         if set(values) != self._names or set(index) != set(INDEX):
             raise InterpError(f"a row has {', '.join(sorted(self._names))} and {', '.join(INDEX)}")
@@ -254,10 +254,10 @@ class ShardWriter:
         self.next_input += inputs
 
     def flush(self) -> None:
-        """Writes what has not been written.
+        """Writes the remaining rows.
 
         Raises:
-            InterpError: a disk that takes no more; shards that are there stay, and can be gone on from.
+            InterpError: the disk is full; existing shards stay valid, and the capture can continue from them.
         """
         if not self._rows:
             return
@@ -291,20 +291,20 @@ def sha256_of(path: Path) -> str:
 
 
 class ActivationWriter:
-    """A store that is written. The same facts find the store of a capture that stopped, and go on behind its last shard."""
+    """Writes a store. If the folder has an interrupted capture with the same facts, writing continues after its last shard."""
 
     def __init__(
         self, folder: Path, facts: Mapping[str, Any], taps: Mapping[str, Mapping[str, Any]], *, shard_bytes: int = SHARD_BYTES
     ) -> None:
         """
         Args:
-            folder: a new or empty one, or that of the same capture.
-            facts: what determines the numbers: model, data, tokenizer, selection. JSON.
-            taps: per inner value `alias`, `shape` of one row and `dtype`.
-            shard_bytes: a shard is closed before it grows beyond.
+            folder: a new or empty folder, or that of an interrupted capture with the same facts.
+            facts: facts that determine the values, as JSON: model, data, tokenizer, selection.
+            taps: `alias`, `shape` of one row and `dtype` of each inner value.
+            shard_bytes: maximum number of bytes of a shard.
 
         Raises:
-            InterpError: the folder holds another capture, a complete one, or something else.
+            InterpError: the folder has another capture, a complete store, or other files.
         """
         self._manifest = ActivationManifest(folder, facts, taps, shard_bytes)
         self._shards = ShardWriter(folder, "shard-", taps, shard_bytes, 0, self._manifest.entries["shards"])
@@ -312,21 +312,22 @@ class ActivationWriter:
 
     @property
     def next_input(self) -> int:
-        """Number of the first input that is still to be captured."""
+        """Number of the first input that is not captured yet."""
         return self._shards.next_input
 
     def add(self, values: Mapping[str, Tensor], index: Mapping[str, Tensor], inputs: int) -> None:
-        """Rows of the next `inputs` inputs, whole: `values` (rows, ...) by name, `index` (rows,) for each of `INDEX`.
+        """Adds all rows of the next `inputs` inputs: `values` (rows, ...) by name, `index` (rows,) for each of `INDEX`.
 
         Raises:
-            InterpError: rows that do not fit, or a disk that takes no more; shards that are there stay, and can be gone on from.
+            InterpError: the rows do not match the store, or the disk is full; existing shards stay valid, and the capture can
+                continue from them.
         """
         self._shards.add(values, index, inputs)
         if len(self._shards.shards) > self._named:
             self._write()
 
     def close(self) -> None:
-        """Writes what is left and marks the store as complete."""
+        """Writes the remaining rows and marks the store as complete."""
         self._shards.flush()
         self._write(complete=True)
 
