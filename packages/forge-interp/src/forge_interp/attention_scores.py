@@ -22,7 +22,7 @@ QUERY_CHUNK = 256
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How a layer computes attention weights from queries and keys.
+    """Rule by which a layer computes attention weights from queries and keys.
 
     Attributes:
         scale: factor of the products q k^T.

@@ -109,7 +109,7 @@ CONVERTERS: Mapping[str, Callable[[ActivationStore, Path], None]] = MappingProxy
 
 
 def convert(store: ActivationStore, path: Path) -> None:
-    """Writes the store in the format of the suffix of `path`.
+    """Writes the store in the format given by the suffix of `path`.
 
     Raises:
         InterpError: the suffix is not supported, or a library is not installed.

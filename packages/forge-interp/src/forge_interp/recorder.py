@@ -149,7 +149,7 @@ def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def _stored_rows(seen: Captured, tokens: Tensor, first: int, mean: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Values (rows, ...) and what each row says about itself, inputs one after another."""
+    """Returns the values (rows, ...) and the index columns (input, position, token) of the rows, input by input."""
     places = seen.tokens[-1].cpu()
     if mean:
         count = len(tokens)

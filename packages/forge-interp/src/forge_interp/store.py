@@ -36,7 +36,7 @@ class ActivationStore:
             partial: whether to open a store whose capture has not ended; it has the rows stored so far.
 
         Raises:
-            InterpError: not a store, not complete, or a shard is missing.
+            InterpError: the folder is not a store, the store is not complete, or a shard is missing.
         """
         self.folder = Path(folder)
         self.manifest: dict[str, Any] = read_manifest(self.folder / MANIFEST)

@@ -1,4 +1,4 @@
-"""What this distribution registers, by group and name. The registry reads the table and imports a part when it is used."""
+"""Parts that this distribution registers, by group and name. The registry imports a part on its first use."""
 
 PARTS = {
     "forge.models": {

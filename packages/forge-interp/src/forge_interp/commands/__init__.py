@@ -1,1 +1,1 @@
-"""Commands and the hook that look inside a model, and capture over ranks. Only this folder imports the trainer."""
+"""Commands and the hook for inner values, and capture over ranks. Only this folder imports the trainer."""

@@ -1,4 +1,4 @@
-"""`forge-train lens MODEL` and `forge-train sae STORE`: what is fitted to the inner values of a model."""
+"""`forge-train lens MODEL` and `forge-train sae STORE`: fits lenses and sparse autoencoders to inner values of a model."""
 
 from math import prod
 from pathlib import Path
@@ -100,7 +100,7 @@ def sae(
 
 
 def _writable(output: Path) -> None:
-    """Raises a ForgeError before the fit if the output cannot be written."""
+    """Checks before the fit that the output can be written; raises `ForgeError` otherwise."""
     from forge_core.errors import ForgeError
 
     if output.suffix != ".safetensors" or output.is_dir():

@@ -99,7 +99,7 @@ class _Local:
             )
             entropy = scores.entropy(layer, queries=self.places)
             largest = scores.max_logit(layer, queries=self.places).amax()
-            known = entropy[entropy.isfinite()]  # padding has none
+            known = entropy[entropy.isfinite()]  # entropies of padding are NaN
             self.attention[_block(name)] = (float(known.sum()), float(known.numel()), float(largest))
             self.queries = None
 

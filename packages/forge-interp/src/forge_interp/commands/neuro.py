@@ -1,4 +1,4 @@
-"""`forge-train neuro encode|rsa PLACE`: recordings of brains, predicted from a model and compared with it."""
+"""`forge-train neuro encode|rsa PLACE`: predicts brain recordings from a model, and compares them with it."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -191,7 +191,7 @@ def _opened(
     as_json: bool,
     check: Any,
 ) -> "tuple[Recording, dict[str, Any], Console]":
-    """The recording, checked, and the features of its rows."""
+    """Returns the recording, after checks, and the features of its rows."""
     from forge_interp.neuro.recordings import read_recording
     from forge_train.commands.options import require_single_process
 
@@ -208,7 +208,7 @@ def _opened(
 
 
 def _summary(r: Any) -> dict[str, float | None]:
-    """Over the channels that vary."""
+    """Returns mean, median and best over the channels that vary."""
     known = r[r.isfinite()]
     if not len(known):
         return dict.fromkeys(("mean", "median", "best"))
@@ -258,11 +258,11 @@ def _show(console: Console, facts: dict[str, Any], columns: tuple[str, ...]) -> 
 
 
 Features: TypeAlias = "dict[str, Tensor]"
-"""By inner value (rows, width)."""
+"""(rows, width) features by inner value."""
 
 
 def check_design(recording: "Recording", folds: int, lags: Sequence[int]) -> None:
-    """Raises `InterpError` unless there are rows for nested folds, and for lags, which need rows in time."""
+    """Checks that there are enough rows for nested folds, and that lags have rows in time; raises `InterpError` otherwise."""
     import torch
 
     from forge_interp.neuro.encoding import folds_of, lagged
@@ -286,11 +286,11 @@ def features_of(
     registry: Registry,
     note: Callable[[str], None],
 ) -> Features:
-    """Of a folder that `probe` wrote, with a row for each row or word of the recording; or of a model, which reads its words or
-    stimuli.
+    """Returns features from a folder of `probe`, which has a row for each row or word of the recording, or from a model, which
+    reads the words or stimuli.
 
     Raises:
-        ForgeError: before any forward, what does not fit.
+        ForgeError: the arguments do not fit the recording; raised before any forward.
     """
     from forge_interp.store import ActivationStore, is_store
 
@@ -345,7 +345,7 @@ def _of_model(
     if not 1 <= size <= longest:
         raise ForgeError(f"--length {size}: an input of {opened.facts.origin} has 1 to {longest} tokens")
     coder = tokenizer_for(opened, tokenizer, registry, note)
-    check_tokenizer(coder, opened, lambda _: None)  # rows of the embedding without a token have no part in this
+    check_tokenizer(coder, opened, lambda _: None)  # unused rows of the embedding do not matter here
     begin = coder.prefix
     if recording.words:
         ids = coder.encode(" ".join(recording.words)).tolist()

@@ -1,4 +1,4 @@
-"""`forge-train probe MODEL`: lists what can be looked at inside of a model, and stores it over a text."""
+"""`forge-train probe MODEL`: lists the inner values of a model, and stores them over a text."""
 
 import os
 from pathlib import Path
@@ -129,7 +129,7 @@ def _row(one: Any) -> dict[str, Any]:
 
 
 class CaptureRequest(NamedTuple):
-    """What is to be captured, as options say it."""
+    """Options of a capture."""
 
     model: Path
     weights: str
@@ -140,10 +140,10 @@ class CaptureRequest(NamedTuple):
     overrides: list[str]
 
     def store(self, where: "Launch", registry: "Registry", note: "Callable[[str], None]") -> dict[str, Any]:
-        """Collective: runs the model over the text, and says what was stored.
+        """Collective: runs the model over the text; returns a description of the stored values.
 
         Raises:
-            ForgeError: what does not fit, before any forward; a folder or a disk that takes nothing.
+            ForgeError: the options do not fit the model (raised before any forward), or the folder or disk cannot be written.
         """
         from forge_interp.captures import select_taps
         from forge_interp.commands.inputs import integers, positions_of, rows_of_text

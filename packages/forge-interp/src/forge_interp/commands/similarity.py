@@ -1,4 +1,4 @@
-"""`forge-train similarity PLACE...`: how alike layers are, of one model, of two, or over the checkpoints of a run."""
+"""`forge-train similarity PLACE...`: similarity of layers within a model, between two models, or over checkpoints of a run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -87,7 +87,7 @@ def similarity(
 
 
 def _pairs(stores: "list[ActivationStore]", labels: list[str], measure: str, output: Path | None, console: Console) -> None:
-    """All pairs within each store: (checkpoints, inner values, inner values)."""
+    """Compares all pairs within each store: (checkpoints, inner values, inner values); prints or writes the result."""
 
     for store in stores:
         refuse_other_tokens(store, stores[-1])
@@ -112,7 +112,7 @@ def _pairs(stores: "list[ActivationStore]", labels: list[str], measure: str, out
 
 
 def _checkpoints(places: list[Path]) -> list[tuple[str, Path]]:
-    """(name, folder) of each checkpoint of one run, the oldest first."""
+    """Returns (name, folder) of each checkpoint of one run, the oldest first."""
     from forge_ckpt.checkpoint.locate import store_of
     from forge_ckpt.format.names import committed
 
@@ -131,7 +131,7 @@ def _checkpoints(places: list[Path]) -> list[tuple[str, Path]]:
 def _stores(
     wanted: list[tuple[str, Path]], names: str, positions: str, options: dict[str, Any], registry: Registry, console: Console
 ) -> "Iterator[list[ActivationStore]]":
-    """Of each place the stored activations, or those that its model has over the text."""
+    """Context with the activations of each place: the stored ones, or those of its model over the text."""
     from tempfile import TemporaryDirectory
 
     from forge_interp.commands.inputs import positions_of, rows_of_text
@@ -157,22 +157,22 @@ def _stores(
 
 
 ROWS = 4096
-"""Rows in memory at a time."""
+"""Number of rows in memory at a time."""
 INDEX = ("input", "position", "token")
 
 
 def between(left: "ActivationStore", right: "ActivationStore", measure: str) -> list[list[float]]:
-    """Every inner value of the one store against every one of the other.
+    """Compares every inner value of one store with every one of the other.
 
     Raises:
-        ForgeError: they are of different tokens, or something cannot be compared.
+        ForgeError: the stores have different tokens, or two values cannot be compared.
     """
     refuse_other_tokens(left, right)
     return [[similarity_of(left, mine, right, other, measure) for other in right.names] for mine in left.names]
 
 
 def to_the_last(stores: "Sequence[ActivationStore]", measure: str) -> list[list[float]]:
-    """For each inner value, the one in every store against the same one in the last store."""
+    """Compares each inner value of every store with the same one of the last store."""
     last = stores[-1]
     for store in stores:
         refuse_other_tokens(store, last)
@@ -182,7 +182,7 @@ def to_the_last(stores: "Sequence[ActivationStore]", measure: str) -> list[list[
 
 
 def similarity_of(left: "ActivationStore", mine: str, right: "ActivationStore", other: str, measure: str) -> float:
-    """One pair, in one pass over the rows. Values with heads are compared over all heads together."""
+    """Compares one pair in one pass over the rows. All heads of a value are compared together."""
     from forge_interp.similarity import MEASURES, Moments
 
     moments: Moments | None = None
@@ -196,7 +196,7 @@ def similarity_of(left: "ActivationStore", mine: str, right: "ActivationStore", 
 
 
 def refuse_other_tokens(left: "ActivationStore", right: "ActivationStore") -> None:
-    """Raises `ForgeError` unless both stores have rows of the same tokens."""
+    """Checks that both stores have rows of the same tokens; raises `ForgeError` otherwise."""
     import torch
 
     if left is right:
@@ -211,7 +211,7 @@ def _index(left: "ActivationStore", right: "ActivationStore") -> "Iterator[tuple
 
 
 class Shortened:
-    """`Weights` for a component of fewer blocks. Tensors of the others are there, and nothing asks for them."""
+    """`Weights` for a component with fewer blocks. Tensors of the other blocks exist but are not requested."""
 
     def __init__(self, model: "Component", weights: "Weights") -> None:
         self.model, self._weights = model, weights
@@ -228,8 +228,8 @@ class Shortened:
 
 
 def shortened(weights: "Weights", names: str | Sequence[str]) -> "Weights":
-    """The weights for inner values that patterns name; as they are where one lies behind all blocks, or where the model cannot
-    be built with fewer.
+    """Returns the weights without the blocks that the selected inner values do not need; unchanged if one lies after all blocks,
+    or if the model cannot be built with fewer blocks.
 
     Raises:
         InterpError: a pattern matches nothing.
@@ -248,6 +248,6 @@ def shortened(weights: "Weights", names: str | Sequence[str]) -> "Weights":
         fewer = replace(component, layers=last + 1, **({"mtp": None} if hasattr(component, "mtp") else {}))
         with torch.device("meta"):
             found = choose(taps(fewer.build()), names)
-    except (ValueError, InterpError):  # a key that names a later block, or keeps experts for later ones
+    except (ValueError, InterpError):  # a key refers to a later block, or reserves experts for later ones
         return weights
     return Shortened(fewer, weights) if len(found) == len(layers) else weights
