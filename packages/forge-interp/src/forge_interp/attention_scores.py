@@ -101,8 +101,7 @@ class AttentionScores:
     def _parts(
         self, layer: int, heads: Sequence[int] | None, queries: Sequence[int] | range | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the scores of `QUERY_CHUNK` queries at a time, and the (B, 1, queries) bool mask of queries that are not
-        padding."""
+        """Yields the scores of `QUERY_CHUNK` queries at a time, and the (B, 1, queries) bool mask without padding."""
         places = list(range(self._length(layer)) if queries is None else queries)
         for start in range(0, len(places), QUERY_CHUNK):
             some = places[start : start + QUERY_CHUNK]

@@ -14,8 +14,7 @@ LIGHT, DARK = (247, 251, 255), (8, 48, 107)
 
 
 def heat_map(title: str, values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str]) -> str:
-    """Returns an SVG with one cell per number, which shows the value, also in a tooltip. Colors are clamped to 0 and
-    1."""
+    """Returns an SVG with one cell per number, which shows the value, also in a tooltip. Colors clamp to 0 and 1."""
     width, height = LABEL + CELL * len(columns) + 10, TITLE + CELL * len(rows) + LABEL
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '

@@ -20,8 +20,7 @@ Kernel = Callable[[Tensor], Tensor]
 
 
 def rbf(bandwidth: float) -> Kernel:
-    """Returns the kernel exp(- |x - x'|^2 / (2 bandwidth^2)). The bandwidth is fixed, so that all batches have the same
-    kernel."""
+    """Returns the kernel exp(- |x - x'|^2 / (2 bandwidth^2)). The bandwidth is fixed, so all batches have the same kernel."""
 
     def kernel(x: Tensor) -> Tensor:
         return torch.exp(torch.cdist(x, x).square() / (-2 * bandwidth**2))

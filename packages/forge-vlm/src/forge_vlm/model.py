@@ -139,8 +139,7 @@ class VisionLanguageModel(Decoder):
         return images, rows
 
     def _vectors(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns (images, vectors, dim), and the (images, vectors) bool mask of vectors that are not padding; None: no
-        padding."""
+        """Returns (images, vectors, dim), and the (images, vectors) bool mask without padding; None: no padding."""
         encoder: Any = self.encoder
         adapter: Any = self.adapter
         if not self.context.native:

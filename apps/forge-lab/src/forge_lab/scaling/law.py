@@ -409,8 +409,7 @@ class Frontier:
 
 
 def on_frontier(flops: Tensor, losses: Tensor) -> list[int]:
-    """Returns the indexes of the Pareto-optimal runs, sorted by compute: no run with the same or less compute has a lower
-    loss."""
+    """Returns the indexes of the Pareto-optimal runs, by compute: no run with the same or less compute has a lower loss."""
     order = sorted(range(len(losses)), key=lambda index: (float(flops[index]), float(losses[index])))
     found: list[int] = []
     for index in order:

@@ -143,8 +143,7 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 
 def reached(folder: Path, metric: str) -> tuple[int, int, float | None]:
-    """Returns (step, tokens, value of the metric at that step) of the run in a directory; None if it was not measured at that
-    step."""
+    """Returns (step, tokens, value of the metric at that step) of a run; None if not measured at that step."""
     entries = read_metrics(folder / METRICS)
     step = max((entry["step"] for entry in entries), default=0)
     tokens = max((int(entry["tokens"]) for entry in entries if "tokens" in entry), default=0)

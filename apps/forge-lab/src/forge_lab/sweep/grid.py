@@ -231,8 +231,7 @@ def _point_faults(made: Grid, found: Resolved) -> Iterator[Fault]:
 
 
 def _told(fault: Fault, names: Sequence[str], count: int, keys: set[str], tree: Table) -> Fault:
-    """Returns a fault of points with the names of the points; its origin is the line in the sweep's file if a varied key caused
-    it."""
+    """Returns a fault of points with the point names; its origin is the line of the sweep's file if a varied key is at fault."""
     key = fault.origin.removeprefix("--")
     vary = tree.items.get("vary")
     origin = fault.origin

@@ -29,8 +29,7 @@ class Search:
     kind: Kind = "grid"
     """`grid` trains every combination, `random` draws `samples` of them, `halving` trains all briefly and continues the best."""
     samples: Annotated[int, Gt(0)] | None = None
-    """Number of points to draw, for `random`, and for `halving` over ranges. A higher number later keeps the points drawn so
-    far."""
+    """Number of points to draw, for `random`, and for `halving` over ranges. A higher number keeps earlier points."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of the draws. The seed of a run is `job.seed`."""
     metric: str = "evaluation/held_out/loss"

@@ -124,8 +124,7 @@ class Shares:
         return LocalShare(value, running.rows, places, wanted, start, cut, self.answers and (cut or first_of_copies))
 
     def _features(self, name: str, value: Tensor, info: TapInfo) -> tuple[int, bool]:
-        """Returns the offset of the local share in the first dimension after the tokens, and whether this rank is the first with
-        it."""
+        """Returns the offset of the local share in the first dimension after the tokens, and whether this rank is the first."""
         here, all_of = value.shape[2], info.shape[0]
         if value.shape[3:] != torch.Size(info.shape[1:]):
             raise InterpError(f"{name} is {tuple(value.shape[2:])} a token on this rank, and {info.shape} in the whole model")

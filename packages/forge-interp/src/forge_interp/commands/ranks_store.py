@@ -83,8 +83,7 @@ class RanksStore:
 
     @contextmanager
     def faults_said(self) -> Iterator[None]:
-        """Context in which an error is kept until the next `agree`, so that all ranks stop together and none waits for
-        another."""
+        """Context in which an error is kept until the next `agree`, so that all ranks stop together."""
         try:
             yield
         except InterpError as refusal:

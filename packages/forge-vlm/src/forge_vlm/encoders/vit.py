@@ -244,8 +244,7 @@ class ImageBlock(nn.Module):
 
 
 def patch_mask(grids: Tensor, length: int) -> Tensor:
-    """Returns the (N, length) bool mask of patches for (N, 2) rows and columns. An empty image has one, to keep attention
-    finite."""
+    """Returns the (N, length) bool mask of patches for (N, 2) rows and columns. An empty image has one, for finite attention."""
     return torch.arange(length, device=grids.device) < grids.prod(1, keepdim=True).clamp(min=1)
 
 

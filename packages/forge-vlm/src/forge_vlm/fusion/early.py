@@ -64,8 +64,7 @@ class JointFusion(FusionBase):
 
 
 def prefix_of(tokens: Tensor, image_token: int, documents: Tensor | None, given: Tensor | None) -> Tensor:
-    """Returns the (B, T) bool mask of the prefix: `given` if the batch marks it, else everything up to the last image of a
-    document."""
+    """Returns the (B, T) bool mask of the prefix: `given` if set, else everything up to the last image of a document."""
     if given is not None:
         return given
     here = tokens == image_token
@@ -73,8 +72,7 @@ def prefix_of(tokens: Tensor, image_token: int, documents: Tensor | None, given:
 
 
 def seen_labels(labels: Tensor, prefix: Tensor, documents: Tensor | None) -> Tensor:
-    """Returns the (B, T) bool mask of labels whose token is visible to its prediction: all in a prefix except at its last
-    position."""
+    """Returns the (B, T) bool mask of labels whose token is visible to its prediction: all in a prefix but the last."""
     both = prefix[:, :-1] & prefix[:, 1:]
     if documents is not None:
         both = both & (documents[:, :-1] == documents[:, 1:])

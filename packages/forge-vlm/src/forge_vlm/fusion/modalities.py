@@ -352,8 +352,7 @@ class ModalityExperts(nn.Module):
 
 
 def _sequences(x: Tensor, documents: Tensor | None) -> Tensor:
-    """Returns (B, T) int64: the number of each token's document (or row, without documents), ascending over the flattened
-    tokens."""
+    """Returns (B, T) int64: the number of each token's document (or row, without documents), ascending in flattened order."""
     begins = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
     begins[:, 0] = 1
     if documents is not None:

@@ -136,8 +136,7 @@ def pixels(image: Image.Image, processing: Processing) -> NDArray[np.float32]:
 
 @lru_cache(maxsize=32)
 def _level_table(processing: Processing) -> NDArray[np.float32]:
-    """Returns (channels, 256): the normalized value of each of the 256 levels, in the operation order of transformers'
-    processors."""
+    """Returns (channels, 256): the normalized value of each of the 256 levels, computed in transformers' order."""
     scaled = (np.arange(256, dtype=np.float64) * processing.scale).astype(np.float32)
     mean, std = (np.array(each, np.float32)[:, None] for each in (processing.mean, processing.std))
     return (scaled - mean) / std
