@@ -57,7 +57,7 @@ def experts_see_other_tokens(job: Job, layout: Layout) -> Iterator[Fault]:
         )
 
 
-def experts_compile(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+def experts_compile(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check receives both)
     """Checks that experts can be compiled: one grouped product, in bf16, with rows that are multiples of 16 bytes."""
     moe = getattr(job.model, "moe", None)
     if not isinstance(moe, MoEConfig) or "compile" not in job.transforms:

@@ -109,7 +109,7 @@ def sees_gpu(root: Path = Path("/")) -> bool:
         return False
     try:
         listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # it hangs where the driver does
+    except (OSError, subprocess.TimeoutExpired):  # nvidia-smi hangs if the driver does
         return False
     return listed.returncode == 0 and "GPU" in listed.stdout
 

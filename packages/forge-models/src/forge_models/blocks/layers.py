@@ -16,7 +16,7 @@ from forge_models.shape import BlockContext
 
 
 def unfilled(*shape: int) -> nn.Parameter:
-    """Returns a parameter of NaN, so that a parameter that is never initialized from its spec cannot go unnoticed."""
+    """Returns a parameter filled with NaN, so that a parameter that is not initialized from its spec is noticed."""
     return nn.Parameter(torch.full(shape, nan))
 
 
