@@ -24,7 +24,7 @@ BiasSchedule = Literal["constant", "cosine", "warmup"]
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxTopKConfig(Component):
-    """Chooses the top_k largest of softmax(W x) (Shazeer et al., 2017; Switch, Fedus et al., 2021; Mixtral, Jiang et al., 2024)."""
+    """Takes the top_k of softmax(W x) (Shazeer et al., 2017; Switch, Fedus et al., 2021; Mixtral, Jiang et al., 2024)."""
 
     key_class: ClassVar = IDENTITY
     implementation: ClassVar[str] = "forge_models.blocks.moe.routers:SoftmaxTopK"
@@ -44,7 +44,7 @@ class SoftmaxTopKConfig(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidTopKConfig(Component):
-    """Chooses the top_k largest of sigmoid(W x) + bias, weighted by sigmoid(W x) (DeepSeek-V3, 2024, section 2.1.2).
+    """Takes the top_k of sigmoid(W x) + bias, weighted by sigmoid(W x) (DeepSeek-V3, 2024, section 2.1.2).
 
     The bias is a buffer: after each optimizer step it rises by `bias_rate` for experts below the mean load of the whole batch and
     falls for those above. It affects only the choice of experts, not the combine weights.
