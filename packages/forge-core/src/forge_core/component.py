@@ -1,4 +1,4 @@
-"""A component is a frozen dataclass whose fields are its TOML keys. It names the class that it configures:
+"""Components: frozen dataclasses whose fields are TOML keys. A component names the class that it configures:
 
     @dataclass(frozen=True, kw_only=True)
     class LionConfig(Component):
@@ -7,13 +7,13 @@
         implementation: ClassVar[str] = "forge_lionize.lion:Lion"
 
 `build(model)` imports `Lion` and returns `Lion(model, lr=1e-4)`. A component without an implementation defines `build`, or is
-what its group takes. Because the description holds no tensors and `build` imports on use, listing, `--help`, validation and
-editor schemas never import torch. A field that holds another component is annotated with `Slot`:
+itself the object that its group requires. Because a component has no tensors and `build` imports on use, listing, `--help`,
+validation and editor schemas never import torch. A field that contains another component is annotated with `Slot`:
 
     attention: Annotated[Component, Slot("forge.attentions", default="gqa")] = Slot.unset()
 
-Every key has a class, which says what a resume does when the checkpoint was trained with another value. A section or component
-gives its keys one by `key_class: ClassVar = FREE`; a field that differs names its own: `Annotated[int, Gt(0), LAYOUT]`.
+Every key has a class, which says what a resume does if the checkpoint was trained with a different value. A section or component
+sets the class of its keys by `key_class: ClassVar = FREE`; a single field sets its own by `Annotated[int, Gt(0), LAYOUT]`.
 """
 
 import ast
@@ -35,16 +35,16 @@ from forge_core.errors import BrokenPlugin
 
 
 class KeyClass(StrEnum):
-    """What a resume does with a key that had another value in the checkpoint."""
+    """Class of a key: what a resume does if the key has a different value in the checkpoint."""
 
     IDENTITY = "identity"
-    """Changes the function that is trained, or what its state means: refused, unless `checkpoint.allow` names the key."""
+    """Changes the trained function or the meaning of its state: refused unless `checkpoint.allow` names the key."""
     DATA = "data"
-    """Says what is read: listed; the data position compares what it means, and refuses other samples under the same number."""
+    """Changes what is read: listed. The data position is compared too, and refused if its numbers would mean other samples."""
     FREE = "free"
-    """May change: listed once with both values."""
+    """May change freely: listed once with both values."""
     LAYOUT = "layout"
-    """Says how the work is distributed, which the result does not depend on: listed as well."""
+    """Changes how the work is distributed, which does not affect the result: listed as well."""
 
 
 IDENTITY, DATA, FREE, LAYOUT = KeyClass
@@ -52,30 +52,30 @@ IDENTITY, DATA, FREE, LAYOUT = KeyClass
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Base of everything that is chosen by name in a recipe.
+    """Base class of everything that a recipe chooses by name.
 
-    Subclasses are frozen dataclasses with keyword-only fields, each with a default or required, a type that pydantic
-    understands (ranges by `annotated_types`), and a docstring below it. They set `implementation`, define `build`, or are what
-    their group takes. A `ValueError` raised in `__post_init__` becomes a fault of the recipe.
+    Subclasses are frozen dataclasses with keyword-only fields. Each field has a type that pydantic supports (with ranges from
+    `annotated_types`) and a docstring below it. Subclasses set `implementation`, define `build`, or are themselves the object
+    that their group requires. A `ValueError` raised in `__post_init__` becomes a fault of the recipe.
 
-    Keys without a class are `IDENTITY`: a resume refuses other values, unless the user allows them.
+    Keys without a class are `IDENTITY`: a resume refuses different values unless the user allows them.
 
     Keys and values of earlier versions are refused with a hint: `renamed: ClassVar = {"old key": "new key"}` and
     `removed: ClassVar = {("key", "value"): "what to do instead"}`.
     """
 
     implementation: ClassVar[str | None] = None
-    """`module:name` of the class or function that `build` calls. It is imported by the first `build`."""
+    """`module:name` of the class or function that `build` calls; imported by the first `build`."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """Returns `implementation(*args, **fields)`, or the component itself if it names no implementation.
 
-        The arguments are those of the component's group (`forge_core.registry`); an implementation that has no parameter for
-        them is called without them. The fields are those of `passed`, by name; a field that holds a component passes the
-        component. A subclass that computes something from its fields overrides `build`.
+        The arguments are those of the component's group (`forge_core.registry`); an implementation without parameters for them is
+        called without them. The fields are those of `passed`, by name; a field that contains a component passes the component.
+        Subclasses that compute something from their fields override `build`.
 
         Raises:
-            BrokenPlugin: the implementation does not exist, or does not take these arguments and fields.
+            BrokenPlugin: the implementation does not exist, or does not accept these arguments and fields.
         """
         if self.implementation is None:
             return self
@@ -87,28 +87,28 @@ class Component:
 
     @classmethod
     def passed(cls) -> tuple[str, ...]:
-        """Names of the attributes that `build` passes on: the fields of the class that sets `implementation`.
+        """Returns the names of the attributes that `build` passes: the fields of the class that sets `implementation`.
 
-        A base class whose fields are for someone else, or that has a property for the implementation, overrides it.
+        A class overrides this if some of its fields are not for the implementation, or if a property is.
         """
         named = next(base for base in cls.__mro__ if "implementation" in vars(base))
         return tuple(item.name for item in dataclasses.fields(named) if item.init)
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Self]":
-        """Small ones that conformance checks try (`forge_core.conformance`): by default the one with every default.
+        """Returns small components for conformance checks (`forge_core.conformance`); by default one with all defaults.
 
-        A component with required keys, with slots, or with defaults too large for a test gives others; files that they need
-        go into `folder`, which is empty.
+        Components with required keys, slots, or defaults too large for a test override this. Files that examples need go into
+        `folder`, which is empty.
         """
         return (cls(),)
 
 
 def implementation_of(cls: type[Component]) -> Callable[..., Any]:
-    """The class or function that a component names; imports its module.
+    """Imports and returns the class or function that a component names.
 
     Raises:
-        BrokenPlugin: it does not exist.
+        BrokenPlugin: the implementation does not exist.
     """
     module, _, names = str(cls.implementation).partition(":")
     try:
@@ -129,7 +129,7 @@ def implementation_of(cls: type[Component]) -> Callable[..., Any]:
 
 
 def misfit(cls: type[Component], implementation: Callable[..., Any], given: Iterable[str]) -> str:
-    """Why an implementation cannot be called with the arguments of a group and the fields of a component; empty if it can.
+    """Returns why an implementation cannot be called with a group's arguments and a component's fields; empty if it can.
 
     Args:
         given: names of the group's arguments, which are passed by position.
@@ -139,7 +139,7 @@ def misfit(cls: type[Component], implementation: Callable[..., Any], given: Iter
 
 @cache
 def _fit(cls: type[Component], implementation: Callable[..., Any], count: int, named: frozenset[str]) -> tuple[int, str]:
-    """How many of `count` arguments an implementation takes, all or none, and why it cannot be called with either."""
+    """Returns how many of `count` arguments an implementation accepts, all or none, and why it accepts neither, else ""."""
     try:
         signature = inspect.signature(implementation)
     except (NameError, ValueError):  # annotations that exist for type checkers only; a builtin
@@ -159,7 +159,7 @@ def _fit(cls: type[Component], implementation: Callable[..., Any], count: int, n
 
 
 def _origin(cls: type) -> str:
-    """A component in a message: its class, and the distribution that registers it."""
+    """Returns the description of a component in messages: its class, and the distribution that registers it."""
     target = f"{cls.__module__}:{cls.__qualname__}"
     for distribution in distributions():
         if target in (distribution.read_text("entry_points.txt") or "").split():
@@ -168,16 +168,16 @@ def _origin(cls: type) -> str:
 
 
 def class_name(component: Any) -> str:
-    """Name of a component in messages: that of its class without `Config`."""
+    """Returns the name of a component in messages: its class name without `Config`."""
     return type(component).__name__.removesuffix("Config")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Marks a field as "a component of `group`, chosen by its `name` key"; `default` is the name when absent.
+    """Marks a field as a component of `group` that the key `name` chooses; `default` is the name when absent.
 
-    In `list[Annotated[Component, Slot(...)]]` each table of the array has a `name`. In `dict[str, Annotated[...]]` each
-    table has a `name`, unless `named_by_key`: then the key is the name (`[transforms.recompute]`).
+    In `list[Annotated[Component, Slot(...)]]` each table of the array has a `name`. In `dict[str, Annotated[...]]` each table has
+    a `name`, unless `named_by_key` is set: then its key is the name (`[transforms.recompute]`).
     """
 
     group: str
@@ -186,25 +186,25 @@ class Slot:
 
     @staticmethod
     def unset() -> Any:
-        """Default value of a slot field: the configuration fills it from `default` (None when there is none)."""
+        """Returns the default value of a slot field: the configuration fills it from `default`, if set, else it is None."""
         return dataclasses.field(default=None)
 
 
 class Place:
-    """Marks a field of text that names a file, a directory or a URL, where its name does not say so: `Annotated[str, Place]`."""
+    """Marks a text field as a file, directory or URL if its name does not say so: `Annotated[str, Place]`."""
 
 
 PLACES = frozenset(
     {"path", "paths", "file", "files", "folder", "folders", "dir", "dirs", "directory", "directories", "url", "urls"}
 )
-"""Words in the name of a field that make it one of a place."""
+"""Words in a field's name that mark it as a file, directory or URL."""
 
 Class = type
-"""`FieldInfo` has a field called `type`, inside which the builtin cannot be named."""
+"""The builtin `type`, which cannot be named inside `FieldInfo` because a field has the same name."""
 
 
 class FieldInfo(NamedTuple):
-    """One field of a section or component, as the configuration sees it."""
+    """One field of a section or component, for the configuration."""
 
     name: str
     type: Any
@@ -214,27 +214,27 @@ class FieldInfo(NamedTuple):
 
     @property
     def doc(self) -> str:
-        """The docstring below the field; read from the source only when asked for."""
+        """Docstring below the field; read from the source on access."""
         return _docs_of(self.owner).get(self.name, "")
 
     @property
     def is_place(self) -> bool:
-        """Whether it names files, directories or URLs: by a word of its name, by `Place`, or as a `pathlib.Path`."""
+        """Whether the field names files, directories or URLs: by a word of its name, by `Place`, or by the type `Path`."""
         return not PLACES.isdisjoint(self.name.split("_")) or any(kind in _parts(self.type) for kind in (Place, Path))
 
     @property
     def declared_class(self) -> KeyClass | None:
-        """The class that the field, or the dataclass that introduces it, declares: what a subclass adds is its own affair."""
+        """Class that the field, or the dataclass that introduces it, declares; declarations of subclasses do not count."""
         return _marked(self.type) or class_of_keys(_introduced_by(self.owner, self.name))
 
     @property
     def key_class(self) -> KeyClass:
-        """What a resume does with another value; `IDENTITY` when nothing was declared."""
+        """Class of the key; `IDENTITY` if none is declared."""
         return self.declared_class or KeyClass.IDENTITY
 
 
 def fields_of(cls: type) -> tuple[FieldInfo, ...]:
-    """The fields of a section or component with resolved types."""
+    """Returns the fields of a section or component, with resolved types."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(
         FieldInfo(
@@ -250,25 +250,25 @@ def fields_of(cls: type) -> tuple[FieldInfo, ...]:
 
 
 def class_of_keys(cls: type) -> KeyClass | None:
-    """What a section or component declares for its keys, itself: a base's declaration is about the base's keys."""
+    """Returns the class that a section or component itself declares for its keys; a base's declaration covers only its keys."""
     declared = vars(cls).get("key_class")
     return declared if isinstance(declared, KeyClass) else None
 
 
 def _marked(annotation: Any) -> KeyClass | None:
-    """The class in an annotation, wherever it stands, as in `Annotated[int, Gt(0), FREE] | None`."""
+    """Returns the key class in an annotation, at any depth, as in `Annotated[int, Gt(0), FREE] | None`."""
     if isinstance(annotation, KeyClass):
         return annotation
     return next((found for item in typing.get_args(annotation) if (found := _marked(item)) is not None), None)
 
 
 def _parts(annotation: Any) -> list[Any]:
-    """An annotation and everything inside of it."""
+    """Returns an annotation and everything inside it."""
     return [annotation, *(found for item in typing.get_args(annotation) for found in _parts(item))]
 
 
 def _introduced_by(cls: type, name: str) -> type:
-    """The dataclass from which `cls` has a field: the farthest base that holds the very same one."""
+    """Returns the dataclass that introduces a field of `cls`: the farthest base with the identical field."""
     fields = {base: vars(base).get("__dataclass_fields__", {}) for base in cls.__mro__}
     return [base for base, own in fields.items() if own.get(name) is fields[cls].get(name)][-1]
 
@@ -283,7 +283,7 @@ def _default_of(item: "dataclasses.Field[Any]") -> Any:
 
 @cache
 def _docs_of(cls: type) -> dict[str, str]:
-    """Docstrings below the fields of `cls` and its bases, nearest class first."""
+    """Returns the docstrings below the fields of `cls` and its bases; the nearest class takes precedence."""
     found: dict[str, str] = {}
     for base in cls.__mro__:
         if dataclasses.is_dataclass(base):
@@ -295,7 +295,7 @@ def _docs_of(cls: type) -> dict[str, str]:
 def _docs_in_source(cls: type) -> Iterator[tuple[str, str]]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError, SyntaxError):  # defined in a console, or by a tool: the fields have no docs then
+    except (OSError, TypeError, SyntaxError):  # a class defined in a console or by a tool has no source
         return
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     for statement, following in pairwise(body):

@@ -121,9 +121,9 @@ def examine(entry: Entry, registry: Registry) -> ConformanceResult:
 
 
 def implementation_faults(cls: type[Component], given: tuple[str, ...]) -> list[str]:
-    """Why the implementation of a component does not fit; empty if it does, or if the component defines `build`.
+    """Returns why the implementation of a component does not fit; empty if it does, or if the component defines `build`.
 
-    Its signature must take the group's arguments and every field, and a parameter's type must allow the values of its field.
+    Its signature must accept the group's arguments and every field, and a parameter's type must allow all values of its field.
     Types that exist for type checkers only are not compared.
 
     Args:
@@ -151,7 +151,7 @@ def implementation_faults(cls: type[Component], given: tuple[str, ...]) -> list[
 
 
 def _resolved(annotation: Any, names: dict[str, Any]) -> Any:
-    """The type that an annotation means; Any where it is missing or exists for type checkers only."""
+    """Returns the type of an annotation; Any if it is missing or exists for type checkers only."""
     if annotation is inspect.Parameter.empty:
         return Any
     try:
@@ -161,7 +161,7 @@ def _resolved(annotation: Any, names: dict[str, Any]) -> Any:
 
 
 def _allows(taken: Any, given: Any) -> bool:
-    """Whether every value of the type `given` is one of the type `taken`; True where that cannot be known."""
+    """Whether every value of type `given` is also of type `taken`; True if unknown."""
     taken, given = (get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in (taken, given))
     if get_origin(given) in (Union, UnionType):
         return all(_allows(taken, kind) for kind in get_args(given))
@@ -184,7 +184,7 @@ def problems(registry: Registry, distribution: str | None = None, group: str | N
     """Returns the problems of registered components: faults in their keys and docstrings, and failed checks.
 
     Args:
-        registry: has the components and the checks.
+        registry: registry with the components and the checks.
         distribution: only components of this distribution.
         group: only components of this group, such as `forge.optimizers`.
     """

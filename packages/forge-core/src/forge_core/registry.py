@@ -1,10 +1,10 @@
-"""The registry: which groups of components exist, and how a name in a recipe becomes a component.
+"""The registry: the groups of components, and the component that a name in a recipe refers to.
 
-A distribution of Forge lists its parts in one table, `PARTS` of its module `parts`; another distribution lists its own as
-entry points, whose group is the group of the part. `Group.build` lists the positional arguments that Forge passes to a
-component's `build`; the registry compares them with the real signature when it loads a component, so a plugin written for
-another signature is refused before anything runs. The implementation that a component names instead is imported and compared
-when it is built. Nothing is imported until it is needed.
+A distribution of Forge lists its parts in one table, `PARTS` in its module `parts`. Other distributions list theirs as entry
+points, whose group is the group of the part. `Group.build` lists the positional arguments that Forge passes to a component's
+`build`; the registry compares them with the signature when it loads a component, so a plugin with a different signature is
+refused before anything runs. If a component names an implementation instead, it is imported and compared when it is built.
+Nothing is imported until it is needed.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from forge_core.trust import trusted_content
 
 
 class Group(NamedTuple):
-    """One kind of plugin: how it is chosen in a recipe, what `build` is given and what it returns."""
+    """One kind of plugin: how a recipe chooses it, the arguments of its `build`, and the type that `build` returns."""
 
     name: str
     chosen_by: str
@@ -71,7 +71,7 @@ _TABLE = (
 )
 
 GROUPS = MappingProxyType({group.name: group for group in _TABLE})
-"""Every group by name. Groups with `build=None` hold plain objects: preset files, commands and check functions."""
+"""Groups by name. Groups with `build=None` contain plain objects: preset files, commands and check functions."""
 
 HOMES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -93,7 +93,7 @@ HOMES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""Groups in which each distribution of Forge offers something, so that an unknown name can say what to install."""
+"""Groups in which each distribution of Forge has parts, so that the error for an unknown name can say what to install."""
 
 FORGE = frozenset({"forge-core", *HOMES})
 """The distributions of Forge."""
@@ -111,23 +111,23 @@ MOVED: MappingProxyType[tuple[str, str], tuple[str, str]] = MappingProxyType(
         ("forge.commands", "sweep"): ("forge-train", "forge-lab"),
     }
 )
-"""(group, name) of parts that moved between distributions of Forge: the former and the present one. Recipes and checkpoints that
-name the former distribution mean the present one."""
+"""(group, name) -> former and current distribution, for parts that moved between distributions of Forge. In recipes and
+checkpoints, the former distribution means the current one."""
 
 
 def home_of(group: str, name: str, distribution: str) -> str:
-    """The distribution that has a part today, given the one that a recipe or a checkpoint names."""
+    """Returns the current distribution of a part, given the distribution that a recipe or checkpoint names."""
     former, present = MOVED.get((group, name), ("", ""))
     return present if former and canonical(distribution) == former else distribution
 
 
 TABLE = "forge.parts"
-"""Entry-point group by which a distribution of Forge names the table of its parts: `{group: {name: "module:object"}}`."""
+"""Entry-point group in which a distribution of Forge names its table of parts: `{group: {name: "module:object"}}`."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Metadata of one plugin: known without importing it."""
+    """Metadata of one plugin, known without importing it."""
 
     group: str
     name: str
@@ -141,21 +141,21 @@ class Entry:
 
     @property
     def is_forge(self) -> bool:
-        """Whether it is one of Forge's own."""
+        """Whether it belongs to a distribution of Forge."""
         return canonical(self.distribution) in FORGE
 
     def as_json(self) -> dict[str, str]:
-        """`{group, name, distribution, version}`, as a checkpoint records it."""
+        """Returns `{group, name, distribution, version}`, as a checkpoint records it."""
         return {"group": self.group, "name": self.name, "distribution": self.distribution, "version": self.version}
 
 
 def installed() -> Iterator[Entry]:
-    """What every installed distribution registers in a group of `GROUPS`; a distribution found twice counts once."""
+    """Yields the entries of all installed distributions in groups of `GROUPS`; a distribution that is found twice counts once."""
     seen: set[str] = set()
     for distribution in distributions():
         try:
             if "forge." not in (distribution.read_text("entry_points.txt") or ""):
-                continue  # most distributions: reading the metadata of each would cost a tenth of a second
+                continue  # skips most distributions, because reading the metadata of all would take a tenth of a second
             metadata = distribution.metadata
             name, version = metadata["Name"], metadata["Version"]
             points = list(distribution.entry_points)
@@ -172,7 +172,7 @@ def installed() -> Iterator[Entry]:
 
 
 def _parts(point: EntryPoint, distribution: str, version: str) -> Iterator[Entry]:
-    """Entries of a table of parts. Its module has nothing but the table, so no part is imported.
+    """Yields the entries of a table of parts. Its module contains only the table, so no part is imported.
 
     Raises:
         BrokenPlugin: the table cannot be read.
@@ -190,19 +190,19 @@ def _parts(point: EntryPoint, distribution: str, version: str) -> Iterator[Entry
 
 
 def canonical(distribution: str) -> str:
-    """A distribution's name as packaging compares it: `Forge_Extra` is `forge-extra`."""
+    """Returns a distribution's name in the form that packaging compares: `Forge_Extra` becomes `forge-extra`."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 @dataclass
 class Registry:
-    """All plugins that can be chosen. `Registry()` sees what is installed; tests pass their own entries."""
+    """All plugins that can be chosen. `Registry()` has those that are installed; tests pass their own entries."""
 
     entries: list[Entry] = field(default_factory=lambda: list(installed()))
     _loaded: dict[Entry, Any] = field(default_factory=dict, repr=False)
 
     def names(self, group: str) -> list[str]:
-        """Names on offer in `group`, each as a recipe has to write it: qualified where the bare name means another or none."""
+        """Returns the names in `group` as a recipe must write them: qualified if the bare name means another entry or none."""
         entries = self.of(group)
         claims: dict[str, list[Entry]] = {}
         for entry in entries:
@@ -210,27 +210,31 @@ class Registry:
         return sorted(entry.name if _meant(claims[entry.name]) == entry else entry.qualified for entry in entries)
 
     def spelled(self, entry: Entry) -> str:
-        """The name by which a recipe of a user means an entry: bare, or with its distribution."""
+        """Returns the name of an entry in a user's recipe: bare, or with its distribution if the bare name means another."""
         if entry.is_forge:
             return entry.name
         return entry.name if _meant([e for e in self.of(entry.group) if e.name == entry.name]) == entry else entry.qualified
 
     def of(self, group: str) -> list[Entry]:
-        """Entries of one group, sorted by name."""
+        """Returns the entries of one group, sorted by name.
+
+        Raises:
+            UnknownComponent: there is no such group.
+        """
         if group not in GROUPS:
             hint = did_you_mean(group, list(GROUPS)) or f"groups: {', '.join(GROUPS)}"
             raise UnknownComponent(f"unknown plugin group {group!r}; {hint}")
         return sorted((e for e in self.entries if e.group == group), key=lambda e: (e.name, e.distribution))
 
     def find(self, group: str, name: str, owner: str = "") -> Entry:
-        """The entry that `name` means.
+        """Returns the entry that `name` refers to.
 
         Args:
-            owner: the distribution in whose preset or default the name stands: its own part comes first.
+            owner: distribution whose preset or default contains the name; its own part is preferred.
 
         Raises:
-            UnknownComponent: nothing offers it; names the closest ones, and the package that has it if known.
-            PluginConflict: several distributions offer it, and neither the owner nor Forge does; names them.
+            UnknownComponent: no distribution has it; the message lists similar names, and the package that has it if known.
+            PluginConflict: several distributions have it, but neither the owner nor Forge; the message lists them.
         """
         kind = GROUPS[group].kind
         if ".py:" in name:
@@ -255,16 +259,16 @@ class Registry:
         raise AssertionError("one match is what is meant")
 
     def load(self, group: str, name: str, owner: str = "") -> Any:
-        """The component class (or plain object, for groups without `build`) that `name` means; `owner` as for `find`.
+        """Returns the component class (or plain object, for groups without `build`) that `name` refers to; `owner` as for `find`.
 
         Raises:
-            BrokenPlugin: it cannot be imported, is not a component, or its `build` takes other arguments.
-            UntrustedCode: it is a class in a file, and the user granted neither the file nor its content.
+            BrokenPlugin: the plugin cannot be imported, is not a component, or its `build` has different arguments.
+            UntrustedCode: the plugin is a class in a file, and the user has trusted neither the file nor its content.
         """
         return self.load_entry(self.find(group, name, owner))
 
     def load_entry(self, entry: Entry) -> Any:
-        """Loads what an entry points at; once."""
+        """Loads the object of an entry; later calls return the same object. Raises the errors of `load`."""
         if entry not in self._loaded:
             try:
                 loaded = _load_file(entry) if ".py:" in entry.target else _load_point(entry)
@@ -277,12 +281,12 @@ class Registry:
         return self._loaded[entry]
 
     def used(self, names: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-        """`{group, name, distribution, version}` of each chosen (group, name), as a checkpoint records them."""
+        """Returns `{group, name, distribution, version}` of each chosen (group, name), as a checkpoint records them."""
         return [self.find(group, name).as_json() for group, name in names]
 
 
 def _meant(claims: Sequence[Entry], owner: str = "") -> Entry | None:
-    """Of the entries of one name the one that it means; None where that is ambiguous."""
+    """Returns the entry that a name refers to, from all entries with this name; None if it is ambiguous or there is none."""
     for homes in ({canonical(owner)}, FORGE):
         own = [entry for entry in claims if canonical(entry.distribution) in homes]
         if len(own) == 1:
@@ -291,7 +295,7 @@ def _meant(claims: Sequence[Entry], owner: str = "") -> Entry | None:
 
 
 def _described(entry: Entry) -> str:
-    """Who offers what, in one place of a message; a plugin file is its own distribution."""
+    """Returns the description of an entry in messages: kind, name, and distribution or file."""
     kind = GROUPS[entry.group].kind
     if ".py:" in entry.target:
         return f"{kind} {entry.name!r} ({entry.version})"
@@ -325,7 +329,7 @@ def _load_file(entry: Entry) -> Any:
 
 
 class FileLoader(SourceFileLoader):
-    """Loads a plugin file from bytes that were read before. Compiled code next to it is not looked at: nobody has read it."""
+    """Loads a plugin file from bytes that were read before. Ignores compiled code next to it, which the user has not seen."""
 
     def __init__(self, name: str, path: str, content: bytes) -> None:
         super().__init__(name, path)
@@ -336,7 +340,7 @@ class FileLoader(SourceFileLoader):
 
 
 def run_file(name: str, path: Path, content: bytes) -> ModuleType:
-    """The module of a plugin file, imported under a unique name, so that pickling and type hints resolve."""
+    """Imports a plugin file as a module under a unique name, so that pickling and type hints resolve; returns the module."""
     loader = FileLoader(name, str(path), content)
     spec = ModuleSpec(name, loader, origin=str(path))
     spec.has_location = True
@@ -351,7 +355,11 @@ def run_file(name: str, path: Path, content: bytes) -> ModuleType:
 
 
 def _conform(entry: Entry, loaded: Any) -> None:
-    """Refuses what does not have the shape that its group promises."""
+    """Checks that a loaded object has the type and signature that its group requires.
+
+    Raises:
+        BrokenPlugin: it does not.
+    """
     group = GROUPS[entry.group]
 
     def refuse(why: str) -> BrokenPlugin:
@@ -371,7 +379,7 @@ def _conform(entry: Entry, loaded: Any) -> None:
         raise refuse("is not a forge_core.component.Component")
     if "__dataclass_fields__" not in vars(loaded):
         raise refuse("is not a dataclass: decorate it with @dataclass(frozen=True, kw_only=True)")
-    fields_of(loaded)  # raises where a field's type cannot be resolved; the caller says whose plugin it is
+    fields_of(loaded)  # raises if a field's type cannot be resolved; the caller adds the plugin's name
     if loaded.build is Component.build:
         if fault := _implementation_fault(loaded, group):
             raise refuse(fault)
@@ -392,7 +400,7 @@ def _conform(entry: Entry, loaded: Any) -> None:
 
 
 def _implementation_fault(cls: type[Component], group: Group) -> str:
-    """Why a component without a `build` of its own is refused; empty if it is not. The implementation is not imported."""
+    """Returns why a component without its own `build` is refused; empty if it is valid. Does not import the implementation."""
     target: Any = cls.implementation
     if target is not None:
         is_path = isinstance(target, str) and re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", target)

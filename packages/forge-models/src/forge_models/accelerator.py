@@ -1,7 +1,7 @@
-"""What kernels a device has: the only module of this package that asks what kind a device is.
+"""Kernels that a device supports: the only module of this package that distinguishes kinds of devices.
 
-Kernels were shown right on CUDA alone, so ROCm, whose devices torch calls `cuda`, too, and XPU have none of them here: what they
-compute with instead is what a CPU does.
+These kernels are tested on CUDA only. ROCm, whose devices torch also calls `cuda`, and XPU therefore use the same implementations
+as a CPU.
 """
 
 import logging
@@ -14,27 +14,27 @@ _log = logging.getLogger(__name__)
 HOSTS = ("cpu", "meta")
 
 AMPERE, HOPPER = (8, 0), 9
-"""Compute capability of A100, from which on GPUs have kernels of 16 bits; the major one of H100 and H200."""
+"""Compute capability of A100, the minimum for 16-bit kernels; major compute capability of H100 and H200."""
 
 GROUPS = (9, 10)
-"""Major compute capabilities for which torch has a kernel of several products at once: Hopper, and Blackwell of data centers."""
+"""Major compute capabilities for which torch has a grouped product: Hopper, and Blackwell for data centers."""
 
 MOST_GROUPS = 1023
-"""How many products that kernel makes at once: a thread of one block prepares each."""
+"""Maximum number of products in one grouped product: each is prepared by one thread of a single block."""
 
 
 def draws_initial_weights(device: torch.device) -> bool:
-    """Whether initial weights are drawn on the device, by CUDA's generator (`forge_core.draws`)."""
+    """Whether initial weights are drawn on the device by CUDA's generator (`forge_core.draws`)."""
     return device.type == "cuda"
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether cuDNN's attention, and FlashAttention-3, were made for this device."""
+    """Whether the device is a Hopper GPU, for which cuDNN's attention and FlashAttention-3 are optimized."""
     return _is_nvidia(device) and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 def has_flex(device: torch.device, wanted: bool = False) -> bool:
-    """Whether flex attention is compiled for the device. Warns once of an accelerator without, where it is `wanted`."""
+    """Whether flex attention is compiled for the device. If `wanted`, warns once about an accelerator without it."""
     if wanted and not _is_nvidia(device) and device.type not in HOSTS:
         _tell(
             f"attention: this accelerator ({_kind(device)}) has no tested flex attention; documents, windows and soft "
@@ -44,14 +44,14 @@ def has_flex(device: torch.device, wanted: bool = False) -> bool:
 
 
 def takes_lengths(device: torch.device) -> bool:
-    """Whether the device has attention by lengths of documents (FlashAttention: Ampere and later)."""
+    """Whether the device has attention with document lengths (FlashAttention: Ampere and later)."""
     return _is_nvidia(device) and torch.cuda.get_device_capability(device) >= AMPERE
 
 
 def groups_fault(device: torch.device, dtype: torch.dtype, groups: int) -> str:
-    """Why the device has no kernel for the products of so many experts; "" where it has, and for a CPU.
+    """Returns why the device has no grouped product for this number of experts; empty if it has one, or is a CPU.
 
-    Elsewhere torch multiplies group by group, and the host waits for the device before each such product: `_grouped_mm_fallback`.
+    Without the kernel, torch multiplies one group after the other and synchronizes before each: `_grouped_mm_fallback`.
     """
     if device.type in HOSTS:
         return ""
@@ -66,7 +66,7 @@ def groups_fault(device: torch.device, dtype: torch.dtype, groups: int) -> str:
 
 
 def warn_of_loop(device: torch.device, fault: str) -> None:
-    """Says once that experts are multiplied one by one on an accelerator, and why."""
+    """Warns once that experts are multiplied one by one on an accelerator, and why."""
     if device.type not in HOSTS:
         _tell(f"model.moe: experts are multiplied one by one, and each layer waits for the device: {fault}")
 

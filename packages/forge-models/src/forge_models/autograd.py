@@ -8,15 +8,16 @@ from torch.autograd.function import once_differentiable
 
 
 def attach(x: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
-    """`x` itself; its backward also adds the gradient of scale * loss (scale None = 1) to the inputs of `loss`.
+    """Returns `x`; its backward also adds the gradient of scale * loss (scale None = 1) to the inputs of `loss`.
 
-    The loss reaches the parameters without being added to the loss that a step minimizes, so `x` may have any shape.
+    The gradient of `loss` reaches the parameters although it is not part of the loss that a step minimizes; `x` may have any
+    shape.
     """
     return _Attach.apply(x, loss, loss.new_ones(()) if scale is None else scale.to(loss.dtype))
 
 
 def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
-    """A copy of the scalar `value` whose backward passes its gradient on to `value` and to the scalar `other`."""
+    """Returns a copy of the scalar `value` whose backward passes its gradient to `value` and to the scalar `other`."""
     return _WithGradientOf.apply(value, other)
 
 

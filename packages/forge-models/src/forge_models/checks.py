@@ -1,4 +1,4 @@
-"""Rules across sections that concern models: pure functions of (job, layout), run before torch is imported."""
+"""Rules across sections for models: pure functions of (job, layout), which run before torch is imported."""
 
 from collections.abc import Iterator
 
@@ -8,11 +8,11 @@ from forge_core.protocols.job import Job
 from forge_models.components.experts import MoEConfig
 
 WHOLE_ROWS = 8
-"""bf16 values in 16 bytes."""
+"""Number of bf16 values in 16 bytes."""
 
 
 def experts_fit(job: Job, layout: Layout) -> Iterator[Fault]:
-    """Ranks that share experts hold equally many of them, each an equal part."""
+    """Checks that experts divide evenly over the ranks of `parallel.ep`, and their width over those of `parallel.etp`."""
     if layout.ep * layout.etp == 1:
         return
     moe = getattr(job.model, "moe", None)
@@ -36,7 +36,7 @@ def experts_fit(job: Job, layout: Layout) -> Iterator[Fault]:
 
 
 def experts_see_other_tokens(job: Job, layout: Layout) -> Iterator[Fault]:
-    """Ranks that share a row give experts different parts of it."""
+    """Checks that ranks that share a row pass different tokens to experts, and that `losses.pooled` has all layers' loads."""
     moe = getattr(job.model, "moe", None)
     if not isinstance(moe, MoEConfig):
         return
@@ -57,8 +57,8 @@ def experts_see_other_tokens(job: Job, layout: Layout) -> Iterator[Fault]:
         )
 
 
-def experts_compile(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
-    """What a compiler takes of the products of experts: one product for all, in bf16, with rows of whole 16 bytes."""
+def experts_compile(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check receives both)
+    """Checks that experts can be compiled: one grouped product, in bf16, with rows that are multiples of 16 bytes."""
     moe = getattr(job.model, "moe", None)
     if not isinstance(moe, MoEConfig) or "compile" not in job.transforms:
         return

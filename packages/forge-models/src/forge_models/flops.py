@@ -1,19 +1,19 @@
-"""Parameter and FLOP counts of a decoder: weights from the module on the meta device, products from what its parts declare.
+"""Parameter and FLOP counts of a decoder: weights from the module on the meta device, products as declared by its parts.
 
 Convention: a multiply-add is 2 FLOPs; a backward costs twice its forward; only matrix products count (norms, activations,
-rotation, softmax and the embedding's look-up do not). So per token
+rotation, softmax and embedding look-ups do not). The FLOPs per token are
 
     train = 6 * P + 6 * sum over layers of heads * (width of a key + width of a value) * T'
 
-with P the weights that take part in matrix products for one token (the head always, the embedding's table never, a tied
-table once, as head; biases never; of experts the `top_k` that a token goes to, the shared ones and the router) and T' the
-keys that a query meets: T, or the window if that is less, for the full square that most tables count ("PaLM" convention,
-Chowdhery et al., 2022); what a causal kernel needs is (T + 1) / 2 without a window.
-Recomputation is not counted, nor is what capacity saves where it drops slots. MTP modules count in training
-only: each has a projection of two widths to one and a block, and runs the head once more. They too are counted for every token,
-though the last k of a row have no input for module k.
+with P the number of weights in matrix products for one token (always with the head, never with the embedding table; a tied table
+counts once, as head; no biases; of experts, the `top_k` that a token is sent to, the shared ones and the router) and T' the
+number of keys per query. T' is T, or the window if that is smaller, for the full square that most tables count ("PaLM"
+convention, Chowdhery et al., 2022); a causal kernel without a window needs (T + 1) / 2. Recomputation is not counted, and slots
+dropped because of capacity are not subtracted. MTP modules count in training only: each has a projection of two widths to one
+and a block, and runs the head once more. They are counted for every token, although the last k tokens of a row have no input for
+module k.
 
-Parts declare their products: attentions, MLPs and routers by `matrices(context)`, attentions also by `score_width(context)`.
+Parts declare their products: attentions, MLPs and routers in `matrices(context)`, attentions also in `score_width(context)`.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from forge_models.outline import matrices
 from forge_models.shape import DecoderShape, RouterContext
 
 CONVENTION = "6 P + 6 L H (Dk + Dv) T' per token, embedding look-up excluded, head included"
-"""To be printed with every figure; with Dk = Dv = D the second term is the familiar 12 L H D T'."""
+"""Formula to print with every figure; with Dk = Dv = D the second term is the familiar 12 L H D T'."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class Counts:
     Attributes:
         embedding: weights of the token table (also the head's when tied).
         attention: weights of all attention projections and their norms.
-        mlp: weights of all feed-forward parts, every expert and router included.
-        norms: weights of the blocks' norms and of the last norm.
+        mlp: weights of all feed-forward layers, including all experts and routers.
+        norms: weights of the norms of blocks and of the final norm.
         head: weights of the output projection; 0 when tied.
-        matrix: weights that take part in matrix products for one token, the head's included even when tied.
-        idle: weights of experts that a token does not go to; 0 in a dense model.
-        mtp: weights of the MTP modules, which are in none of the above but `idle`.
-        mtp_matrix: `matrix` of these modules, the head once for each.
-        mtp_widths: `widths` of their blocks.
-        widths: per window (None = global), heads * (width of a key + width of a value), summed over the layers that have
-            it: multiply-adds that one key costs a query.
+        matrix: weights in matrix products for one token, including the head even if tied.
+        idle: weights of experts that a token is not sent to; 0 in a dense model.
+        mtp: weights of the MTP modules; of the fields above, only `idle` includes them.
+        mtp_matrix: `matrix` of the MTP modules, including the head once for each module.
+        mtp_widths: `widths` of the blocks of MTP modules.
+        widths: by window (None = global), heads * (width of a key + width of a value), summed over the layers with this window:
+            the multiply-adds of one query with one key.
     """
 
     embedding: int
@@ -62,54 +62,55 @@ class Counts:
     mtp_widths: Mapping[int | None, int] = field(default_factory=dict)
 
     def beyond(self, batches: Sequence[Batch], frozen: Collection[str] = ()) -> float:
-        """Forward and backward FLOPs of these batches that do not go by tokens, such as those of images; `frozen` are names of
-        parameters that are not trained."""
+        """Returns forward and backward FLOPs of these batches that are not counted per token, such as those of images. `frozen`
+        are the names of parameters that are not trained."""
         del batches, frozen
         return 0.0
 
     @property
     def note(self) -> str:
-        """What `beyond` counts, for people; empty where it counts nothing."""
+        """Description of what `beyond` counts; empty if it counts nothing."""
         return ""
 
     @property
     def parameters(self) -> int:
-        """All weights, a tied table once."""
+        """Number of all weights; a tied table counts once."""
         return self.embedding + self.attention + self.mlp + self.norms + self.head + self.mtp
 
     @property
     def active(self) -> int:
-        """Weights that one token uses: all of a dense model."""
+        """Number of weights that one token uses; all weights of a dense model."""
         return self.parameters - self.idle
 
     def forward(self, length: int, causal: bool = False) -> float:
-        """Forward FLOPs per token of rows of `length` tokens, of the next token only; see the module for `causal`."""
+        """Returns forward FLOPs per token in rows of `length` tokens, without MTP. If `causal`, counts the keys of a causal
+        kernel, see the module docstring."""
         return _products(self.matrix, self.widths, lambda window: _keys(length, window, causal))
 
     def training(self, length: int, causal: bool = False) -> float:
-        """Forward and backward FLOPs per token of rows of `length` tokens."""
+        """Returns forward and backward FLOPs per token in rows of `length` tokens."""
         return self.training_with(lambda window: _keys(length, window, causal))
 
     def training_with(self, keys: Callable[[int | None], float]) -> float:
-        """The same where a query of a layer meets `keys(window)` keys on average, as in rows of several documents."""
+        """Returns forward and backward FLOPs per token if a query has `keys(window)` keys on average, as in packed rows."""
         own, mtp = _products(self.matrix, self.widths, keys), _products(self.mtp_matrix, self.mtp_widths, keys)
         return 3 * (own + mtp)
 
 
 def counts_of(model: Any) -> Counts | None:
-    """Counts of a model's component; None of one, or with a part, that does not declare its products."""
+    """Returns the counts of a model component; None if it or one of its parts does not declare its products."""
     shape: DecoderShape | None = getattr(model, "shape", None)
     own: Callable[[], Counts] | None = getattr(model, "counts", None)
     try:
         if own is not None:
             return own()
         return None if shape is None else count(shape)
-    except ValueError:  # a plugin's part
+    except ValueError:  # a part of a plugin
         return None
 
 
 def count(shape: DecoderShape) -> Counts:
-    """Counts of the decoder of a shape.
+    """Returns the counts of the decoder with a shape.
 
     Raises:
         ValueError: a part does not declare its matrix products.
@@ -133,7 +134,7 @@ def count(shape: DecoderShape) -> Counts:
 
 
 def _sizes(shape: DecoderShape) -> tuple[Counter[str], int]:
-    """Weights by part of the model, and those of experts that a token does not go to."""
+    """Returns the number of weights by part of the model, and of experts that a token is not sent to."""
     import torch
 
     from forge_models.decoder import Decoder
@@ -149,7 +150,7 @@ def _sizes(shape: DecoderShape) -> tuple[Counter[str], int]:
 
 
 def _part(name: str) -> str:
-    """The field of `Counts` that a parameter belongs to."""
+    """Returns the field of `Counts` that a parameter belongs to."""
     first, *rest = name.split(".")
     if first == "blocks" and rest[1] in ("attention", "mlp"):
         return rest[1]
@@ -157,7 +158,7 @@ def _part(name: str) -> str:
 
 
 def _matrix_products(shape: DecoderShape) -> Counter[str]:
-    """Weights in the matrix products of one token: of the blocks, and of MTP modules; without the head."""
+    """Returns the weights in matrix products for one token, of `blocks` and of `mtp` modules, without the head."""
     _require(shape.attention, "matrices", "score_width")
     _require(shape.mlp, "matrices")
     found, experts = matrices(shape)
@@ -181,7 +182,7 @@ def _require(part: Any, *methods: str) -> None:
 
 
 def _widths(shape: DecoderShape, layers: Iterable[int]) -> Mapping[int | None, int]:
-    """Multiply-adds per key of some layers, by window."""
+    """Returns the multiply-adds per key of some layers, by window."""
     attention: Any = shape.attention
     windows, widths = shape.windows(), Counter[int | None]()
     for layer in layers:
@@ -194,6 +195,6 @@ def _products(matrix: int, widths: Mapping[int | None, int], keys: Callable[[int
 
 
 def _keys(length: int, window: int | None, causal: bool) -> float:
-    """Keys that a query meets, on average over a row: min(t, window) at the t-th place of a causal kernel."""
+    """Returns the average number of keys per query in a row; position t of a causal kernel has min(t, window) keys."""
     seen = length if window is None else min(window, length)
     return seen - seen * (seen - 1) / (2 * length) if causal else seen

@@ -1,4 +1,4 @@
-"""Initial weights of a whole model from its specs and a seed: those that a training run of any layout starts from."""
+"""Initial weights of a whole model from its specs and a seed, the same as in a training run with any layout."""
 
 from typing import cast
 
@@ -13,14 +13,14 @@ from forge_models.accelerator import draws_initial_weights
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int = 0) -> None:
-    """Fills every parameter and buffer of a model as its `specs()` say, in fp32, then rounded to the tensor's format.
+    """Initializes every parameter and buffer of a model from its `specs()`, in fp32, rounded to the dtype of the tensor.
 
-    Numbers depend on the seed, the tensor's name and the kind of device that it is on. A recipe may change the specs: settings of
-    parameter groups and scaled widths are not known here.
+    Values depend on the seed, the tensor's name and its device type. Changes that a recipe makes to the specs, such as settings
+    of parameter groups and scaled widths, are not applied here.
 
     Raises:
-        TypeError: the model has no specs.
-        ValueError: a tensor has no memory, or no spec.
+        TypeError: the model has no `specs()`.
+        ValueError: a tensor is on the meta device, or has no spec.
     """
     describe = getattr(model, "specs", None)
     if not callable(describe):

@@ -1,4 +1,4 @@
-"""`tap`, through which blocks pass inner values, and who listens to it. `forge_interp.tap_names` has the names."""
+"""`tap`, through which blocks pass inner values, and its listeners. `forge_interp.tap_names` has the names."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,14 +10,14 @@ from torch import Tensor
 
 T = TypeVar("T")
 Listener = Callable[[str, Tensor], Tensor | None]
-"""Called with a full name and a value; returns a replacement, or None to leave the value as it is."""
+"""Function that is called with a full name and a value; returns a replacement, or None to keep the value."""
 
 _listeners: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
 _scope: ContextVar[tuple[str, object] | None] = ContextVar("scope", default=None)
 
 
 def tap(name: str, x: Tensor) -> Tensor:
-    """`x` itself without a listener. A compiled graph never holds a tap: see `listening`."""
+    """Passes `x` to the listeners and returns it or its replacement. Compiled graphs contain no taps: see `listening`."""
     if torch.compiler.is_compiling():
         return x
     listeners = _listeners.get()
@@ -30,23 +30,23 @@ def tap(name: str, x: Tensor) -> Tensor:
 
 
 def tap_alike(name: str, x: Tensor, tokens: torch.Size) -> Tensor:
-    """A value that all tokens (B, T) share: listeners hear it for each, (B, T, ...), and so may change it for some. `x` itself
-    without a listener."""
+    """Taps a value that all tokens (B, T) share: listeners receive it expanded to (B, T, ...), and can replace it for some
+    tokens. Returns `x` without a listener."""
     if torch.compiler.is_compiling() or not _listeners.get():
         return x
     return tap(name, x.expand(*tokens, *x.shape))
 
 
 def show(name: str, make: Callable[[], Tensor]) -> None:
-    """What nothing follows from, and is made for listeners only."""
+    """Taps a value that is computed for listeners only; replacements have no effect."""
     if not torch.compiler.is_compiling() and _listeners.get():
         tap(name, make())
 
 
 @contextmanager
 def scope(path: str, model: object) -> Iterator[None]:
-    """Names inside begin with `path` and are of `model`. Recomputation in a backward runs outside of any scope: it is not heard
-    twice."""
+    """Context in which names of taps begin with `path` and belong to `model`. Recomputation in a backward runs outside any scope,
+    so its values are not tapped twice."""
     if torch.compiler.is_compiling() or not _listeners.get():
         yield
         return
@@ -58,8 +58,8 @@ def scope(path: str, model: object) -> Iterator[None]:
 
 
 def inside(part: str, module: Callable[..., T], *given: Any) -> T:
-    """What a module makes; the names of what it passes have `part` behind what the scope around it says. For blocks with several
-    modules of one kind, whose values would have one name."""
+    """Calls a module in a scope whose path is extended by `part`, for blocks with several modules of one kind, whose taps would
+    otherwise have the same names. Returns the module's result."""
     if torch.compiler.is_compiling() or not _listeners.get() or (place := _scope.get()) is None:
         return module(*given)
     token = _scope.set((f"{place[0]}{part}", place[1]))
@@ -71,10 +71,10 @@ def inside(part: str, module: Callable[..., T], *given: Any) -> T:
 
 @contextmanager
 def listening(listener: Listener, alone: bool = False) -> Iterator[None]:
-    """Passes every tapped value of the forwards inside to `listener`. Compiled blocks run eagerly meanwhile.
+    """Context in which every tapped value of a forward is passed to `listener`. Compiled blocks run eagerly inside.
 
-    Contexts nest: the outer listener hears a value first, and the inner one hears what the outer one made of it. Outer listeners
-    do not hear what runs inside of one that is `alone`.
+    Contexts nest: the outer listener receives a value first, and the inner one receives its replacement. Inside a context with
+    `alone`, outer listeners receive nothing.
     """
     token = _listeners.set((listener,) if alone else (*_listeners.get(), listener))
     try:
@@ -85,11 +85,11 @@ def listening(listener: Listener, alone: bool = False) -> Iterator[None]:
 
 
 def is_from(model: object) -> bool:
-    """Whether the value that a listener is given is one of `model`: others may run inside of a context."""
+    """Whether the value passed to a listener belongs to `model`; other models may run inside the context."""
     place = _scope.get()
     return place is not None and place[1] is model
 
 
 def is_listening(listener: Listener) -> bool:
-    """Whether `listener` listens in this thread: a forward of another one is none of its business."""
+    """Whether `listener` is active in this thread; forwards of other threads are not passed to it."""
     return any(one is listener for one in _listeners.get())

@@ -1,4 +1,4 @@
-"""The loss to minimize, chosen by `[objective]`. The head of a model calls it, in the last stage of a pipeline."""
+"""The loss to minimize, chosen by `[objective]`. The model calls it with its head, in the last pipeline stage."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -29,27 +29,26 @@ class CrossEntropy(Component):
     """Weight of the squared log partition function, which keeps logits from drifting (Chowdhery et al., 2022)."""
 
     label_smoothing: Annotated[float, Ge(0), Lt(1), Feature("label_smoothing", unless=0.0, plane="model")] = 0.0
-    """Share of the target that all words have evenly (Szegedy et al., 2016). Reported losses stay those of the labels."""
+    """Share of the target spread evenly over all words (Szegedy et al., 2016). Reported losses are those of the labels."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[CrossEntropy]":
-        """With and without further terms."""
+        """Returns examples with and without further terms."""
         return (cls(), cls(z_loss=0.1), cls(z_loss=0.1, label_smoothing=0.2))
 
     def __call__(self, head: "Head", hidden: "Tensor", labels: "Tensor") -> LossTerms:
-        """Sum over valid tokens of nll + z_loss z, with z the squared log partition function.
+        """Returns the sum over valid tokens of nll + z_loss z, with z the squared log partition function.
 
-        With `label_smoothing` a, the minimized loss is (1 - a) nll + a (mean nll of all words as the label) + z_loss z. Only
-        the gradient is that of the smoothed loss: the value of the sum and of each row remains that of the labels, so that a
-        loss, its perplexity and its curve can be compared with those of a run without smoothing. Modules of multi-token
-        prediction are trained and reported in the same way.
+        With `label_smoothing` a, the minimized loss is (1 - a) nll + a (mean nll of all words as the label) + z_loss z. Only the
+        gradient is that of the smoothed loss: the values of the sum and of each row remain those of the labels, so that losses
+        can be compared with those of a run without smoothing. MTP modules are trained and reported in the same way.
 
         Metrics, each a sum over valid tokens: `nll`; `z`, with a z-loss; `smoothed`, the minimized loss, with smoothing.
 
         Args:
-            head: of the model.
-            hidden: (B, T, embed) after the final norm.
-            labels: (B, T) int64, already shifted.
+            head: head of the model.
+            hidden: (B, T, embed) hidden states after the final norm.
+            labels: (B, T) int64 labels, already shifted.
         """
         from forge_models.autograd import with_gradient_of
 

@@ -1,4 +1,4 @@
-"""What a decoder tells strategies before it is built (`forge_core.specs.Outline`): arithmetic on its keys, without torch."""
+"""Description of a decoder for strategies before it is built (`forge_core.specs.Outline`): computed from keys, without torch."""
 
 from dataclasses import replace
 from math import gcd
@@ -9,7 +9,7 @@ from forge_models.shape import DecoderShape
 
 
 def units(shape: DecoderShape) -> dict[str, int]:
-    """Indivisible units per logical dimension."""
+    """Returns the number of indivisible units of each logical dimension."""
     moe = shape.moe
     found = {
         "embed": shape.dim,
@@ -24,7 +24,7 @@ def units(shape: DecoderShape) -> dict[str, int]:
 
 
 def whole_rows(shape: DecoderShape) -> tuple[str, ...]:
-    """What makes it see whole rows at once, besides attention."""
+    """Returns the settings, other than attention, that need whole rows at once."""
     ropes = (shape.rope.of_layer(window is not None) for window in shape.windows())
     dynamic = any(rope.scaling == "dynamic" for rope in ropes) if shape.rope.scaling == "dynamic" else False
     reads = ("model.rope.scaling = 'dynamic', which reads how long each document is",) if dynamic else ()
@@ -32,7 +32,7 @@ def whole_rows(shape: DecoderShape) -> tuple[str, ...]:
 
 
 def whole_stream(shape: DecoderShape) -> tuple[str, ...]:
-    """What makes it see whole sequences of the stream."""
+    """Returns the settings that need whole sequences of the residual stream."""
     reasons = {
         "sequence": "which counts the loads of a row (losses.global_batch is the same in every layout)",
         "pooled": "which joins the loads of rows over all layers",
@@ -46,7 +46,7 @@ def whole_stream(shape: DecoderShape) -> tuple[str, ...]:
 
 
 def outline(shape: DecoderShape, expert_key: str = "model.moe.ffn_dim") -> Outline:
-    """All of it. `expert_key` is the recipe's key of the experts' width."""
+    """Returns the outline of a decoder. `expert_key` is the recipe's key of the width of experts."""
     shared = [("model.vocab_size", shape.vocab_size)]
     if _dense(shape):
         shared.append(("model.ffn_dim", shape.ffn_dim))
@@ -71,7 +71,7 @@ def outline(shape: DecoderShape, expert_key: str = "model.moe.ffn_dim") -> Outli
 
 
 def elements(shape: DecoderShape) -> int:
-    """Parameters in all but norms, biases and routers, for parts of this distribution; by arithmetic, however many there are."""
+    """Returns the number of parameters without norms, biases and routers, for parts of this distribution; builds no module."""
     attention: Any = shape.attention
     mlp: Any = shape.mlp
     if not hasattr(attention, "matrices"):
@@ -88,12 +88,12 @@ def elements(shape: DecoderShape) -> int:
 
 
 def declares_matrices(shape: DecoderShape) -> bool:
-    """Whether attention and MLP tell their linear layers."""
+    """Whether attention and MLP declare their linear layers."""
     return hasattr(shape.attention, "matrices") and hasattr(shape.mlp, "matrices")
 
 
 def matrices(shape: DecoderShape) -> tuple[dict[str, Matrix], dict[str, Matrix]]:
-    """Hidden matrices by path, and those of one expert by parameter; routers' are not among them."""
+    """Returns hidden matrices by path, and the matrices of one expert by parameter; routers are left out."""
     attention: Any = shape.attention
     mlp: Any = shape.mlp
     found: dict[str, Matrix] = {}
@@ -118,7 +118,7 @@ def matrices(shape: DecoderShape) -> tuple[dict[str, Matrix], dict[str, Matrix]]
 
 
 def _dense(shape: DecoderShape) -> bool:
-    """Whether any block has a plain feed-forward part."""
+    """Whether any block has a feed-forward layer without experts."""
     return not all(shape.has_experts(layer) for layer in range(shape.blocks))
 
 

@@ -1,4 +1,4 @@
-"""What this distribution registers, by group and name. The registry reads the table and imports a part when it is used."""
+"""Components of this distribution by group and name. The registry reads this table, and imports a component when it is used."""
 
 PARTS = {
     "forge.models": {

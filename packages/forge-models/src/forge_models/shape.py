@@ -1,4 +1,4 @@
-"""What a decoder is once every default is resolved. Plain data without torch, read by modules, FLOP counts and converters."""
+"""Shape of a decoder with every default resolved: plain data without torch, read by modules, FLOP counts and converters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -24,7 +24,7 @@ ROPE_SCALINGS_OF: Mapping[str, tuple[RopeScaling, ...]] = MappingProxyType(
         **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"), ("yarn",)),
     }
 )
-"""Fields that only some scalings read."""
+"""Fields that only some scalings use, and these scalings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,31 +41,32 @@ class Rope:
     theta: Annotated[float, Gt(0)] = 10000.0
     """Base of the angles."""
     local_theta: Annotated[float, Gt(0)] | None = None
-    """Base of the angles of local (windowed) layers, which are then never scaled; as all other layers when absent."""
+    """Base of the angles of local (windowed) layers, which are then never scaled; same as other layers when absent."""
     partial: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Share of each head's width that turns; the rest carries no position."""
+    """Share of each head's width that is rotated."""
     scaling: RopeScaling = "none"
-    """How frequencies are stretched."""
+    """Scaling of frequencies for longer sequences."""
     factor: Annotated[float, Gt(0)] | None = None
-    """Stretch; needed by every scaling."""
+    """Factor by which sequences get longer; needed by every scaling."""
     original_max_length: Annotated[int, Gt(0)] | None = None
-    """Tokens of a sequence before stretching; needed by `dynamic`, `llama3` and `yarn`."""
+    """Maximum sequence length in tokens before scaling; needed by `dynamic`, `llama3` and `yarn`."""
     low_freq_factor: Annotated[float, Gt(0)] = 1.0
-    """`llama3`: waves longer than original_max_length / this are divided by `factor`."""
+    """`llama3`: frequencies with wavelengths above original_max_length / low_freq_factor are divided by `factor`."""
     high_freq_factor: Annotated[float, Gt(0)] = 4.0
-    """`llama3`: waves shorter than original_max_length / this stay."""
+    """`llama3`: frequencies with wavelengths below original_max_length / high_freq_factor do not change."""
     beta_fast: Annotated[float, Gt(0)] = 32.0
-    """`yarn`: dimensions with more turns than this over original_max_length stay."""
+    """`yarn`: dimensions with more full turns than this over original_max_length do not change."""
     beta_slow: Annotated[float, Gt(0)] = 1.0
-    """`yarn`: dimensions with fewer turns than this are divided by `factor`."""
+    """`yarn`: frequencies of dimensions with fewer full turns than this are divided by `factor`."""
     truncate: bool = True
-    """`yarn`: the ramp begins and ends at whole dimensions."""
+    """`yarn`: whether the ramp begins and ends at integer dimensions."""
     attention_factor: Annotated[float, Gt(0)] | None = None
-    """`yarn`: multiplies cosines and sines; 0.1 ln(factor) + 1 when absent."""
+    """`yarn`: factor on cosines and sines; 0.1 ln(factor) + 1 when absent."""
     mscale: float | None = None
-    """`yarn`: with `mscale_all_dim`, the attention factor is the ratio of 0.1 m ln(factor) + 1 for both (DeepSeek)."""
+    """`yarn`: if `mscale_all_dim` is set too, the attention factor is the ratio of 0.1 m ln(factor) + 1 for m = `mscale` and
+    m = `mscale_all_dim` (DeepSeek)."""
     mscale_all_dim: float | None = None
-    """`yarn`: see `mscale`; MLA also multiplies its scale by the square of 0.1 m ln(factor) + 1."""
+    """`yarn`: see `mscale`; MLA also multiplies its scale by the square of 0.1 m ln(factor) + 1 for m = `mscale_all_dim`."""
 
     def __post_init__(self) -> None:
         if self.scaling != "none" and self.factor is None:
@@ -80,7 +81,7 @@ class Rope:
                 raise ValueError(f"{item.name} has no effect with scaling {self.scaling!r}; it belongs to {', '.join(readers)}")
 
     def of_layer(self, local: bool) -> "Rope":
-        """The positions of a local or a global layer."""
+        """Returns the positions of a local or a global layer."""
         if not local or self.local_theta is None:
             return self
         return Rope(theta=self.local_theta, partial=self.partial)
@@ -88,7 +89,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockContext:
-    """Sizes and choices of a decoder, all resolved, as `build(context)` of an attention or MLP component sees them.
+    """Argument of `build(context)` of attention and MLP components: resolved sizes and settings of a decoder.
 
     Attributes:
         dim: width of the residual stream.
@@ -98,7 +99,7 @@ class BlockContext:
         kv_heads: number of key and value heads.
         head_dim: width of one head.
         ffn_dim: hidden width of the feed-forward part.
-        max_length: longest sequence in tokens.
+        max_length: maximum sequence length in tokens.
         rope: rotary positions.
         init_std: standard deviation of hidden matrices.
         norm: component that builds a norm of a given width.
@@ -120,19 +121,19 @@ class BlockContext:
     def output_std(self) -> float:
         """Standard deviation of projections that write to the residual stream: init_std / sqrt(2 * layers).
 
-        Each block adds two terms, so the stream's variance stays the same for every depth (Radford et al., 2019).
+        Each block adds two terms, so the variance of the stream does not depend on the depth (Radford et al., 2019).
         """
         return self.init_std / sqrt(2 * self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterContext:
-    """What `build(context)` of a router component is told.
+    """Argument of `build(context)` of router components.
 
     Attributes:
         dim: width of a token.
         experts: number of experts to choose from.
-        top_k: how many are chosen.
+        top_k: number of experts chosen for each token.
         layer: index of the block.
         init_std: standard deviation of hidden matrices.
     """
@@ -145,7 +146,7 @@ class RouterContext:
 
     @classmethod
     def of(cls, context: BlockContext, experts: int, top_k: int) -> "RouterContext":
-        """Of a block whose experts are these."""
+        """Returns the context of a router in a block with `experts` experts, `top_k` of them per token."""
         return cls(dim=context.dim, experts=experts, top_k=top_k, layer=context.layer, init_std=context.init_std)
 
 
@@ -157,9 +158,9 @@ LAYOUT_DEPENDENT = ("micro_batch", "pooled")
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """Losses that balance experts and keep logits small, each added to the loss with its weight; see `blocks.moe.losses`.
+    """Weights of the losses that balance experts and keep logits small; see `blocks.moe.losses`.
 
-    The key names the scope over which loads are counted.
+    Each key names the scope over which loads are counted.
     """
 
     key_class: ClassVar = IDENTITY
@@ -167,24 +168,24 @@ class Losses:
     sequence: Annotated[float, Ge(0)] = 0.0
     """Balance within each row (DeepSeek-V3, 2024, equations 17 to 20)."""
     micro_batch: Annotated[float, Ge(0)] = 0.0
-    """Balance within what one rank sees in one forward (Switch, Fedus et al., 2021): depends on layout and micro-batch size.
-    1 for each layer when the load is even; transformers' loss is counted otherwise, see `pooled`."""
+    """Balance within the tokens of one rank in one forward (Switch, Fedus et al., 2021): depends on layout and micro-batch size.
+    1 for each layer if the load is even; transformers counts its loss differently, see `pooled`."""
     global_batch: Annotated[float, Ge(0)] = 0.0
-    """Balance over the whole batch of all ranks (Qiu et al., 2025), with the loads of the step before."""
+    """Balance over the whole batch of all ranks (Qiu et al., 2025), with the loads of the previous step."""
     pooled: Annotated[float, Ge(0)] = 0.0
-    """Balance as transformers counts it (its `router_aux_loss_coef`): `top_k` times `micro_batch`, with loads and probabilities
-    added up over all layers before they are multiplied, instead of a loss for each layer."""
+    """Balance as in transformers (`router_aux_loss_coef`): `top_k` times `micro_batch`, but with loads and probabilities summed
+    over all layers before they are multiplied, instead of one loss for each layer."""
     z: Annotated[float, Ge(0)] = 0.0
     """Mean square of the router's log partition function (ST-MoE, Zoph et al., 2022)."""
 
     def any(self) -> bool:
-        """Whether there is a loss at all."""
+        """Whether any loss has a weight other than 0."""
         return any((self.sequence, self.micro_batch, self.global_batch, self.pooled, self.z))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEShape:
-    """The experts of a decoder. The fields are those of `[model.moe]`; `capacity` None means that no slot is dropped."""
+    """Experts of a decoder. The fields are those of `[model.moe]`; if `capacity` is None, no slot is dropped."""
 
     experts: int
     top_k: int
@@ -204,7 +205,8 @@ class MoEShape:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderShape:
-    """The fields are those of `[model]`. None means: no cap, no experts. Parts are components, built with a `BlockContext`."""
+    """Shape of a decoder. The fields are those of `[model]`; None means no cap and no experts. Parts are components, whose
+    modules are built with a `BlockContext`."""
 
     dim: int
     layers: int
@@ -231,20 +233,20 @@ class DecoderShape:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, those of MTP modules included."""
+        """Number of blocks, including those of MTP modules."""
         return self.layers + self.mtp_depth
 
     def has_experts(self, layer: int) -> bool:
-        """Whether block `layer` has experts in the place of the feed-forward part."""
+        """Whether block `layer` has experts instead of a feed-forward layer."""
         return self.moe is not None and self.moe.has(layer)
 
     def windows(self) -> tuple[int | None, ...]:
-        """The attention window of every block; None = it sees all positions."""
+        """Returns the attention window of every block; None = all positions."""
         window_at = getattr(self.attention, "window_at", lambda _: None)
         return tuple(window_at(layer) for layer in range(self.blocks))
 
     def context(self, layer: int) -> BlockContext:
-        """What the components of block `layer` are given."""
+        """Returns the context that the components of block `layer` receive."""
         return BlockContext(
             dim=self.dim,
             layers=self.layers,

@@ -1,14 +1,14 @@
-"""Greedy generation that drafts: the MTP modules guess, the model checks all guesses in one forward
+"""Greedy speculative decoding: the MTP modules draft tokens, and the model verifies all drafts in one forward
 (Leviathan et al., 2023, with the drafts of DeepSeek-V3, 2024, section 5.4.3).
 
-A round takes n known tokens of a row, the last of which no forward has read yet, and `depth` drafts of what follows. One
-forward over these depth + 1 tokens tells the most likely token behind each; as long as a draft is that token, the next one is
-known too. So a round makes 1 to depth + 1 tokens, the same ones that one forward for each would make, but where two logits are
-equal up to rounding.
+A round starts with n known tokens of a row, the last of which no forward has read yet, and `depth` drafted tokens after them. One
+forward over these depth + 1 tokens gives the most likely token after each; as long as a draft equals that token, the next
+token is known too. A round therefore generates 1 to depth + 1 tokens, the same tokens as one forward per token, unless two logits
+are equal up to rounding.
 
-Slots of a cache are positions. What rejected drafts left there lies behind the known tokens, where it is written anew before
-anything looks at it. Module k has read t_(i+k) at place i, so after a round its last k places have to be run again, with the
-tokens that came to be; that all modules begin `depth` places early keeps them in step.
+Slots of a cache are positions. Entries of rejected drafts come after the known tokens and are overwritten before they are read.
+Module k reads t_(i+k) at position i, so after a round its last k positions have to run again with the accepted tokens; all
+modules start `depth` positions early, which keeps them synchronized.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,13 +24,13 @@ from forge_models.generation import GenerationError, check_request, ends_of, eva
 
 @dataclass
 class Tally:
-    """What drafting has brought so far.
+    """Statistics of speculative decoding.
 
     Attributes:
-        tokens: made, over all rows.
-        rounds: forwards of the model behind the prompt, over all rows that were running; without drafts, tokens - rows.
-        drafted: tokens that were guessed.
-        accepted: guesses that were right, and used.
+        tokens: number of generated tokens of all rows.
+        rounds: number of forwards of the model after the prompt, summed over running rows; tokens - rows without drafts.
+        drafted: number of drafted tokens.
+        accepted: number of drafted tokens that were correct and used.
     """
 
     tokens: int = 0
@@ -41,7 +41,7 @@ class Tally:
 
 @dataclass
 class _Row:
-    """One row: tokens known, those of them that are new, and whether more are wanted."""
+    """One row: number of known tokens, generated tokens, and whether the row is still running."""
 
     known: int
     new: list[int]
@@ -59,13 +59,15 @@ def speculate(
     prefill: int | None = None,
     tally: Tally | None = None,
 ) -> Iterator[list[list[int]]]:
-    """Like `generation.stream` without sampling, but yields what each round made: new tokens per row, none once it has stopped.
+    """Yields the new tokens of each row after each round, none once the row has stopped; otherwise like greedy
+    `generation.stream`.
 
     Args:
-        tally: what is counted is added here.
+        tally: statistics to add to.
 
     Raises:
-        GenerationError: the model has no MTP modules, or what `stream` raises; at the call.
+        GenerationError: the model has no MTP modules or uses dynamic rope scaling, or an argument is invalid as for `stream`;
+            raised at the call.
     """
     check_request(model, prompts, max_tokens, prefill)
     if model.mtp is None:
@@ -96,7 +98,7 @@ class _Rounds:
         self.room = room
 
     def run(self, ends: Callable[[int, list[int]], bool]) -> Iterator[list[list[int]]]:
-        """Rounds until every row has stopped."""
+        """Yields the tokens of each round until every row has stopped."""
         found = [[token] for token in self._prompts()]
         while True:
             made = [self._taken(index, tokens, ends) for index, tokens in enumerate(found)]
@@ -113,7 +115,7 @@ class _Rounds:
                 found = self._verified()
 
     def _taken(self, index: int, found: list[int], ends: Callable[[int, list[int]], bool]) -> list[int]:
-        """The tokens of `found` up to the row's end, which are its newest ones then."""
+        """Appends the tokens of `found` up to the end of the row, and returns those appended."""
         row, taken = self.rows[index], list[int]()
         for token in found if row.runs else ():
             row.new.append(token)
@@ -122,11 +124,11 @@ class _Rounds:
                 row.runs = False
                 break
         self.tally.tokens += len(taken)
-        self.tally.accepted += min(len(taken), len(found) - 1)  # behind the drafts that were right one token is not a draft
+        self.tally.accepted += min(len(taken), len(found) - 1)  # the token after the last accepted draft is not a draft
         return taken
 
     def _prompts(self) -> list[int]:
-        """Runs the prompts through model and modules; the most likely token behind each."""
+        """Runs the prompts through the model and the MTP modules; returns the most likely next token of each."""
         lengths = torch.tensor([row.known for row in self.rows], device=self.device)
         best = torch.zeros_like(lengths)
         with torch.no_grad(), evaluating(self.model), torch.compiler.set_stance("force_eager"):
@@ -141,11 +143,11 @@ class _Rounds:
         return best.tolist()
 
     def _draft(self, before: list[int]) -> None:
-        """Writes each row's drafts behind its known tokens; `before` this round so many were known."""
+        """Writes the drafts of each row after its known tokens; `before` has the numbers of known tokens before this round."""
         starts = [max(0, known - self.depth) for known in before]
         places = torch.tensor(starts, device=self.device)[:, None] + torch.arange(2 * self.depth, device=self.device)
         known = torch.tensor([row.known for row in self.rows], device=self.device)[:, None]
-        # The newest place whose next token is known; a row that has stopped may have none among these.
+        # The last position whose next token is known; a stopped row may have none among these positions.
         last = (known - 2 - places[:, :1]).clamp(min=0)
         assert self.streams is not None
         x = self.streams.gather(1, places.unsqueeze(2).expand(-1, -1, self.streams.shape[2]))
@@ -155,7 +157,7 @@ class _Rounds:
             self.tokens.scatter_(1, known + k - 1, self._most_likely(hidden, last))
 
     def _verified(self) -> list[list[int]]:
-        """Per row the tokens behind its known ones: those that the model makes of its drafts, as far as these are right."""
+        """Returns the next tokens of each row: the accepted drafts and the model's token after them."""
         known = torch.tensor([row.known for row in self.rows], device=self.device)[:, None]
         places = known - 1 + torch.arange(self.depth + 1, device=self.device)
         self.cache.rewind(max(row.known for row in self.rows) - 1)
@@ -169,7 +171,7 @@ class _Rounds:
         return [row[: count + 1] for row, count in zip(best.tolist(), right, strict=True)]
 
     def _streamed(self, tokens: Tensor, places: Tensor | None) -> Tensor:
-        """The model's stream of some tokens, which is kept at their places."""
+        """Returns the model's residual stream for some tokens, and stores it at their positions."""
         first = self.cache.extent
         x = self.model.hidden_states(tokens, self.cache, places)
         if self.streams is None:
@@ -181,7 +183,7 @@ class _Rounds:
         return x
 
     def _best(self, x: Tensor, columns: Tensor) -> Tensor:
-        """The most likely next token (B, n) at some columns (B, n) of the model's stream."""
+        """Returns the most likely next token (B, n) at some columns (B, n) of the model's residual stream."""
         assert self.model.norm is not None
         return self._most_likely(self.model.norm(x), columns)
 

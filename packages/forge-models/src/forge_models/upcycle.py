@@ -1,9 +1,9 @@
-"""Experts made of a dense model's feed-forward parts (Komatsuzaki et al., 2023; He et al., 2024).
+"""Upcycling: experts from a dense model's feed-forward layers (Komatsuzaki et al., 2023; He et al., 2024).
 
-With experts as wide as the dense part each is a copy of it. With G times narrower ones each holds one of its G slices, and
-the G experts that make one copy stand side by side with equal rows in the router, so that they are chosen together. Outputs
-are divided by what the combine weights add up to: so, before any noise, the new model computes what the old one did, up to
-rounding, as long as capacity drops nothing. Shared experts begin with an output projection of zero.
+If experts are as wide as the dense layer, each is a copy of it. If they are G times narrower, each has one of its G slices, and
+the G experts of one copy are adjacent and have equal rows in the router, so that they are chosen together. Outputs are divided by
+the sum of the combine weights. Without noise, the new model therefore equals the dense model up to rounding, as long as capacity
+drops nothing. Shared experts start with an output projection of zero.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,18 +22,18 @@ from forge_models.shape import MoEShape
 
 
 class Upcycled:
-    """`Weights` of the sparse model, made from those of the dense one when they are read."""
+    """`Weights` of the sparse model, computed from those of the dense model when they are read."""
 
     def __init__(self, dense: Weights, moe: MoEConfig, noise: float = 0.0, seed: int = 0) -> None:
         """
         Args:
             dense: weights of a decoder without experts.
-            moe: what the new model has.
-            noise: standard deviation of what is added to each expert's matrices, in units of the matrix's own.
-            seed: of noise and router.
+            moe: experts of the new model.
+            noise: standard deviation of the noise added to each expert's matrices, relative to that of the matrix.
+            seed: seed of the noise and of the router.
 
         Raises:
-            ForgeError: the sizes do not make whole copies, or the combine weights do not add up to one number.
+            ForgeError: the sizes do not give whole copies, or the sum of the combine weights is not constant.
         """
         if type(dense.model) is not DecoderConfig or dense.model.moe is not None:
             raise ForgeError(f"{dense.facts.origin} is not a dense decoder; upcycling needs one")
@@ -65,11 +65,11 @@ class Upcycled:
         return StoredTensor(shape, kept.dtype if kept else self._dense.tensors[f"{_layer(name)}.down_proj.weight"].dtype)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole tensors by global name."""
+        """Returns whole tensors by global name."""
         return {name: self._read(name) for name in names}
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
-        """The box of one tensor that begins at `offset`."""
+        """Returns the box of one tensor that begins at `offset`."""
         whole = self._read(name)
         return whole[tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))]
 
@@ -118,7 +118,7 @@ def _layer(name: str) -> str:
 
 
 def _slices(moe: MoEShape, ffn_dim: int) -> int:
-    """Experts that make one copy of the dense part.
+    """Returns the number of experts that make one copy of the dense layer.
 
     Raises:
         ForgeError: see `Upcycled`.

@@ -1,1 +1,1 @@
-"""`forge-train doctor`: what is wrong, or slow, with this machine, found in steps that cannot stop each other."""
+"""`forge-train doctor`: finds what is wrong or slow on this machine, in steps that run independently of each other."""

@@ -1,4 +1,4 @@
-"""Does the device compute correctly: memory, repeated products, collectives, and training against fp64."""
+"""Checks that the device computes correctly: memory, repeated products, collectives, and training compared with fp64."""
 
 from collections.abc import Callable, Iterator
 from time import perf_counter
@@ -30,7 +30,7 @@ _PRODUCT_SIZE = 4096
 
 
 def examine_device(_: DoctorSettings) -> Iterator[Check]:
-    """The step; one pair of checks for each device."""
+    """Step `device`: yields a check of memory and a check of products for each device."""
     kind = device().type
     if kind == "cpu":
         raise Skip("no accelerator is seen", "see the step torch for the reason")
@@ -42,7 +42,7 @@ def examine_device(_: DoctorSettings) -> Iterator[Check]:
 
 
 def _memory(one: torch.device) -> Check:
-    """Numbers that tell their place are written to nearly all of the memory and read when all are there."""
+    """Checks memory: writes each number's index to nearly all of the memory, then reads all numbers back."""
     name = f"memory of device {one.index}"
     free = accelerator.free_memory(one)
     if free is None:
@@ -66,7 +66,7 @@ def _memory(one: torch.device) -> Check:
 
 
 def _products(one: torch.device, seconds: float) -> Check:
-    """The same product over and over: what differs in a single bit was computed wrongly."""
+    """Checks products: repeats the same product, whose bits must not change."""
     name, expected = f"products of device {one.index}", "the same bits each time"
     generator = torch.Generator(one).manual_seed(0)
     dtype = torch.bfloat16
@@ -82,14 +82,14 @@ def _products(one: torch.device, seconds: float) -> Check:
 
 _MODULE = "forge_train.doctor.correctness"
 _COLLECTIVE_SIZES, _CPU_COLLECTIVE_SIZES = (1 << 20, 1 << 25, 1 << 29), (1 << 16, 1 << 20)
-"""Bytes that are summed."""
+"""Sizes in bytes of the measured all-reduces."""
 
 _STRAGGLER_SQUARE, _CPU_STRAGGLER_SQUARE = 8192, 256
 _STRAGGLER = 1.05
 
 
 def examine_collectives(_: DoctorSettings) -> Iterator[Check]:
-    """The step."""
+    """Step `collectives`: checks results and rates of collectives between the devices of this node."""
     kind = device().type
     ranks = 2 if kind == "cpu" else accelerator.count()
     if ranks < 2:
@@ -111,18 +111,18 @@ def examine_collectives(_: DoctorSettings) -> Iterator[Check]:
 
 
 def _stragglers(seconds: list[float], kind: str) -> Check:
-    """Ranks that multiply slower than the middle one: a run waits for them in every step."""
+    """Checks for devices that multiply more slowly than the median, because a run waits for them in every step."""
     middle = sorted(seconds)[len(seconds) // 2]
     slow = [str(index) for index, one in enumerate(seconds) if one > _STRAGGLER * middle]
     name, expected = "stragglers", "every device within 5 % of the middle one"
-    if not slow or kind == "cpu":  # processes share its cores
+    if not slow or kind == "cpu":  # processes share the cores of a CPU
         return Check(name, "PASS", "none" if not slow else "not judged on a CPU", "", expected)
     remedy = "look at its clocks and temperature (nvidia-smi -q -d PERFORMANCE,TEMPERATURE); leave it out meanwhile"
     return Check(name, "SLOW", f"device {', '.join(slow)}", "", expected, remedy)
 
 
 def rank(kind: str, sizes: list[int]) -> dict[str, object]:
-    """Collective: what one rank sees."""
+    """Collective: returns the results of one rank: correctness of collectives, their rates, and seconds of a product."""
     index, ranks = dist.get_rank(), dist.get_world_size()
     here = torch.device(kind) if kind == "cpu" else accelerator.use(index)
     group = dist.new_group(backend="gloo" if kind == "cpu" else accelerator.COLLECTIVES[kind])
@@ -139,7 +139,7 @@ def rank(kind: str, sizes: list[int]) -> dict[str, object]:
 
 
 def _timed(work: Callable[[], object], here: torch.device, times: int = 10) -> float:
-    """Seconds of one call. Collective calls are counted, since ranks must make the same number of them."""
+    """Returns the seconds of one call. The number of calls is fixed, because all ranks must make the same number."""
     work()
     wait(here)
     began = perf_counter()
@@ -187,11 +187,12 @@ _CASES: dict[str, Callable[[torch.device, int, int, dist.ProcessGroup], _Pair]] 
 _TINY = {"dense": "debug", "experts": "debug-moe"}
 _SMALL = ("--model.dim=32", "--model.layers=2", "--hooks=[]")
 _ROUNDED = {"fp32": 1e-4, "bf16": 3e-2}
-"""How far the loss may be from fp64's, relative."""
+"""Maximum relative difference between the loss and that in fp64."""
 
 
 def examine_numbers(_: DoctorSettings) -> Iterator[Check]:
-    """The step. The device takes all rows at once and the CPU one at a time, so the two agree on no sum by chance."""
+    """Step `numbers`: compares training on the device with fp64 on a CPU. The device processes all rows at once, the CPU one at a
+    time, so that results do not agree only because sums have the same order."""
     here = device()
     for label, preset in _TINY.items():
         exact = _measured(preset, torch.device("cpu"), 1, "fp64")
@@ -203,7 +204,7 @@ def examine_numbers(_: DoctorSettings) -> Iterator[Check]:
 
 
 def _as_on_a_cpu(model: ParallelModel, seed: int) -> None:
-    """Draws the initial weights again, from the streams of a CPU: each kind of device has others."""
+    """Initializes the weights with the random streams of a CPU, because each kind of device has different streams."""
     with torch.no_grad():
         for name, tensor, _ in model.trainable():
             fill(local_box(tensor), model.specs.tensors[name], name, seed, torch.device("cpu"))
@@ -215,7 +216,7 @@ def _measured(preset: str, here: torch.device, micro_batch: int, precision: str,
     job = load(preset, [*_SMALL, *transforms], None, registry).job
 
     def optimizer(model: ParallelModel) -> Optimizer:
-        # Made before anything is measured; it keeps no copy of weights until its first step.
+        # Built before anything is measured, and it keeps no copy of the weights until its first step.
         _as_on_a_cpu(model, seed=0)
         return job.optimizer.build(model)
 

@@ -131,7 +131,7 @@ def _driver() -> tuple[Gpu, ...] | None:
             done = subprocess.run(
                 [str(command), asked, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20, check=False
             )
-        except (OSError, subprocess.TimeoutExpired):  # it hangs where the driver does
+        except (OSError, subprocess.TimeoutExpired):  # nvidia-smi hangs if the driver does
             return None
         if done.returncode == 0:
             return tuple(_gpu(row) for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if row)

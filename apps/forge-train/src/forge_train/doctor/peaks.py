@@ -8,11 +8,11 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Peak:
-    """Of one kind of GPU.
+    """Peak performance of one kind of GPU.
 
     Attributes:
-        bf16, tf32, fp32, fp8: dense operations per second; None where it has none.
-        memory: bytes per second of the memory on the GPU.
+        bf16, tf32, fp32, fp8: dense operations per second; None if the GPU does not support the dtype.
+        memory: bandwidth of the GPU's memory in bytes per second.
     """
 
     bf16: float

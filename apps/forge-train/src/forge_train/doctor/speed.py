@@ -1,4 +1,4 @@
-"""How fast the device computes, copies, and runs the kernels that torch chooses, against its peak."""
+"""Measures how fast the device computes, copies, and runs the kernels that torch chooses, and compares with its peak."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from forge_train.recipe.load import load
 _MATMUL_SQUARE = 8192
 _CPU_MATMUL_SQUARE, _CPU_MATMUL_ROWS = 512, 256
 _MATMUL_SHARE = 0.6
-"""Of what a data sheet promises, what a large product reaches on a GPU that is well."""
+"""Share of the data sheet's peak that a large product reaches on a healthy GPU."""
 _MATMUL_REMEDY = "look for throttling (nvidia-smi -q -d PERFORMANCE,CLOCK,POWER), for MIG, and for other processes on the GPU"
 
 
 @dataclass(frozen=True)
 class ProductKind:
-    """A way to multiply: by its dtype and torch's setting for fp32, and the peak of the device, where it is known."""
+    """A kind of product: dtype, torch's precision setting for fp32, and the device's peak in operations per second, if known."""
 
     name: str
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class ProductKind:
 
 
 def examine_matmul(settings: DoctorSettings) -> Iterator[Check]:
-    """The step: a large square product in each precision, then the recipe's own products in the recipe's precision."""
+    """Step `matmul`: measures a large square product in each precision, then products with the shapes of the recipe."""
     here = device()
     cpu = here.type == "cpu"
     known = None if cpu else peak(name(here))
@@ -60,7 +60,7 @@ def _kinds(known: Peak | None, cpu: bool) -> Iterator[ProductKind]:
 
 
 def _product(kind: ProductKind, here: torch.device, *sizes: int) -> tuple[Callable[[], object], int]:
-    """A product of (n, k) and (k, m) matrices, and its operations."""
+    """Returns a product of (n, k) and (k, m) matrices, and its number of operations."""
     n, k, m = sizes
     torch.set_float32_matmul_precision(kind.precision)
     a, b = torch.randn(n, k, device=here, dtype=kind.dtype), torch.randn(m, k, device=here, dtype=kind.dtype)
@@ -68,7 +68,7 @@ def _product(kind: ProductKind, here: torch.device, *sizes: int) -> tuple[Callab
 
 
 def _flops(product: tuple[Callable[[], object], int], here: torch.device) -> tuple[float, float]:
-    """Operations per second, and seconds."""
+    """Returns operations per second, and seconds per product."""
     seconds = fastest(product[0], here, 0.2 if here.type == "cpu" else 1.0)
     return product[1] / seconds, seconds
 
@@ -83,7 +83,7 @@ def _judged(label: str, measured: tuple[float, float], most: float | None, told:
 
 
 def _float8(here: torch.device, known: Peak | None, told: str) -> Check:
-    """One scale for each operand."""
+    """Measures a float8 product with one scale for each operand."""
     label = "float8, tensorwise"
     if fault := float8_fault(here):
         least = "{}.{}".format(*FLOAT8)
@@ -101,7 +101,7 @@ def _float8(here: torch.device, known: Peak | None, told: str) -> Check:
 
 
 def shapes(settings: DoctorSettings) -> dict[tuple[int, int], int]:
-    """(outputs, inputs) of every kind of matrix in the recipe's model -> rows of one micro-batch; experts get their share."""
+    """Returns (outputs, inputs) of each kind of matrix in the recipe's model -> rows per micro-batch, or per expert."""
     from forge_models.outline import matrices
 
     job = load(settings.recipe, settings.overrides).job
@@ -120,13 +120,13 @@ def shapes(settings: DoctorSettings) -> dict[tuple[int, int], int]:
 
 _GPU_COPY_BYTES, _CPU_COPY_BYTES = 1 << 28, 1 << 25
 _LINK = 10e9
-"""Bytes per second that a PCIe 3.0 link of 16 lanes has at least; later ones have two to five times that."""
+"""Minimum bytes per second of a PCIe 3.0 link with 16 lanes; later generations have two to five times as much."""
 _HBM = 0.7
 
 
 @dataclass(frozen=True)
 class CopyDirection:
-    """One direction: what is copied where, and the bytes per second below which it counts as slow (0: never)."""
+    """One copy: source, target, bytes of traffic, and the bytes per second below which it counts as slow (0: never)."""
 
     name: str
     source: torch.Tensor
@@ -137,7 +137,7 @@ class CopyDirection:
 
 
 def examine_bandwidth(_: DoctorSettings) -> Iterator[Check]:
-    """The step. Traffic of a copy within one memory is counted twice: it is read and written."""
+    """Step `bandwidth`: measures copies. Traffic of a copy within one memory counts twice, because it is read and written."""
     here = device()
     length = _CPU_COPY_BYTES if here.type == "cpu" else _GPU_COPY_BYTES
     for copy in _copies(here, length):
@@ -177,7 +177,7 @@ _ATTENTION_EXPECTED = "a kernel that never holds length x length numbers"
 
 
 def examine_kernels(_: DoctorSettings) -> Iterator[Check]:
-    """The step: attention as blocks call it, then products of experts."""
+    """Step `kernels`: checks attention as blocks call it, then products of experts."""
     here = device()
     cpu = here.type == "cpu"
     length, dtype = (_CPU_ATTENTION_LENGTH, torch.float32) if cpu else (_ATTENTION_LENGTH, torch.bfloat16)
@@ -199,7 +199,7 @@ def _calls(length: int, here: torch.device) -> Mapping[str, dict[str, object]]:
 def _attention(
     label: str, width: int, length: int, dtype: torch.dtype, here: torch.device, options: Mapping[str, object]
 ) -> Check:
-    """Forward and backward; the kernel is what the profiler saw."""
+    """Measures forward and backward of attention; the profiler says which kernel ran."""
     few = 2 if options.get("enable_gqa") else 8
     q = torch.randn(2, 8, length, width, device=here, dtype=dtype, requires_grad=True)
     k, v = (torch.randn(2, few, length, width, device=here, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -219,7 +219,7 @@ def _attention(
 
 
 def _experts(here: torch.device, dtype: torch.dtype) -> Check:
-    """One product for all experts, some of which have no rows, against one for each in fp32."""
+    """Compares a grouped product for all experts, some without rows, with one product per expert in fp32."""
     from forge_models.accelerator import groups_fault
     from forge_models.blocks.moe.experts import unfit
 
@@ -245,7 +245,7 @@ CPU_SECONDS = 0.08
 
 
 def cpu_speed(dtype: torch.dtype, clock: Callable[[], float] = perf_counter) -> float:
-    """FLOP/s of the fastest of some products of (256, 256) matrices; takes 0.08 s, or as long as one product."""
+    """Returns FLOP/s of the fastest of several products of (256, 256) matrices; takes 0.08 s, or as long as one product."""
     a = torch.ones(CPU_SIZE, CPU_SIZE, dtype=dtype)
     begin, fastest = clock(), float("inf")
     while True:
@@ -258,8 +258,8 @@ def cpu_speed(dtype: torch.dtype, clock: Callable[[], float] = perf_counter) -> 
 
 
 def bf16_remark(clock: Callable[[], float] = perf_counter) -> str | None:
-    """What to say of a run in bf16 on this CPU: both speeds, where bf16 is the slower one. Measured only where the
-    processor does not claim units for it."""
+    """Returns a warning with both speeds if bf16 is slower than fp32 on this CPU, else None. Measures only if the processor does
+    not report bf16 units."""
     if multiplies_bf16():
         return None
     bf16, fp32 = cpu_speed(torch.bfloat16, clock), cpu_speed(torch.float32, clock)

@@ -29,18 +29,18 @@ class BuildFacts:
     """Facts that determine whether torch can use the GPUs of a node.
 
     Attributes:
-        seen: whether the system shows a GPU, also when torch does not use it.
-        version: of torch.
+        seen: whether the system has a visible GPU, even if torch cannot use it.
+        version: version of torch.
         cuda: version of CUDA that torch was built for, such as "12.8"; empty for a build without CUDA.
-        hip: the same of ROCm.
-        driver: newest version of CUDA that the driver supports; None where there is none or it does not tell.
+        hip: version of ROCm that torch was built for; empty for a build without ROCm.
+        driver: newest version of CUDA that the driver supports; None if there is no driver or it does not report a version.
         available: whether torch can use a device.
-        error: what torch said when it could not.
-        visible: CUDA_VISIBLE_DEVICES; None where it is not set.
-        architectures: that torch has kernels for, such as "sm_90" and "compute_90".
-        devices: that torch can use.
-        float8: compute capability from which devices multiply float8 numbers.
-        wants_float8: whether the recipe does.
+        error: torch's message if it cannot use a device.
+        visible: value of CUDA_VISIBLE_DEVICES; None if it is not set.
+        architectures: architectures that torch has kernels for, such as "sm_90" and "compute_90".
+        devices: devices that torch can use.
+        float8: minimum compute capability for float8 products.
+        wants_float8: whether the recipe uses float8.
     """
 
     seen: bool
@@ -101,7 +101,7 @@ def facts(wants_float8: bool = False) -> BuildFacts:
 
 
 def sees_gpu(root: Path = Path("/")) -> bool:
-    """Returns True if there is a GPU: its device file exists, or `nvidia-smi -L` lists one."""
+    """Whether there is a GPU: its device file exists, or `nvidia-smi -L` lists one."""
     if (root / "dev/nvidia0").exists() or (root / "dev/kfd").exists():
         return True
     command = which("nvidia-smi")
@@ -109,13 +109,13 @@ def sees_gpu(root: Path = Path("/")) -> bool:
         return False
     try:
         listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # it hangs where the driver does
+    except (OSError, subprocess.TimeoutExpired):  # nvidia-smi hangs if the driver does
         return False
     return listed.returncode == 0 and "GPU" in listed.stdout
 
 
 def _driver() -> tuple[int, int] | None:
-    """Asks the driver's library, which needs no GPU that works."""
+    """Returns the CUDA version of the driver from its library, which does not need a working GPU; None if unknown."""
     version = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -218,10 +218,10 @@ def _devices(found: BuildFacts) -> Iterator[Check]:
 
 
 def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Whether a device can run a build: machine code of its major version and not newer, or PTX that is not newer."""
+    """Whether a device can run a build: it has machine code for the same major version, or PTX, for no newer capability."""
     for text in architectures:
         kind, _, digits = text.partition("_")
-        number = "".join(letter for letter in digits if letter.isdigit())  # sm_90a has a letter behind
+        number = "".join(letter for letter in digits if letter.isdigit())  # sm_90a ends with a letter
         built = int(number[:-1]), int(number[-1])
         if built <= capability and (kind == "compute" or built[0] == capability[0]):
             return True

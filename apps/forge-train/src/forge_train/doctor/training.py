@@ -1,4 +1,4 @@
-"""The recipe for some steps, its speed and memory against the plan; and the GPU tests of the repository."""
+"""Trains the recipe for some steps, compares its speed and memory with the plan, and runs the GPU tests of the repository."""
 
 import math
 import re
@@ -29,7 +29,7 @@ from forge_train.run.start import start
 
 _STEPS, _CPU_STEPS = 20, 6
 _WARM = 3
-"""Steps that are not timed: kernels are loaded and chosen in them."""
+"""Number of first steps that are not timed, because kernels are loaded and chosen in them."""
 _MICRO_BATCHES = 2
 _NEAR = 0.15
 _MEMORY = 1.25
@@ -38,7 +38,7 @@ _JITTER = 1.5
 
 
 class Watching(Hook):
-    """Seconds, losses and waits of every step; asks the run to end once `limit` seconds are over (0: never)."""
+    """Records seconds, losses and synchronizations of every step; ends the run after `limit` seconds (0: never)."""
 
     def __init__(self, here: torch.device, limit: float = 0.0) -> None:
         self.here, self.limit = here, limit
@@ -55,7 +55,7 @@ class Watching(Hook):
         self.began = self.mark = perf_counter()
 
     def after_step(self, run: Any, result: StepResult) -> None:
-        """Reads the loss, which waits for the device, and the clock."""
+        """Records the loss, which synchronizes with the device, and the time."""
         self.losses.append(result.numbers()["loss"])
         now = perf_counter()
         self.seconds.append(now - self.mark)
@@ -67,7 +67,7 @@ class Watching(Hook):
 
 
 def examine_training(settings: DoctorSettings) -> Iterator[Check]:
-    """The step."""
+    """Step `training`: trains the recipe for some steps; checks losses, speed and memory."""
     here = _device()
     steps = _CPU_STEPS if here.type == "cpu" else _STEPS
     resolved, watching = _trained(settings, here, steps)
@@ -89,7 +89,7 @@ def examine_training(settings: DoctorSettings) -> Iterator[Check]:
 
 
 def endure(settings: DoctorSettings) -> Iterator[Check]:
-    """The step that trains for minutes."""
+    """Step `endurance`: trains the recipe for minutes; checks losses and that steps stay equally fast."""
     if not settings.minutes:
         raise Skip("no time was given", "--minutes 30")
     here = _device()
@@ -111,7 +111,7 @@ def _device() -> torch.device:
 
 
 def _trained(settings: DoctorSettings, here: torch.device, steps: int, limit: float = 0.0) -> tuple[Resolved, Watching]:
-    """The recipe after some steps, with random tokens, few micro-batches and no hooks, in a folder that is removed again."""
+    """Trains the recipe for some steps with random tokens, few micro-batches and no hooks, in a temporary folder."""
     registry, watching = Registry(), Watching(here, limit)
     train = load(settings.recipe, settings.overrides, None, registry).job.train
     vocabulary = getattr(load(settings.recipe, settings.overrides, None, registry).job.model, "vocab_size")  # noqa: B009
@@ -142,8 +142,8 @@ def _trained(settings: DoctorSettings, here: torch.device, steps: int, limit: fl
 
 
 def _losses(resolved: Resolved, losses: list[float]) -> Check:
-    """Tokens are drawn with equal chance: no model can do better than the logarithm of how many there are, and a fresh one does
-    little worse."""
+    """Checks losses: tokens are uniformly random, so the best loss is the logarithm of the vocabulary size, and a new model is
+    slightly worse."""
     best = math.log(getattr(resolved.job.model, "vocab_size"))  # noqa: B009 (a plugin's model may call it otherwise)
     expected = f"within {_NEAR:.0%} of {best:.3f}, the entropy of its random tokens, in every step"
     wrong = [index for index, loss in enumerate(losses) if not abs(loss - best) <= _NEAR * best]
@@ -155,7 +155,7 @@ def _losses(resolved: Resolved, losses: list[float]) -> Check:
 
 
 def _used(resolved: Resolved, rate: float, length: int, here: torch.device) -> Check:
-    """The share of the device's peak that went into products of the model."""
+    """Checks MFU: the share of the device's peak used for matrix products of the model."""
     from forge_models.flops import CONVENTION, counts_of
 
     label, counts = "MFU", counts_of(resolved.job.model)
@@ -172,7 +172,7 @@ def _used(resolved: Resolved, rate: float, length: int, here: torch.device) -> C
 
 
 def _memory(resolved: Resolved, peak_bytes: int) -> Check:
-    """Against the dry run of the same recipe."""
+    """Compares peak memory with a dry run of the same recipe."""
     from forge_train.plan import dry_run
 
     assert resolved.layout is not None, "it was loaded for one process"
@@ -190,7 +190,7 @@ _TESTS_SECONDS = 1700
 
 
 def examine_tests(_: DoctorSettings) -> Iterator[Check]:
-    """The step."""
+    """Step `tests`: runs the GPU tests of the repository."""
     if device().type == "cpu":
         raise Skip("no accelerator is seen", "see the step torch for the reason")
     root = next((folder for folder in Path(forge_train.__file__).parents if (folder / _TESTS).is_file()), None)
@@ -205,7 +205,7 @@ def examine_tests(_: DoctorSettings) -> Iterator[Check]:
 
 
 def judge_tests(code: int, printed: str) -> Check:
-    """From what pytest printed last."""
+    """Returns a check from pytest's exit code and output."""
     told = next((line for line in reversed(printed.splitlines()) if re.search(r"\d+ (passed|failed|error|skipped)", line)), "")
     expected = "every test passes or is skipped"
     if code == 0:

@@ -127,7 +127,7 @@ def _on_device(work: Iterable[Event], parts: StepParts) -> Iterator[WorkSpan]:
 
 
 def _on_threads(trace: Trace, parts: StepParts) -> Iterator[WorkSpan]:
-    """What threads of a CPU do: own times of operators, and collectives as long as they run."""
+    """Yields the work of CPU threads: self times of operators, and collectives for as long as they run."""
     for event in _distinct(trace.of("user_annotation")):
         if is_collective(event.name):
             yield WorkSpan(WorkKind.COMMUNICATION, event.name, event.start, event.end)
@@ -157,7 +157,7 @@ def _kernels(spans: Sequence[WorkSpan], stretches: Sequence[Stretch], window: tu
 
 
 def _operators(trace: Trace, work: Iterable[Event]) -> Mapping[tuple[str, int], str]:
-    """(kernel, start) -> the operator that launched it, where the trace tells."""
+    """Returns (kernel, start) -> the operator that launched it, if the trace records it."""
     names = {event.args["External id"]: event.name for event in trace.of("cpu_op") if "External id" in event.args}
     found = ((event, names.get(event.args.get("External id"))) for event in work)
     return {(event.name, event.start): name for event, name in found if name}
@@ -194,7 +194,7 @@ def _annotations(trace: Trace, window: tuple[int, int]) -> list[Annotation]:
 
 
 def _own(name: str) -> bool:
-    """Returns True for annotations of the profiler and for collectives, which are not ranges of the program."""
+    """Whether an annotation is the profiler's own or a collective, and not a range of the program."""
     return name in (WINDOW, CLOSING) or name.startswith("ProfilerStep#") or is_collective(name)
 
 

@@ -9,10 +9,10 @@
     machine, versions   mappings to text (`forge_train.report.facts`)
     model               mapping to numbers or text, such as {"parameters": 7_300_000}
     unigram_entropy     nats per token of the training corpus
-    bytes_per_token     evaluation set -> mean bytes of text that a predicted token says; gives bits per byte
+    bytes_per_token     evaluation set -> mean bytes of text per predicted token; gives bits per byte
     samples             list of {"prompt", "text"} and anything else, such as "temperature"
     answers             list of {"step", "set", "prompt", "answer", "said", "right", "pictures": PNG files in base64}
-    routing             {"step", "layers": mapping of a layer to its experts' loads in units of their mean}
+    routing             {"step", "layers": mapping of a layer to its experts' loads divided by their mean}
     similarity          {"step", "maps": list of {"title", "rows", "columns", "values": a list for each row, null for none}}
     checkpoints         list of {"step", "path", "bytes"}
     warnings            list of text
@@ -43,7 +43,7 @@ from forge_train.report.results import environment, mixture, overview, results
 REPORT = "report.html"
 
 Sections = Callable[[Sequence[RunRecord]], Mapping[str, str]]
-"""Further sections of a page about some runs: HTML by title; an empty one is left out."""
+"""Function that returns further sections of a page about some runs: HTML by title; empty sections are left out."""
 NO_SECTIONS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -278,7 +278,7 @@ def _sample(item: Any) -> str:
 
 
 def _answers(run: RunRecord) -> str:
-    """Returns the model's answers with their images, and the answers of the documents where they differ."""
+    """Returns the model's answers with their images, and the answers of the documents if they differ."""
     cards = []
     for item in run.summary.get("answers", ()):
         names = [name for name in item.get("pictures", ()) if isinstance(name, str) and _BASE64.fullmatch(name)]

@@ -1,9 +1,9 @@
-"""A step that does not fit into the memory of a rank: all ranks end, and the next start takes smaller micro-batches.
+"""If a step does not fit into the memory of a rank, all ranks end, and the next start uses smaller micro-batches.
 
-The other ranks may be inside of a collective, out of which nothing calls them back; so a smaller micro-batch is not tried within
-the same step. The rank leaves a note in the run's directory and ends; the others follow as after any loss of a rank. Every start
-reads the note. The loss of a step is a sum over its tokens, so it is the same in micro-batches of any size. A recipe with a part
-that depends on their size, or whose layout is not proven with accumulation, ends for good instead.
+Other ranks may be inside a collective, which cannot be interrupted, so a smaller micro-batch is not tried within the same step.
+The rank writes a note to the run's directory and ends; the others end as after any loss of a rank. Every start reads the note.
+The loss of a step is a sum over its tokens and does not depend on the micro-batch size. If a part of the recipe depends on the
+size, or its layout is not tested with gradient accumulation, the run ends with an error instead.
 """
 
 import json
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 class OutOfMemory(ForgeError):
-    """A step did not fit into the memory of a rank; started again, the run takes smaller micro-batches."""
+    """A step did not fit into the memory of a rank; after a restart, the run uses smaller micro-batches."""
 
     exit_code = FULL
 
 
 @contextmanager
 def note_out_of_memory(run: "Run") -> Iterator[None]:
-    """Around forward and backward of a step.
+    """Context in which forward and backward of a step run; writes the note if the device runs out of memory.
 
     Raises:
-        OutOfMemory: instead of torch's error, once the note is written.
-        TrainingError: instead of torch's error, where micro-batches cannot get smaller.
+        OutOfMemory: the device ran out of memory, and the note is written.
+        TrainingError: the device ran out of memory, and micro-batches cannot become smaller.
     """
     try:
         yield
@@ -69,24 +69,24 @@ def _full(run: "Run", cause: Exception) -> ForgeError:
 
 
 def _refusal(job: Job, layout: Layout) -> str:
-    """Why a run may not go on with the micro-batches of this job; empty where it may."""
+    """Returns why a run cannot continue with the micro-batches of this job; empty if it can."""
     if depends := getattr(job.model, "layout_dependent", ()):
         return f"what {', '.join(depends)} does depends on their size"
     return "; ".join(map(str, compositions_are_proven(job, layout)))
 
 
 def smaller(size: int) -> int:
-    """The next smaller micro-batch that divides the same batches: at most half as large.
+    """Returns the next smaller micro-batch size that divides `size`, at most half as large.
 
     Args:
-        size: larger than 1.
+        size: micro-batch size, at least 2.
     """
     return max(each for each in range(1, size // 2 + 1) if size % each == 0)
 
 
 def read_note(directory: Path, job: Job, world: World) -> tuple[Job, str]:
-    """Collective: the job with the micro-batch that fits, and what to say of it; as it is without a note, or where the recipe has
-    another micro-batch than the one that did not fit."""
+    """Collective: reads the note; returns the job with the micro-batch size that fits, and a message about it. Returns the job
+    unchanged if there is no note, or if the recipe's micro-batch size is not the one that did not fit."""
 
     def read() -> dict[str, Any] | None:
         try:

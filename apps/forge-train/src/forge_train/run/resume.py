@@ -1,7 +1,7 @@
-"""What a resume knows of what it resumes: the recipe in the checkpoint and the new one, key by key.
+"""Compares the recipe in a checkpoint with the recipe of a resume, key by key.
 
-A key says what another value means (`forge_core.component.KeyClass`). What changes the function that is trained is refused unless
-`checkpoint.allow` names it; everything else that differs is listed once.
+The class of a key says what a resume does with a different value (`forge_core.component.KeyClass`). Differences that change the
+trained function are refused unless `checkpoint.allow` names the key; all other differences are listed once.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecipeDifferences:
-    """Differences between a checkpoint and the recipe that is to go on from it, a line each.
+    """Differences between a checkpoint and the recipe of a resume, one line each.
 
     Attributes:
-        anchored: of what a resume can never change.
-        refused: that were not allowed, by key.
-        noted: the others.
+        anchored: differences in values that a resume can never change.
+        refused: differences that are not allowed, by key.
+        noted: all other differences.
     """
 
     anchored: tuple[str, ...] = ()
@@ -41,20 +41,20 @@ class RecipeDifferences:
 
 
 def anchors(job: Job) -> dict[str, int]:
-    """What may not change between stop and resume, unlike ranks and micro-batches."""
+    """Returns the values that cannot change between stop and resume, unlike the number of ranks and the micro-batch size."""
     return {"train.global_batch": job.train.global_batch, "data.sequence_length": job.data.sequence_length}
 
 
 def check_resume(found: VerifiedCheckpoint, resolved: "Resolved", registry: Registry, data: Stream) -> tuple[str, ...]:
-    """What differs, and may, between a checkpoint and what is to go on from it: recipe, components, data position.
+    """Compares a checkpoint with the recipe, components and data position of a resume; returns the allowed differences.
 
     Raises:
-        ConfigError: `checkpoint.allow` names what is not a key.
-        CheckpointError: something differs that changes what is trained; names all of it.
+        ConfigError: an entry of `checkpoint.allow` is not a key.
+        CheckpointError: a difference changes what is trained; the message lists all such differences.
     """
     compared = compare_recipes(found.meta, resolved, registry)
     faults, ways = [*compared.anchored, *compared.refused.values()], ["restore the values"]
-    if not compared.anchored:  # else its position is known to be another one
+    if not compared.anchored:  # else the data position is already known to differ
         try:
             data.from_cursor(found.meta["cursor"])
         except DataError as cause:
@@ -73,16 +73,20 @@ def check_resume(found: VerifiedCheckpoint, resolved: "Resolved", registry: Regi
 
 
 def check_without_checkpoint(resolved: "Resolved") -> tuple[str, ...]:
-    """As `check`, without a checkpoint: nothing differs."""
+    """Checks `checkpoint.allow` if there is no checkpoint; returns no differences.
+
+    Raises:
+        ConfigError: an entry of `checkpoint.allow` is not a key.
+    """
     _refuse_unknown(resolved, keys_of(resolved.outcome))
     return ()
 
 
 def compare_recipes(meta: Mapping[str, Any], resolved: "Resolved", registry: Registry) -> RecipeDifferences:
-    """Compares the facts of a checkpoint with a recipe. A checkpoint without a recipe is accepted with a note.
+    """Compares the metadata of a checkpoint with a recipe. A checkpoint without a recipe is accepted with a note.
 
     Raises:
-        ConfigError: `checkpoint.allow` names what is not a key.
+        ConfigError: an entry of `checkpoint.allow` is not a key.
     """
     old = dict(meta.get("anchors", {}))
     fixed = {key: (old.get(key), value) for key, value in anchors(resolved.job).items() if old.get(key) != value}
@@ -99,7 +103,7 @@ def compare_recipes(meta: Mapping[str, Any], resolved: "Resolved", registry: Reg
     gone = vanished(tree, before)
     found = {change.key: change for change in _other_distributions(meta, now, before, registry)}
     found |= {change.key: change for change in changes(before, now, registry) if change.key not in fixed}
-    # What a start before this one had to allow may be gone from the recipe and from its checkpoint by now.
+    # Keys that an earlier start allowed may no longer exist in the recipe or in the checkpoint.
     earlier = allowed_keys(config.get("checkpoint", {}).get("allow", ()))
     _refuse_unknown(resolved, {*keys_of(now), *keys_of(before), *gone, *found, *earlier})
     allowed = allowed_keys(resolved.job.checkpoint.allow)
@@ -112,12 +116,12 @@ def compare_recipes(meta: Mapping[str, Any], resolved: "Resolved", registry: Reg
 
 
 def allowed_keys(allow: Any) -> tuple[str, ...]:
-    """`checkpoint.allow` as a list."""
+    """Returns `checkpoint.allow` as a tuple."""
     return (allow,) if isinstance(allow, str) else tuple(allow)
 
 
 def _refuse_unknown(resolved: "Resolved", known: Collection[str]) -> None:
-    """Raises a ConfigError for each entry of `checkpoint.allow` that is not a key."""
+    """Raises a ConfigError that lists each entry of `checkpoint.allow` that is not a key."""
     origin = origin_at(resolved.tree, "checkpoint.allow")
     unknown = [key for key in allowed_keys(resolved.job.checkpoint.allow) if key not in known]
     message = "{!r} is not a key of this recipe, nor of the checkpoint"
@@ -128,7 +132,7 @@ def _refuse_unknown(resolved: "Resolved", known: Collection[str]) -> None:
 
 
 def _other_distributions(meta: Mapping[str, Any], now: Resolution, before: Resolution, registry: Registry) -> list[Change]:
-    """Components that have their name still, and come from another distribution by now."""
+    """Returns components that have the same name as before but come from a different distribution."""
     recorded = {(item["group"], item["name"]): item["distribution"] for item in meta.get("plugins", ())}
     found = []
     for table, (group, name) in now.chosen.items():
@@ -143,7 +147,7 @@ def _other_distributions(meta: Mapping[str, Any], now: Resolution, before: Resol
 
 
 def _other_versions(meta: Mapping[str, Any], resolved: "Resolved", registry: Registry) -> list[str]:
-    """Distributions, and files, that another version of a component comes from."""
+    """Returns the distributions and files whose version has changed."""
     sides = (meta.get("plugins", ()), registry.used(resolved.used))
     old, new = ({item["distribution"]: item["version"] for item in side} for side in sides)
     return [f"{name} was {old[name]}, is {version}" for name, version in new.items() if old.get(name, version) != version]

@@ -1,7 +1,7 @@
-"""Initial weights of a run, from `[model] from_hf`, parts of the model, or `[start]`; what checkpoints keep of their origin.
+"""Initial weights of a run, from `[model] from_hf`, parts of the model, or `[start]`, and facts about them for checkpoints.
 
-`[start]` takes some of the weights of another run. Everything is compared before anything changes: an error lists all tensors
-that do not fit. Tensors that are not taken begin as drawn from `job.seed`, and are reported.
+`[start]` takes some of the weights of another run. All tensors are compared before any is changed, and an error lists all tensors
+that do not fit. Tensors that are not taken are initialized from `job.seed` and reported.
 """
 
 import dataclasses
@@ -29,13 +29,12 @@ from forge_train.recipe.schema import Job, Start
 
 
 class InitialWeights:
-    """The weights of a new run, for `forge_parallel.model.realize.realize`.
+    """Initial weights of a new run, for `forge_parallel.model.realize.realize`.
 
-    They come from `[model] from_hf` or `[start]`, else they are drawn from `job.seed`. Parts of the model that come with weights
-    have their own.
+    They come from `[model] from_hf` or `[start]`, else from `job.seed`. Parts of the model that come with weights use those.
 
     Attributes:
-        notes: what was taken, drawn, ignored and left out; complete after the call.
+        notes: notes on tensors that were taken, initialized, ignored and left out; complete after the call.
     """
 
     def __init__(self, job: Job, registry: Registry) -> None:
@@ -59,7 +58,7 @@ class InitialWeights:
         """Fills this rank's share of every tensor.
 
         Raises:
-            ForgeError: weights do not fit the model.
+            ForgeError: the weights do not fit the model.
         """
         if self._job.start.weights is not None:
             self._take(self._job.start, model)
@@ -70,15 +69,15 @@ class InitialWeights:
         self._fill_parts(model)
 
     def _read(self, folder: str, model: ParallelModel) -> None:
-        """Takes the weights of a Hugging Face folder."""
+        """Loads the weights of a Hugging Face folder."""
         ignored = getattr(self._job.model, FROM_HF_IGNORE, ())
         weights = self._registry.load("forge.converters", "hf")(ignore=ignored).build().read(Path(folder))
         self.notes += [f"{folder}: {note}" for note in weights.facts.notes]
         fill_from(weights, model)
 
     def _take(self, start: Start, model: ParallelModel) -> None:
-        """Takes what `[start]` selects. A model whose component has a method `starts_from(weights)` says by it what it takes of
-        the weights of another kind of model."""
+        """Loads the tensors that `[start]` selects. If the model's component has a method `starts_from(weights)`, it selects the
+        tensors of weights of another kind of model."""
         component: Any = self._job.model
         path = start.weights
         assert path is not None, "the caller has looked"
@@ -106,7 +105,7 @@ class InitialWeights:
 
     @torch.no_grad()
     def _fill_parts(self, model: ParallelModel) -> None:
-        """Gives parts that come with weights their own."""
+        """Loads the weights of parts that come with weights."""
         weights_of = {name: part.weights() for name, part in self._parts.items()}
         for name, weights in weights_of.items():
             self.notes += [f"model.{name}: {note}" for note in weights.facts.notes]
@@ -124,8 +123,8 @@ class InitialWeights:
 
 
 def weighted_parts(model: Any) -> dict[str, Any]:
-    """Parts of a model that come with weights, by the name of their field, which is that of their module: components that answer
-    `weights()` with a `forge_core.protocols.weights.Weights`."""
+    """Returns the parts of a model that come with weights, by the name of their field, which is also the name of their module:
+    components with a method `weights()` that returns `forge_core.protocols.weights.Weights`."""
     fields = fields_of(type(model)) if dataclasses.is_dataclass(model) else ()
     return {info.name: part for info in fields if hasattr(part := getattr(model, info.name), "weights")}
 
@@ -134,10 +133,10 @@ _SHOWN = 20
 
 
 def tensors_to_take(start: Start, stored: Iterable[str]) -> dict[str, str]:
-    """The model's name -> the stored name of each tensor that is taken.
+    """Returns the model's name -> the stored name of each tensor to take.
 
     Raises:
-        ForgeError: a pattern or a renaming has no part in it, two tensors get one name, or nothing is left.
+        ForgeError: a pattern or a renaming matches no tensor, two tensors get the same name, or no tensor is left.
     """
     renames = [_pair(text) for text in start.rename]
     if len(dict(renames)) < len(renames):
@@ -165,10 +164,11 @@ def tensors_to_take(start: Start, stored: Iterable[str]) -> dict[str, str]:
 
 
 def check_start(taken: dict[str, str], weights: Weights, model: ParallelModel) -> list[str]:
-    """Compares what is to be taken with the model. What the model does not have is left out of `taken`, and returned.
+    """Compares the tensors to take with the model. Removes names that the model does not have from `taken`, and returns them.
 
     Raises:
-        ForgeError: one error with every tensor of another shape or kind of number; or the model has none of them.
+        ForgeError: tensors have a different shape or kind of dtype, all of which the message lists; or the model has none of the
+            tensors.
     """
     left = [name for name in taken if name not in model.specs.tensors]
     for name in left:
@@ -194,17 +194,18 @@ def check_start(taken: dict[str, str], weights: Weights, model: ParallelModel) -
 
 
 def check_drawn(drawn: list[str], left: list[str], start: Start, weights: Weights, total: int) -> None:
-    """Refuses to draw what the weights have under another name, as those of another fusion or kind of layer do.
+    """Checks that no tensor is initialized from the seed although the weights have it under another name, as weights of another
+    fusion or kind of layer do.
 
     Args:
-        drawn: tensors of the model that begin as drawn.
-        left: names in the weights that are to be taken, and that the model does not have.
-        start: `start.draw` names tensors that may be drawn all the same.
-        weights: where they come from.
-        total: tensors of the model.
+        drawn: tensors of the model that are initialized from `job.seed`.
+        left: names in the weights that were to be taken, but that the model does not have.
+        start: the section; `start.draw` names tensors that may be initialized in any case.
+        weights: the weights.
+        total: number of tensors of the model.
 
     Raises:
-        ForgeError: with the numbers; or a pattern of `start.draw` fits nothing that is drawn.
+        ForgeError: the weights have a tensor under another name; or a pattern of `start.draw` matches no tensor in `drawn`.
     """
     if idle := [pattern for pattern in start.draw if not any(fnmatchcase(name, pattern) for name in drawn)]:
         raise ForgeError(f"start.draw: {', '.join(map(repr, idle))} fits no tensor that is drawn; check the names")
@@ -227,12 +228,12 @@ def check_drawn(drawn: list[str], left: list[str], start: Start, weights: Weight
 
 
 def _parts(name: str) -> tuple[str, ...]:
-    """Of a name, without the end that every layer has: experts have one tensor where a linear layer has a `weight`."""
+    """Splits a name without the suffix `.weight`, which linear layers have but stacked experts do not."""
     return tuple(name.removesuffix(".weight").split("."))
 
 
 def _differ_by_parts(one: str, other: str) -> bool:
-    """Whether the longer of two names is the shorter with further parts in between, such as a modality."""
+    """Whether the longer of two names is the shorter one with additional parts, such as a modality."""
     few, many = sorted((_parts(one), _parts(other)), key=len)
     rest = iter(many)
     return all(part in rest for part in few)
@@ -240,7 +241,7 @@ def _differ_by_parts(one: str, other: str) -> bool:
 
 @torch.no_grad()
 def copy_tensors(taken: Mapping[str, str], weights: Weights, model: ParallelModel) -> None:
-    """Fills this rank's boxes of what is taken; values are converted to the dtype of the model's state."""
+    """Fills this rank's boxes of the taken tensors; values are converted to the dtype of the model's state."""
     for name, tensor in model.tensors():
         piece = model.piece(name, tensor)
         if name in taken and piece.local.numel():
@@ -260,18 +261,18 @@ def _some(names: list[str]) -> str:
 
 
 TOKENIZER_KEY = "tokenizer"
-"""Key of a checkpoint's metadata with the fingerprint of the tokenizer that the run's ids are of."""
+"""Key of a checkpoint's metadata with the fingerprint of the run's tokenizer."""
 GENERATION_KEY, TEMPLATE_KEY = OF_THE_START
 KEPT_KEYS = ("special_tokens", "ends", "family", GENERATION_KEY, TEMPLATE_KEY)
-"""Keys of a checkpoint's metadata that come from the weights that the run started from."""
+"""Keys of a checkpoint's metadata that come from the weights the run started from."""
 _PROBE = "The quick brown fox\n\n  def f(x):\treturn x[0] + 1234.5 # \u00e9\u00df \u732b \u0438 \U0001f642"
 
 
 def facts_of_start(job: Job, registry: Registry, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What a new run's checkpoints keep of the weights whose tokens it takes over; empty where it takes none.
+    """Returns the facts that a new run's checkpoints keep about the weights whose token embeddings it takes; empty if none.
 
     Raises:
-        ForgeError: the ids of these weights are of another tokenizer than the run's data.
+        ForgeError: these weights and the run's data have different tokenizers.
     """
     key, weights = _weights(job, registry)
     if weights is None:
@@ -285,7 +286,7 @@ def facts_of_start(job: Job, registry: Registry, tokenizer: Tokenizer | None) ->
 
 
 def facts_to_keep(weights: Weights) -> dict[str, Any]:
-    """The facts of weights that an export of what is made of them needs: ids, settings of generation, the chat template."""
+    """Returns the facts of weights that later exports need: token ids, generation settings, the chat template."""
     facts = weights.facts
     found: dict[str, Any] = {
         "special_tokens": dict(facts.special_tokens),
@@ -300,12 +301,12 @@ def facts_to_keep(weights: Weights) -> dict[str, Any]:
 
 
 def facts_of_checkpoint(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What the checkpoint that a run resumes from keeps of these."""
+    """Returns the facts in the metadata of the checkpoint that a run resumes from."""
     return {name: meta[name] for name in KEPT_KEYS if name in meta}
 
 
 def _weights(job: Job, registry: Registry) -> tuple[str, Weights | None]:
-    """The weights whose table of tokens a run takes, and the key that names them."""
+    """Returns the weights whose token embeddings a run takes, or None, and the key that names them."""
     component: Any = job.model
     if (path := getattr(component, FROM_HF, None)) is not None:
         return f"model.{FROM_HF}", registry.load("forge.converters", "hf")(
@@ -320,7 +321,7 @@ def _weights(job: Job, registry: Registry) -> tuple[str, Weights | None]:
 
 
 def _other_tokenizer(weights: Weights, tokenizer: Tokenizer, registry: Registry) -> str:
-    """How ids differ; empty where they do not, as far as is known."""
+    """Returns how token ids differ; empty if no difference is known."""
     if isinstance(weights, ForgeWeights) and weights.facts.tokenizer is None:
         known = weights.meta.get(TOKENIZER_KEY)
         if known in (None, tokenizer.fingerprint):
@@ -336,9 +337,9 @@ def _other_tokenizer(weights: Weights, tokenizer: Tokenizer, registry: Registry)
 
 
 def tokenizer_difference(ours: Tokenizer, theirs: Tokenizer) -> str:
-    """The first id with another text in two tokenizers, or that a text has other ids; empty where there is none.
+    """Returns the first difference of two tokenizers: an id with different text, or a text with different ids; empty if none.
 
-    Files of one tokenizer may differ in how they are written, so the ids are compared: those that both have, one by one.
+    Compares the ids that both have one by one, because files of the same tokenizer may be written differently.
     """
     if ours.fingerprint == theirs.fingerprint:
         return ""
@@ -358,7 +359,7 @@ def _generation(folder: Path) -> Any:
 
 
 def _template(folder: Path) -> Any:
-    """The chat template of a tokenizer's folder: one text, or several by name."""
+    """Returns the chat template of a tokenizer's folder: one text, or several by name."""
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text(encoding="utf-8")
     if (path := folder / "chat_template.json").is_file():

@@ -1,1 +1,1 @@
-"""The parts of a decoder: attention and its cache, rotary embedding, norm, feed-forward, experts, head and its loss."""
+"""The parts of a decoder: attention with its cache, rotary embedding, norms, feed-forward layers, experts, head and loss."""

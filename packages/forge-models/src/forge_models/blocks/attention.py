@@ -23,8 +23,8 @@ KV_HEADS: tuple[Dim, ...] = ("batch", "sequence", "kv_heads")
 class Attention(nn.Module):
     """softmax(q k^T * scale) v with rotary positions; each key-value head serves heads / kv_heads query heads.
 
-    `core` is the seam where strategies enter, `window` the number of positions that one position sees (None = all),
-    `rotary` the positions of this layer.
+    Parallel strategies replace `core`. `window` is the number of positions that one position attends to (None = all), `rotary`
+    the position embedding of this layer.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         self.k_norm: nn.Module | None = norm.build(widths[1]) if widths else None
 
     def forward(self, x: Tensor, rotation: Rotation, attention_mask: Any, cache: LayerCache | None = None) -> Tensor:
-        """(B, T, dim) -> (B, T, dim). `attention_mask` is what the core prepared for this batch."""
+        """(B, T, dim) -> (B, T, dim). `attention_mask` is the mask that the core prepared for this batch."""
         q = self._normed(tap("attention.q_projected", self._heads(self.q_proj(x))), self.q_norm)
         k = self._normed(tap("attention.k_projected", self._heads(self.k_proj(x))), self.k_norm)
         v = tap("attention.v", self._heads(self.v_proj(x)))
@@ -67,7 +67,7 @@ class Attention(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, attention_mask: Any, cache: LayerCache | None
     ) -> Tensor:
-        """(B, heads, T, head_dim) each, before positions -> (B, T, heads * head_dim)."""
+        """Rotates q, k and attends: q, k, v (B, heads, T, head_dim) -> (B, T, heads * head_dim)."""
         q, k = tap("attention.q", rotate(q, rotation)), tap("attention.k", rotate(k, rotation))
         if cache is not None:
             k, v = cache.update(k, v)
@@ -83,11 +83,11 @@ class Attention(nn.Module):
         return self._heads(norm(x.transpose(1, 2).flatten(2))) if self.qk_norm == "full" else norm(x)
 
     def _heads(self, x: Tensor) -> Tensor:
-        # The number of heads is left open: a strategy may have split the projections.
+        # The number of heads is inferred, because a strategy may have split the projections.
         return x.unflatten(-1, (-1, self.context.head_dim)).transpose(1, 2)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Parameters by name relative to this module, without those of its norms."""
+        """Returns the specs of the parameters, by name relative to this module, without those of its norms."""
         enter = self.context.init_std
         return {
             **linear_specs("q_proj", self.q_proj, ("heads", "embed"), enter),
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         }
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Modules whose inputs or outputs a strategy may lay out, by name relative to this module."""
+        """Returns the modules whose inputs or outputs a strategy may shard, by name relative to this module."""
         specs = {
             "": ModuleSpec((STREAM,), (STREAM,)),
             "q_proj": ModuleSpec((STREAM,), (HEADS,)),
@@ -114,9 +114,9 @@ LATENT: tuple[Dim, ...] = ("batch", "sequence", None)
 
 
 class LatentAttention(nn.Module):
-    """Per token one latent c and one rotary key r, shared by all heads; head h has k = [K_h c, r] and v = V_h c.
+    """Attention with one latent c and one rotary key r per token, shared by all heads; head h has k = [K_h c, r] and v = V_h c.
 
-    The rotary parts turn half-split, as everywhere here: weights that turn neighboring pairs need their rows permuted.
+    Rotation is half-split, as in `rope`; weights of models that rotate neighboring pairs need their rows permuted.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(context.heads * v_head_dim, context.dim)
 
     def forward(self, x: Tensor, rotation: Rotation, attention_mask: Any, cache: LayerCache | None = None) -> Tensor:
-        """(B, T, dim) -> (B, T, dim). `attention_mask` is what the core prepared for this batch."""
+        """(B, T, dim) -> (B, T, dim). `attention_mask` is the mask that the core prepared for this batch."""
         q = self._queries(x).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)).transpose(1, 2)
         q_still, q_turning = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         latent, key = self.kv_a_proj(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
@@ -174,7 +174,7 @@ class LatentAttention(nn.Module):
         return self.q_proj(x)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Parameters by name relative to this module, without those of its norms."""
+        """Returns the specs of the parameters, by name relative to this module, without those of its norms."""
         enter = self.context.init_std
         specs = {
             **linear_specs("kv_a_proj", self.kv_a_proj, (None, "embed"), enter),
@@ -189,7 +189,7 @@ class LatentAttention(nn.Module):
         return specs
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Modules whose inputs or outputs a strategy may lay out, by name relative to this module."""
+        """Returns the modules whose inputs or outputs a strategy may shard, by name relative to this module."""
         specs = {
             "": ModuleSpec((STREAM,), (STREAM,)),
             "kv_a_proj": ModuleSpec((STREAM,), (LATENT,)),

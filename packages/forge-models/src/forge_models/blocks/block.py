@@ -13,10 +13,10 @@ from forge_models.shape import DecoderShape
 
 
 class Block(nn.Module):
-    """x + after(attention(before(x))), then the same with the feed-forward part.
+    """x + after(attention(before(x))), then the same with the feed-forward layer.
 
-    `before` and `after` are norms or nothing, as `norm_placement` says: pre has only the first, post only the second,
-    sandwich both. In a `sparse` block experts stand in the place of the feed-forward part.
+    `before` and `after` are norms or the identity, depending on `norm_placement`: `pre` has only the first, `post` only the
+    second, `sandwich` both. A `sparse` block has experts instead of the feed-forward layer.
     """
 
     def __init__(self, shape: DecoderShape, layer: int) -> None:
@@ -49,12 +49,12 @@ class Block(nn.Module):
         """(B, T, dim) -> (B, T, dim); a sparse block also returns its router statistics.
 
         Args:
-            x: the stream.
+            x: residual stream.
             rotation: rotation of this layer.
-            attention_mask: what the attention core prepared for this batch.
+            attention_mask: mask that the attention core prepared for this batch.
             cache: keys and values of earlier tokens.
-            token_mask: (B, T) False for padding; only a sparse block looks at it, and at `tokens` (B, T).
-            tokens: ids, for routers that look at them.
+            token_mask: (B, T) False for padding; used by sparse blocks only.
+            tokens: (B, T) token ids, for routers that need them; used by sparse blocks only.
         """
         x = tap("residual", x)
         inner = tap("attention.output", self.attention(_normed(x, self.attention_norm), rotation, attention_mask, cache))
@@ -74,7 +74,7 @@ class Block(nn.Module):
         return inner if self.multiplier == 1 else inner * self.multiplier
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Layout of the norms, which strategies may split along the sequence."""
+        """Returns the layout of the norms, which strategies may shard along the sequence."""
         stream = ModuleSpec((("batch", "sequence", "embed"),), (("batch", "sequence", "embed"),))
         names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
         return {name: stream for name in names if getattr(self, name) is not None}

@@ -32,10 +32,10 @@ from forge_models.torch_private import graph_is_kept
 
 
 class Head(nn.Module):
-    """Projection to the vocabulary. `core` is the seam where strategies enter.
+    """Projection to the vocabulary. Parallel strategies replace `core`.
 
-    Training calls `forward` with an objective, which calls `loss`. So hooks of this module's call, such as gathering a sharded
-    weight, run in training as well as in inference.
+    Training calls `forward` with an objective, which calls `loss`, so that hooks of this module's call, such as gathering a
+    sharded weight, run in training as well as in inference.
     """
 
     def __init__(self, dim: int, vocab_size: int, std: float, soft_cap: float | None = None) -> None:

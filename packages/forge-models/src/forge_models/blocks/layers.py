@@ -1,4 +1,4 @@
-"""Layers of a block: linear layers, embedding, norms over the last dimension, feed-forward parts."""
+"""Layers of a block: linear layers, embedding, norms over the last dimension, feed-forward layers."""
 
 from collections.abc import Callable, Mapping
 from math import nan
@@ -16,24 +16,24 @@ from forge_models.shape import BlockContext
 
 
 def unfilled(*shape: int) -> nn.Parameter:
-    """A parameter that holds NaN until it is drawn from its spec: one that was forgotten cannot pass for trained."""
+    """Returns a parameter filled with NaN, so that a parameter that is not initialized from its spec is noticed."""
     return nn.Parameter(torch.full(shape, nan))
 
 
 class Linear(nn.Linear):
-    """x @ weight.T (+ bias); strategies find it as a `torch.nn.Linear`."""
+    """x @ weight.T (+ bias), as a `torch.nn.Linear` so that parallel strategies recognize it."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Leaves NaN; free on the meta device."""
+        """Fills with NaN; costs nothing on the meta device."""
         for parameter in self.parameters():
             nn.init.constant_(parameter, nan)
 
 
 def linear_specs(name: str, layer: nn.Linear, dims: tuple[Dim, Dim], std: float) -> dict[str, TensorSpec]:
-    """Specs of the layer called `name`: weight of `dims` (outputs, inputs) drawn with `std`, bias, if any, zero."""
+    """Returns the specs of layer `name`: a weight with `dims` (outputs, inputs), normal with `std`; the bias, if any, is zero."""
     specs = {f"{name}.weight": TensorSpec(dims, Init("normal", std), "matrix")}
     if layer.bias is not None:
         specs[f"{name}.bias"] = TensorSpec(dims[:1], Init("zeros"), "vector")
@@ -43,20 +43,20 @@ def linear_specs(name: str, layer: nn.Linear, dims: tuple[Dim, Dim], std: float)
 class Embedding(nn.Embedding):
     """Lookup table of token vectors."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name of it
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the name in torch
         """(...) int64 -> (..., embed)."""
         table = self.weight
         return _Rows.apply(table, input) if table.device.type == "cpu" and table.itemsize < 4 else F.embedding(input, table)
 
     def reset_parameters(self) -> None:
-        """Leaves NaN; free on the meta device."""
+        """Fills with NaN; costs nothing on the meta device."""
         nn.init.constant_(self.weight, nan)
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a table in bf16. Gradients of a token that comes again are summed in fp32, as torch does on an accelerator.
+    """Looks up rows of a 16-bit table on a CPU; gradients of repeated tokens are summed in fp32, as torch does on an accelerator.
 
-    On a CPU it sums them in the dtype of the table, and a sum in bf16 stops growing: of 4,096 ones it is 256.
+    On a CPU torch sums them in the dtype of the table, and a sum in bf16 stops growing: 4,096 ones add up to 256.
     """
 
     @staticmethod
@@ -70,7 +70,7 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         tokens = ctx.saved_tensors[0].flatten()
         grad = grad.reshape(len(tokens), grad.shape[-1])
-        # Where a token comes again, its gradients meet in the place of one of them.
+        # The gradients of a repeated token are summed at the position of one of its occurrences.
         place = tokens.new_empty(ctx.rows).index_copy_(0, tokens, torch.arange(len(tokens)))[tokens]
         sums = torch.zeros_like(grad, dtype=torch.float32).index_add_(0, place, grad.float()).to(grad.dtype)
         return grad.new_zeros(ctx.rows, grad.shape[1]).index_copy_(0, tokens, sums[place]), None
@@ -87,7 +87,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim) in the dtype of `x`."""
-        # 1 + weight is formed in fp32: in bf16 it would lose most digits of a weight near zero.
+        # 1 + weight is computed in fp32, because bf16 would lose most digits of a weight near zero.
         weight = _wide(self.weight) + self.offset if self.offset else self.weight
         if torch.compiler.is_compiling():  # a compiler fuses the plain formula and derives its backward
             wide = _wide(x)
@@ -95,7 +95,7 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x, weight, self.eps)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """The weight starts where offset + weight = 1."""
+        """Returns the spec of the weight, which starts at 1 - offset."""
         return {"weight": TensorSpec((None,), Init("zeros" if self.offset else "ones"), "vector")}
 
 
@@ -114,18 +114,18 @@ class LayerNorm(nn.Module):
         return F.layer_norm(_wide(x), self.weight.shape, _wide(self.weight), bias, self.eps).to(x.dtype)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """The weight starts at one, the bias at zero."""
+        """Returns the specs: the weight starts at one, the bias at zero."""
         specs = {"weight": TensorSpec((None,), Init("ones"), "vector")}
         return specs if self.bias is None else specs | {"bias": TensorSpec((None,), Init("zeros"), "vector")}
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least fp32."""
+    """Converts to fp32, or keeps a wider dtype."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Written out because autograd's composition keeps and touches about twice as many (..., dim) tensors."""
+    """RMSNorm with an explicit backward: autograd's composition keeps and touches about twice as many (..., dim) tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -157,7 +157,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "relu2": lambda x: F.relu(x).square(),
     }
 )
-"""Elementwise functions by name; `gelu` is the error function's form."""
+"""Elementwise functions by name; `gelu` is the exact form with the error function."""
 
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
 HIDDEN: tuple[Dim, ...] = ("batch", "sequence", "ffn")
@@ -170,7 +170,7 @@ class MLP(nn.Module):
         super().__init__()
         self.context = context
         self.activation = activation
-        self.tapped = "mlp."  # what names of inner values begin with; experts that are shared have another
+        self.tapped = "mlp."  # prefix of the names of inner values; shared experts use another one
         self.up_proj = Linear(context.dim, context.ffn_dim, bias)
         self.down_proj = Linear(context.ffn_dim, context.dim, bias)
 
@@ -180,12 +180,12 @@ class MLP(nn.Module):
         return self.down_proj(tap(self.tapped + "hidden", hidden))
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Parameters by name relative to this module."""
+        """Returns the specs of the parameters, by name relative to this module."""
         enter = linear_specs("up_proj", self.up_proj, ("ffn", "embed"), self.context.init_std)
         return enter | linear_specs("down_proj", self.down_proj, ("embed", "ffn"), self.context.output_std)
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Modules whose inputs or outputs a strategy may lay out, by name relative to this module."""
+        """Returns the modules whose inputs or outputs a strategy may shard, by name relative to this module."""
         return {
             "": ModuleSpec((STREAM,), (STREAM,)),
             "up_proj": ModuleSpec((STREAM,), (HIDDEN,)),
@@ -206,10 +206,10 @@ class GatedMLP(MLP):
         return self.down_proj(tap(self.tapped + "hidden", gate * tap(self.tapped + "linear", self.up_proj(x))))
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Parameters by name relative to this module."""
+        """Returns the specs of the parameters, by name relative to this module."""
         gate = linear_specs("gate_proj", self.gate_proj, ("ffn", "embed"), self.context.init_std)
         return gate | super().tensor_specs()
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Modules whose inputs or outputs a strategy may lay out, by name relative to this module."""
+        """Returns the modules whose inputs or outputs a strategy may shard, by name relative to this module."""
         return {"gate_proj": ModuleSpec((STREAM,), (HIDDEN,))} | super().module_specs()

@@ -1,9 +1,9 @@
-"""The logits of a chunk of rows: their product, the passes over them, and how many rows a chunk has.
+"""Logits of a chunk of rows: the matrix product, the passes over the logits, and the number of rows in a chunk.
 
-For logits c of a row, its label y and its largest logit m, a first pass computes m, sum(exp(c - m)) and c[y]. From them comes a
-factor f, and a second pass replaces the logits by the derivative of the loss, f * exp(c - m) - onehot(y), times that of the soft
-cap. Where the target is spread over all words, the first pass also computes sum(c) and the number of logits, and a `Target`
-takes the place of onehot(y).
+For the logits c of a row, its label y and its largest logit m, a first pass computes m, sum(exp(c - m)) and c[y]. These give a
+factor f, and a second pass replaces the logits by the derivative of the loss, f * exp(c - m) - onehot(y), times the derivative
+of the soft cap. If the target is spread over all words (label smoothing), the first pass also computes sum(c) and the number of
+logits, and a `Target` replaces onehot(y).
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ class Chunk(NamedTuple):
     """Rows of logits and their labels.
 
     Attributes:
-        products: (n, vocab), before the cap.
-        labels: (n, 1) of words, 0 where it is not here.
-        mine: (n,) whether they are here.
+        products: (n, vocab) logits before the cap.
+        labels: (n, 1) index of the label in this rank's vocabulary; 0 if another rank has it.
+        mine: (n,) whether this rank's vocabulary has the label.
         soft_cap: see `LossHead`.
-        spread: whether the target has a share of every word.
+        spread: whether the target gives every word a probability.
     """
 
     products: Tensor
@@ -35,30 +35,30 @@ class Chunk(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What the softmax of each row is to be, (n,) each: of the label, and of every word; both 0 for rows without a label."""
+    """Target probabilities, each (n,): extra probability of the label, and of every word; both 0 for rows without a label."""
 
     label: Tensor
     word: Tensor
 
 
 class Passes(Protocol):
-    """One chunk's: `numbers`, then at most once `differentiate`."""
+    """Passes over one chunk: call `numbers`, then `differentiate` at most once."""
 
     def numbers(self) -> Tensor:
-        """(3, n): largest logit, sum of exponents, logit of the label or 0 where it is not here; (5, n) with the sum of logits
-        and their number, where the target is spread."""
+        """Returns (3, n): largest logit, sum of exponentials, and logit of the label (0 if another rank has it). If the target is
+        spread, returns (5, n) with the sum of the logits and their number."""
         ...
 
     def differentiate(self, factor: Tensor, target: Target | None = None) -> None:
-        """Puts the derivative, with `factor` (n,), in the place of the logits; without `target` that of the label alone."""
+        """Replaces the logits by the derivative with `factor` (n,); without `target`, the target is the label alone."""
         ...
 
 
 class InParts:
-    """Operator after operator over so few rows at a time that a cache holds them: for a CPU, and where nothing is compiled."""
+    """Passes without compilation, over few enough rows at a time that a CPU's cache holds them."""
 
     def __init__(self, chunk: Chunk, size: int, scratch: Tensor | None) -> None:
-        """`size` rows at a time, in `scratch` (size, vocab) or in place."""
+        """Processes `size` rows at a time, in `scratch` (size, vocab) or in place."""
         self._parts = list(zip(*(given.split(size) for given in chunk[:3]), strict=True))
         self._size, self._scratch, self._soft_cap, self._spread = size, scratch, chunk.soft_cap, chunk.spread
         self._held: list[_Block] = []
@@ -69,7 +69,7 @@ class InParts:
 
     def differentiate(self, factor: Tensor, target: Target | None = None) -> None:
         for at, (part, block, scale) in enumerate(zip(self._parts, self._held, factor.split(self._size), strict=True)):
-            if len(self._parts) > 1:  # the next one was worked out in the same memory
+            if len(self._parts) > 1:  # later parts have overwritten the scratch
                 block = self._exponentiate(*part, keep=True)
             label = part[2].to(scale.dtype)
             if target is None:
@@ -84,7 +84,7 @@ class InParts:
                 part[0].copy_(block.exponents)
 
     def _exponentiate(self, products: Tensor, index: Tensor, mine: Tensor, keep: bool, spread: bool = False) -> "_Block":
-        """The block of `products`, worked out in the scratch or in place; without `keep` only its numbers a row are of use."""
+        """Computes the block of `products` in the scratch or in place; without `keep`, only its per-row numbers are valid."""
         logits, slope = products if self._scratch is None else self._scratch[: len(products)].copy_(products), None
         if self._soft_cap is not None:
             bounded = logits.div_(self._soft_cap).tanh_()
@@ -98,8 +98,8 @@ class InParts:
 
 
 class _Block(NamedTuple):
-    """Of some rows of logits c, each with its largest: exp(c - top), their sum, the logit of the label or 0 where it is
-    another rank's, the derivative of the cap, and where the target is spread the sum and number of logits."""
+    """Values of some rows of logits c with largest logit `top`: exp(c - top), their sum, the logit of the label (0 if another
+    rank has it), the derivative of the cap, and, if the target is spread, the sum and number of the logits."""
 
     exponents: Tensor
     top: Tensor
@@ -110,10 +110,10 @@ class _Block(NamedTuple):
 
 
 class FusedPasses:
-    """Both steps compiled: the first reads the logits twice, the second once; nothing more of their size is held."""
+    """Compiled passes: the first reads the logits twice, the second once; neither allocates another tensor of their size."""
 
     def __init__(self, chunk: Chunk) -> None:
-        """As that of `InParts`, all rows at a time."""
+        """Processes all rows of `chunk` at once."""
         self._chunk, self._spread = chunk[:4], chunk.spread
         self._top: Tensor | None = None
 
@@ -170,13 +170,13 @@ def _differentiate_target(
 
 
 def _of_all(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row the sum of its logits, and how many they are: ranks that share the vocabulary need not have as many."""
+    """Returns the sum and number of the logits of each row; ranks that share the vocabulary may have different numbers."""
     total = logits.sum(dim=1)
     return total, torch.full_like(total, logits.shape[1])
 
 
 def _capped(products: Tensor, soft_cap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Logits in fp32 (fp64 for fp64), and the derivative of the cap."""
+    """Returns the capped logits in fp32 (fp64 if the input is fp64), and the derivative of the cap."""
     logits = products.to(torch.promote_types(products.dtype, torch.float32))
     if soft_cap is None:
         return logits, None
@@ -185,18 +185,18 @@ def _capped(products: Tensor, soft_cap: float | None) -> tuple[Tensor, Tensor | 
 
 
 TILE = 4096
-"""Entries of the vocabulary at a time: what oneDNN returns is new memory, and small enough to come from the heap."""
+"""Vocabulary entries per oneDNN product: oneDNN allocates its output, and at this size the heap serves the allocation."""
 
 LEAST = 2**19
-"""Elements of a weight from which oneDNN gains."""
+"""Minimum number of elements of a weight for which oneDNN is faster."""
 
 
 def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """hidden (rows, embed) @ weight.T (embed, vocab), in `out`.
+    """Writes hidden (rows, embed) @ weight.T (embed, vocab) to `out` and returns it.
 
-    In fp32 on a CPU it is by oneDNN, tile by tile, in two thirds of the time of MKL, which torch calls (`benchmarks/LOG.md`).
-    torch's FlopCounterMode counts 0 for it; `forge_models.flops` counts by the model's shape.
-    `torch.backends.mkldnn.enabled = False` turns it off.
+    In fp32 on a CPU, oneDNN computes it tile by tile in two thirds of the time of MKL, torch's default (`benchmarks/LOG.md`).
+    torch's FlopCounterMode counts 0 for these products; `forge_models.flops` counts from the model's shape.
+    `torch.backends.mkldnn.enabled = False` disables them.
     """
     if weight.numel() < LEAST or not _replaces_mkl(hidden):
         return torch.mm(hidden, weight.T, out=out)
@@ -212,24 +212,24 @@ def _replaces_mkl(hidden: Tensor) -> bool:
 
 
 CHUNK_BYTES = 2**25
-"""Bytes of logits, in the dtype of the products, that a chunk may hold for a projection of any size."""
+"""Maximum bytes of logits, in the dtype of the products, for which a chunk has at least 512 rows instead of 256."""
 
 CPU_BLOCK = 2**20
-"""Elements that are worked on at a time on a CPU: 4 MiB in fp32, which its cache holds through all passes over them."""
+"""Elements per block on a CPU: 4 MiB in fp32, which stay in its cache through all passes."""
 
 ACCELERATOR_BLOCK = 2**26
-"""The same on an accelerator: 256 MiB in fp32, so that a pass takes far longer than its launch."""
+"""Elements per block on an accelerator: 256 MiB in fp32, so that a pass takes far longer than its launch."""
 
 
 def chunk_rows(vocab: int, dim: int, itemsize: int) -> int:
-    """Rows of a chunk of hidden states (rows, dim) whose logits have `vocab` elements of `itemsize` bytes.
+    """Returns the number of rows in a chunk of hidden states (rows, dim) whose logits have `vocab` elements of `itemsize` bytes.
 
-    Each chunk reads the projection (vocab, dim) and adds to the sum of its gradient, so rows are what amortises that traffic:
-    as many as `dim`, which makes a chunk's logits as large as the projection, and 256 at least.
+    Each chunk reads the projection (vocab, dim) and adds to its gradient; more rows amortize this memory traffic. A chunk has
+    `dim` rows, so that its logits are as large as the projection, but at least 256, or 512 if these fit into `CHUNK_BYTES`.
     """
     return max(512 if 512 * vocab * itemsize <= CHUNK_BYTES else 256, dim)
 
 
 def block_rows(rows: int, width: int, device: str) -> int:
-    """How many of `rows`, of `width` elements each, to work on at a time on a type of device: so much exists in fp32."""
+    """Returns how many of `rows`, each with `width` elements, to process at a time in fp32 on a device type."""
     return max(1, min(rows, (CPU_BLOCK if device == "cpu" else ACCELERATOR_BLOCK) // width))

@@ -1,16 +1,16 @@
 """Multi-token prediction (MTP; DeepSeek-V3, 2024, section 2.2), for training and for drafting.
 
-With h^0 the stream after the last block and t the tokens of a row, module k = 1, 2, ... computes at place i
+With h^0 the residual stream after the last block and t the tokens of a row, module k = 1, 2, ... computes at position i
 
     h^k_i = block_k(projection_k [norm(h^(k-1)_i) ; norm(embedding(t_(i+k)))])
 
-and scores norm_k(h^k_i) with the model's head against t_(i+k+1). Embedding and head are the model's; each module has its
-norms, projection and block. The minimized loss is
+and predicts t_(i+k+1) from norm_k(h^k_i) with the model's head. The modules share the model's embedding and head; each has its
+own norms, projection and block. The minimized loss is
 
     sum of nll / D  +  weight / depth * sum over k of (sum of module k's nll / D)
 
-with D the labels of the next token in the whole step: the paper divides each module's loss by the length of the row too,
-not by the fewer labels that are left to it. So every layout gives the same numbers without another exchange.
+with D the number of next-token labels in the whole step. The paper also divides each module's loss by the length of the row, not
+by the smaller number of labels of that module. Every layout therefore gives the same numbers without further communication.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
 
 
 class MTPModule(nn.Module):
-    """Module k. Its block is made as that of layer `layers + k - 1` would be."""
+    """MTP module k; its block is built like the block of layer `layers + k - 1`."""
 
     def __init__(self, shape: DecoderShape, depth: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class MTPModule(nn.Module):
         token_mask: Tensor | None = None,
         tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """h^(k-1) and embedded t_(i+k), each (B, T, dim) -> (h^k, its norm for the head, the router statistics or None).
+        """h^(k-1) and embedded t_(i+k), each (B, T, dim) -> (h^k, its norm for the head, router statistics or None).
 
         The other arguments are those of a block.
         """
@@ -67,20 +67,21 @@ class MTPModule(nn.Module):
         return x, tap("norm", self.norm(x)), router_stats
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """The projection; norms and block have their own."""
+        """Returns the specs of the projection; norms and block describe themselves."""
         return linear_specs("projection", self.projection, ("embed", None), self.std)
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Layout of projection and norms, which strategies may split along the sequence."""
+        """Returns the layout of projection and norms, which strategies may shard along the sequence."""
         norms = ("stream_norm", "token_norm", "norm")
         pair: tuple[Dim, ...] = ("batch", "sequence", None)
         return {"projection": ModuleSpec((pair,), (STREAM,))} | {name: ModuleSpec((STREAM,), (STREAM,)) for name in norms}
 
 
 class MTPModules(nn.Module):
-    """All modules of a decoder. `embed` is the model's table under a second name, for a pipeline part that has no other.
+    """All MTP modules of a decoder.
 
-    `weight` is that of the current step.
+    `embed` shares the model's embedding table, because the last pipeline stage may have no other copy of it. `weight` is the
+    loss weight of the current step.
     """
 
     def __init__(self, shape: DecoderShape, embed: Embedding) -> None:
@@ -92,15 +93,15 @@ class MTPModules(nn.Module):
         self.depths = nn.ModuleDict({str(k): MTPModule(shape, k) for k in range(1, shape.mtp_depth + 1)})
 
     def at_step(self, step: int, steps: int) -> None:
-        """The weight of optimizer step `step` of a run of `steps`."""
+        """Sets the loss weight for optimizer step `step` of a run of `steps` steps."""
         schedule: Any = self.shape.mtp_schedule
         factor = 1.0 if schedule is None else schedule.build(steps)(step)
         self.weight = self.shape.mtp_weight * factor
 
     def add_gradient(self, terms: LossTerms, mtp_terms: list[LossTerms]) -> LossTerms:
-        """`terms` of the next token with the gradient of all MTP losses added to its sum, whose value does not change.
+        """Returns `terms` with the gradient of all MTP losses added to `sum`; the value of `sum` does not change.
 
-        Metrics `mtp_1`, ...: the loss of each depth, unweighted.
+        The metrics `mtp_1`, ... are the unweighted losses of each depth.
         """
         mtp_loss = sum((one.sum for one in mtp_terms[1:]), mtp_terms[0].sum) * (self.weight / len(mtp_terms))
         metrics = {f"mtp_{k}": one.sum.detach() for k, one in enumerate(mtp_terms, 1)}

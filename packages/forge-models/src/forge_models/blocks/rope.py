@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021), half-split: dimension i turns with dimension i + width / 2."""
+"""Rotary position embedding (Su et al., 2021), half-split: dimension i is rotated with dimension i + width / 2."""
 
 from dataclasses import dataclass
 from math import ceil, floor, log, pi
@@ -12,7 +12,7 @@ from forge_models.shape import Rope
 
 
 class Rotation(NamedTuple):
-    """cos and sin of every angle, fp32, (T, width / 2) or (B, 1, T, width / 2); one per forward for all like layers."""
+    """cos and sin of every angle, fp32, (T, width / 2) or (B, 1, T, width / 2); computed once per forward for equal layers."""
 
     cos: Tensor
     sin: Tensor
@@ -20,10 +20,10 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True)
 class Rotary:
-    """Turns positions into angles. Layers whose rotaries are equal share one rotation per forward.
+    """Converts positions to angles. Layers with equal `Rotary` objects share one rotation per forward.
 
     Attributes:
-        width: dimensions of a head that turn, even; the first ones of the head.
+        width: number of rotated dimensions, the first ones of each head; even.
         rope: base and scaling.
     """
 
@@ -31,10 +31,10 @@ class Rotary:
     rope: Rope
 
     def __call__(self, positions: Tensor, documents: Tensor | None = None) -> Rotation:
-        """Angles of (T,) or (B, T) integer positions, in fp32.
+        """Returns the rotation of (T,) or (B, T) integer positions, in fp32.
 
-        `dynamic` scaling asks for each document's length, taken from its largest position: so a packed document gets
-        the angles that it has alone. Documents must be runs of equal numbers.
+        `dynamic` scaling depends on the length of each document, which is its largest position plus one, so that a packed
+        document gets the same angles as alone. Each document must be a run of equal numbers in `documents`.
         """
         if self.rope.scaling == "dynamic":
             frequencies = self._dynamic(positions, documents)
@@ -48,8 +48,8 @@ class Rotary:
         return Rotation(cos, sin) if factor == 1 else Rotation(cos * factor, sin * factor)
 
     def _dynamic(self, positions: Tensor, documents: Tensor | None) -> Tensor:
-        """(1 or T, width / 2) or (B, 1 or T, width / 2): theta grows with the sequence's length s past the original n, to
-        theta * (factor * s / n - (factor - 1))^(width / (width - 2))."""
+        """Returns frequencies (1 or T, width / 2) or (B, 1 or T, width / 2). If a sequence of length s is longer than the
+        original n, theta grows to theta * (factor * s / n - (factor - 1))^(width / (width - 2))."""
         rope = self.rope
         assert rope.factor is not None and rope.original_max_length is not None
         if documents is None:
@@ -65,7 +65,7 @@ class Rotary:
 
 
 def frequencies_of(rope: Rope, width: int, device: torch.device) -> Tensor:
-    """Radians per position, (width / 2,) fp32, under a scaling that does not depend on the sequence."""
+    """Returns radians per position, (width / 2,) fp32, for a scaling that does not depend on the sequence length."""
     growth = rope.theta ** _exponents(width, device)
     plain = 1.0 / growth
     if rope.factor is None or rope.scaling == "none":
@@ -73,7 +73,7 @@ def frequencies_of(rope: Rope, width: int, device: torch.device) -> Tensor:
     if rope.scaling == "linear":
         return plain / rope.factor
     assert rope.original_max_length is not None
-    # The order of operations matters: one bit of a frequency is 1e-4 radians at position 1000.
+    # Keep the order of operations: a difference of one bit in a frequency is 1e-4 radians at position 1000.
     if rope.scaling == "llama3":
         turns = rope.original_max_length / (2 * pi / plain)
         keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
@@ -89,7 +89,7 @@ def frequencies_of(rope: Rope, width: int, device: torch.device) -> Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """What YaRN multiplies cosines and sines with: scores grow by its square."""
+    """Returns the factor by which YaRN multiplies cosines and sines; attention scores grow by its square."""
     if rope.scaling != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -100,16 +100,16 @@ def attention_factor(rope: Rope) -> float:
 
 
 def magnitude(rope: Rope, weight: float) -> float:
-    """0.1 * weight * ln(factor) + 1, or 1 when nothing is stretched (Peng et al., 2023, section 3.4)."""
+    """Returns 0.1 * weight * ln(factor) + 1, or 1 if nothing is stretched (Peng et al., 2023, section 3.4)."""
     factor = rope.factor or 1.0
     return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """`x` (B, heads, T, head_dim), its first dimensions turned by its positions; computed in fp32, rounded once.
+    """Rotates the first dimensions of `x` (B, heads, T, head_dim) by its positions; computes in fp32 and rounds once.
 
-    Result and gradient lie in memory as (B, T, heads, head_dim), the order of projections. Attention keeps the order of its
-    inputs, so what it returns is the input of the next projection without a copy.
+    The result and its gradient are stored as (B, T, heads, head_dim), the memory order of projections. Attention kernels keep
+    the memory order of their inputs, so their output enters the next projection without a copy.
     """
     width = 2 * rotation.cos.shape[-1]
     if width < x.shape[-1]:
@@ -120,7 +120,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The formula, for a compiler that fuses it."""
+    """Computes the plain formula, which a compiler fuses."""
     first, second = x.transpose(1, 2).chunk(2, dim=-1)
     cos, sin = (angles.unsqueeze(1) if angles.dim() == 2 else angles.transpose(1, 2) for angles in (cos, sin))
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -132,13 +132,13 @@ def _exponents(width: int, device: torch.device) -> Tensor:
 
 
 def _dimension(rope: Rope, width: int, turns: float) -> float:
-    """The dimension, as a real number, that turns so often over the original length."""
+    """Returns the dimension, as a real number, that makes `turns` full turns over the original length."""
     assert rope.original_max_length is not None
     return width * log(rope.original_max_length / (turns * 2 * pi)) / (2 * log(rope.theta))
 
 
 class _Rotate(torch.autograd.Function):
-    """Keeps only the angles and writes each half once: half the time of autograd's composition on a CPU."""
+    """Rotation that saves only the angles and writes each half once; takes half the time of autograd's composition on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

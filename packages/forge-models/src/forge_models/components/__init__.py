@@ -1,1 +1,1 @@
-"""Component descriptions of this distribution; importing them needs no torch."""
+"""Components of this distribution; importing them does not need torch."""

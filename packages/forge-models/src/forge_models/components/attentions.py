@@ -1,4 +1,4 @@
-"""Attention of a block, chosen inside `[model]`: `attention = { name = "gqa", qk_norm = "head" }`."""
+"""Attention of a block, chosen in `[model]`: `attention = { name = "gqa", qk_norm = "head" }`."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 class GQA(Component):
     """Causal attention with rotary positions and grouped key-value heads (Ainslie et al., 2023).
 
-    `kv_heads` of the model decides: equal to `heads` is multi-head, 1 is multi-query attention. With a `window` every
-    layer is local, except those that `global_every` or `global_layers` name.
+    The model's `kv_heads` sets the number of key-value heads: `heads` is multi-head attention, 1 is multi-query attention. With a
+    `window`, every layer is local except those that `global_every` or `global_layers` select.
     """
 
     key_class: ClassVar = IDENTITY
 
     qkv_bias: bool = False
-    """The projections to q, k and v have biases."""
+    """Whether the projections to q, k and v have biases."""
     output_bias: bool = False
-    """The projection back to the stream has a bias."""
+    """Whether the output projection has a bias."""
     qk_norm: Literal["none", "head", "full"] = "none"
-    """Normalize q and k before the rotation, with the model's norm: each head, or the whole projection."""
+    """Normalizes q and k with the model's norm before the rotation: each head, or the full projection."""
     scale: Annotated[float, Gt(0)] | None = None
     """Multiplies the scores; 1 / sqrt(head_dim) when absent."""
     soft_cap: Annotated[float, Gt(0)] | None = None
     """Scores become soft_cap * tanh(scores / soft_cap) before the mask; no cap when absent."""
     window: Annotated[int, Gt(0)] | None = None
-    """Positions that one position of a local layer sees, itself included; no layer is local when absent."""
+    """Number of positions that a position of a local layer attends to, including itself; no layer is local when absent."""
     global_every: Annotated[int, Gt(0)] | None = None
     """Every n-th layer (the n-th, the 2n-th, ...) is global."""
     global_layers: tuple[Annotated[int, Ge(0)], ...] | None = None
@@ -55,11 +55,15 @@ class GQA(Component):
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[GQA]":
-        """With and without what changes the shape of its computation."""
+        """Returns examples with and without each option that changes the computation."""
         return (cls(), cls(qkv_bias=True, qk_norm="full"), cls(qk_norm="head", soft_cap=2.0), cls(window=3, global_every=2))
 
     def check(self, context: BlockContext) -> None:
-        """Faults that need the model's sizes."""
+        """Checks the settings against the sizes of the model.
+
+        Raises:
+            ValueError: a setting does not fit the model.
+        """
         wrong = [layer for layer in self.global_layers or () if layer >= context.layers]
         if wrong:
             raise ValueError(f"global_layers {wrong} do not exist; layers are numbered 0 to {context.layers - 1}")
@@ -70,13 +74,13 @@ class GQA(Component):
             raise ValueError(f"{turning} of head_dim {context.head_dim} dimensions rotate; the number must be even and positive")
 
     def window_at(self, layer: int) -> int | None:
-        """The window of layer `layer`, None when it is global."""
+        """Returns the window of layer `layer`; None if the layer is global."""
         listed = self.global_layers is not None and layer in self.global_layers
         counted = self.global_every is not None and (layer + 1) % self.global_every == 0
         return None if listed or counted else self.window
 
     def matrices(self, context: BlockContext) -> dict[str, Matrix]:
-        """Its linear layers."""
+        """Returns the linear layers by name."""
         heads, kv_heads = context.heads * context.head_dim, context.kv_heads * context.head_dim
         return {
             "q_proj": Matrix((heads, context.dim), ("heads", "embed")),
@@ -86,7 +90,7 @@ class GQA(Component):
         }
 
     def score_width(self, context: BlockContext) -> int:
-        """Multiply-adds of one query with one key and its value, over all heads."""
+        """Returns the multiply-adds of one query with one key and its value, summed over all heads."""
         return 2 * context.heads * context.head_dim
 
     def build(self, context: BlockContext) -> "nn.Module":
@@ -108,24 +112,24 @@ class GQA(Component):
 class MLA(Component):
     """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one small latent.
 
-    A cache holds only the latent and the shared rotary key, kv_lora_rank + qk_rope_head_dim numbers a token. The
-    model's `kv_heads` and `head_dim` play no part.
+    A cache holds only the latent and the shared rotary key, kv_lora_rank + qk_rope_head_dim numbers per token. The model's
+    `kv_heads` and `head_dim` are not used.
     """
 
     key_class: ClassVar = IDENTITY
 
     q_lora_rank: Annotated[int, Gt(0)] | None = None
-    """Width of the latent from which queries are made; they come straight from the stream when absent."""
+    """Width of the latent from which queries are computed; without it, queries are projected from the residual stream."""
     kv_lora_rank: Annotated[int, Gt(0)] = 512
-    """Width of the latent from which keys and values are made."""
+    """Width of the latent from which keys and values are computed."""
     qk_nope_head_dim: Annotated[int, Gt(0)] = 128
-    """Width of the part of each head's q and k that carries no position."""
+    """Width of the part of each head's q and k that is not rotated."""
     qk_rope_head_dim: Annotated[int, Gt(0)] = 64
-    """Width of the part that turns; its key is shared by all heads."""
+    """Width of the rotated part of each head's q and k; all heads share its key."""
     v_head_dim: Annotated[int, Gt(0)] = 128
     """Width of each head's value."""
     norm_eps: Annotated[float, Gt(0)] | None = None
-    """`eps` of the norms of the latents; that of the model's norm when absent (DeepSeek-V3's is 1e-6 for any other)."""
+    """`eps` of the norms of the latents; the model's norm `eps` when absent (DeepSeek-V3 always uses 1e-6 here)."""
     core: Annotated[AttentionKernel, FREE] = "auto"
     """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
 
@@ -135,12 +139,16 @@ class MLA(Component):
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[MLA]":
-        """Small ones, with and without a latent of the queries."""
+        """Returns small examples with and without a query latent."""
         small = cls(kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
         return (small, replace(small, q_lora_rank=7, norm_eps=1e-6))
 
     def check(self, context: BlockContext) -> None:
-        """Faults that need the model's sizes."""
+        """Checks the settings against the sizes of the model.
+
+        Raises:
+            ValueError: a setting does not fit the model.
+        """
         if context.kv_heads != context.heads:
             raise ValueError(f"mla does not use kv_heads; remove kv_heads {context.kv_heads}")
         if context.rope.partial != 1 or context.rope.local_theta is not None:
@@ -149,12 +157,12 @@ class MLA(Component):
             raise ValueError(f"norm_eps needs a norm with eps, and {type(context.norm).__name__} has no eps; remove norm_eps")
 
     def norm(self, context: BlockContext) -> Component:
-        """The norm of the latents."""
+        """Returns the norm of the latents."""
         norm: Any = context.norm
         return norm if self.norm_eps is None else replace(norm, eps=self.norm_eps)
 
     def matrices(self, context: BlockContext) -> dict[str, Matrix]:
-        """Its linear layers."""
+        """Returns the linear layers by name."""
         heads, dim, rank = context.heads, context.dim, self.q_lora_rank
         queries = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         made = {"q_proj": Matrix((queries, dim), ("heads", "embed"))}
@@ -167,7 +175,7 @@ class MLA(Component):
         }
 
     def score_width(self, context: BlockContext) -> int:
-        """Multiply-adds of one query with one key and its value, over all heads."""
+        """Returns the multiply-adds of one query with one key and its value, summed over all heads."""
         return context.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
 
     def build(self, context: BlockContext) -> "nn.Module":

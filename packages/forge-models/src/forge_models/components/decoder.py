@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MTPConfig:
-    """MTP modules: each predicts one token beyond the next, from the hidden states of the module before it (DeepSeek-V3,
-    2024, section 2.2).
+    """MTP modules: each predicts one token further ahead, from the hidden states of the previous module (DeepSeek-V3, 2024,
+    section 2.2).
 
-    They add weight / depth times the sum of their losses to the minimized loss. Evaluation and folders in the Hugging Face
-    format leave them out.
+    They add weight / depth times the sum of their losses to the minimized loss. Evaluation and exports in the Hugging Face format
+    leave them out.
     """
 
     key_class: ClassVar = IDENTITY
 
     depth: Annotated[int, Gt(0)] = 1
-    """Number of modules: module k predicts the token k + 1 places on, with a block made as that of layer layers + k - 1."""
+    """Number of modules: module k predicts the token k + 1 positions ahead, with a block like that of layer layers + k - 1."""
     weight: Annotated[float, Gt(0)] = 0.3
-    """Weight of the mean of the modules' losses; each is a sum over its labels, divided by the number of labels of the next
-    token."""
+    """Weight of the mean of the modules' losses; each loss is a sum over its labels, divided by the number of next-token
+    labels."""
     schedule: Annotated[Component | None, Slot("forge.schedules")] = None
     """Factor on `weight` over the run, such as { name = "multi_step", at = [0.68], factors = [0.333] }; 1 when absent."""
 
@@ -47,15 +47,15 @@ FFN_MULTIPLE = 64
 
 
 MOST_ELEMENTS = 10**15
-"""Parameters beyond which a size is a mistake: a thousand times the largest models, and still far from what 64 bits count."""
+"""Maximum number of parameters: a thousand times the largest models, and far below the limit of 64-bit counts."""
 
 USUAL = MappingProxyType({"layers": 100, "dim": 8192, "heads": 64, "head_dim": 128, "ffn_dim": 32768, "vocab_size": 131072})
-"""Sizes of large models, to tell which of a recipe is out of proportion."""
+"""Sizes of large models, to find the size that is out of proportion."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(Component):
-    """Decoder: embedding, blocks of attention and feed-forward, norm, head; by default of the Llama shape."""
+    """Decoder: embedding, blocks of attention and feed-forward layer, norm, head; the defaults give the Llama architecture."""
 
     key_class: ClassVar = IDENTITY
     renamed: ClassVar = MappingProxyType({"prediction": "mtp"})
@@ -71,46 +71,46 @@ class DecoderConfig(Component):
     head_dim: Annotated[int, Gt(0)] | None = None
     """Width of one head, even; dim / heads when absent."""
     ffn_dim: Annotated[int, Gt(0)] | None = None
-    """Hidden width of the feed-forward part; when absent 8/3 * dim rounded up to a multiple of 64, 4 * dim for an MLP
-    of two matrices."""
+    """Hidden width of the feed-forward layer; when absent, 8/3 * dim rounded up to a multiple of 64, or 4 * dim for an MLP with
+    two matrices."""
     vocab_size: Annotated[int, Gt(1)] = 32768
     """Number of token ids."""
     max_length: Annotated[int, Gt(0), FREE] = 2048
-    """Longest sequence in tokens."""
+    """Maximum sequence length in tokens."""
     rope: Rope = field(default_factory=Rope)
     """Rotary positions."""
     tied_embeddings: Annotated[bool, Feature("tied", when=True, plane="model")] = False
-    """The head uses the embedding's table."""
+    """Whether the head shares the embedding table."""
     soft_cap: Annotated[float, Gt(0)] | None = None
     """Logits become soft_cap * tanh(logits / soft_cap); no cap when absent."""
     norm_placement: NormPlacement = "pre"
-    """Norms before each part of a block (Llama), after it (OLMo-2), or both (Gemma-2); always inside of the residual."""
+    """Norms before each part of a block (Llama), after it (OLMo-2), or both (Gemma-2); always inside the residual branch."""
     embed_multiplier: Annotated[float, Gt(0)] = 1.0
-    """Multiplies embedded tokens, rounded to the compute precision first (Gemma: sqrt(dim))."""
+    """Factor on embedded tokens, rounded to the compute precision first (Gemma: sqrt(dim))."""
     residual_multiplier: Annotated[float, Gt(0)] = 1.0
-    """Multiplies what each part of a block adds to the stream."""
+    """Factor on the output that each part of a block adds to the residual stream."""
     init_std: Annotated[float, Gt(0), FREE] = 0.02
-    """Standard deviation of hidden matrices at the start; projections back to the stream get it / sqrt(2 * layers)."""
+    """Initial standard deviation of hidden matrices; output projections start with init_std / sqrt(2 * layers)."""
     attention: Annotated[Component, Slot("forge.attentions", default="gqa")] = Slot.unset()
     """Attention of every block."""
     mlp: Annotated[Component, Slot("forge.mlps", default="swiglu")] = Slot.unset()
-    """Feed-forward part of every block without experts; with them, one expert has its shape."""
+    """Feed-forward layer of every block without experts; experts use its activation and gating."""
     moe: Annotated[MoEConfig | None, Feature("experts", unless=None, plane="model")] = None
-    """Experts in the place of feed-forward parts; a dense model when absent."""
+    """Experts instead of feed-forward layers; the model is dense when absent."""
     norm: Annotated[Component, Slot("forge.norms", default="rmsnorm")] = Slot.unset()
     """Norm of each part of a block, and before the head."""
     mtp: Annotated[MTPConfig | None, Feature("mtp", unless=None, plane="model")] = None
-    """Multi-token prediction in training; only the next token is predicted when absent."""
+    """Multi-token prediction in training; when absent, only the next token is predicted."""
     from_hf: Annotated[str | None, FREE, Place] = None
-    """Folder in the Hugging Face format whose weights a run starts from; keys that are absent here are those of its
+    """Folder in the Hugging Face format whose weights the run starts from; keys that are absent here come from its
     config.json."""
 
     from_hf_ignore: tuple[str, ...] = ()
-    """Keys of that config.json that are left out: keys that are not known, or of things that are not implemented."""
+    """Keys of that config.json to ignore: unknown keys, or keys of features that are not implemented."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[DecoderConfig]":
-        """A small one, and what changes the shape of its computation."""
+        """Returns a small decoder, and variants with options that change the computation."""
         small = cls(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=40, max_length=64)
         return (
             small,
@@ -156,7 +156,7 @@ class DecoderConfig(Component):
 
     @property
     def layout_dependent(self) -> tuple[str, ...]:
-        """Keys that are set and whose effect depends on how rows are dealt out to ranks and micro-batches."""
+        """Keys that are set and whose effect depends on how rows are assigned to ranks and micro-batches."""
         if self.moe is None:
             return ()
         losses = tuple(f"model.moe.losses.{name}" for name in LAYOUT_DEPENDENT if getattr(self.moe.losses, name))
@@ -164,7 +164,7 @@ class DecoderConfig(Component):
 
     @property
     def shape(self) -> DecoderShape:
-        """This model with every default resolved."""
+        """Shape of the model, with every default resolved."""
         mlp = SwiGLU() if self.mlp is None else self.mlp
         ffn_dim = self._default_ffn_dim(mlp) if self.ffn_dim is None else self.ffn_dim
         return DecoderShape(
@@ -193,14 +193,14 @@ class DecoderConfig(Component):
         )
 
     def _default_ffn_dim(self, mlp: Component) -> int:
-        """4 * dim for an MLP of two matrices, and as many weights in all for one of three: 8/3 * dim, rounded up to a multiple
-        of 64. A component says which it is by a class attribute `gated` (True when absent)."""
+        """Returns 4 * dim for an MLP with two matrices, and 8/3 * dim, rounded up to a multiple of 64, for one with three: both
+        have about the same number of weights. The class attribute `gated` (default True) says that a component has three."""
         if not getattr(mlp, "gated", True):
             return 4 * self.dim
         return -(-8 * self.dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
     def outline(self) -> Outline:
-        """What strategies have to know before it is built."""
+        """Returns the description of the model that strategies need before it is built."""
         own = self.moe is not None and self.moe.ffn_dim is not None
         return outline(self.shape, expert_key="model.moe.ffn_dim" if own else "model.ffn_dim")
 

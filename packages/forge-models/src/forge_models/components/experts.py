@@ -1,8 +1,8 @@
-"""`[model.moe]`: experts in the place of feed-forward parts, and routers: `router = { name = "sigmoid_topk", bias_rate = 1e-3 }`.
+"""`[model.moe]`: experts instead of feed-forward layers, and routers: `router = { name = "sigmoid_topk", bias_rate = 1e-3 }`.
 
-With the table a model is sparse, without it dense. A router component may define `check(experts, top_k)`, which raises
-`ValueError` for sizes that do not go together. `learned` says whether gradients reach it, so that losses can balance it (True
-when absent); `total` is what the combine weights of a token add up to, None when that depends on the token (None when absent).
+A model with this table is sparse, without it dense. A router component may define `check(experts, top_k)`, which raises
+`ValueError` for sizes that do not fit together. `learned` says whether gradients reach the router, so that losses can balance it
+(default True). `total` is the sum of a token's combine weights; None, the default, if it depends on the token.
 """
 
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ BiasSchedule = Literal["constant", "cosine", "warmup"]
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxTopKConfig(Component):
-    """The top_k largest of softmax(W x) (Shazeer et al., 2017; Switch, Fedus et al., 2021; Mixtral, Jiang et al., 2024)."""
+    """Takes the top_k of softmax(W x) (Shazeer et al., 2017; Switch, Fedus et al., 2021; Mixtral, Jiang et al., 2024)."""
 
     key_class: ClassVar = IDENTITY
     implementation: ClassVar[str] = "forge_models.blocks.moe.routers:SoftmaxTopK"
 
     normalize: bool = True
-    """Divide the chosen probabilities by their sum; without it they are smaller the more experts there are."""
+    """Whether the chosen probabilities are divided by their sum; if not, they shrink with the number of experts."""
     learned: ClassVar[bool] = True
 
     @property
@@ -38,34 +38,34 @@ class SoftmaxTopKConfig(Component):
         return 1.0 if self.normalize else None
 
     def matrices(self, context: RouterContext) -> dict[str, Matrix]:
-        """Its linear layers."""
+        """Returns the linear layers by name."""
         return _matrices(context)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidTopKConfig(Component):
-    """The top_k largest of sigmoid(W x) + bias, weighted by sigmoid(W x) (DeepSeek-V3, 2024, section 2.1.2).
+    """Takes the top_k of sigmoid(W x) + bias, weighted by sigmoid(W x) (DeepSeek-V3, 2024, section 2.1.2).
 
-    The bias is a buffer: after each optimizer step it rises by `bias_rate` for experts below the mean load of the
-    whole batch and falls for those above. It takes part in the choice only, never in the weights.
+    The bias is a buffer: after each optimizer step it rises by `bias_rate` for experts below the mean load of the whole batch and
+    falls for those above. It affects only the choice of experts, not the combine weights.
     """
 
     key_class: ClassVar = IDENTITY
     implementation: ClassVar[str] = "forge_models.blocks.moe.routers:SigmoidTopK"
 
     normalize: bool = True
-    """Divide the chosen scores by their sum."""
+    """Whether the chosen scores are divided by their sum."""
     scaling: Annotated[float, Gt(0)] = 1.0
-    """Multiplies the combine weights."""
+    """Factor on the combine weights."""
     n_group: Annotated[int, Gt(0)] = 1
-    """Experts form this many groups of equal size, in order. A group's score is the sum of its two best experts'."""
+    """Number of groups of equal size that experts form, in order. A group's score is the sum of its two best experts' scores."""
     topk_group: Annotated[int, Gt(0)] | None = None
-    """A token may choose from this many groups, the best ones; all of them when absent. With the experts of a group on one
-    node, no token is sent to more nodes than this."""
+    """Number of groups that a token may choose from, the best ones; all groups when absent. If the experts of a group are on one
+    node, a token is sent to at most this many nodes."""
     bias_rate: Annotated[float, Ge(0), FREE] = 1e-3
-    """How far the bias moves in one step; 0 keeps it as it is."""
+    """Change of the bias in one step; 0 keeps it constant."""
     bias_schedule: Annotated[BiasSchedule, FREE] = "constant"
-    """`cosine` lets the rate fall to 0 over `bias_steps` steps, `warmup` lets it rise from 0 over as many."""
+    """Schedule of the rate: over `bias_steps` steps, `cosine` lowers it to 0 and `warmup` raises it from 0."""
     bias_steps: Annotated[int, Gt(0), FREE] | None = None
     """Length of `cosine` and `warmup` in optimizer steps."""
     learned: ClassVar[bool] = True
@@ -80,7 +80,7 @@ class SigmoidTopKConfig(Component):
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[SigmoidTopKConfig]":
-        """With and without groups and schedules."""
+        """Returns examples with and without groups and schedules."""
         return (
             cls(),
             cls(normalize=False, n_group=4, topk_group=2),
@@ -92,16 +92,20 @@ class SigmoidTopKConfig(Component):
         return self.scaling if self.normalize else None
 
     def matrices(self, context: RouterContext) -> dict[str, Matrix]:
-        """Its linear layers."""
+        """Returns the linear layers by name."""
         return _matrices(context)
 
     @property
     def groups_kept(self) -> int:
-        """`topk_group`, or all groups when absent."""
+        """`topk_group`, or the number of all groups when absent."""
         return self.n_group if self.topk_group is None else self.topk_group
 
     def check(self, experts: int, top_k: int) -> None:
-        """Faults that need the layer's sizes."""
+        """Checks the settings against the sizes of the layer.
+
+        Raises:
+            ValueError: the sizes do not fit together.
+        """
         if experts % self.n_group:
             raise ValueError(f"n_group {self.n_group} must divide experts {experts}")
         within = self.groups_kept * (experts // self.n_group)
@@ -111,18 +115,18 @@ class SigmoidTopKConfig(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class HashConfig(Component):
-    """A fixed choice by token id, each of the top_k experts with weight 1 / top_k (Roller et al., 2021). Nothing is learned."""
+    """Fixed choice by token id; each of the top_k experts has weight 1 / top_k (Roller et al., 2021). Nothing is learned."""
 
     key_class: ClassVar = IDENTITY
     implementation: ClassVar[str] = "forge_models.blocks.moe.routers:Hash"
 
     seed: Annotated[int, Ge(0)] = 0
-    """Another seed gives another choice. Layers choose independently of each other."""
+    """Seed of the choice; layers choose independently of each other."""
     learned: ClassVar[bool] = False
     total: ClassVar[float] = 1.0
 
     def matrices(self, context: RouterContext) -> dict[str, Matrix]:
-        """It has no linear layers."""
+        """Returns nothing, because the router has no linear layers."""
         return {}
 
 
@@ -132,32 +136,33 @@ def _matrices(context: RouterContext) -> dict[str, Matrix]:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """A layer of experts: a router chooses `top_k` of them for each token, and their outputs are added with its weights."""
+    """A layer of experts: a router chooses `top_k` experts for each token, and their outputs are summed with its weights."""
 
     key_class: ClassVar = IDENTITY
 
     experts: Annotated[int, Gt(0)] = 8
-    """Experts of a layer, without the shared ones."""
+    """Number of experts of a layer, without shared experts."""
     top_k: Annotated[int, Gt(0)] = 2
-    """Experts that a token goes to."""
+    """Number of experts chosen for each token."""
     shared: Annotated[int, Ge(0)] = 0
-    """Experts that every token goes to, besides the chosen ones."""
+    """Number of shared experts, which process every token in addition to the chosen ones."""
     every: Annotated[int, Gt(0)] = 1
-    """Every n-th layer (the n-th, the 2n-th, ...) has experts, the others a plain feed-forward part."""
+    """Every n-th layer (the n-th, the 2n-th, ...) has experts; the others have a feed-forward layer."""
     first_dense: Annotated[int, Ge(0)] = 0
-    """The first layers that have none in any case."""
+    """Number of first layers that have no experts in any case."""
     ffn_dim: Annotated[int, Gt(0)] | None = None
-    """Hidden width of one expert; the model's `ffn_dim` when absent. Fine-grained experts have less."""
+    """Hidden width of one expert; the model's `ffn_dim` when absent. Fine-grained experts are narrower."""
     capacity: Annotated[float, Gt(0)] | None = None
-    """An expert takes at most capacity * tokens * top_k / experts slots of one forward, those with the largest weights; the
-    others are dropped and cost nothing. So later tokens, and those of other rows, may change an earlier one, in evaluation too.
-    Generation with a cache drops none. When absent nothing is ever dropped."""
+    """Capacity factor: an expert processes at most capacity * tokens * top_k / experts slots of one forward, those with the
+    largest weights; the others are dropped. Later tokens and other rows can therefore affect an earlier token, also in
+    evaluation. Generation with a cache drops nothing. When absent, nothing is dropped."""
     kernel: Annotated[ExpertKernel, FREE] = "auto"
-    """`grouped`: one product for all experts; `loop`: one after the other, any precision and width; or what fits."""
+    """Kernel: `grouped` (one product for all experts), `loop` (one expert after the other, any precision and width), or the one
+    that fits best."""
     router: Annotated[Component, Slot("forge.routers", default="softmax_topk")] = Slot.unset()
-    """What chooses."""
+    """Router that chooses the experts of each token."""
     losses: Losses = field(default_factory=Losses)
-    """What is added to the loss."""
+    """Router losses that are added to the loss."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
@@ -174,11 +179,11 @@ class MoEConfig:
 
     @property
     def _router(self) -> Component:
-        """`router`, or softmax top-k when this object was made in Python without one."""
+        """`router`, or softmax top-k if this object was created in Python without a router."""
         return SoftmaxTopKConfig() if self.router is None else self.router
 
     def shape(self, ffn_dim: int) -> MoEShape:
-        """With every default resolved, for a model of width `ffn_dim`."""
+        """Returns the shape with every default resolved, for a model whose feed-forward width is `ffn_dim`."""
         return MoEShape(
             experts=self.experts,
             top_k=self.top_k,

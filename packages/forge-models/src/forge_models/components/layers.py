@@ -1,7 +1,7 @@
-"""Feed-forward parts and norms, chosen inside `[model]`: `mlp = { name = "geglu" }`, `norm = { name = "rmsnorm", eps = 1e-6 }`.
+"""Feed-forward layers and norms, chosen in `[model]`: `mlp = { name = "geglu" }`, `norm = { name = "rmsnorm", eps = 1e-6 }`.
 
-Of a feed-forward part, `gated` says whether there are three matrices, `activation` which elementwise function; experts are made
-of the same two.
+The attribute `gated` of a feed-forward component says whether it has three matrices, and `activation` names its elementwise
+function; experts use the same two.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForward(Component):
-    """Base of the parts of this distribution."""
+    """Base class of the feed-forward components of this distribution."""
 
     gated: ClassVar[bool] = True
 
     @classmethod
     def passed(cls) -> tuple[str, ...]:
-        """`activation`, which follows from the class and from `exact`, and `bias`."""
+        """Returns the names of the arguments of the module: `activation`, which the class and `exact` determine, and `bias`."""
         return ("activation", "bias")
 
     def matrices(self, context: BlockContext) -> dict[str, Matrix]:
-        """Its linear layers."""
+        """Returns the linear layers by name."""
         enter = Matrix((context.ffn_dim, context.dim), ("ffn", "embed"))
         leave = Matrix((context.dim, context.ffn_dim), ("embed", "ffn"))
         return ({"gate_proj": enter} if self.gated else {}) | {"up_proj": enter, "down_proj": leave}
@@ -44,7 +44,7 @@ class SwiGLU(FeedForward):
     implementation: ClassVar[str] = "forge_models.blocks.layers:GatedMLP"
 
     bias: bool = False
-    """Every matrix has a bias."""
+    """Whether every matrix has a bias."""
     gated: ClassVar[bool] = True
 
     @property
@@ -60,9 +60,9 @@ class GeGLU(FeedForward):
     implementation: ClassVar[str] = "forge_models.blocks.layers:GatedMLP"
 
     exact: bool = False
-    """The error function itself instead of its approximation by tanh."""
+    """Whether GELU uses the error function instead of its tanh approximation."""
     bias: bool = False
-    """Every matrix has a bias."""
+    """Whether every matrix has a bias."""
     gated: ClassVar[bool] = True
 
     @property
@@ -78,9 +78,9 @@ class GELU(FeedForward):
     implementation: ClassVar[str] = "forge_models.blocks.layers:MLP"
 
     exact: bool = False
-    """The error function itself instead of its approximation by tanh."""
+    """Whether GELU uses the error function instead of its tanh approximation."""
     bias: bool = False
-    """Both matrices have a bias."""
+    """Whether both matrices have a bias."""
     gated: ClassVar[bool] = False
 
     @property
@@ -96,7 +96,7 @@ class ReLU(FeedForward):
     implementation: ClassVar[str] = "forge_models.blocks.layers:MLP"
 
     bias: bool = False
-    """Both matrices have a bias."""
+    """Whether both matrices have a bias."""
     gated: ClassVar[bool] = False
 
     @property
@@ -112,7 +112,7 @@ class ReLU2(FeedForward):
     implementation: ClassVar[str] = "forge_models.blocks.layers:MLP"
 
     bias: bool = False
-    """Both matrices have a bias."""
+    """Whether both matrices have a bias."""
     gated: ClassVar[bool] = False
 
     @property
@@ -130,11 +130,11 @@ class RMSNormConfig(Component):
     eps: Annotated[float, Gt(0)] = 1e-5
     """Added to the mean square."""
     offset: Literal[0, 1] = 0
-    """Added to the weight; with 1 (Gemma) weights start at zero, with 0 at one."""
+    """Added to the weight: weights start at zero with offset 1 (Gemma), and at one with offset 0."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[RMSNormConfig]":
-        """Both offsets."""
+        """Returns one example for each offset."""
         return (cls(), cls(offset=1))
 
 
@@ -148,9 +148,9 @@ class LayerNormConfig(Component):
     eps: Annotated[float, Gt(0)] = 1e-5
     """Added to the variance."""
     bias: bool = True
-    """A learned bias is added."""
+    """Whether a learned bias is added."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[LayerNormConfig]":
-        """With and without a bias."""
+        """Returns examples with and without a bias."""
         return (cls(), cls(bias=False))

@@ -1,1 +1,1 @@
-"""Checks of models and their parts (`forge_core.conformance`); importing the modules named for a group needs no torch."""
+"""Conformance checks of models and their parts (`forge_core.conformance`); importing them does not need torch."""

@@ -1,4 +1,4 @@
-"""What every attention has to do: look back only, stay inside of a document, and describe its parameters."""
+"""Checks of attentions: causal, separate documents, described parameters."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from forge_models.conformance.mlps import check_matrices as check_matrices
 from forge_models.conformance.mlps import check_specs as check_specs
 
 LAYERS = (0, 1)
-"""Both are tried: a window may be of one of them only."""
+"""Layers to check; possibly only one of them has a window."""
 
 
 def check_causality(component: Any) -> None:
-    """(B, T, dim) -> (B, T, dim); no token sees a later one, and each sees the one before it."""
+    """Checks (B, T, dim) -> (B, T, dim), and that each token depends on the previous token but on no later one."""
     from forge_models.conformance import trial
 
     for layer in LAYERS:
@@ -20,7 +20,7 @@ def check_causality(component: Any) -> None:
 
 
 def check_documents(component: Any) -> None:
-    """In a packed row a document has the outputs that it has alone."""
+    """Checks that a document in a packed row has the same outputs as alone."""
     import torch
 
     from forge_models.conformance import trial
@@ -37,7 +37,7 @@ def check_documents(component: Any) -> None:
 
 
 def check_deterministic(component: Any) -> None:
-    """In evaluation the same input gives the same bits."""
+    """Checks that the same input gives bitwise equal outputs in evaluation."""
     from forge_models.conformance import trial
 
     attend, x = _built(component)
@@ -45,7 +45,7 @@ def check_deterministic(component: Any) -> None:
 
 
 def check_gradients(component: Any) -> None:
-    """Every parameter gets a gradient, and it is finite."""
+    """Checks that every parameter has a finite, nonzero gradient."""
     from forge_models.conformance import trial
 
     attend, x = _built(component)
@@ -53,7 +53,7 @@ def check_gradients(component: Any) -> None:
 
 
 class _Attend:
-    """An attention with what a decoder gives it: the rotation of its positions, and what its core prepares."""
+    """Calls an attention as a decoder does: with the rotation of its positions and the mask that its core prepares."""
 
     def __init__(self, module: Any, context: Any) -> None:
         self.module, self.context = module, context

@@ -1,4 +1,4 @@
-"""What every converter has to do: give back what it wrote, refuse what is not its format, and leave nothing half written."""
+"""Checks of converters: they read back what they wrote, refuse other formats, and leave no partial model."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def check_round_trip(component: Any) -> None:
-    """A model that is written and read back is the same: every tensor bit for bit, and the logits."""
+    """Checks that a model that is written and read back has bitwise equal tensors and logits."""
     import torch
 
     from forge_models.conformance import weights
@@ -30,7 +30,7 @@ def check_round_trip(component: Any) -> None:
 
 
 def check_boxes(component: Any) -> None:
-    """A box of a tensor is that part of it."""
+    """Checks that `box` returns the requested part of a tensor."""
     import torch
 
     from forge_models.conformance import weights
@@ -46,7 +46,7 @@ def check_boxes(component: Any) -> None:
 
 
 def check_taken(component: Any) -> None:
-    """A place where something is already is refused, and stays as it is."""
+    """Checks that writing to an existing folder is an error and does not change the folder."""
     from forge_core.errors import ForgeError
     from forge_models.conformance import weights
 
@@ -64,7 +64,7 @@ def check_taken(component: Any) -> None:
 
 
 def check_interrupted(component: Any) -> None:
-    """What stops in the middle is not read as a model, and another try works."""
+    """Checks that an interrupted write does not leave a readable model, and that writing again works."""
     from forge_core.errors import ForgeError
     from forge_models.conformance import weights
 
@@ -86,7 +86,7 @@ def check_interrupted(component: Any) -> None:
 
 
 def check_foreign(component: Any) -> None:
-    """A place where there is nothing, an empty folder and other people's files are refused by a ForgeError."""
+    """Checks that reading a missing folder, an empty folder or unrelated files raises a ForgeError."""
     from forge_core.errors import ForgeError
 
     with TemporaryDirectory(prefix="forge-converter-") as folder:

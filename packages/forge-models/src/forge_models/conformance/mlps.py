@@ -1,10 +1,10 @@
-"""What every feed-forward part has to do: work on each token by itself, and describe its parameters."""
+"""Checks of feed-forward layers: independent tokens, described parameters."""
 
 from typing import Any
 
 
 def check_specs(component: Any) -> None:
-    """`tensor_specs()` describes every parameter of what is built on the meta device."""
+    """Checks that `tensor_specs()` describes every parameter of the module, built on the meta device."""
     from forge_models.conformance import trial
 
     module = trial.on_meta(lambda: component.build(trial.context(component)))
@@ -12,7 +12,7 @@ def check_specs(component: Any) -> None:
 
 
 def check_matrices(component: Any) -> None:
-    """`matrices(context)`, where there is one, names the linear layers with the shapes and dimensions that are built."""
+    """Checks that `matrices(context)`, if defined, lists the linear layers with the shapes and dimensions of the module."""
     from forge_models.conformance import trial
 
     if not hasattr(component, "matrices"):
@@ -30,7 +30,7 @@ def check_matrices(component: Any) -> None:
 
 
 def check_tokens(component: Any) -> None:
-    """(B, T, dim) -> (B, T, dim), each token by itself."""
+    """Checks (B, T, dim) -> (B, T, dim), and that each token is independent of the others."""
     from forge_models.conformance import trial
 
     mlp, x = _built(component)
@@ -39,7 +39,7 @@ def check_tokens(component: Any) -> None:
 
 
 def check_deterministic(component: Any) -> None:
-    """In evaluation the same input gives the same bits."""
+    """Checks that the same input gives bitwise equal outputs in evaluation."""
     from forge_models.conformance import trial
 
     mlp, x = _built(component)
@@ -47,7 +47,7 @@ def check_deterministic(component: Any) -> None:
 
 
 def check_gradients(component: Any) -> None:
-    """Every parameter gets a gradient, and it is finite."""
+    """Checks that every parameter has a finite, nonzero gradient."""
     from forge_models.conformance import trial
 
     mlp, x = _built(component)

@@ -1,10 +1,10 @@
-"""What every model has to do: describe itself, look back only, stay inside of a document, and keep all its state in tensors."""
+"""Checks of models: complete specs, causal, separate documents, all state in named tensors."""
 
 from typing import Any
 
 
 def check_specs(component: Any) -> None:
-    """`specs()` describes every tensor, tie and block of what is built on the meta device."""
+    """Checks that `specs()` describes every tensor, tie and block of the model, built on the meta device."""
     from forge_models.conformance import trial
 
     module, specs = _described(component)
@@ -19,7 +19,7 @@ def check_specs(component: Any) -> None:
 
 
 def check_outline(component: Any) -> None:
-    """`outline()`, where there is one, says of the model what its specs say."""
+    """Checks that `outline()`, if defined, agrees with `specs()`."""
     if not hasattr(component, "outline"):
         return
     outline, (module, specs) = component.outline(), _described(component)
@@ -36,7 +36,7 @@ def check_outline(component: Any) -> None:
 
 
 def check_causality(component: Any) -> None:
-    """Logits (B, T, vocab); no token sees a later one, and each sees the one before it."""
+    """Checks that the logits of each token depend on the previous token but on no later one."""
     from forge_models.conformance import trial
 
     model, specs = _built(component)
@@ -45,7 +45,7 @@ def check_causality(component: Any) -> None:
 
 
 def check_documents(component: Any) -> None:
-    """In a packed row a document has the logits that it has alone."""
+    """Checks that a document in a packed row has the same logits as alone."""
     import torch
 
     from forge_models.conformance import trial
@@ -61,7 +61,7 @@ def check_documents(component: Any) -> None:
 
 
 def check_deterministic(component: Any) -> None:
-    """In evaluation the same tokens give the same bits."""
+    """Checks that the same tokens give bitwise equal logits in evaluation."""
     from forge_models.conformance import trial
 
     model, specs = _built(component)
@@ -70,7 +70,7 @@ def check_deterministic(component: Any) -> None:
 
 
 def check_gradients(component: Any) -> None:
-    """With an objective it gives its terms, and every parameter gets a gradient that is finite."""
+    """Checks that the model returns the terms of an objective, and that every parameter has a finite, nonzero gradient."""
     import torch
 
     from forge_core.batch import Batch
@@ -94,7 +94,7 @@ def check_gradients(component: Any) -> None:
 
 
 def check_names(component: Any) -> None:
-    """The tensors that specs name are all that there is: another model that is given them by name has the same bits."""
+    """Checks that named tensors are the whole state: another model with the same tensors has the same logits."""
     import torch
 
     from forge_models.conformance import trial

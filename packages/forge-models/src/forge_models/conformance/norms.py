@@ -1,10 +1,10 @@
-"""What every norm has to do: work on the last dimension alone, and keep the dtype."""
+"""Checks of norms: they normalize only the last dimension, and keep the dtype."""
 
 from typing import Any
 
 
 def check_specs(component: Any) -> None:
-    """`tensor_specs()` describes every parameter of what is built on the meta device."""
+    """Checks that `tensor_specs()` describes every parameter of the module, built on the meta device."""
     from forge_models.conformance import trial
 
     module = trial.on_meta(lambda: component.build(trial.DIM))
@@ -12,7 +12,7 @@ def check_specs(component: Any) -> None:
 
 
 def check_rows(component: Any) -> None:
-    """(..., dim) -> (..., dim), each vector by itself."""
+    """Checks (..., dim) -> (..., dim), and that each vector is independent of the others."""
     from forge_models.conformance import trial
 
     norm, x = trial.part(lambda: component.build(trial.DIM)), trial.drawn(trial.ROWS, trial.LENGTH, trial.DIM)
@@ -22,7 +22,7 @@ def check_rows(component: Any) -> None:
 
 
 def check_dtype(component: Any) -> None:
-    """Outputs have the dtype of the inputs, also where parameters are wider; values are those of fp64 but for rounding."""
+    """Checks that outputs have the dtype of the inputs, even if parameters are wider, and equal those in fp64 up to rounding."""
     import torch
 
     from forge_models.conformance import trial
@@ -36,7 +36,7 @@ def check_dtype(component: Any) -> None:
 
 
 def check_deterministic(component: Any) -> None:
-    """The same input gives the same bits."""
+    """Checks that the same input gives bitwise equal outputs."""
     from forge_models.conformance import trial
 
     norm, x = trial.part(lambda: component.build(trial.DIM)), trial.drawn(trial.ROWS, trial.LENGTH, trial.DIM)
@@ -44,7 +44,7 @@ def check_deterministic(component: Any) -> None:
 
 
 def check_gradients(component: Any) -> None:
-    """Every parameter gets a gradient, and it is finite."""
+    """Checks that every parameter has a finite, nonzero gradient."""
     from forge_models.conformance import trial
 
     norm, x = trial.part(lambda: component.build(trial.DIM)), trial.drawn(trial.ROWS, trial.LENGTH, trial.DIM)

@@ -1,13 +1,13 @@
-"""What every objective has to do: sum over valid tokens, so that micro-batches and ranks add up to the whole batch."""
+"""Checks of objectives: they sum over valid tokens, so that micro-batches and ranks add up to the whole batch."""
 
 from typing import Any
 
 SIZES = (4, 6, 8, 10)
-"""Rows, tokens of a row, width, vocabulary."""
+"""Number of rows, tokens per row, width, vocabulary size."""
 
 
 def check_sums(component: Any) -> None:
-    """Of a batch that is split into micro-batches, `sum`, `tokens`, metrics and gradients add up to those of the whole."""
+    """Checks that `sum`, `tokens`, metrics and gradients of micro-batches add up to those of the whole batch."""
     from forge_models.conformance import trial
 
     head, hidden, labels = _given()
@@ -24,7 +24,7 @@ def check_sums(component: Any) -> None:
 
 
 def check_tokens(component: Any) -> None:
-    """`tokens` counts the labels that are not IGNORE, and a token without a label adds nothing."""
+    """Checks that `tokens` counts the labels that are not IGNORE, and that tokens without a label add nothing to `sum`."""
     import torch
 
     from forge_core.batch import IGNORE
@@ -39,7 +39,7 @@ def check_tokens(component: Any) -> None:
 
 
 def check_rows(component: Any) -> None:
-    """`rows`, where they are counted, are what each row adds to `sum`."""
+    """Checks that `rows`, if returned, are the contributions of each row to `sum`."""
     from forge_models.conformance import trial
 
     head, hidden, labels = _given()
@@ -53,7 +53,7 @@ def check_rows(component: Any) -> None:
 
 
 def check_nothing(component: Any) -> None:
-    """A batch without any label gives 0 with a graph, and gradients of 0: ranks without labels take part in the step."""
+    """Checks that a batch without labels gives 0 with a graph and gradients of 0, so that ranks without labels join the step."""
     import torch
 
     from forge_core.batch import IGNORE
@@ -75,13 +75,13 @@ def _given() -> Any:
     rows, length, width, vocab = SIZES
     head = trial.part(lambda: Head(width, vocab, 0.02))
     labels = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(3))
-    labels[0, 2:] = IGNORE  # rows with few, all, and one label less: a mean over rows would show
+    labels[0, 2:] = IGNORE  # rows with different numbers of labels, to detect a mean over rows
     labels[2, 0] = IGNORE
     return head, trial.drawn(rows, length, width), labels
 
 
 def _terms(component: Any, head: Any, hidden: Any, labels: Any) -> Any:
-    """The terms, and the gradient of the head's weight and of a constant added to all hidden states."""
+    """Returns the terms, and the gradients of the head's weight and of a constant added to all hidden states."""
     import torch
 
     head.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""What every router has to do: choose different experts for each token by itself, with weights that add up as it says."""
+"""Checks of routers: different experts per token, independent tokens, weights with the declared sum."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ UPDATES = 200
 
 
 def check_specs(component: Any) -> None:
-    """`tensor_specs()` describes every parameter and buffer of what is built on the meta device."""
+    """Checks that `tensor_specs()` describes every parameter and buffer of the module, built on the meta device."""
     from forge_models.conformance import trial
 
     module = trial.on_meta(lambda: component.build(CONTEXT))
@@ -18,7 +18,7 @@ def check_specs(component: Any) -> None:
 
 
 def check_choice(component: Any) -> None:
-    """`experts` (N, top_k) int64, all different for a token and in range; each token chooses by itself."""
+    """Checks `experts` (N, top_k) int64: in range, all different for a token, and independent of other tokens."""
     import torch
 
     router, x, ids = _built(component)
@@ -36,7 +36,7 @@ def check_choice(component: Any) -> None:
 
 
 def check_weights(component: Any) -> None:
-    """Weights are finite, in fp32 at least, and add up to `total` where it says one; probabilities add up to 1."""
+    """Checks that weights are finite, at least fp32, and sum to `total` if declared, and that probabilities sum to 1."""
     import torch
 
     router, x, ids = _built(component)
@@ -55,7 +55,7 @@ def check_weights(component: Any) -> None:
 
 
 def check_learned(component: Any) -> None:
-    """Gradients reach every parameter through the weights; where `learned` is False there is none, and nothing to balance."""
+    """Checks that every parameter has a gradient through the weights, or that there are no parameters if `learned` is False."""
     from forge_models.conformance import trial
 
     router, x, ids = _built(component)
@@ -67,7 +67,7 @@ def check_learned(component: Any) -> None:
 
 
 def check_balance(component: Any) -> None:
-    """A router that balances itself changes nothing where `skip` is 1, and otherwise sends fewer tokens to the fullest expert."""
+    """Checks that `balance`, if defined, changes nothing if `skip` is 1, and otherwise reduces the load of the fullest expert."""
     import torch
 
     router, x, ids = _built(component)

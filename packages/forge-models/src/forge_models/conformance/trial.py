@@ -1,4 +1,4 @@
-"""Modules for checks: built on the meta device, compared with their specs, filled with numbers, and tried in fp64."""
+"""Helpers of checks: build modules on the meta device, compare them with their specs, initialize them, and run them in fp64."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,11 +12,11 @@ from forge_models.shape import BlockContext, Rope
 
 ROWS, LENGTH, DIM = 2, 12, 16
 CLOSE = 1e-10
-"""In fp64, relative to the largest element: another order of the same sums."""
+"""Tolerance in fp64, relative to the largest element, for sums in a different order."""
 
 
 def context(component: Any, layer: int = 0) -> BlockContext:
-    """Sizes of a small decoder; with shared key-value heads unless the component refuses them."""
+    """Returns the sizes of a small decoder, with shared key-value heads unless the component refuses them."""
     found = None
     for kv_heads in (2, 4):
         sizes = BlockContext(
@@ -42,7 +42,7 @@ def context(component: Any, layer: int = 0) -> BlockContext:
 
 
 def on_meta(build: Callable[[], Any]) -> nn.Module:
-    """What `build` makes on the meta device."""
+    """Builds a module on the meta device; checks that `build` allocates no memory."""
     with torch.device("meta"):
         module = build()
     assert isinstance(module, nn.Module), f"build gives {type(module).__name__}, not a torch.nn.Module"
@@ -53,7 +53,7 @@ def on_meta(build: Callable[[], Any]) -> nn.Module:
 
 
 def specs_of(module: nn.Module) -> dict[str, TensorSpec]:
-    """Specs of a part: those of `tensor_specs()` of each of its modules, by name in the part."""
+    """Returns the specs of a part by name: those of `tensor_specs()` of each of its modules."""
     return {
         ".".join(filter(None, (path, name))): spec
         for path, inner in module.named_modules()
@@ -62,7 +62,7 @@ def specs_of(module: nn.Module) -> dict[str, TensorSpec]:
 
 
 def agree(module: nn.Module, specs: Mapping[str, TensorSpec]) -> None:
-    """Every tensor has a spec with as many dimensions, and every spec a tensor."""
+    """Checks that every tensor has a spec with the same number of dimensions, and every spec a tensor."""
     tensors = _tensors(module)
     missing, unknown = sorted(tensors.keys() - specs.keys()), sorted(specs.keys() - tensors.keys())
     assert not missing, f"specs leave out {', '.join(missing)}; give each a TensorSpec"
@@ -73,7 +73,7 @@ def agree(module: nn.Module, specs: Mapping[str, TensorSpec]) -> None:
 
 
 def filled(module: nn.Module, specs: Mapping[str, TensorSpec], ties: Mapping[str, str], seed: int = 0) -> nn.Module:
-    """The module on the CPU in fp64, in evaluation: parameters random, so that none is neutral; buffers as their specs say."""
+    """Fills a module on the CPU in fp64, in evaluation mode: random parameters, so that none is neutral; buffers as in specs."""
     module = module.double().to_empty(device="cpu").eval()
     for copy, original in ties.items():
         (path, _, slot), (source, _, name) = copy.rpartition("."), original.rpartition(".")
@@ -94,7 +94,7 @@ def filled(module: nn.Module, specs: Mapping[str, TensorSpec], ties: Mapping[str
 
 
 def part(build: Callable[[], Any], seed: int = 0) -> nn.Module:
-    """A part of a model, filled."""
+    """Builds and fills a part of a model."""
     module = on_meta(build)
     specs = specs_of(module)
     agree(module, specs)
@@ -106,7 +106,7 @@ def drawn(*shape: int, seed: int = 7) -> Tensor:
 
 
 def same(one: Tensor, other: Tensor, what: str) -> None:
-    """Both are equal but for rounding."""
+    """Checks that both tensors are equal up to rounding."""
     assert one.shape == other.shape, f"{what}: {tuple(one.shape)} is not {tuple(other.shape)}"
     one, other = one.detach(), other.detach()
     error = float((one - other).abs().max() / other.abs().max().clamp(min=1e-30)) if one.numel() else 0.0
@@ -114,14 +114,14 @@ def same(one: Tensor, other: Tensor, what: str) -> None:
 
 
 def repeats(run: Callable[[], Tensor]) -> None:
-    """In evaluation the same input gives the same bits."""
+    """Checks that the same input gives bitwise equal outputs in evaluation."""
     with torch.no_grad():
         first, second = run(), run()
     assert torch.equal(first, second), "the same input gives other outputs the second time, in evaluation"
 
 
 def learns(module: nn.Module, run: Callable[[], Tensor]) -> None:
-    """In training every parameter gets a gradient, all of it finite, and some of it not 0."""
+    """Checks that in training every parameter has a gradient that is finite and not 0 everywhere."""
     module.train().zero_grad(set_to_none=True)
     output = run()
     assert bool(output.isfinite().all()), "outputs are not finite"
@@ -133,7 +133,7 @@ def learns(module: nn.Module, run: Callable[[], Tensor]) -> None:
 
 
 def each_by_itself(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Every token is worked on without the others: rows may be cut and packed anywhere."""
+    """Checks that every token is independent of the others, so that rows can be split and packed anywhere."""
     with torch.no_grad():
         whole = run(x)
         for at in range(x.shape[1]):
@@ -141,7 +141,7 @@ def each_by_itself(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
 
 
 def causal(run: Callable[[Tensor], Tensor], x: Tensor, other: Tensor) -> None:
-    """Outputs up to token i stay what they are when all tokens after i are others."""
+    """Checks that outputs up to token i do not change if all later tokens change, and that token 1 depends on token 0."""
     with torch.no_grad():
         whole = run(x)
         for at in range(x.shape[1] - 1):

@@ -1,4 +1,4 @@
-"""Weights for the checks of converters: those of a small decoder in memory, and the same that fail while they are read."""
+"""Weights for the checks of converters: a small decoder in memory, and a copy whose reading fails."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from forge_models.conformance import trial
 
 
 class InMemory:
-    """`Weights` of a component's model, drawn at random, in fp32."""
+    """`Weights` of a component's model in memory, random, in fp32."""
 
     def __init__(self, component: Any) -> None:
         self.model, self.facts = component, WeightsInfo(step=7)
@@ -25,16 +25,16 @@ class InMemory:
         }
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole tensors."""
+        """Returns whole tensors by name."""
         return {name: self._tensors[name] for name in names}
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
-        """The box of one tensor that begins at `offset`."""
+        """Returns the box of one tensor that begins at `offset`."""
         return self._tensors[name][tuple(slice(at, at + size) for at, size in zip(offset, extent, strict=True))]
 
 
 class Torn(Exception):
-    """What `Broken` raises."""
+    """Error that `Broken` raises."""
 
 
 class Broken:
@@ -44,25 +44,33 @@ class Broken:
         self._weights, self.model, self.facts, self.tensors = weights, weights.model, weights.facts, weights.tensors
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """All but the last tensor."""
+        """Returns tensors by name.
+
+        Raises:
+            Torn: the last tensor is among `names`.
+        """
         if list(self.tensors)[-1] in names:
             raise Torn
         return self._weights.read(names)
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
-        """A box of a tensor that is not the last."""
+        """Returns a box of a tensor.
+
+        Raises:
+            Torn: it is the last tensor.
+        """
         if name == list(self.tensors)[-1]:
             raise Torn
         return self._weights.box(name, offset, extent)
 
 
 def small() -> InMemory:
-    """A decoder of the plainest kind, which every format can express."""
+    """Returns weights of a plain decoder, which every format can express."""
     return InMemory(DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=32, max_length=64))
 
 
 def logits(weights: Weights) -> Tensor:
-    """(1, 12, vocab) of the model that weights are of, in fp32."""
+    """Returns the logits (1, 12, vocab) of the weights' model in fp32."""
     component: Any = weights.model
     module: Any = trial.on_meta(component.build)
     specs = module.specs()

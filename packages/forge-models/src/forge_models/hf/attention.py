@@ -1,8 +1,8 @@
 """Attention in a `config.json`: windows of layers, and multi-head latent attention.
 
-DeepSeek rotates neighboring dimensions (0, 1), (2, 3), ...; here dimension i is rotated with i + width / 2. So a checkpoint
-has the rows of rotated dimensions in another order: ours are its even ones, then its odd ones, in the queries of every head and
-in the shared key.
+DeepSeek rotates neighboring dimensions (0, 1), (2, 3), ...; Forge rotates dimension i with i + width / 2. The rows of rotated
+dimensions therefore have a different order: Forge has the even rows of the checkpoint, then its odd rows, in the queries of every
+head and in the shared key.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_window(keys: Keys) -> int | None:
-    """The width; None = every layer sees everything."""
+    """Reads the width of the window; None = every layer attends to all positions."""
     window = keys.integer("sliding_window", optional=True) or None
     if keys.given("sliding_window_size"):  # Gemma-2 configurations repeat the window under this name
         keys.only("sliding_window_size", window)
@@ -26,7 +26,8 @@ def read_window(keys: Keys) -> int | None:
 
 
 def read_local_layers(keys: Keys, window: int | None, local: Callable[[int], bool]) -> dict[str, Any]:
-    """`window`, `global_every` and `global_layers` of the attention; `local` tells by index, where `layer_types` is absent."""
+    """Reads `window`, `global_every` and `global_layers` of the attention. If `layer_types` is absent, `local(index)` says
+    whether a layer is local."""
     layers = keys.integer("num_hidden_layers")
     types = keys.values["layer_types"] if keys.given("layer_types") else None
     types = types or [SLIDING if local(layer) else FULL for layer in range(layers)]
@@ -48,46 +49,46 @@ def read_local_layers(keys: Keys, window: int | None, local: Callable[[int], boo
 
 
 def read_period(keys: Keys, period: int) -> dict[str, Any]:
-    """The same of a family whose every n-th layer is global; `period` is n when no key says it."""
+    """Reads the fields of `read_local_layers` for a family whose every n-th layer is global; `period` is the default of n."""
     window = read_window(keys)
     patterns = [name for name in ("sliding_window_pattern", "_sliding_window_pattern") if keys.given(name)]
     period = keys.integer(patterns[0]) if patterns else period
-    for name in patterns[1:]:  # transformers saves both when it was given the first
+    for name in patterns[1:]:  # transformers saves both if the first was set
         keys.only(name, period)
     return read_local_layers(keys, window, lambda layer: not period or (layer + 1) % period != 0)
 
 
 def windows_of(decoder: DecoderConfig) -> tuple[int | None, ...]:
-    """The window of every layer."""
+    """Returns the window of every layer."""
     return decoder.shape.windows()[: decoder.layers]
 
 
 def write_window(decoder: DecoderConfig) -> dict[str, Any]:
-    """The key of `read_window`."""
+    """Returns the key of `read_window`."""
     return {"sliding_window": getattr(decoder.shape.attention, "window", None)}
 
 
 def write_local_layers(decoder: DecoderConfig) -> dict[str, Any]:
-    """The keys of `read_local_layers`."""
+    """Returns the keys of `read_local_layers`."""
     return write_window(decoder) | {"layer_types": [FULL if window is None else SLIDING for window in windows_of(decoder)]}
 
 
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""Keys and fields with one name."""
+"""Names that are both keys of the configuration and fields of `MLA`."""
 
 LATENT_EPS = 1e-6
-"""Of the norms of latents: fixed in the reference, independent of `rms_norm_eps`."""
+"""`eps` of the norms of latents: fixed in the reference, independent of `rms_norm_eps`."""
 
 LATENT_NAMES: Mapping[str, str] = {
     "q_a_norm": "q_a_layernorm",
     "kv_a_proj": "kv_a_proj_with_mqa",
     "kv_a_norm": "kv_a_layernorm",
 }
-"""Our name of a part of the attention -> its name in a checkpoint, where they differ."""
+"""Forge's name of a part of the attention -> its name in a checkpoint, if they differ."""
 
 
 def read_latent(keys: Keys) -> dict[str, Any]:
-    """The fields of `MLA`; faults are left in `keys`."""
+    """Reads the fields of `MLA`; collects faults in `keys`."""
     fields: dict[str, Any] = {name: keys.integer(name) for name in WIDTHS}
     fields["q_lora_rank"] = keys.integer("q_lora_rank", optional=True) or None
     keys.only("num_key_value_heads", None, keys.integer("num_attention_heads"))
@@ -100,7 +101,7 @@ def read_latent(keys: Keys) -> dict[str, Any]:
 
 
 def write_latent(decoder: DecoderConfig) -> dict[str, Any]:
-    """The keys that say the attention of `decoder`; empty when it is of another kind."""
+    """Returns the keys of `read_latent`; empty if the attention of `decoder` is not `MLA`."""
     attention = decoder.shape.attention
     if not isinstance(attention, MLA):
         return {}
@@ -113,7 +114,7 @@ def _derived(fields: Mapping[str, Any]) -> dict[str, int]:
 
 
 def latent_rows(attention: MLA, heads: int, name: str) -> tuple[int, ...]:
-    """Which row of a checkpoint's matrix each row of ours is; empty = the same order. `name` is that of the matrix here."""
+    """Returns for each row of Forge's matrix `name` its row in the checkpoint's matrix; empty = the same order."""
     turning = attention.qk_rope_head_dim
     halves = [*range(0, turning, 2), *range(1, turning, 2)]
     if name in ("q_proj", "q_b_proj"):

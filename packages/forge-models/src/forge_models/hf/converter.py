@@ -1,4 +1,4 @@
-"""The converter `hf`, chosen by `--from` and `--to`: decoders of text, and the models that other distributions register."""
+"""The converter `hf`, chosen by `--from` and `--to`: text decoders, and models that other distributions register."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,16 +31,16 @@ class HfConverter(Component):
     """Hugging Face folders: config.json and safetensors; no pickle, no code of the model's author."""
 
     family: str | None = None
-    """`model_type` to write, such as `llama`; by default where the weights came from, else the first that fits. What is more than
-    a decoder of text is one of the group `forge.hf_models`."""
+    """`model_type` to write, such as `llama`; by default that of the weights' origin, else the first that fits. Models other than
+    text decoders are in the group `forge.hf_models`."""
     tokenizer: str | None = None
-    """Folder whose tokenizer files are copied; by default those that came with the weights."""
+    """Folder whose tokenizer files are copied; by default the files that came with the weights."""
     max_shard_bytes: Annotated[int, Gt(0)] = 5_000_000_000
-    """Largest file of tensors; also what a conversion holds in memory."""
+    """Maximum size of a file of tensors in bytes; a conversion holds this much in memory."""
 
     ignore: tuple[str, ...] = ()
-    """Keys of a `config.json` that are left out when it is read: keys that are not known, or of things that are not implemented.
-    A key that decides what the model computes cannot be ignored."""
+    """Keys of `config.json` to ignore when reading: unknown keys, or keys of features that are not implemented. A key that
+    determines what the model computes cannot be ignored."""
 
     def read(self, path: Path) -> Any:
         """Opens a folder; see `forge_models.hf.reader.Folder`."""
@@ -57,7 +57,7 @@ class HfConverter(Component):
             chosen.write(path, weights, tokenizer=tokenizer, max_shard_bytes=self.max_shard_bytes)
 
     def reference(self, path: Path, tokens: "Tensor", extras: "Mapping[str, Tensor]" = NO_EXTRAS) -> "Tensor | str":
-        """Logits of transformers in fp32, or why there are none."""
+        """Returns the logits of transformers in fp32, or a text that says why they are not available."""
         needed = 2 * sum(file.stat().st_size for file in path.glob("*.safetensors"))
         free = available_memory()
         if free is not None and needed > free // 2:
@@ -75,7 +75,7 @@ class HfConverter(Component):
 
 
 def opened(path: Path, loader: str) -> Any:
-    """The model of a folder in fp32 by a class of transformers, in evaluation; a sentence where transformers is not installed."""
+    """Opens a folder in fp32 with a class of transformers, in evaluation mode; returns text if transformers is not installed."""
     import torch
 
     try:
@@ -88,18 +88,18 @@ def opened(path: Path, loader: str) -> Any:
         local_files_only=True,
         use_safetensors=True,
         attn_implementation="eager",
-        trust_remote_code=False,  # else a terminal is asked whether the folder's code may run
+        trust_remote_code=False,  # else transformers asks on a terminal whether the folder's code may run
     )
-    # grouped products need widths that are multiples of 16 bytes
+    # because grouped products need row sizes that are multiples of 16 bytes
     model.config.get_text_config()._experts_implementation = "eager"
     return model.eval()
 
 
 def _other(path: Path) -> HfModel | None:
-    """Who reads a folder that holds something else than a decoder of text; None where the families do.
+    """Returns the reader of a folder with a model other than a text decoder; None if it is one of the text families.
 
     Raises:
-        Unsupported: nobody does.
+        Unsupported: no registered model has this `model_type`.
     """
     values = read_config(path)
     kind, registry = values.get("model_type"), Registry()
@@ -112,11 +112,11 @@ def _other(path: Path) -> HfModel | None:
 
 
 def _chosen(weights: Weights, wanted: str | None) -> HfModel:
-    """Who writes a model that is more than a decoder of text: the wanted kind, else that from which the weights came where it can
-    say all, else the first that can.
+    """Returns the writer of a model other than a text decoder: the wanted kind, else the kind that the weights came from if it
+    can express the model, else the first kind that can.
 
     Raises:
-        Unsupported: none can; names for each kind everything that it cannot say.
+        Unsupported: no kind can express the model; the message lists for each kind what it cannot express.
     """
     registry = Registry()
     known = registry.names(GROUP)
@@ -130,7 +130,7 @@ def _chosen(weights: Weights, wanted: str | None) -> HfModel:
     for name in dict.fromkeys(order):
         try:
             component = registry.load(GROUP, name)
-        except BrokenPlugin:  # one that nobody asked for stops nothing
+        except BrokenPlugin:  # a broken plugin matters only if it was chosen
             if name in (wanted, first):
                 raise
             continue

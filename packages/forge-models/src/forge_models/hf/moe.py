@@ -1,4 +1,4 @@
-"""Experts in a `config.json`, and under which names a checkpoint keeps them: one tensor per expert, ours are stacked."""
+"""Experts in a `config.json`, and their names in a checkpoint, which has one tensor per expert while Forge stacks them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,18 +11,18 @@ from forge_models.shape import Losses, MoEShape
 
 TOP_K = "num_experts_per_tok"
 SWITCH, AUXILIARY = "output_router_logits", "router_aux_loss_coef"
-"""Whether the reference adds its loss of balance in training, and its weight."""
+"""Keys that say whether the reference adds its load-balancing loss in training, and its weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """What the tensors of experts are called in a checkpoint.
+    """Names of the tensors of experts in a checkpoint.
 
     Attributes:
         part: name of the layer of experts.
-        matrices: our projection -> its name in an expert, where they differ.
-        bias: name, inside of the layer, of the bias of the choice.
-        fused: all experts of a layer are in two tensors.
+        matrices: Forge's name of a projection -> its name in an expert, if they differ.
+        bias: name of the router's bias inside the layer.
+        fused: whether all experts of a layer are in two tensors.
     """
 
     part: str = "mlp"
@@ -32,7 +32,7 @@ class ExpertNames:
 
 
 def read_experts(keys: Keys, *names: str) -> dict[str, Any]:
-    """`experts` and `top_k`; `names` are the keys of the number of experts."""
+    """Reads `experts` and `top_k`; `names` are the possible keys of the number of experts."""
     given = [key for key in names if keys.given(key)]
     experts = keys.integer((given or names)[0])
     top_k = keys.integer(TOP_K)
@@ -42,13 +42,13 @@ def read_experts(keys: Keys, *names: str) -> dict[str, Any]:
 
 
 def read_losses(keys: Keys) -> Losses:
-    """The loss of balance, of families that have one: the reference adds it where `output_router_logits` is true."""
+    """Reads the load-balancing loss of families that have one; the reference adds it if `output_router_logits` is true."""
     weight, used = keys.not_negative(AUXILIARY), keys.boolean(SWITCH)
     return Losses(pooled=weight if used else 0.0)
 
 
 def unused_loss(values: Mapping[str, Any]) -> str | None:
-    """A sentence about a loss whose weight is given, but which the reference does not use."""
+    """Returns a note if the weight of the loss is set but the reference does not use the loss; else None."""
     if not values.get(AUXILIARY) or values.get(SWITCH):
         return None
     return (
@@ -58,12 +58,12 @@ def unused_loss(values: Mapping[str, Any]) -> str | None:
 
 
 def write_experts(moe: MoEShape, number: str) -> dict[str, Any]:
-    """The keys of `read_experts`; `number` is that of the number of experts."""
+    """Returns the keys of `read_experts`; `number` is the key of the number of experts."""
     return {number: moe.experts, TOP_K: moe.top_k}
 
 
 def write_losses(moe: MoEShape) -> dict[str, Any]:
-    """The keys of `read_losses`."""
+    """Returns the keys of `read_losses`."""
     return {SWITCH: moe.losses.pooled > 0, AUXILIARY: moe.losses.pooled}
 
 
@@ -73,7 +73,7 @@ def normalized(moe: MoEShape) -> bool:
 
 
 def meaning_of_experts(decoder: DecoderConfig) -> dict[str, Any]:
-    """What of the experts decides the logits; equal for equal models."""
+    """Returns the settings of experts that determine the logits; equal for equal models."""
     moe = decoder.shape.moe
     layers = tuple(decoder.shape.has_experts(layer) for layer in range(decoder.layers))
     found: dict[str, Any] = {"moe.layers": layers if any(layers) else ()}

@@ -1,4 +1,4 @@
-"""Global names <-> names in a Hugging Face checkpoint, from a family's data; and the two layouts of what lies there."""
+"""Maps global names to names in a Hugging Face checkpoint, from a family's data, and converts tensors between the two layouts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,27 +19,28 @@ OUTSIDE = {
     "norm.bias": "model.norm.bias",
     "head.weight": "lm_head.weight",
 }
-"""Tensors outside of the blocks; the same in every family."""
+"""Tensors outside the blocks; the same in every family."""
 
 HEAD = "lm_head.weight"
 FUSED = ".experts.gate_up_proj"
-"""End of the name of a tensor with the gates of all experts of a layer above their up projections."""
+"""Suffix of the name of a tensor that stacks the gate and up projections of all experts of a layer."""
 DERIVED = ("rotary_emb.inv_freq",)
-"""Ends of names of buffers that follow from the configuration; old checkpoints hold them, and they are not read."""
+"""Suffixes of buffers that are computed from the configuration; old checkpoints contain them, but they are not read."""
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor of ours lies in a checkpoint.
+    """Position of one of the model's tensors in a checkpoint.
 
     Attributes:
-        shape: of ours.
-        names: one; of a stack one for each entry of dimension 0.
-        stacked: whether ours stacks separate tensors.
-        rows: row i of ours is row rows[i] of theirs; empty = the same order.
-        fused: (dimension, start, size): ours are the entries of theirs from `start`, of `size` in all; None = theirs is ours.
-        buffer: not a parameter, so a checkpoint's dtype is not its dtype.
-        reshaped: the shape there, where it has the same numbers in the same order; empty = that of ours.
+        shape: shape of the model's tensor.
+        names: name in the checkpoint; if stacked, one name for each entry of dimension 0.
+        stacked: whether the model's tensor stacks separate tensors of the checkpoint.
+        rows: row i of the model's tensor is row rows[i] of the checkpoint's; empty = the same order.
+        fused: (dimension, start, size): the model's tensor is the part of the checkpoint's tensor from `start` along `dimension`,
+            whose size there is `size`; None = the whole tensor.
+        buffer: whether it is a buffer, whose dtype does not follow that of the checkpoint.
+        reshaped: shape in the checkpoint if it differs but the order of the elements does not; empty = the same shape.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +53,7 @@ class TensorPlace:
 
     @property
     def theirs(self) -> tuple[int, ...]:
-        """The shape of each tensor there."""
+        """Shape of each tensor in the checkpoint."""
         if self.reshaped:
             return self.reshaped
         if self.fused is not None:
@@ -61,14 +62,14 @@ class TensorPlace:
         return self.shape[1:] if self.stacked else self.shape
 
     def within(self, box: tuple[slice, ...]) -> tuple[slice, ...]:
-        """A box of ours in the coordinates of theirs."""
+        """Converts a box of the model's tensor to coordinates of the checkpoint's tensor."""
         if self.fused is None:
             return box
         axis, start, _ = self.fused
         return (*box[:axis], slice(start + box[axis].start, start + box[axis].stop), *box[axis + 1 :])
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
-        """Ours from theirs, in the order of `names`."""
+        """Returns the model's tensor from the checkpoint's tensors, in the order of `names`."""
         import torch
 
         if self.stacked:
@@ -80,7 +81,7 @@ class TensorPlace:
         return found.reshape(self.shape) if self.reshaped else found
 
     def split(self, tensor: "Tensor") -> "dict[str, Tensor]":
-        """Theirs by name from ours, each in separate memory."""
+        """Returns the checkpoint's tensors by name from the model's tensor, each in separate memory."""
         import torch
 
         if self.stacked:
@@ -91,13 +92,13 @@ class TensorPlace:
 
 
 def places_in(family: Family, decoder: DecoderConfig, fused: bool = False) -> dict[str, TensorPlace]:
-    """Global name -> place, for every parameter of a model, and every buffer that the family knows.
+    """Returns global name -> place for every parameter of a model, and for every buffer that the family knows.
 
-    With `fused`, all experts of a layer are in two tensors, gate above up and down, as transformers holds them in memory and
-    saves them with `save_original_format=False`.
+    With `fused`, all experts of a layer are in two tensors, gate and up together and down, as transformers keeps them in memory
+    and saves them with `save_original_format=False`.
 
     Raises:
-        KeyError: the family lacks a parameter.
+        KeyError: the family does not have a parameter of the model.
     """
     parameters, buffers = _shapes(decoder)
     experts = family.experts
@@ -111,7 +112,7 @@ def places_in(family: Family, decoder: DecoderConfig, fused: bool = False) -> di
 
 
 def shapes_of(decoder: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Global name -> shape of every parameter of a model; a tied copy is not repeated. Nothing is allocated."""
+    """Returns global name -> shape of every parameter of a model; tied copies are left out. Allocates nothing."""
     return _shapes(decoder)[0]
 
 
@@ -160,7 +161,7 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
 
 
 def _fused(family: Family, places: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
-    """Places of what lies above each other in one matrix, from those that each would have alone."""
+    """Returns the places of projections that the family fuses into one matrix, from their places as separate matrices."""
     found = {}
     for name, place in places.items():
         path, _, rest = name.rpartition(f".{name.split('.')[-2]}.")
@@ -175,7 +176,7 @@ def _fused(family: Family, places: Mapping[str, TensorPlace]) -> dict[str, Tenso
 
 
 def mtp_layers(family: Family, decoder: DecoderConfig, values: Mapping[str, object]) -> tuple[str, ...]:
-    """Beginnings of the names of layers behind the last one, which are not read."""
+    """Returns the name prefixes of the MTP layers after the last layer, which are not read."""
     count = values.get(family.mtp_layers, 0) if family.mtp_layers is not None else 0
     first = decoder.layers
     return tuple(f"model.layers.{layer}." for layer in range(first, first + (count if isinstance(count, int) else 0)))

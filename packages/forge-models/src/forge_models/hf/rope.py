@@ -18,14 +18,14 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
         *("attention_factor", "mscale", "mscale_all_dim"),
     ),
 }
-"""Per `rope_type`, the keys that it reads; any other key is refused."""
+"""Keys of each `rope_type`; any other key is an error."""
 
 OURS = {"original_max_position_embeddings": "original_max_length"}
-"""Keys whose field in `Rope` has another name."""
+"""Keys whose field in `Rope` has a different name."""
 
 TYPES: Mapping[str, type] = {"original_max_position_embeddings": int, "truncate": bool}
 EXPECTED: Mapping[type, str] = {int: "a positive integer", bool: "true or false"}
-"""Entries that are not positive numbers; and how a message calls what they are."""
+"""Keys whose values are not positive numbers, and names of their types for messages."""
 
 PARTIAL = "partial_rotary_factor"
 
@@ -37,19 +37,19 @@ def read_rope(
     local_key: str | None = None,
     partial: float | None = None,
 ) -> dict[str, Any]:
-    """`rope` and `max_length` of the decoder; faults are left in `keys`.
+    """Reads `rope` and `max_length` of the decoder; collects faults in `keys`.
 
     Args:
-        keys: of the configuration.
-        theta: base of the angles when absent.
-        local_theta: base of windowed layers when absent, whose angles are never scaled; None = all layers rotate alike.
-        local_key: key of that base; None = only tables of both kinds of layers say it.
-        partial: share of a head that rotates when `partial_rotary_factor` is absent, which is next to the table or in it;
-            None = the key does not exist.
+        keys: keys of the configuration.
+        theta: default base of the angles.
+        local_theta: default base of windowed layers, whose angles are never scaled; None = all layers have the same angles.
+        local_key: key of the base of windowed layers; None = only the tables for both kinds of layers contain it.
+        partial: default of `partial_rotary_factor`, the share of a head that is rotated, which may be in the rope table or next
+            to it; None = the key does not exist.
     """
     length = keys.integer("max_position_embeddings")
     rope = _rope(keys, theta, length, local_theta, local_key, partial)
-    if rope.scaling == "dynamic":  # it is for sequences longer than the configuration says
+    if rope.scaling == "dynamic":  # dynamic scaling is for sequences longer than max_position_embeddings
         length = int(length * (rope.factor or 1))
     return {"rope": rope, "max_length": length}
 
@@ -84,7 +84,7 @@ def _rope(
         if local_key is not None and keys.given(local_key):
             local_theta = _theta(keys, local_key, keys.values[local_key], default_local)
         nested = FULL in table or SLIDING in table
-        if table and nested != (where == "rope_parameters"):  # the reference would not look at it
+        if table and nested != (where == "rope_parameters"):  # the reference ignores such a table
             keys.fault(where, f"expected {'tables ' + FULL + ' and ' + SLIDING if not nested else 'a table without others'}")
             return Rope()
         if nested:
@@ -111,7 +111,7 @@ def _table(keys: Keys, where: str, value: Any) -> dict[str, Any]:
 
 
 def _theta(keys: Keys, where: str, value: Any, default: float) -> float:
-    """A base; the default when it is absent or null, or wrong, which is a fault."""
+    """Returns a base; the default if it is absent, null, or invalid, which is also a fault."""
     return default if value is None else keys.positive(where, value) or default
 
 
@@ -143,7 +143,7 @@ def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_
     for name, value in table.items():
         if name in inert or value is None or (name == PARTIAL and same_value(value, 1)):
             continue
-        # transformers adds the model's length to every table; only some scalings read it
+        # transformers adds the model's length to every table, but only some scalings use it
         if name not in SCALINGS[kind] and not (name == "original_max_position_embeddings" and kind in ("default", "linear")):
             if not keys.ignored(f"{where}.{name}"):
                 keys.fault(f"{where}.{name}", f"{value!r} is not implemented for rope_type {kind!r}")
@@ -158,7 +158,7 @@ def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_
     if kind == "default":
         return fields
     fields["scaling"] = kind
-    if kind == "dynamic":  # the reference counts from the model's own length
+    if kind == "dynamic":  # the reference uses the model's length here
         fields["original_max_length"] = max_length
     elif kind == "yarn":
         fields.setdefault("original_max_length", max_length)
@@ -171,7 +171,8 @@ def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_
 
 
 def write_rope(decoder: DecoderConfig) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, which every version of transformers reads; the length, where that is another than ours."""
+    """Returns `rope_theta` and `rope_scaling`, which every version of transformers reads, and the maximum length if it differs
+    from Forge's."""
     rope = decoder.rope
     written: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
     if rope.scaling == "dynamic":
@@ -184,7 +185,7 @@ def write_rope(decoder: DecoderConfig) -> dict[str, Any]:
 
 
 def meaning(rope: Rope) -> dict[str, Any]:
-    """The fields that change an angle."""
+    """Returns the fields that affect the angles."""
     fields = {name: getattr(rope, name) for name in ("theta", "local_theta", "partial", "scaling")}
     used = SCALINGS.get(rope.scaling, ()) if rope.scaling != "none" else ()
     extra = ("original_max_length",) if rope.scaling == "dynamic" else ()

@@ -1,4 +1,4 @@
-"""Logits straight from stored weights, one block in memory at a time: how a conversion of any size is checked."""
+"""Logits from stored weights with one block in memory at a time, to check conversions of any size."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def fixed_tokens(component: Any, length: int = 32, rows: int = 2) -> Tensor:
-    """(rows, length) token ids that are always the same for a model, shorter where it takes no more."""
+    """Returns (rows, length) token ids, always the same for a model; shorter if the model's maximum length is."""
     generator = torch.Generator().manual_seed(20)
     return torch.randint(0, component.vocab_size, (rows, min(length, component.max_length)), generator=generator)
 
 
 def fixed_rows(component: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Tokens, and further inputs of the model by name, that are always the same for a model: those of its method `fixed_rows`,
-    where it needs more than `fixed_tokens`."""
+    """Returns tokens, and further inputs by name, that are always the same for a model. A model with further inputs defines a
+    method `fixed_rows`."""
     made = getattr(component, "fixed_rows", None)
     return (fixed_tokens(component), {}) if made is None else made()
 
@@ -29,10 +29,10 @@ def fixed_rows(component: Any) -> tuple[Tensor, dict[str, Tensor]]:
 def logits_of(
     weights: "Weights", tokens: Tensor, dtype: torch.dtype = torch.float32, extras: Mapping[str, Tensor] = NO_EXTRAS
 ) -> Tensor:
-    """Logits (B, T, vocab) of `tokens` (B, T) in `dtype`, on the CPU; `extras` are further inputs of the model.
+    """Returns logits (B, T, vocab) of `tokens` (B, T) in `dtype`, on the CPU; `extras` are further inputs of the model.
 
-    Each block's tensors are read when it runs and dropped afterwards. Equal weights give equal bits: every tensor is
-    copied to separate memory first, so that neither its place in a file nor its stored dtype decides a kernel.
+    The tensors of each block are read when it runs and freed afterwards. Equal weights give bitwise equal logits: every tensor
+    is first copied to separate memory, so that neither its alignment in a file nor its stored dtype affects the kernel.
     """
     component: Any = weights.model
     with torch.device("meta"):
@@ -49,8 +49,8 @@ def logits_of(
 
 
 def buffers_of(weights: "Weights", model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Values of some buffers of `model` by global name, on the CPU, in the dtypes that they have there: those of `weights`, or,
-    where a format knows nothing of a buffer, such as the counters of a run, what its spec begins with."""
+    """Returns the values of some buffers of `model` by global name, on the CPU and in their dtypes in the model: those of
+    `weights`, or the initial values of the spec if the format does not store a buffer, such as a counter of a run."""
     specs, shown = model.specs().tensors, dict(model.named_buffers())  # type: ignore[operator]
     stored = [name for name in names if name in weights.tensors]
     found = {name: torch.zeros(shown[name].shape, dtype=shown[name].dtype) for name in names}

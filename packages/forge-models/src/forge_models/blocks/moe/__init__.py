@@ -1,1 +1,1 @@
-"""Mixture of experts: routers, experts, the seam that brings tokens to them, and what keeps them balanced."""
+"""Mixture of experts: routers, experts, dispatch of tokens to experts, and losses that balance the load."""

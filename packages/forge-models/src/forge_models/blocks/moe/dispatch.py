@@ -1,9 +1,9 @@
-"""Brings tokens to their experts inside one process. Nothing here waits for the device.
+"""Dispatches tokens to their experts inside one process. Nothing here synchronizes with the device.
 
-Slots have two orders: by expert, in which experts take them, and by token, in which they are added up. Sums run over the slots of
-a token in their order, so they have the same bits every time; an index_add would not, on a GPU. Where most slots are dropped, as
-on a rank that has few of the experts, work is proportional to the slots that are left. `limited` drops the slots beyond an
-expert's capacity.
+A slot is one choice of an expert by a token. Experts process slots sorted by expert; outputs are summed in the order of tokens.
+Sums run over the slots of a token in order and are therefore bitwise reproducible, which index_add is not on a GPU. If most slots
+are dropped, as on a rank that has few of the experts, work is proportional to the remaining slots. `limited` drops the slots
+beyond an expert's capacity.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 
 class LocalDispatch:
-    """The dispatcher of one process: sort by expert, run every expert on its tokens, put the results back."""
+    """Dispatcher for one process: sorts slots by expert, runs every expert on its tokens, and adds the results up by token."""
 
     def __call__(
         self,
@@ -27,17 +27,17 @@ class LocalDispatch:
         slots: int | None = None,
         overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """Weighted sum of the chosen experts' outputs, (N, embed) in the dtype of `x`; the same bits on every call.
+        """Returns the weighted sum of the chosen experts' outputs, (N, embed) in the dtype of `x`; bitwise reproducible.
 
         Args:
             x: (N, embed) tokens.
-            experts: (N, top_k) int64 expert of each slot; -1 = dropped, it adds nothing.
-            weights: (N, top_k) combine weights, in which the sum is made.
-            run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order. Rows beyond the
-                last expert's are those of dropped slots: their outputs are not read.
+            experts: (N, top_k) int64 expert of each slot; -1 = dropped, which adds nothing.
+            weights: (N, top_k) combine weights; the sum is computed in their dtype.
+            run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order. Rows after those of
+                the last expert belong to dropped slots; their outputs are not read.
             count: number of experts in the layer.
-            slots: how many slots are not dropped, where the host knows it: no row is made for others then.
-            overlap_with: makes (N, embed) that is added.
+            slots: number of slots that are not dropped, if the host knows it; dropped slots then get no row.
+            overlap_with: returns (N, embed), which is added to the result.
         """
         whole = slots == experts.numel()
         flat = experts.flatten()
@@ -58,9 +58,9 @@ class LocalDispatch:
 
 
 def _rows(source: Tensor, places: Tensor, kept: Tensor | None) -> Tensor:
-    """(N, width): row places[t] of `source` for every token t, zero where its slot was dropped."""
+    """Returns (N, width): row places[t] of `source` for every token t, or zero if the slot was dropped."""
     rows = source.index_select(0, places)  # in eager mode on a CPU several times as fast as source[places]
-    # Not a product with a mask: rows of dropped slots may hold NaN.
+    # Multiplying by a mask would keep NaN, which rows of dropped slots may hold.
     return rows if kept is None else rows.masked_fill_(~kept.unsqueeze(1), 0)
 
 
@@ -70,7 +70,7 @@ def _slots(places: Tensor, kept: Tensor | None) -> list[tuple[Tensor, Tensor | N
 
 
 class _ToExperts(torch.autograd.Function):
-    """x[order // top_k]. Its backward sums the slots of a token in their order; an index_add would not, on a GPU."""
+    """x[order // top_k]. The backward sums the slots of a token in order, which index_add does not on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, kept: Tensor | None) -> Tensor:
@@ -88,7 +88,7 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Sum over a token's slots of weight * row. Keeps the rows and the weights, and no copy per slot."""
+    """Sum over a token's slots of weight * row. Saves the rows and the weights, but no copy per slot."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Tensor, kept: Tensor | None) -> Tensor:
@@ -102,7 +102,7 @@ class _ToTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         (grad,), (rows, weights, places, kept) = grads, ctx.saved_tensors
-        # Slot after slot: products of all slots at once, in the precision of the weights, would not stay in the cache.
+        # One slot at a time, because the products of all slots in the dtype of the weights would not fit into the cache.
         by_row, by_weight = torch.empty_like(rows), []
         for (at, mask), weight in zip(_slots(places, kept), weights.unbind(1), strict=True):
             by_row.index_copy_(0, at, (grad * weight.unsqueeze(1)).to(rows.dtype))
@@ -112,15 +112,15 @@ class _ToTokens(torch.autograd.Function):
 
 @torch.no_grad()
 def limited(experts: Tensor, weights: Tensor, factor: float, count: int) -> Tensor:
-    """`experts` with -1 where a slot is dropped (GShard, Lepikhin et al., 2020).
+    """Returns `experts` with -1 for dropped slots (GShard, Lepikhin et al., 2020).
 
-    An expert keeps its ceil(factor * slots / count) slots of the largest weight, the earlier one among equals. Slots that
-    are -1 already, those of padding, neither count nor take a place. Nothing here waits for the device.
+    An expert keeps the ceil(factor * slots / count) slots with the largest weights, the earlier one among equals. Slots that
+    are already -1, those of padding, neither count nor use capacity. Does not synchronize with the device.
 
     Args:
         experts: (N, top_k) int64 expert of each slot, or -1.
         weights: (N, top_k) combine weights.
-        factor: capacity factor; 1 is enough when the load is even.
+        factor: capacity factor; 1 is enough if the load is even.
         count: number of experts.
     """
     flat = experts.flatten()
@@ -134,21 +134,21 @@ def limited(experts: Tensor, weights: Tensor, factor: float, count: int) -> Tens
 
 
 def _sums(slots: Tensor, lengths: Tensor) -> Tensor:
-    """(S, width) in the order of tokens -> (N, width): token t has the next lengths[t] of them."""
+    """Sums slots by token: (S, width) in the order of tokens -> (N, width); token t has the next lengths[t] slots."""
     if not len(slots):
         return slots.new_zeros(len(lengths), slots.shape[1])
     return torch.segment_reduce(slots, "sum", lengths=lengths, axis=0, unsafe=True, initial=0)
 
 
 class _SomeToExperts(torch.autograd.Function):
-    """(N, width) -> (S, width) in the order of experts.
+    """Copies tokens (N, width) to slots (S, width), sorted by expert.
 
     Args:
         x: (N, width).
-        order: (S,) flat number of each slot, by expert.
-        places: (S,) where each slot, in the order of tokens, is in `order`.
-        lengths: (N,) slots of each token.
-        top_k: slots that a token could have.
+        order: (S,) flat index of each slot, sorted by expert.
+        places: (S,) position in `order` of each slot in the order of tokens.
+        lengths: (N,) number of slots of each token.
+        top_k: number of slots of a token before any was dropped.
     """
 
     @staticmethod
@@ -165,13 +165,13 @@ class _SomeToExperts(torch.autograd.Function):
 
 
 class _SomeToTokens(torch.autograd.Function):
-    """Rows (S, width) in the order of experts -> (N, width), each multiplied by its weight and added to its token.
+    """Multiplies rows (S, width), sorted by expert, by their weights and sums them by token: (N, width).
 
     Args:
-        rows: (S, width); further ones are not read.
-        weights: (N, top_k).
+        rows: (S, width); further rows are not read.
+        weights: (N, top_k) combine weights.
         order: as in `_SomeToExperts`.
-        slots: (S,) flat numbers in the order of tokens.
+        slots: (S,) flat index of each slot in the order of tokens.
         places: as in `_SomeToExperts`.
         lengths: as in `_SomeToExperts`.
     """

@@ -1,8 +1,8 @@
-"""Experts as stacked matrices: one tensor per projection, dimension 0 is the expert.
+"""Experts as stacked matrices: one tensor per projection, whose dimension 0 is the expert.
 
-Two forms of the same product. `grouped` is one kernel for all experts on rows sorted by expert; no expert's rows are padded,
-so work is proportional to tokens, however uneven they are. `loop` runs expert after expert; it reads the number of tokens on
-the host, which waits for the device once per layer, and takes any precision and width.
+There are two kernels. `grouped` is one kernel for all experts on rows sorted by expert; rows are not padded, so work is
+proportional to the number of tokens for any distribution over experts. `loop` runs one expert after the other and supports every
+precision and width; it reads the token counts on the host, which synchronizes with the device once per layer.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from forge_models.shape import BlockContext, ExpertKernel
 from forge_models.torch_private import unsafe_view
 
 ALIGNMENT = 16
-"""Bytes: rows of both factors of a grouped product begin at multiples of this."""
+"""Alignment in bytes of the rows of both factors of a grouped product."""
 
 GROUPED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Experts(nn.Module):
-    """`count` feed-forward parts of `context.ffn_dim` hidden width."""
+    """`count` feed-forward layers with hidden width `context.ffn_dim`."""
 
     def __init__(self, context: BlockContext, count: int, activation: str, gated: bool, kernel: ExpertKernel = "auto") -> None:
         super().__init__()
@@ -35,11 +35,11 @@ class Experts(nn.Module):
         self.down_proj = unfilled(count, context.dim, context.ffn_dim)
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Rows (n, dim) sorted by expert, of which expert e has counts[e], -> outputs (n, dim). Rows beyond all counts belong
-        to no expert; their outputs are undefined.
+        """Tokens (n, dim) sorted by expert, counts[e] of them for expert e -> outputs (n, dim). Rows after the sum of all counts
+        belong to no expert; their outputs are undefined.
 
         Raises:
-            ValueError: for `grouped` with a precision or width that it does not take.
+            ValueError: the kernel is `grouped`, which does not support this precision or width.
         """
         product = self.products(tokens, counts)
         activation = ACTIVATIONS[self.activation]
@@ -50,7 +50,8 @@ class Experts(nn.Module):
         return _ContiguousGradient.apply(product(hidden, self.down_proj))
 
     def products(self, tokens: Tensor, counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-        """How the rows of this call are multiplied, see `forge_core.protocols.model.ExpertStack`: a seam for subclasses."""
+        """Returns the product function for the rows of this call; subclasses may override it. See
+        `forge_core.protocols.model.ExpertStack`."""
         return _products(counts, len(tokens)) if self._loops(tokens) else _grouped(counts)
 
     def _loops(self, tokens: Tensor) -> bool:
@@ -59,14 +60,14 @@ class Experts(nn.Module):
             raise ValueError(f"model.moe.kernel 'grouped': {fault}; use 'auto' or 'loop'")
         if self.kernel != "auto":
             return self.kernel == "loop"
-        if not fault and not torch.compiler.is_compiling():  # a graph may have a kernel of the compiler
+        if not fault and not torch.compiler.is_compiling():  # the compiler may supply its own kernel
             fault = accelerator.groups_fault(tokens.device, tokens.dtype, len(self.up_proj))
         if fault:
             accelerator.warn_of_loop(tokens.device, fault)
         return bool(fault)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Parameters by name relative to this module; each expert is drawn under a separate name."""
+        """Returns the specs of the parameters, by name relative to this module; each expert is initialized under its own name."""
         enter = TensorSpec(("expert", "ffn", "embed"), Init("normal", self.context.init_std), "matrix", stacked=True)
         leave = TensorSpec(("expert", "embed", "ffn"), Init("normal", self.context.output_std), "matrix", stacked=True)
         gate = {} if self.gate_proj is None else {"gate_proj": enter}
@@ -74,7 +75,7 @@ class Experts(nn.Module):
 
 
 def unfit(dtype: torch.dtype, *widths: int) -> str:
-    """Why a grouped product cannot be used; empty when it can."""
+    """Returns why a grouped product cannot be used; empty if it can."""
     if not hasattr(F, "grouped_mm"):
         return "this version of torch has no grouped_mm"
     if dtype not in GROUPED:
@@ -95,9 +96,9 @@ def _grouped(counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _few_busy(counts: Tensor) -> Tensor | None:
-    """Numbers of the experts that have tokens, where they are few and a look at them waits for no device.
+    """Returns the indices of the experts that have tokens, if these are few and on a CPU; else None.
 
-    The kernel of a CPU spends microseconds on every group that is empty, more than it costs to copy a few matrices.
+    The CPU kernel spends microseconds on every empty group, which is more than copying a few matrices costs.
     """
     if counts.device.type != "cpu" or type(counts) is not Tensor or torch.compiler.is_compiling():
         return None
@@ -111,7 +112,7 @@ def _products(counts: Tensor, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
 
     def product(rows: Tensor, weight: Tensor) -> Tensor:
         *groups, rest = rows.split([*sizes, unassigned])
-        # An expert without tokens has a product of no rows: its gradient is zero, not absent.
+        # An expert without tokens still has a product, of no rows, so that its gradient is zero instead of None.
         made = [F.linear(group, matrix) for group, matrix in zip(groups, weight.unbind(), strict=True)]
         return torch.cat([*made, rest.new_zeros(unassigned, weight.shape[1])])
 
@@ -119,15 +120,15 @@ def _products(counts: Tensor, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The identity. grouped_mm's backward crashes on a gradient that is an expanded scalar, such as that of a sum; only the last
-    product can get one."""
+    """Identity with a contiguous gradient. The backward of grouped_mm crashes if the gradient is an expanded scalar, as that of a
+    sum is; only the last product can receive such a gradient."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return unsafe_view(x, x.shape)  # FSDP warns of modules that return views
+        return unsafe_view(x, x.shape)  # FSDP warns about modules that return views
 
     @staticmethod
     def backward(_ctx: Any, *grads: Tensor) -> Tensor:  # type: ignore[override]
         (grad,) = grads
-        # Without rows an expanded scalar counts as contiguous, and has strides of 0 all the same.
+        # An expanded scalar without elements counts as contiguous, but still has strides of 0.
         return grad.contiguous() if grad.numel() else grad.new_zeros(grad.shape)

@@ -1,4 +1,4 @@
-"""A layer of experts, in the place of a block's feed-forward part."""
+"""A layer of experts, which replaces the feed-forward layer of a block."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,14 +20,14 @@ from forge_models.shape import BlockContext, MoEShape, RouterContext
 
 
 class Totals(NamedTuple):
-    """Statistics of one layer, each a sum over tokens that are not padding; fp64, on the device.
+    """Statistics of one layer, each a sum over the tokens that are not padding; fp64, on the device.
 
     Attributes:
-        load: (experts,) slots that chose each expert, before any was dropped.
-        dropped: (experts,) slots that capacity took away.
-        tokens: scalar.
-        entropy: scalar, of the router's probabilities, in nats.
-        loss: scalar, the router's own losses with their weights.
+        load: (experts,) number of slots that chose each expert, before any was dropped.
+        dropped: (experts,) number of slots dropped because of capacity.
+        tokens: scalar number of tokens.
+        entropy: scalar entropy of the router's probabilities, in nats.
+        loss: scalar weighted sum of the router's losses.
     """
 
     load: Tensor
@@ -38,7 +38,7 @@ class Totals(NamedTuple):
 
     @classmethod
     def of(cls, packed: Tensor) -> "Totals":
-        """From the vector (2 * experts + 3,) that crosses ranks."""
+        """Unpacks the vector (2 * experts + 3,) that is reduced over ranks."""
         experts = (len(packed) - 3) // 2
         load, dropped, rest = packed.split([experts, experts, 3])
         return cls(load, dropped, *rest.unbind())
@@ -48,8 +48,8 @@ class ExpertLayer(nn.Module):
     """shared(x) + sum over the chosen experts e of weight_e * expert_e(x).
 
     It is a `forge_core.protocols.model.Observer`: its forwards count routed tokens, and once per optimizer step the router
-    balances itself by the counts of all ranks. `dispatch` is the seam where strategies enter. A forward returns its
-    router statistics instead of adding them up, so that a recomputed forward counts nothing.
+    balances itself with the counts of all ranks. Parallel strategies replace `dispatch`. A forward returns its router statistics
+    instead of accumulating them, so that recomputed forwards are not counted twice.
     """
 
     load: Tensor
@@ -60,7 +60,7 @@ class ExpertLayer(nn.Module):
         router: Any = shape.router
         self.router: nn.Module = router.build(RouterContext.of(context, shape.experts, shape.top_k))
         self.experts = Experts(replace(context, ffn_dim=shape.ffn_dim), shape.experts, mlp.activation, mlp.gated, shape.kernel)
-        # N experts that see every token are one of N times the width: their outputs are added anyway.
+        # N experts that process every token equal one with N times the width, because their outputs are summed.
         shared = shape.shared * shape.ffn_dim
         self.shared: nn.Module | None = mlp.build(replace(context, ffn_dim=shared)) if shared else None
         if isinstance(self.shared, MLP):
@@ -80,19 +80,20 @@ class ExpertLayer(nn.Module):
         cached: bool = False,
         rows: RowIndex | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, T, dim) -> ((B, T, dim), what `observe` takes; None in evaluation).
+        """(B, T, dim) -> ((B, T, dim), router statistics for `observe`; None in evaluation).
 
         Args:
             x: hidden states.
-            token_mask: (B, T) False for padding, which no expert sees; None = no padding.
-            tokens: (B, T) ids, for routers that look at them.
-            cached: tokens come in portions, so none may be dropped because of others in its portion.
-            rows: the rows that the loss `sequence` balances, where they are not those of `x`.
+            token_mask: (B, T) False for padding, which no expert processes; None = no padding.
+            tokens: (B, T) token ids, for routers that need them.
+            cached: whether a cache is used; nothing is dropped then, because the result must not depend on how tokens are split
+                into forwards.
+            rows: rows that the loss `sequence` balances, if they are not the rows of `x`.
         """
         shape = self.shape
         flat, mask = x.flatten(0, -2), None if token_mask is None else token_mask.flatten()
         routing = self.router(flat, None if tokens is None else tokens.flatten())
-        tap("router.experts", routing.experts)  # to be read: who chooses otherwise edits the logits
+        tap("router.experts", routing.experts)  # for reading only; edit the logits to change the choice
         routing = routing._replace(weights=tap("router.weights", routing.weights))
         experts = routing.experts if mask is None else routing.experts.where(mask.unsqueeze(1), -1)
         drops = shape.capacity is not None and not cached
@@ -119,12 +120,12 @@ class ExpertLayer(nn.Module):
         return y, torch.cat([router_stats, *pooled_sums]) if pooled_sums else router_stats
 
     def _shared_output(self, x: Tensor) -> Callable[[], Tensor] | None:
-        """What shared experts add, to be computed while tokens travel to the others."""
+        """Returns a function that computes the shared experts' output, to overlap with the exchange of tokens."""
         shared = self.shared
         return None if shared is None else lambda: shared(x).flatten(0, -2)
 
     def observe(self, router_stats: Tensor) -> None:
-        """Adds the router statistics of a forward to this step's sum."""
+        """Adds the router statistics of a forward to the sum of this step."""
         router_stats = router_stats.detach()[: 2 * self.shape.experts + 3]
         self._router_stats = router_stats if self._router_stats is None else self._router_stats + router_stats
 
@@ -133,7 +134,7 @@ class ExpertLayer(nn.Module):
         self._scale, self._router_stats = scale, None
 
     def statistics(self) -> Tensor:
-        """See `Observer`; what `Totals` unpacks."""
+        """See `Observer`; `Totals.of` unpacks the result."""
         if self._router_stats is None:
             device = next(self.parameters()).device
             return torch.zeros(2 * self.shape.experts + 3, dtype=torch.float64, device=device)
@@ -149,9 +150,9 @@ class ExpertLayer(nn.Module):
             self.load.copy_(torch.where(skip > 0, self.load, self.totals.load.to(self.load.dtype)))
 
     def report(self) -> dict[str, Tensor]:
-        """See `Observer`: `load` of each expert in units of their mean, and its extremes; `entropy` of the router's probabilities
-        (nats per token), `dropped` (share of the slots that capacity took away), `loss` (the router's, per token); where a bias
-        balances, its extremes."""
+        """See `Observer`. Returns `load` (load of each expert divided by the mean) and its extremes, `entropy` of the router's
+        probabilities (nats per token), `dropped` (share of slots dropped because of capacity), `loss` (router losses per token)
+        and, if the router has a bias, its extremes."""
         if self.totals is None:
             return {}
         load, dropped, tokens, entropy, loss = self.totals
@@ -162,18 +163,19 @@ class ExpertLayer(nn.Module):
         return found | ({"bias_max": bias.max(), "bias_min": bias.min()} if isinstance(bias, Tensor) else {})
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """The buffer of this module itself; router, experts and the shared part have their own."""
+        """Returns the spec of this module's buffer; router, experts and shared experts describe themselves."""
         return {"load": TensorSpec((None,), Init("zeros"), "vector")} if self.shape.losses.global_batch else {}
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Layout of the hidden states, and of the two tensors that enter with them."""
+        """Returns the layout of the hidden states, the token mask and the token ids."""
         return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,))}
 
 
 def observe_all(x: Tensor, observed: list[tuple[ExpertLayer, Tensor]]) -> Tensor:
-    """Gives layers the router statistics of one forward of the whole model, and attaches the loss `pooled` to its stream `x`.
+    """Passes the router statistics of one forward of the whole model to its layers, and attaches the loss `pooled` to `x`, the
+    residual stream, which is returned.
 
-    A layer cannot do that: the loads of later layers have a part in the gradient of its probabilities.
+    A single layer cannot do this, because the gradient of its probabilities depends on the loads of later layers.
     """
     shape = observed[0][0].shape if observed else None
     if shape is not None and shape.losses.pooled:

@@ -4,24 +4,25 @@ A step minimizes
 
     sum of nll / D  +  sum over layers and losses of  weight * L / N
 
-with D the labels that have a loss and N the tokens that are not padding, both of the whole step: all micro-batches of all
-ranks. Each L is a *sum over tokens* of something whose mean is what papers state, so that one factor, the same for all
-layers, ranks and micro-batches, makes it a mean: `scale` = 1 / N, which a step hands over before its first forward.
+with D the number of labels that have a loss and N the number of tokens that are not padding, both over the whole step: all
+micro-batches of all ranks. Papers state these losses as means over tokens; each L is the *sum over tokens*, so that one factor,
+the same for all layers, ranks and micro-batches, makes it a mean: `scale` = 1 / N, which the step sets before its first forward.
 
-With c_i the slots of a scope that chose expert i, n its tokens, k slots each, E experts, p the router's probabilities:
+With c_i the slots of a scope that chose expert i, n the tokens of the scope, k slots per token, E experts, and p the router's
+probabilities:
 
-    sequence, micro_batch:  n * E * sum_i (c_i / (k n)) * (sum_t p_ti / n)        1 per token when the load is even
+    sequence, micro_batch:  n * E * sum_i (c_i / (k n)) * (sum_t p_ti / n)        1 per token if the load is even
     global_batch:           E * sum_i (C_i / sum_j C_j) * sum_t p_ti              C: loads of the whole step before this one
     pooled:                 n * E * sum_i (sum_l c_li / (L n)) * (sum_l sum_t p_lti / (L n))           over all L layers l
     z:                      sum_t (log sum_i exp(logit_ti))^2
 
-`pooled` is transformers' `load_balancing_loss_func`, which counts slots without dividing by k and joins all layers: it is k for
-an even load, once for the model, where `micro_batch` is 1 in every layer. Layers that prefer different experts balance each
-other in it. A coefficient of transformers means the same here with `pooled`, and nothing exact with the others.
+`pooled` is transformers' `load_balancing_loss_func`, which counts slots without dividing by k and joins all layers: for an even
+load it is k, once for the model, while `micro_batch` is 1 in every layer. Imbalances of layers that prefer different experts
+cancel in it. A coefficient from transformers means the same with `pooled`, but has no exact equivalent in the other losses.
 
-Choices carry no gradient, probabilities do. Only `micro_batch` and `pooled` depend on how rows are dealt out. `global_batch`
-takes the loads of the step before, because those of this one are known only after its last forward, when most backwards are over;
-so it needs no exchange inside a forward, and is the same number in every layout.
+Choices carry no gradient, but probabilities do. Only `micro_batch` and `pooled` depend on how rows are assigned to ranks.
+`global_batch` uses the loads of the previous step, because the loads of the current step are known only after its last forward,
+when most backwards are done. It therefore needs no communication inside a forward, and has the same value in every layout.
 """
 
 from typing import NamedTuple
@@ -34,11 +35,11 @@ from forge_models.shape import Losses
 
 
 class RowIndex(NamedTuple):
-    """The rows of tokens that were taken out of a batch, so that the shape no longer shows them.
+    """Rows of tokens that were selected from a batch, whose shape no longer shows the rows.
 
     Attributes:
-        of: (N,) int64, the row of each token.
-        total: rows of the batch, those without a token included.
+        of: (N,) int64 row of each token.
+        total: number of rows of the batch, including rows without a token.
     """
 
     of: Tensor
@@ -46,8 +47,8 @@ class RowIndex(NamedTuple):
 
 
 def loads(experts: Tensor, rows: "int | RowIndex", count: int) -> Tensor:
-    """(rows, count) int64: slots of each row of tokens that chose each expert; -1 counts nowhere. `experts` (N, top_k); `rows`
-    is a number where rows of equal length follow each other."""
+    """Counts the slots of each row that chose each expert: `experts` (N, top_k) -> (rows, count) int64; -1 is not counted. If
+    `rows` is a number, all rows have equal length and follow each other."""
     if isinstance(rows, RowIndex):
         bins = rows.of.unsqueeze(1) * (count + 1) + experts.where(experts >= 0, count)
         empty = experts.new_zeros(rows.total * (count + 1))
@@ -58,13 +59,13 @@ def loads(experts: Tensor, rows: "int | RowIndex", count: int) -> Tensor:
 
 
 def probability_sums(routing: Routing, rows: "int | RowIndex", token_mask: Tensor | None) -> Tensor:
-    """(rows, E) with a graph: the probabilities of each row's tokens, added up. `token_mask` (N,) is False for padding."""
+    """Returns (rows, E) with a graph: sums of the probabilities of each row's tokens. `token_mask` (N,) is False for padding."""
     assert routing.probabilities is not None
     probabilities = routing.probabilities
     if token_mask is not None:
         probabilities = probabilities.masked_fill(~token_mask.unsqueeze(1), 0)
     if isinstance(rows, RowIndex):
-        # Row after row: an index_add would not add in the same order on every call, on a GPU.
+        # One row at a time, because index_add does not add in the same order on every call on a GPU.
         each = [probabilities.masked_fill((rows.of != row).unsqueeze(1), 0).sum(0) for row in range(rows.total)]
         return torch.stack(each)
     return probabilities.unflatten(0, (rows, -1)).sum(1)
@@ -73,14 +74,14 @@ def probability_sums(routing: Routing, rows: "int | RowIndex", token_mask: Tenso
 def weighted(
     losses: Losses, routing: Routing, counts: Tensor, sums: Tensor, before: Tensor | None, token_mask: Tensor | None
 ) -> Tensor:
-    """Scalar with a graph: sum of weight * L over the losses of one layer, see the module.
+    """Returns a scalar with a graph: the sum of weight * L over the losses of one layer; the module docstring defines L.
 
     Args:
-        losses: the weights.
-        routing: of N tokens, rows after each other.
+        losses: weights of the losses.
+        routing: routing of N tokens, one row after the other.
         counts: (rows, E) from `loads`, before any slot was dropped.
         sums: (rows, E) from `probability_sums`.
-        before: (E,) loads of the step before, where `global_batch` counts.
+        before: (E,) loads of the previous step; needed by `global_batch`.
         token_mask: (N,) False for padding; None = no padding.
     """
     assert routing.logits is not None
@@ -101,20 +102,20 @@ def weighted(
 
 
 def pooled(counts: Tensor, sums: Tensor, top_k: int) -> Tensor:
-    """(layers,) with a graph: parts whose sum is the loss `pooled` of a forward, from (layers, E) loads and probability sums."""
+    """Returns (layers,) with a graph: terms whose sum is the loss `pooled`, from (layers, E) loads and probability sums."""
     layers, experts = counts.shape
-    # All counts add up to k L n, so E / (L^2 n) is E k / (L times that).
+    # The counts sum to k L n, so E / (L^2 n) equals E k / (L * sum of counts).
     return experts * top_k / (layers * counts.sum().clamp(min=1)) * (sums @ counts.sum(0).to(sums.dtype))
 
 
 def _balance(counts: Tensor, sums: Tensor) -> Tensor:
-    """(...): E / (k n) * sum_i c_i * sum_t p_ti of scopes with (..., E) counts and sums of probabilities; 0 without tokens."""
-    # c_i adds up to k n for every n.
+    """Returns (...): E / (k n) * sum_i c_i * sum_t p_ti, from (..., E) counts and probability sums; 0 without tokens."""
+    # The counts c_i of a scope sum to k n.
     return counts.shape[-1] * (counts * sums).sum(-1) / counts.sum(-1).clamp(min=1)
 
 
 def entropy(routing: Routing, token_mask: Tensor | None) -> Tensor:
-    """Scalar: sum over tokens of the entropy of their probabilities, in nats; ln E a token when nothing is preferred."""
+    """Returns a scalar: the sum over tokens of the entropy of their probabilities, in nats; ln E per token if uniform."""
     if routing.probabilities is None:
         return routing.weights.new_zeros(())
     each = torch.special.entr(routing.probabilities.detach()).sum(-1)

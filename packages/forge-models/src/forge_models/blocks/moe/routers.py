@@ -1,4 +1,4 @@
-"""Routers: (N, dim) tokens -> the experts of each, and their weights. Logits are in fp32 at least."""
+"""Routers: (N, dim) tokens -> experts of each token and their weights. Logits are at least fp32."""
 
 from math import pi
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -14,13 +14,14 @@ from forge_models.shape import RouterContext
 
 
 class Routing(NamedTuple):
-    """A router's choice.
+    """The result of a router.
 
     Attributes:
-        experts: (N, top_k) int64, all different for a token.
-        weights: (N, top_k) fp32 or more, of the combination, with their graph.
-        probabilities: (N, experts), rows add up to 1, with their graph: what a loss balances; None without one.
-        logits: (N, experts), with their graph; None without any.
+        experts: (N, top_k) int64 chosen experts, all different for a token.
+        weights: (N, top_k) combine weights, at least fp32, with their graph.
+        probabilities: (N, experts) probabilities that losses balance, with their graph; each row sums to 1. None if the router
+            has none.
+        logits: (N, experts) logits with their graph; None if the router has none.
     """
 
     experts: Tensor
@@ -30,19 +31,20 @@ class Routing(NamedTuple):
 
 
 class Router(Protocol):
-    """What a router component builds: a module with this forward, which answers `tensor_specs()`."""
+    """Protocol of the module that a router component builds; the module also defines `tensor_specs()`."""
 
     def __call__(self, x: Tensor, tokens: Tensor | None) -> Routing:
-        """`x` (N, dim); `tokens` (N,) int64 ids, None where a model's part does not know them."""
+        """Routes tokens `x` (N, dim). `tokens` are (N,) int64 ids; None on a pipeline stage that does not have them."""
         ...
 
 
 @runtime_checkable
 class Biased(Protocol):
-    """A router that balances by itself, once per optimizer step."""
+    """A router that balances the load itself, once per optimizer step."""
 
     def balance(self, load: Tensor, skip: Tensor) -> None:
-        """`load` (experts,) fp64: tokens of the whole batch that chose each expert. `skip`: where it is 1 nothing moves."""
+        """Updates the router from `load` (experts,) fp64, the tokens of the whole batch that chose each expert. If `skip` is 1,
+        nothing changes."""
         ...
 
 
@@ -64,12 +66,12 @@ class SoftmaxTopK(nn.Module):
         return Routing(experts, weights, probabilities, logits)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """The matrix of logits."""
+        """Returns the spec of the weight."""
         return {"weight": _spec(self.context)}
 
 
 class SigmoidTopK(nn.Module):
-    """See `forge_models.components.experts.SigmoidTopKConfig`. The bias is a buffer that only `balance` moves."""
+    """See `forge_models.components.experts.SigmoidTopKConfig`. The bias is a buffer that only `balance` changes."""
 
     bias: Tensor
     updates: Tensor
@@ -107,7 +109,7 @@ class SigmoidTopK(nn.Module):
         return Routing(experts, weights * self.scaling, probabilities, logits)
 
     def _choice(self, biased: Tensor) -> Tensor:
-        """(N, experts) with -inf outside of the best groups."""
+        """Returns (N, experts) with -inf outside the best groups."""
         groups, kept = self.n_group, self.topk_group
         if kept == groups:
             return biased
@@ -118,9 +120,9 @@ class SigmoidTopK(nn.Module):
 
     @torch.no_grad()
     def balance(self, load: Tensor, skip: Tensor) -> None:
-        """bias += rate * sign(mean load - load) (Wang et al., 2024); see `Biased`."""
+        """Updates bias += rate * sign(mean load - load) (Wang et al., 2024); see `Biased`."""
         moves = torch.where(skip > 0, 0.0, 1.0)
-        # Counts are whole numbers, so this sign is exact and the same everywhere.
+        # Counts are integers, so this sign is exact and the same on all ranks.
         direction = (load.sum() - load * len(load)).sign()
         self.bias += (direction * moves * self._rate()).to(self.bias.dtype)
         if self.bias_steps is not None:
@@ -135,7 +137,7 @@ class SigmoidTopK(nn.Module):
         return self.bias_rate * (done + 1 / self.bias_steps).clamp(max=1)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SigmoidTopK":
-        """Keeps the bias at fp32 or more where a module's parameters become bf16: steps of 1e-3 would be lost in it."""
+        """Keeps the bias at least in fp32 if the module is converted to bf16, which would lose updates of 1e-3."""
         kept = self.bias
         super()._apply(fn, recurse)
         if torch.finfo(self.bias.dtype).bits < torch.finfo(kept.dtype).bits:
@@ -143,13 +145,13 @@ class SigmoidTopK(nn.Module):
         return self
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """The matrix of logits, the bias, and the number of its updates where the rate changes."""
+        """Returns the specs of the weight, the bias and, if the bias rate changes, the number of updates."""
         specs = {"weight": _spec(self.context), "bias": TensorSpec((None,), Init("zeros"), "vector")}
         return specs | ({"updates": TensorSpec((), Init("zeros"), "vector")} if self.bias_steps is not None else {})
 
 
 class Hash(nn.Module):
-    """See `forge_models.components.experts.HashConfig`. Each (token, expert) has a pseudo-random score, the largest win."""
+    """See `forge_models.components.experts.HashConfig`. Each (token, expert) pair has a pseudo-random score; the largest win."""
 
     def __init__(self, context: RouterContext, *, seed: int = 0) -> None:
         super().__init__()
@@ -159,11 +161,11 @@ class Hash(nn.Module):
         """See `Router`.
 
         Raises:
-            ValueError: without token ids.
+            ValueError: `tokens` is None.
         """
         if tokens is None:
             raise ValueError("the hash router needs token ids; pass `tokens` to a pipeline stage that starts from hidden states")
-        # Filled in by the device; a tensor made from a number on the host would wait for it.
+        # torch.full fills on the device; a tensor created from a host number would synchronize.
         salt = _mix(torch.full((), self.seed * 1_000_003 + self.context.layer, device=tokens.device))
         experts = _mix(torch.arange(self.context.experts, device=tokens.device) + salt)
         chosen = _mix(_mix(tokens.long() ^ salt).unsqueeze(-1) ^ experts).topk(self.context.top_k, dim=-1).indices
@@ -171,7 +173,7 @@ class Hash(nn.Module):
         return Routing(chosen, weights, None, None)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Nothing."""
+        """Returns no specs, because the router has no parameters."""
         return {}
 
 
@@ -181,12 +183,12 @@ def _logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _spec(context: RouterContext) -> TensorSpec:
-    # Every rank decides for its own tokens among all experts, so no strategy splits the rows.
+    # No strategy shards the rows, because every rank routes its own tokens among all experts.
     return TensorSpec((None, "embed"), Init("normal", context.init_std), "router")
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of int64 that spreads neighboring numbers over all bits: the finalizer of splitmix64 (Steele et al., 2014)."""
+    """Applies the finalizer of splitmix64 (Steele et al., 2014), a bijection of int64 that mixes all bits."""
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ ((x >> shift) & ((1 << 64 - shift) - 1))) * factor
     return x ^ ((x >> 31) & ((1 << 33) - 1))

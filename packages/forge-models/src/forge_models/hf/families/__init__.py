@@ -1,4 +1,4 @@
-"""The families that Forge reads and writes: one class for each `model_type`, one file for each maker."""
+"""Families that Forge reads and writes: one class for each `model_type`, one file for each organization."""
 
 from types import MappingProxyType
 
@@ -15,4 +15,4 @@ DENSE = (Llama(), Mistral(), Qwen2(), Qwen3(), Olmo2(), Olmo3(), Gemma2(), Gemma
 SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3())
 
 FAMILIES = MappingProxyType({family.model_type: family for family in (*DENSE, *SPARSE)})
-"""By `model_type`, in the order in which an export tries them."""
+"""Families by `model_type`, in the order in which an export tries them."""

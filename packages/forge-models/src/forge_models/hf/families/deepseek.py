@@ -1,6 +1,6 @@
-"""DeepSeek-V3 (2024): latent attention, groups of fine-grained experts chosen with a bias, shared ones, first layers dense.
+"""DeepSeek-V3 (2024): latent attention, groups of fine-grained experts chosen with a bias, shared experts, first layers dense.
 
-Its MTP modules come after the last layer; they change no logit and are not read.
+Its MTP modules come after the last layer; they do not affect logits and are not read.
 """
 
 from types import MappingProxyType
@@ -18,7 +18,7 @@ MTP_LAYERS = "num_nextn_predict_layers"
 """Key of the number of MTP modules."""
 
 FIXED = MappingProxyType({"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1})
-"""Keys of things that the code fixes, with what they may say."""
+"""Keys that the reference code does not support changing, with their only valid values."""
 
 
 class DeepseekV3(Family):
@@ -58,7 +58,7 @@ class DeepseekV3(Family):
     def read(self, keys: Keys) -> dict[str, Any]:
         fields = read_base(keys)
         latent = read_latent(keys)
-        fields["head_dim"] = latent["qk_rope_head_dim"]  # it plays no part there, but must be a legal one
+        fields["head_dim"] = latent["qk_rope_head_dim"]  # MLA does not use it, but it must be valid
         fields["attention"] = keys.make(MLA, **latent)
         fields["moe"] = keys.make(
             MoEConfig,

@@ -21,17 +21,17 @@ SANDWICH = MappingProxyType(
         "mlp_post_norm": "post_feedforward_layernorm",
     }
 )
-"""Part of a block -> its name in a layer, for norms on both sides."""
+"""Part of a block -> its name in a layer, for norms before and after each part."""
 
 ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
-"""Its key and value."""
+"""Key and value of the activation."""
 
 LOCAL_THETA = "rope_local_base_freq"
-"""Base of the angles of local layers."""
+"""Key of the base of the angles of local layers."""
 
 
 class Gemma2(Family):
-    """Norms on both sides, soft caps, every other layer local."""
+    """Norms before and after each part, soft caps, every other layer local."""
 
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
@@ -63,9 +63,10 @@ class Gemma2(Family):
 
 
 def read_gemma(keys: Keys, period: int, **rope: Any) -> dict[str, Any]:
-    """What Gemma-2 and 3 say alike; every `period`-th layer is global, and `rope` is that of `read_rope`."""
+    """Reads the fields that Gemma-2 and 3 have in common; every `period`-th layer is global, and `rope` are the arguments of
+    `read_rope`."""
     fields = read_base(keys, activation=ACTIVATION, **rope)
-    if keys.given("hidden_act") and keys.values["hidden_act"] is not None:  # old ones give both; the reference reads the other
+    if keys.given("hidden_act") and keys.values["hidden_act"] is not None:  # old configurations have it; the reference ignores it
         keys.only("hidden_act", "gelu", ACTIVATION[1])
     fields |= read_heads(keys)
     attention = read_biases(keys) | read_period(keys, period)
@@ -82,7 +83,7 @@ def read_gemma(keys: Keys, period: int, **rope: Any) -> dict[str, Any]:
 
 
 def write_gemma(decoder: DecoderConfig) -> dict[str, Any]:
-    """The keys of `read_gemma` behind those of the angles."""
+    """Returns the keys of `read_gemma` other than those of rotary positions."""
     scale = getattr(decoder.shape.attention, "scale", None)
     scalar = decoder.shape.head_dim if scale is None else _inverse_square(scale)
     caps = {"query_pre_attn_scalar": scalar, "final_logit_softcapping": decoder.soft_cap}
@@ -95,7 +96,7 @@ def _inverse_square(scale: float) -> float:
 
 
 class Gemma3(Family):
-    """Norms of q and k, five local layers to one global, each kind with its own rotary base."""
+    """Norms of q and k, five local layers for each global one, and a separate rotary base for each kind."""
 
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"

@@ -27,7 +27,7 @@ class Llama(Family):
         "is_llama_config": (True,),
         "activation": ("swiglu",),  # Falcon3
         "norm_eps": (Same("rms_norm_eps"),),
-        "pretraining_tp": ANY_VALUE,  # parts in which products were once summed
+        "pretraining_tp": ANY_VALUE,  # number of parts in which products were once summed
     }
 
     def read(self, keys: Keys) -> dict[str, Any]:

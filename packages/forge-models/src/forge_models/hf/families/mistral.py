@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al., 2023) and Mixtral (Jiang et al., 2024), whose feed-forward parts are experts."""
+"""Mistral (Jiang et al., 2023) and Mixtral (Jiang et al., 2024), whose feed-forward layers are experts."""
 
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from forge_models.hf.moe import ExpertNames, read_experts, read_losses, write_ex
 
 
 class Mistral(Family):
-    """The Llama shape with a window in every layer."""
+    """The Llama architecture with a window in every layer."""
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
@@ -37,7 +37,7 @@ class Mistral(Family):
 
 
 class Mixtral(Family):
-    """The Mistral shape, every feed-forward part replaced by experts."""
+    """The Mistral architecture with experts instead of every feed-forward layer."""
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"

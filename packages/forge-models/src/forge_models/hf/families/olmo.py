@@ -12,7 +12,7 @@ from forge_models.hf.moe import ExpertNames, normalized, read_experts, read_loss
 
 
 class Olmo2(Family):
-    """Norms after each part, and of the whole q and k (OLMo et al., 2024)."""
+    """Norms after each part of a block, and norms of the full q and k (OLMo et al., 2024)."""
 
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
@@ -42,7 +42,7 @@ class Olmo2(Family):
 
 
 class Olmo3(Family):
-    """OLMo-2 with three local layers to one global, whose angles alone are scaled (OLMo et al., 2025)."""
+    """OLMo-2 with three local layers for each global one; only angles of global layers are scaled (OLMo et al., 2025)."""
 
     model_type = "olmo3"
     architecture = "Olmo3ForCausalLM"
@@ -59,7 +59,7 @@ class Olmo3(Family):
 
 
 class Olmoe(Family):
-    """Fine-grained experts in every layer, none shared, and norms of the whole q and k (Muennighoff et al., 2024)."""
+    """Fine-grained experts in every layer, none shared, and norms of the full q and k (Muennighoff et al., 2024)."""
 
     model_type = "olmoe"
     architecture = "OlmoeForCausalLM"

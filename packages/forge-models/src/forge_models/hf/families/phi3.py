@@ -1,4 +1,4 @@
-"""Phi-3 and 4 (Abdin et al., 2024): the Mistral shape with q, k, v in one matrix, gate and up in another; angles not scaled."""
+"""Phi-3 and 4 (Abdin et al., 2024): the Mistral architecture with q, k, v in one matrix, gate, up in another; no rope scaling."""
 
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ class Phi3(Family):
         "attention_bias": ABSENT_OR_FALSE,
         "embd_pdrop": ABSENT_OR_ZERO,
         "resid_pdrop": ABSENT_OR_ZERO,
-        "original_max_position_embeddings": ANY_VALUE,  # read by longrope alone
+        "original_max_position_embeddings": ANY_VALUE,  # used by longrope only
     }
     fused: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

@@ -12,7 +12,7 @@ from forge_models.hf.moe import ExpertNames, normalized, read_experts, read_loss
 
 
 class Qwen2(Family):
-    """Qwen2 and 2.5: biases of q, k and v; a window in the upper layers when switched on."""
+    """Qwen2 and 2.5: biases of q, k and v; optionally a window in the upper layers."""
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
@@ -38,21 +38,21 @@ class Qwen2(Family):
 
 
 def read_upper_windows(keys: Keys) -> dict[str, Any]:
-    """Fields of the attention: the window counts when it is switched on, from a layer onwards."""
+    """Reads the fields of the attention: if `use_sliding_window` is true, layers from `max_window_layers` on have a window."""
     window, used, first = read_window(keys), keys.boolean("use_sliding_window"), keys.whole("max_window_layers")
     window = window if used else None
     return read_local_layers(keys, window, lambda layer: window is not None and layer >= first)
 
 
 def write_upper_windows(decoder: DecoderConfig) -> dict[str, Any]:
-    """The keys of `read_upper_windows`."""
+    """Returns the keys of `read_upper_windows`."""
     written = write_local_layers(decoder)
     local = [layer for layer, kind in enumerate(written["layer_types"]) if kind == SLIDING]
     return written | {"use_sliding_window": bool(local), "max_window_layers": local[0] if local else decoder.layers}
 
 
 class Qwen3(Family):
-    """Dense: norms of each head's q and k."""
+    """Dense Qwen3: norms of each head's q and k."""
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
@@ -79,7 +79,7 @@ class Qwen3(Family):
 
 
 class Qwen3Moe(Family):
-    """Fine-grained experts, none shared; a window, when switched on, in every layer."""
+    """Qwen3 with fine-grained experts, none shared; optionally a window in every layer."""
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
@@ -103,7 +103,7 @@ class Qwen3Moe(Family):
         "mlp_only_layers": [],
         "norm_topk_prob": False,
     }
-    ignores: ClassVar = {"max_window_layers": ANY_VALUE}  # the reference does not look at it
+    ignores: ClassVar = {"max_window_layers": ANY_VALUE}  # the reference ignores it
     experts: ClassVar = ExpertNames()
 
     def read(self, keys: Keys) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""StableLM 3B and 2 (Bellagente et al., 2024): layer norms with biases, and a part of each head that turns."""
+"""StableLM 3B and 2 (Bellagente et al., 2024): layer norms with biases, and rotation of a part of each head."""
 
 from typing import Any, ClassVar
 
