@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "comparison": "differences write_comparison",
-    "scaling.law": "Fit Frontier Law Losses PowerLaw fit fit_frontier",
+    "scaling.law": "Fit Frontier Law ObservedLosses PowerLaw fit fit_frontier",
     "scaling.runs": "gather",
     "scaling.study": "study",
     "sweep.grid": "Sweep read_sweep",
