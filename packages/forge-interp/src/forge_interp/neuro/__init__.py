@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "dissimilarity": "rdm rdm_correlation",
-    "encoding": "Banded Encoded Ridge banded_ridge encode encode_banded lagged noise_ceiling normalized ridge",
+    "encoding": "Banded EncodingScores Ridge banded_ridge encode encode_banded lagged noise_ceiling normalized ridge",
     "recordings": "Recording Window read_recording token_words word_features",
 }
 __getattr__, __dir__ = lazy_exports(__name__, {name: module for module, names in _NAMES.items() for name in names.split()})
