@@ -180,11 +180,11 @@ def test_a_worker_that_dies_is_a_message_and_the_rest_goes_on_later(
 ORPHANED = """
 import sys, time
 from pathlib import Path
-from forge_data.preparation.job import Job, write_job
+from forge_data.preparation.job import PreparationJob, write_job
 from forge_data.preparation.tokenization import process_workers
 from forge_data.sources.records import CorpusPart, Wanted
 ends = {"eos": None, "tokenizer_eos": 256, "vocab_size": 257}
-job = Job(parts=(CorpusPart((), 0, 0, 0),), wanted=Wanted("text"), dtype="uint16", skip=0, **ends)
+job = PreparationJob(parts=(CorpusPart((), 0, 0, 0),), wanted=Wanted("text"), dtype="uint16", skip=0, **ends)
 from forge_data.tokenizers.bytes import ByteTokenizer
 write_job(Path(sys.argv[1]), job, ByteTokenizer())
 with process_workers(Path(sys.argv[1]), 2) as (work, stop):

@@ -22,16 +22,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from forge_parallel.launch.watch import Learned
 from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import read_launcher
-from forge_parallel.launch.watch import Watch, is_broken_connection
+from forge_parallel.launch.watch import LearnedLimits, Watch, is_broken_connection
 
 how, folder = sys.argv[1], Path(sys.argv[2])
 where = read_launcher(os.environ)
 process_group.init_process_groups(where, 60)
 watch = Watch.open(where, 1.0, 60)
-watch.limits = Learned(2.0, waiting=())
+watch.limits = LearnedLimits(2.0, waiting=())
 watch._grace = 3.0
 watch.log_to(folder / f"rank-{where.rank}.log")
 guilty = where.rank == where.size - 1

@@ -112,7 +112,7 @@ def test_what_should_be_kept_and_is_not_is_told_once(
         step([synthetic(case(), 0)])
     told = [record.message for record in caplog.records if "transforms.recompute" in record.message]
     assert len(told) == len(missing)
-    assert all(f"keeps {kind}, but no operator" in line for kind, line in zip(missing, told, strict=True))
+    assert all(f"keep contains {kind}, but no operator" in line for kind, line in zip(missing, told, strict=True))
 
 
 class _Chosen(TorchDispatchMode):

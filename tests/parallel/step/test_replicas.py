@@ -108,12 +108,13 @@ def _stopped() -> str:
     from forge_parallel.launch.watch import Watch
     from forge_train.components.hooks import Replicas
     from forge_train.process.stop import TrainingError
+    from forge_train.run.training import Clock
 
     at = Layout.parse("hsdp2x1")
     topology = Topology.of(at, torch.device("cpu"))
     model = realize(Blueprint.of(DECODER.build), Plan.of([FullyShard()], at), topology, 0)
     state = SimpleNamespace(step=200)
-    run = SimpleNamespace(model=model, state=state, paused=0.0, judge=lambda: None, watch=Watch())
+    run = SimpleNamespace(model=model, state=state, clock=Clock(), judge=lambda: None, watch=Watch())
     hook = Replicas(every=100).build()
     hook.after_step(run, None)
     if topology.rank == 1:

@@ -102,11 +102,11 @@ import sys
 from pathlib import Path
 from forge_train.doctor.report import Report
 from forge_train.doctor.runner import examine_all
-from forge_train.doctor.step import Settings, Step
+from forge_train.doctor.step import DoctorSettings, DoctorStep
 folder = sys.argv[1]
 report = Report("debug", Path(folder))
-steps = [Step(name, "{STEPS}:" + name, 600) for name in ("right", "hangs")]
-examine_all(steps, Settings("debug", directory=folder), report.write)
+steps = [DoctorStep(name, "{STEPS}:" + name, 600) for name in ("right", "hangs")]
+examine_all(steps, DoctorSettings("debug", directory=folder), report.write)
 """
 
 
