@@ -85,7 +85,7 @@ def test_bytes_are_those_of_a_cpu_and_each_chunk_is_waited_for_once(devices: Wor
     count = chunks(tensors)
     assert count > len(DTYPES) * 3
     if pinned:
-        place = "forge_ckpt/format/tensor_bytes.py Slot.wait"
+        place = "forge_ckpt/format/tensor_bytes.py PinnedBuffer.wait"
         assert back == {f"{place}: event with work behind it": count}, "a tensor is filled behind its copy"
         assert out == {f"{place}: event with work behind it": count - 2, f"{place}: synchronize": 2}, "the last two end the work"
     else:
