@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forge_data.loading.interop import StatefulLoader as StatefulLoader
     from forge_data.loading.interop import for_transformers as for_transformers
     from forge_data.loading.stream import open_stream as open_stream
-    from forge_data.order.cursor import merged as merged
+    from forge_data.order.cursor import merge_cursors as merge_cursors
     from forge_data.order.permutation import permute as permute
     from forge_data.section import Data as Data
     from forge_data.section import Phase as Phase
@@ -37,7 +37,7 @@ __getattr__, __dir__ = lazy_exports(
         "StoreWriter": "sources.store_writer",
         "evaluation": "loading.evaluation",
         "for_transformers": "loading.interop",
-        "merged": "order.cursor",
+        "merge_cursors": "order.cursor",
         "open_stream": "loading.stream",
         "permute": "order.permutation",
     },
