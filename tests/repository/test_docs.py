@@ -1,12 +1,18 @@
 """Documentation that cannot rot in silence: links that lead somewhere, code that parses, commands that exist."""
 
 import ast
+import json
 import re
 import shlex
+import textwrap
 import tomllib
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from harness.fronts import DISTRIBUTIONS, FRONTS
 
 ROOT = Path(__file__).parents[2]
 PLACES = ("*.md", "packages/*/*.md", "apps/*/*.md", "docs/**/*.md", "examples/**/*.md")
@@ -44,3 +50,46 @@ def test_code_blocks_parse(page):
         elif language in ("bash", "sh", "console"):
             for line in code.replace("\\\n", " ").splitlines():
                 shlex.split(line, comments=True)
+
+
+EXAMPLES = sorted(file for kind in ("py", "ipynb") for file in (ROOT / "examples").rglob(f"*.{kind}"))
+
+
+def python_of(file: Path) -> Iterator[str]:
+    """Yields the Python code of a page, a notebook or a script; in a notebook without lines for its shell."""
+    if file.suffix == ".md":
+        blocks = re.findall(r"^( *)```python\n(.*?)^\1```$", file.read_text(), re.MULTILINE | re.DOTALL)
+        yield from (textwrap.dedent(code) for _, code in blocks)
+    elif file.suffix == ".ipynb":
+        cells = json.loads(file.read_text())["cells"]
+        yield from (re.sub(r"(?m)^ *[%!].*$", "", "".join(cell["source"])) for cell in cells if cell["cell_type"] == "code")
+    else:
+        yield file.read_text()
+
+
+def imports_past_fronts(code: str) -> list[str]:
+    """Imports of Forge's modules that are no fronts, and of names that a front does not export."""
+    packages = {name.replace("-", "_") for name in DISTRIBUTIONS}
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in packages:
+            exported = import_module(str(node.module)).__all__ if node.module in FRONTS else ()
+            found += [f"from {node.module} import {alias.name}" for alias in node.names if alias.name not in exported]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.partition(".")[0] in packages]
+            found += [f"import {name}" for name in names if name not in FRONTS]
+    return found
+
+
+@pytest.mark.parametrize("file", [*PAGES, *EXAMPLES], ids=lambda file: str(file.relative_to(ROOT)))
+def test_pages_and_examples_import_from_fronts(file: Path) -> None:
+    """A name that is missing belongs into `__all__` of the front of its package."""
+    assert [line for code in python_of(file) for line in imports_past_fronts(code)] == []
+
+
+def test_an_import_past_a_front_is_found() -> None:
+    assert imports_past_fronts("from forge_parallel import Step\nfrom forge_mlflow.tracker import MlflowTracker") == []
+    deep = "from forge_parallel.step.step import Step"
+    assert imports_past_fronts(f"def f():\n    {deep}") == [deep]
+    assert imports_past_fronts("from forge_parallel import Step, refresh") == ["from forge_parallel import refresh"]
+    assert imports_past_fronts("import forge_core.errors, forge_core") == ["import forge_core.errors"]
