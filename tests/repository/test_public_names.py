@@ -1,14 +1,20 @@
 """Fronts: what a package offers by its own name is there, and costs nothing until it is used."""
 
 import ast
+import difflib
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import pytest
 
 from forge_core.exports import type_checking_imports
-from harness.fronts import DISTRIBUTIONS, FRONTS, example_of
+from harness.fronts import DISTRIBUTIONS, FRONTS, RECORD, described, example_of, public_names
 
 
 def test_every_distribution_has_a_front() -> None:
@@ -52,3 +58,40 @@ def test_a_front_has_a_short_example_that_uses_it(front: str) -> None:
 def test_importing_the_packages_imports_no_torch() -> None:
     code = f"import sys, {', '.join(FRONTS)}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_public_names_are_those_on_record() -> None:
+    recorded, today = (text.splitlines() for text in (RECORD.read_text(), public_names()))
+    assert not (text := "\n".join(difflib.unified_diff(recorded, today, "on record", "today", n=0, lineterm=""))), (
+        f"public names or signatures differ from {RECORD.name}:\n{text}\nIf the change is intended, say in the commit what users "
+        "have to change, and run `PYTHONPATH=tests python -m harness.fronts`"
+    )
+
+
+def test_a_signature_is_the_same_text_in_every_version_of_python() -> None:
+    def function(a: "int | None", /, b: Path = Path(), *rest: str, c: float = 0.5, d: str = "x", **more: int) -> None: ...
+
+    @dataclass(kw_only=True)
+    class Section:
+        size: int
+        names: list[str] = field(default_factory=list)
+        betas: tuple[float, float] = (0.9, 0.95)
+
+    class Pair(NamedTuple):
+        first: int
+        second: int | None = None
+
+    class Reader(Protocol):
+        def read(self) -> str: ...
+
+    class Kind(Enum):
+        A, B = "a", "b"
+
+    for value in (Section, Pair, Reader, Kind):
+        value.__module__ = "forge_core.example"
+    assert described(function) == "(a, /, b=..., *rest, c=0.5, d='x', **more)"
+    assert described(Section) == "(*, size, names=..., betas=(0.9, 0.95))"
+    assert described(Pair) == "(first, second=None)"
+    assert described(Reader) == "" and described(ValueError) == "" and described(3) == ": int"
+    assert described(Mapping[str, int]) == described(int | None) == ": type"
+    assert described(Kind) == " = A | B"
