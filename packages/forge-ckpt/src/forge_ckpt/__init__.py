@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from forge_ckpt.checkpoint.retention import RetentionPolicy
     from forge_ckpt.checkpoint.save import save
     from forge_ckpt.checkpoint.write import SaveRequest
-    from forge_ckpt.components import Checkpoint, Local, Remote
     from forge_ckpt.module_pieces import pieces
     from forge_ckpt.store.local import LocalStore
     from forge_ckpt.store.remote import RemoteStore
@@ -37,12 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BackgroundSaves",
-    "Checkpoint",
     "CheckpointLocation",
-    "Local",
     "LocalStore",
     "ProcessGroupWorld",
-    "Remote",
     "RemoteStore",
     "ResumePolicy",
     "RetentionPolicy",

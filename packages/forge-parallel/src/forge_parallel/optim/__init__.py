@@ -12,7 +12,8 @@
     optimizer.step()
     optimizer.zero_grad()
 
-`build_optimizer` also applies settings of single parameters and training stages.
+`optimizer.torch()` returns a `torch.optim.Optimizer` for torch's learning-rate schedulers. `build_optimizer` also applies
+settings of single parameters and training stages.
 """
 
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     )
     from forge_parallel.optim.schedule_free import ScheduleFree
     from forge_parallel.optim.stages import StagedOptimizer, settings_of
+    from forge_parallel.optim.torch_view import TorchOptimizer
     from forge_parallel.optim.whole_matrices import WholeMatrices
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "Setting",
     "Settings",
     "StagedOptimizer",
+    "TorchOptimizer",
     "TrainingStage",
     "UpdateRule",
     "WholeMatrices",
