@@ -52,6 +52,23 @@ def test_code_blocks_parse(page):
                 shlex.split(line, comments=True)
 
 
+PROJECTS = sorted(path.parent for place in ("packages", "apps") for path in ROOT.glob(f"{place}/*/pyproject.toml"))
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: folder.name)
+def test_a_readme_names_requirements_and_extras_and_has_a_short_example(folder: Path) -> None:
+    project, text = tomllib.loads((folder / "pyproject.toml").read_text())["project"], (folder / "README.md").read_text()
+    assert project["readme"] == "README.md" and text.startswith(f"# {folder.name}\n")
+    (code,) = (code for language, code in FENCE.findall(text) if language == "python")
+    assert f"from {folder.name.replace('-', '_')} import" in code and len(code.splitlines()) <= 22
+    requires, _, extras = text[text.index("\nRequires ") :].partition("Extras:")
+    names = [re.split(r"[^\w-]", line)[0] for line in project["dependencies"]]
+    assert set(re.findall(r"[\w-]+", requires.partition(" ")[2])) - {"and", "Requires"} == set(names)
+    for extra, lines in project.get("optional-dependencies", {}).items():
+        (item,) = re.findall(rf"`{extra}`: ([^`]*)", extras)
+        assert [name for line in lines if (name := re.split(r"[^\w-]", line)[0]) not in item] == [], extra
+
+
 EXAMPLES = sorted(file for kind in ("py", "ipynb") for file in (ROOT / "examples").rglob(f"*.{kind}"))
 
 
