@@ -26,7 +26,6 @@ from forge_core.exports import lazy_exports
 if TYPE_CHECKING:
     from forge_core.batch import IGNORE, Batch
     from forge_core.component import FREE, Component, Slot
-    from forge_core.conformance import conforms
     from forge_core.errors import CheckpointError, ConfigError, DataError, Fault, ForgeError, LayoutError, PlanError
     from forge_core.features import Feature, Neutral
     from forge_core.layout import Layout
@@ -56,7 +55,6 @@ __all__ = [
     "Slot",
     "Specs",
     "TensorSpec",
-    "conforms",
     "redacted",
     "trust_file",
 ]
