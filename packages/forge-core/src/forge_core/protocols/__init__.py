@@ -8,8 +8,8 @@
                 print(run.state.step, result.numbers()["loss"])
 
 `model` has the interfaces of models, strategies and optimizers; `topology` the position of a rank in the layout; `data` sources,
-tokenizers and streams; `checkpoint` live state and stores; `weights` formats of weights; `job` the keys of a recipe that several
-packages read; `run` the trainer and its hooks.
+tokenizers and streams; `checkpoint` live state and stores; `weights` formats of weights; `run` the keys of a recipe that several
+packages read, the trainer and its hooks.
 """
 
 from typing import TYPE_CHECKING
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         Texts,
         Tokenizer,
     )
-    from forge_core.protocols.job import Job
     from forge_core.protocols.model import (
         AttentionCore,
         AveragingOptimizer,
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
         TrainableModel,
         Transform,
     )
-    from forge_core.protocols.run import Evaluation, Hook, HookRequests, Run, RunState, Step, StepResult, Tracker
+    from forge_core.protocols.run import Evaluation, Hook, HookRequests, Job, Run, RunState, Step, StepResult, Tracker
     from forge_core.protocols.topology import Context, Topology
     from forge_core.protocols.weights import Converter, HfModel, StoredTensor, Weights, WeightsInfo
 

@@ -20,15 +20,13 @@ from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from forge_data.sources.arrays import ArrayWriter, open_tokens
-    from forge_data.sources.datatrove import open_datatrove
     from forge_data.sources.formats import open_any, open_records
-    from forge_data.sources.llmc import open_llmc
     from forge_data.sources.megatron import MegatronWriter, open_megatron
     from forge_data.sources.random import RandomSource
     from forge_data.sources.records import Document, RecordReader, Records
     from forge_data.sources.store import StoreManifest, StoreSource, open_store, read_manifest
     from forge_data.sources.store_writer import StoreWriter
-    from forge_data.sources.token_files import TokenFiles
+    from forge_data.sources.token_files import TokenFiles, open_datatrove, open_llmc
 
 __all__ = [
     "ArrayWriter",

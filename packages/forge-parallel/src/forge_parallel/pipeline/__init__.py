@@ -25,11 +25,12 @@ if TYPE_CHECKING:
         InterleavedZeroBubble,
         OneForwardOneBackward,
         PipelineSchedule,
+        PipelineTimeline,
         TorchSchedule,
         ZeroBubbleV,
         placement,
+        simulate,
     )
-    from forge_parallel.pipeline.timeline import PipelineTimeline, simulate
 
 __all__ = [
     "Action",

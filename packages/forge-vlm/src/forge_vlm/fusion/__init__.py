@@ -18,8 +18,7 @@ from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from forge_vlm.fusion.cross import CrossAttentionFusion
-    from forge_vlm.fusion.early import JointFusion
-    from forge_vlm.fusion.fusion import Fusion, FusionBase, Inputs
+    from forge_vlm.fusion.fusion import Fusion, FusionBase, Inputs, JointFusion
     from forge_vlm.fusion.modalities import MoTFusion
     from forge_vlm.fusion.routed import MoMaFusion
 
