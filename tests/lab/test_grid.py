@@ -166,7 +166,10 @@ BAD = {
     'search.kind = "halving"': ("search.rungs", "is missing"),
     'search.kind = "halving"\nsearch.rungs = [20, 10]': ("search.rungs", "must increase"),
     'search.kind = "halving"\nsearch.rungs = [30]': ("search.rungs", "is not before the end of the run (train.max_steps = 30)"),
-    'search.kind = "halving"\nsearch.rungs = [10]\nsearch.repeats = 2': ("search.repeats", "is not supported with kind = 'halving'"),
+    'search.kind = "halving"\nsearch.rungs = [10]\nsearch.repeats = 2': (
+        "search.repeats",
+        "is not supported with kind = 'halving'",
+    ),
     'search.kind = "halving"\nsearch.rungs = [10]\nvary.train.max_steps = [20, 30]': ("vary.train.max_steps", "of one length"),
     "search.repeats = 2\nvary.job.seed = [1]": ("search.repeats", "already varies"),
     "search.keep = 1.0": ("search.keep", "less than 1"),
