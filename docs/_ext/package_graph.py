@@ -10,7 +10,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "architecture.svg"
 LAYERS = (
-    {"forge_lab": "sweeps, scaling laws, comparisons", "forge_interp": "inner values, similarity, brains"},
+    {
+        "forge_lab": "sweeps, scaling laws, comparisons",
+        "forge_interp": "inner values, similarity, brains",
+        "forge_testing": "checks for plugins",
+    },
     {"forge_train": "recipe, start, loop, hooks, report"},
     {"forge_vlm": "images, encoders, fusions"},
     {
