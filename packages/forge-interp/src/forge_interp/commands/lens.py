@@ -67,6 +67,7 @@ def sae(
 ) -> None:
     """Train a sparse autoencoder on stored activations.
 
+    \b
     forge-train probe runs/demo --names blocks.1.residual_after --text book.txt --output acts
     forge-train sae acts --output sae.safetensors --k 16
 

@@ -33,7 +33,7 @@ _Names = Annotated[
     typer.Option("--names", help="Inner values: a name, an alias or a pattern. Default: blocks.*.residual_after."),
 ]
 _Length = Annotated[int | None, typer.Option(help="Tokens per forward. Default: 512, or the model's maximum if smaller.")]
-_Pool = Annotated[str, typer.Option(help="Value of a word or stimulus: that of its last token, or the mean of its tokens.")]
+_Pool = Annotated[str, typer.Option(help="Value of a word or stimulus: `last`, of its last token; `mean`, over its tokens.")]
 _Weights = Annotated[str, typer.Option(help="Weights to use: `model`, or `ema` for the average of hook ema.")]
 _Tokenizer = Annotated[Path | None, typer.Option(help="A tokenizer.json or sentencepiece model to use instead.")]
 _Output = Annotated[Path | None, typer.Option(help="New folder for results.json, results.npz and layers.svg.")]
@@ -62,6 +62,7 @@ def encode(
 ) -> None:
     """Predict a recording from each inner value by ridge regression, and report the correlation on held-out rows.
 
+    \b
     forge-train neuro encode runs/demo --target story.npz --lags 1,2,3,4 --output encoded
     forge-train neuro encode acts --target sentences.npz --bands
 

@@ -44,6 +44,7 @@ def probe(
 ) -> None:
     """Look inside a model: list the inner values between tokens and logits, and store the chosen ones over a text.
 
+    \b
     forge-train probe 7b --list
     forge-train probe runs/demo --names 'blocks.*.residual_after' --positions last --text book.txt --output acts
 

@@ -45,6 +45,7 @@ def similarity(
 ) -> None:
     """Compare layers: all pairs within one model or between two models, or the checkpoints of a run with the last one.
 
+    \b
     forge-train similarity runs/demo --text book.txt --output layers.svg
     forge-train similarity runs/demo --steps --text book.txt --measure svcca
     forge-train similarity runs/demo --steps --pairs --text book.txt --names 'blocks.[0-3].residual' --output layers.npz
