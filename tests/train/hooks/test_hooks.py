@@ -24,7 +24,7 @@ from forge_train.hooks.metrics import Utilization
 from forge_train.hooks.periodic import pause
 from forge_train.hooks.samples import SampleHook
 from forge_train.hooks.save import SaveHook
-from forge_train.hooks.weights import ReplicasHook
+from forge_train.hooks.weights import Replicas
 from forge_train.process.stop import STOPPED, Stop
 from forge_train.recipe.checks import evaluate_has_sets
 from forge_train.run.health import Health
@@ -227,7 +227,7 @@ def test_h7_an_evaluation_is_left_when_asked_and_done_first_by_the_run_that_resu
 
 def test_samples_wait_for_the_run_that_resumes_too() -> None:
     assert EvaluateHook.leisurely and SampleHook.leisurely
-    assert not (SaveHook.leisurely or ReplicasHook.leisurely), "what has drifted must not be saved"
+    assert not (SaveHook.leisurely or Replicas.leisurely), "what has drifted must not be saved"
 
 
 def test_evaluate_every_and_at_the_end_once() -> None:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt
 
-from forge_core.component import FREE, IDENTITY, Component
+from forge_core.component import FREE, Component
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,43 +45,6 @@ class Progress(Component):
         from forge_train.hooks.progress import ProgressHook
 
         return ProgressHook(every=self.every, seconds=self.seconds)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ema(Component):
-    """Keeps an exponential moving average of the weights, also in checkpoints; `evaluate` and `sample` can use it."""
-
-    key_class: ClassVar = FREE
-
-    decay: Annotated[float, Gt(0), Lt(1)] = 0.999
-    """Decay of the average m at each update: m = decay m + (1 - decay) w, where w are the weights."""
-    start: Annotated[int, Ge(0)] = 0
-    """The average starts with the weights after this optimizer step; 0 starts with the initial weights."""
-    every: Annotated[int, Gt(0)] = 1
-    """Optimizer steps between updates of the average."""
-    dtype: Annotated[Literal["fp32", "weights"], IDENTITY] = "fp32"
-    """Dtype of the average: fp32, or that of the weights, where rounding may cancel updates if the decay is near 1. The average
-    of fp64 weights is always fp64."""
-
-    def build(self) -> "Hook":
-        from forge_train.hooks.weights import EmaHook
-
-        return EmaHook(decay=self.decay, start=self.start, every=self.every, dtype=self.dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replicas(Component):
-    """Compares replicated parameters bitwise, and stops the run if replicas have diverged."""
-
-    key_class: ClassVar = FREE
-
-    every: Annotated[int, Gt(0)] = 200
-    """Optimizer steps between comparisons, which exchange a few bytes per tensor; the last step is always compared."""
-
-    def build(self) -> "Hook":
-        from forge_train.hooks.weights import ReplicasHook
-
-        return ReplicasHook(every=self.every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,27 +88,6 @@ class Machine(Component):
         from forge_train.hooks.machine import MachineHook
 
         return MachineHook(every=self.every, minutes=self.minutes, slow=self.slow, least_memory=self.least_memory)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Norms(Component):
-    """Logs norms of gradients, updates and parameters, by group of parameters or by tensor."""
-
-    key_class: ClassVar = FREE
-
-    every: Annotated[int, Gt(0)] = 100
-    """Optimizer steps between two measurements; the last step is always measured."""
-    by: Literal["group", "tensor"] = "group"
-    """One norm per group of the optimizer (matrices, vectors, embeddings, ...), or per tensor."""
-
-    @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[Norms]":
-        return (cls(every=2), cls(every=3, by="tensor"))
-
-    def build(self) -> "Hook":
-        from forge_train.hooks.weights import NormsHook
-
-        return NormsHook(every=self.every, by=self.by)
 
 
 @dataclass(frozen=True, kw_only=True)
