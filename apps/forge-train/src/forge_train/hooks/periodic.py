@@ -32,10 +32,6 @@ class Periodic(Hook):
 
     every: int
 
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self.__post_init__()
-
     def __post_init__(self) -> None:
         self.acted = -1
         self.left = False

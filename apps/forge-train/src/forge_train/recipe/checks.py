@@ -10,9 +10,13 @@ from forge_core.component import class_name
 from forge_core.errors import Fault, MissingFile, RecipeWarning, did_you_mean
 from forge_core.layout import Layout
 from forge_core.machine import has_accelerator, hides_accelerators
-from forge_train.components.evaluation import Best, EarlyStop, Evaluate, Sample, Tasks
-from forge_train.components.hooks import Log, Profile, Progress, Routing, Save
-from forge_train.hooks.evaluation import result_names
+from forge_train.hooks.evaluation import Best, EarlyStop, Evaluate, Tasks, result_names
+from forge_train.hooks.metrics import Log
+from forge_train.hooks.profile import Profile
+from forge_train.hooks.progress import Progress
+from forge_train.hooks.routing import RoutingStatistics
+from forge_train.hooks.samples import Sample
+from forge_train.hooks.save import Save
 from forge_train.hooks.weights import EmaConfig, Replicas
 from forge_train.recipe.schema import Job
 
@@ -285,7 +289,7 @@ def _evaluated(job: Job, hooks: Sequence[Any]) -> list[str]:
     return [name for hook in evaluates for held_out in job.data.evaluation for name in result_names(held_out, hook.weights)]
 
 
-_OURS = (Best, EarlyStop, EmaConfig, Evaluate, Log, Progress, Replicas, Routing, Sample, Save)
+_OURS = (Best, EarlyStop, EmaConfig, Evaluate, Log, Progress, Replicas, RoutingStatistics, Sample, Save)
 _LOGGED = ("loss", "grad_norm", "tokens_per_second", "step_seconds", "peak_memory")
 
 
