@@ -38,9 +38,9 @@ PARTS = {
         "pixel_shuffle": "forge_vlm.components.adapters:PixelShuffleConfig",
     },
     "forge.hf_models": {
-        "forge_standalone": "forge_vlm.components.hf_models:AutoModelFormatConfig",
-        "llava": "forge_vlm.components.hf_models:LlavaConfig",
-        "mllama_text_model": "forge_vlm.components.hf_models:MllamaConfig",
+        "forge_standalone": "forge_vlm.components.model:AutoModelFormatConfig",
+        "llava": "forge_vlm.components.model:LlavaConfig",
+        "mllama_text_model": "forge_vlm.components.model:MllamaConfig",
     },
     "forge.presets": {
         "vlm-demo": "forge_vlm.presets:vlm_demo",
@@ -52,11 +52,5 @@ PARTS = {
         "7b-cross": "forge_vlm.presets:7b_cross",
         "7b-mot": "forge_vlm.presets:7b_mot",
         "7b-moma": "forge_vlm.presets:7b_moma",
-    },
-    "forge.conformance": {
-        "forge.adapters": "forge_vlm.conformance.adapters",
-        "forge.encoders": "forge_vlm.conformance.encoders",
-        "forge.fusions": "forge_vlm.conformance.fusions",
-        "forge.hf_models": "forge_vlm.conformance.hf_models",
     },
 }

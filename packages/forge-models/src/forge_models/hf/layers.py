@@ -1,0 +1,211 @@
+"""Attention in a `config.json`: windows of layers, and multi-head latent attention.
+
+DeepSeek rotates neighboring dimensions (0, 1), (2, 3), ...; Forge rotates dimension i with i + width / 2. The rows of rotated
+dimensions therefore have a different order: Forge has the even rows of the checkpoint, then its odd rows, in the queries of every
+head and in the shared key.
+
+Experts in a `config.json`, and their names in a checkpoint, which has one tensor per expert while Forge stacks them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from forge_models.components.attentions import MLA
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import SigmoidTopKConfig
+from forge_models.hf.config import Keys
+from forge_models.shape import Losses, MoEShape
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers in `layer_types`."""
+
+
+def read_window(keys: Keys) -> int | None:
+    """Reads the width of the window; None = every layer attends to all positions."""
+    window = keys.integer("sliding_window", optional=True) or None
+    if keys.given("sliding_window_size"):  # Gemma-2 configurations repeat the window under this name
+        keys.only("sliding_window_size", window)
+    return window
+
+
+def read_local_layers(keys: Keys, window: int | None, local: Callable[[int], bool]) -> dict[str, Any]:
+    """Reads `window`, `global_every` and `global_layers` of the attention. If `layer_types` is absent, `local(index)` says
+    whether a layer is local."""
+    layers = keys.integer("num_hidden_layers")
+    types = keys.values["layer_types"] if keys.given("layer_types") else None
+    types = types or [SLIDING if local(layer) else FULL for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or set(types) - {FULL, SLIDING}:
+        keys.fault("layer_types", f"expected {layers} times {FULL!r} or {SLIDING!r}")
+        return {}
+    if SLIDING not in types:
+        return {}
+    if window is None:
+        keys.fault("sliding_window", f"is missing, but layer_types says {SLIDING!r}")
+        return {}
+    full = tuple(layer for layer, kind in enumerate(types) if kind == FULL)
+    if not full:
+        return {"window": window}
+    every = full[0] + 1
+    if full == tuple(range(every - 1, layers, every)):
+        return {"window": window, "global_every": every}
+    return {"window": window, "global_layers": full}
+
+
+def read_period(keys: Keys, period: int) -> dict[str, Any]:
+    """Reads the fields of `read_local_layers` for a family whose every n-th layer is global; `period` is the default of n."""
+    window = read_window(keys)
+    patterns = [name for name in ("sliding_window_pattern", "_sliding_window_pattern") if keys.given(name)]
+    period = keys.integer(patterns[0]) if patterns else period
+    for name in patterns[1:]:  # transformers saves both if the first was set
+        keys.only(name, period)
+    return read_local_layers(keys, window, lambda layer: not period or (layer + 1) % period != 0)
+
+
+def windows_of(decoder: DecoderConfig) -> tuple[int | None, ...]:
+    """Returns the window of every layer."""
+    return decoder.shape.windows()[: decoder.layers]
+
+
+def write_window(decoder: DecoderConfig) -> dict[str, Any]:
+    """Returns the key of `read_window`."""
+    return {"sliding_window": getattr(decoder.shape.attention, "window", None)}
+
+
+def write_local_layers(decoder: DecoderConfig) -> dict[str, Any]:
+    """Returns the keys of `read_local_layers`."""
+    return write_window(decoder) | {"layer_types": [FULL if window is None else SLIDING for window in windows_of(decoder)]}
+
+
+WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Names that are both keys of the configuration and fields of `MLA`."""
+
+LATENT_EPS = 1e-6
+"""`eps` of the norms of latents: fixed in the reference, independent of `rms_norm_eps`."""
+
+LATENT_NAMES: Mapping[str, str] = {
+    "q_a_norm": "q_a_layernorm",
+    "kv_a_proj": "kv_a_proj_with_mqa",
+    "kv_a_norm": "kv_a_layernorm",
+}
+"""Forge's name of a part of the attention -> its name in a checkpoint, if they differ."""
+
+
+def read_latent(keys: Keys) -> dict[str, Any]:
+    """Reads the fields of `MLA`; collects faults in `keys`."""
+    fields: dict[str, Any] = {name: keys.integer(name) for name in WIDTHS}
+    fields["q_lora_rank"] = keys.integer("q_lora_rank", optional=True) or None
+    keys.only("num_key_value_heads", None, keys.integer("num_attention_heads"))
+    keys.only("attention_bias", None, False)
+    keys.only("rope_interleave", None, True)
+    for key, value in _derived(fields).items():
+        if keys.given(key):
+            keys.only(key, None, value)
+    return fields | {"norm_eps": LATENT_EPS}
+
+
+def write_latent(decoder: DecoderConfig) -> dict[str, Any]:
+    """Returns the keys of `read_latent`; empty if the attention of `decoder` is not `MLA`."""
+    attention = decoder.shape.attention
+    if not isinstance(attention, MLA):
+        return {}
+    fields = {name: getattr(attention, name) for name in (*WIDTHS, "q_lora_rank")}
+    return fields | _derived(fields) | {"attention_bias": False, "rope_interleave": True}
+
+
+def _derived(fields: Mapping[str, Any]) -> dict[str, int]:
+    return {"head_dim": fields["qk_rope_head_dim"], "qk_head_dim": fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]}
+
+
+def latent_rows(attention: MLA, heads: int, name: str) -> tuple[int, ...]:
+    """Returns for each row of Forge's matrix `name` its row in the checkpoint's matrix; empty = the same order."""
+    turning = attention.qk_rope_head_dim
+    halves = [*range(0, turning, 2), *range(1, turning, 2)]
+    if name in ("q_proj", "q_b_proj"):
+        still = attention.qk_nope_head_dim
+        head = [*range(still), *(still + row for row in halves)]
+        return tuple(chain.from_iterable((start * len(head) + row for row in head) for start in range(heads)))
+    if name == "kv_a_proj":
+        rank = attention.kv_lora_rank
+        return (*range(rank), *(rank + row for row in halves))
+    return ()
+
+
+TOP_K = "num_experts_per_tok"
+SWITCH, AUXILIARY = "output_router_logits", "router_aux_loss_coef"
+"""Keys that say whether the reference adds its load-balancing loss in training, and its weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """Names of the tensors of experts in a checkpoint.
+
+    Attributes:
+        part: name of the layer of experts.
+        matrices: Forge's name of a projection -> its name in an expert, if they differ.
+        bias: name of the router's bias inside the layer.
+        fused: whether all experts of a layer are in two tensors.
+    """
+
+    part: str = "mlp"
+    matrices: Mapping[str, str] = field(default_factory=dict)
+    bias: str | None = None
+    fused: bool = False
+
+
+def read_experts(keys: Keys, *names: str) -> dict[str, Any]:
+    """Reads `experts` and `top_k`; `names` are the possible keys of the number of experts."""
+    given = [key for key in names if keys.given(key)]
+    experts = keys.integer((given or names)[0])
+    top_k = keys.integer(TOP_K)
+    for other in given[1:]:
+        keys.only(other, experts)
+    return {"experts": experts, "top_k": top_k}
+
+
+def read_losses(keys: Keys) -> Losses:
+    """Reads the load-balancing loss of families that have one; the reference adds it if `output_router_logits` is true."""
+    weight, used = keys.not_negative(AUXILIARY), keys.boolean(SWITCH)
+    return Losses(pooled=weight if used else 0.0)
+
+
+def unused_loss(values: Mapping[str, Any]) -> str | None:
+    """Returns a note if the weight of the loss is set but the reference does not use the loss; else None."""
+    if not values.get(AUXILIARY) or values.get(SWITCH):
+        return None
+    return (
+        f"{AUXILIARY} {values[AUXILIARY]} is not in effect, since {SWITCH} is not true; to train with it, set "
+        f"model.moe.losses.pooled = {values[AUXILIARY]}"
+    )
+
+
+def write_experts(moe: MoEShape, number: str) -> dict[str, Any]:
+    """Returns the keys of `read_experts`; `number` is the key of the number of experts."""
+    return {number: moe.experts, TOP_K: moe.top_k}
+
+
+def write_losses(moe: MoEShape) -> dict[str, Any]:
+    """Returns the keys of `read_losses`."""
+    return {SWITCH: moe.losses.pooled > 0, AUXILIARY: moe.losses.pooled}
+
+
+def normalized(moe: MoEShape) -> bool:
+    """Whether the weights of the chosen experts are divided by their sum."""
+    return getattr(moe.router, "normalize", True)
+
+
+def meaning_of_experts(decoder: DecoderConfig) -> dict[str, Any]:
+    """Returns the settings of experts that determine the logits; equal for equal models."""
+    moe = decoder.shape.moe
+    layers = tuple(decoder.shape.has_experts(layer) for layer in range(decoder.layers))
+    found: dict[str, Any] = {"moe.layers": layers if any(layers) else ()}
+    if not all(layers):
+        found["ffn_dim"] = decoder.shape.ffn_dim
+    if moe is None:
+        return found
+    router = moe.router
+    if isinstance(router, SigmoidTopKConfig):
+        router = replace(router, topk_group=router.groups_kept, bias_rate=0.0, bias_schedule="constant", bias_steps=None)
+    sizes = {name: getattr(moe, name) for name in ("experts", "top_k", "shared", "capacity", "ffn_dim")}
+    return found | {f"moe.{name}": value for name, value in sizes.items()} | {"moe.router": router}
