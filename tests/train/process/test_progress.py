@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_train.process.progress import (
+from forge_train.process.restarts import (
     NO_PROGRESS_FILE,
     RESTARTS_FILE,
     NoProgress,

@@ -19,7 +19,7 @@ from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import ForgeError
 from forge_core.protocols.checkpoint import Store
 from forge_core.redaction import redacted_text
-from forge_train.process.progress import NO_PROGRESS_FILE, RESTARTS_FILE
+from forge_train.process.restarts import NO_PROGRESS_FILE, RESTARTS_FILE
 from forge_train.recipe.schema import Job
 
 _log = logging.getLogger(__name__)
