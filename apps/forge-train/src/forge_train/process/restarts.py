@@ -25,11 +25,10 @@ from forge_core.errors import ConfigError, ForgeError
 from forge_core.registry import Registry
 from forge_core.terminal import Console
 from forge_parallel.launch.environment import DEVICE, read_launcher
+from forge_train.directory import NO_PROGRESS_FILE, RESTARTS_FILE
 from forge_train.process.stop import FAULTY, FOLLOWS, FULL, heard
 from forge_train.recipe.load import load
 
-RESTARTS_FILE = "restarts.json"
-NO_PROGRESS_FILE = "no-progress.txt"
 MOST_RESTARTS = 3
 
 NONE_GONE = 0
