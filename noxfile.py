@@ -206,7 +206,8 @@ def _try_alone(session: nox.Session, place: Path, wheels: Path, name: str) -> No
     """Installs one wheel and runs its script, away from the sources."""
     python, module = str(place / "bin" / "python"), name.replace("-", "_")
     scripts = ROOT / "tests" / "repository" / "isolation"
-    _install(session, python, "--find-links", wheels, next(wheels.glob(f"{module}-*.whl")))
+    wheel = next(wheels.glob(f"{module}-*.whl"))
+    _install(session, python, "--find-links", wheels, f"{name}[test] @ {wheel.as_uri()}" if name == EXAMPLE.name else wheel)
     session.run(python, "-m", "pip", "check", external=True, silent=True)
     with session.chdir(place):
         if name != EXAMPLE.name:

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
-from forge_models.conformance.trial import on_meta
+from forge_testing.modules import on_meta
 from forge_vlm import VLM, CrossAttention, JointDecoder, MixtureOfTransformers, MLPConfig, MoMa, ViT
 
 IMAGES = 2

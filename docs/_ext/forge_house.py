@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FLOORS = (
-    ("forge_lab", "forge_interp"),
+    ("forge_lab", "forge_interp", "forge_testing"),
     ("forge_train",),
     ("forge_vlm",),
     ("forge_parallel", "forge_models", "forge_data", "forge_ckpt"),

@@ -81,6 +81,7 @@ def check_even(component):
     assert component.build(1) % 2 == 0, f"{component.build(1)} is odd"
 
 def check_positive(component):
+    """Checks that the product is positive."""
     assert component.build(1) > 0
 '''
 NAMES = ("Good", "Odd", "Raises", "Needs", "Helped", "Silent", "Undocumented")
@@ -97,7 +98,8 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Regist
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     parts = [entry("forge.norms", name.lower(), f"kit_parts:{name}") for name in NAMES]
-    yield Registry([*parts, entry(conformance.GROUP, "forge.norms", "kit_checks", "forge-models")])
+    home = entry("forge.checks", "home", "kit_checks:check_positive", "forge-models")
+    yield Registry([*parts, home, entry(conformance.GROUP, "forge.norms", "kit_checks", "forge-testing")])
     for name in set(sys.modules) - before:
         del sys.modules[name]
 
@@ -147,9 +149,13 @@ def test_checks_of_several_distributions_add_up(registry: Registry, tmp_path: Pa
 
 
 def test_without_the_checks_a_part_does_not_conform(registry: Registry) -> None:
-    registry.entries = [item for item in registry.entries if item.group != conformance.GROUP]
-    assert said(registry, "good") == {"checks": "the checks of forge.norms are not installed: pip install forge-models"}
-    registry.entries.append(entry("forge.mlps", "any", "kit_parts:Good", "forge-models"))
+    whole = registry.entries
+    missing = "the checks of forge.norms are not installed: pip install"
+    for absent in (["forge-testing"], ["forge-models"], ["forge-models", "forge-testing"]):
+        registry.entries = [item for item in whole if item.distribution not in absent]
+        assert said(registry, "good") == {"checks": f"{missing} {' '.join(absent)}"}
+    registry.entries = [item for item in whole if item.group != conformance.GROUP]
+    registry.entries.append(entry(conformance.GROUP, "forge.mlps", "kit_checks", "forge-testing"))
     assert examine(registry.find("forge.norms", "good"), registry).lines() == ["forge.norms parts:good: no checks"]
 
 
@@ -157,10 +163,10 @@ def test_without_the_checks_a_part_does_not_conform(registry: Registry) -> None:
 def test_only_a_module_with_checks_is_accepted(registry: Registry, target: str) -> None:
     wrong = entry(conformance.GROUP, "forge.mlps", target)
     registry.entries.append(wrong)
-    with pytest.raises(BrokenPlugin, match="is not a module of check_"):
+    with pytest.raises(BrokenPlugin, match="is not a module or class of check_"):
         registry.load_entry(wrong)
     (report,) = [report for report in diagnose(registry) if report.entry == wrong]
-    assert "module of check_" in report.problems[0]
+    assert "module or class of check_" in report.problems[0]
 
 
 def test_a_module_of_checks_is_described(registry: Registry) -> None:
@@ -178,7 +184,7 @@ def test_one_line_names_every_problem(everything: Registry) -> None:
         conforms("parts")
     assert str(caught.value).splitlines()[1:] == [str(item) for item in problems(everything, "parts")]
     assert "forge.norms parts:odd: check_even: 3 is odd" in str(caught.value)
-    everything.entries = [item for item in everything.entries if item.name in ("good", "forge.norms")]
+    everything.entries = [item for item in everything.entries if item.name in ("good", "forge.norms", "home")]
     conforms("parts")
     conforms("parts", "forge.norms")
     with pytest.raises(UnknownComponent, match="'part' is not installed"):

@@ -14,8 +14,7 @@ ONE_WAY = ("forge_core", "forge_ckpt", "forge_data")
 READ_RECIPES = {
     *("forge_data.checks", "forge_data.commands.recipe", "forge_models.checks", "forge_train.recipe.checks"),
     *("forge_parallel.verify.proofs", "forge_parallel.foreign.module", "forge_models.upcycle"),
-    *("forge_data.conformance.sources", "forge_models.conformance.trial", "forge_models.conformance.weights"),
-    "forge_vlm.conformance.fusions",
+    *("forge_testing.checks.data", "forge_testing.checks.vision", "forge_testing.modules"),
 }
 """Modules that may know components, because they read recipes, give defaults to those who have none, or try parts with others."""
 

@@ -97,8 +97,8 @@ def undeclared(package: str, tree: ast.AST) -> list[str]:
     return found
 
 
-def test_the_walk_sees_the_nine_packages():
-    assert set(PROJECTS) == {"forge_core", *MIDDLE, "forge_vlm", "forge_interp", "forge_train", "forge_lab"}
+def test_the_walk_sees_the_ten_packages():
+    assert set(PROJECTS) == {"forge_core", *MIDDLE, "forge_vlm", "forge_interp", "forge_train", "forge_lab", "forge_testing"}
     assert len(sources()) > 20
 
 
@@ -129,7 +129,8 @@ def test_the_packages_depend_on_each_other_as_designed():
     assert siblings["forge_vlm"] <= {"forge_core", "forge_models", "forge_data"}
     assert {name.replace("-", "_") for name in required("forge_interp")} & set(PROJECTS) == {"forge_core", "forge_models"}
     assert not {"forge_interp", "forge_lab"} & siblings["forge_train"]
-    assert not any("forge_lab" in others for others in siblings.values())
+    assert not any({"forge_lab", "forge_testing"} & others for others in siblings.values())
+    assert {normal(line) for line in metadata("forge_testing")["dependencies"]} == {"forge-core"}
     assert "forge_interp" not in siblings["forge_lab"]
 
 

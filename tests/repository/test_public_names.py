@@ -18,6 +18,7 @@ PACKAGES = (
     "forge_interp.methods",
     "forge_interp.neuro",
     "forge_lab",
+    "forge_testing",
 )
 
 

@@ -142,8 +142,8 @@ def test_no_file_is_long_without_a_reason():
         assert len(lines) <= LONG or "long" in "\n".join(lines[:12]), f"{file.relative_to(ROOT)} has {len(lines)} lines"
 
 
-SHORT = frozenset({"forge_models/conformance/mlps.py", "forge_parallel/conformance/transforms.py"})
-"""Files of at most 60 lines that only one neighbor imports, and why not: a check of conformance is a module of its own."""
+SHORT: frozenset[str] = frozenset()
+"""Files of at most 60 lines that only one neighbor imports, and why not."""
 
 REPEATED = frozenset({"Linear", "Routing", "Stragglers"})
 """Public class names that have several meanings today. Remove a name here when it has one; none may be added."""

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from forge_core.conformance import conforms
 from forge_core.layout import Layout
 from forge_core.plugins import find_everywhere
 from forge_core.protocols.model import NamedTensor
@@ -25,6 +24,7 @@ from forge_models.hf.families import FAMILIES
 from forge_parallel.model.plan import Order, Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
+from forge_testing import conforms
 from forge_train.recipe.load import load
 
 ROOT = Path(__file__).parents[2]

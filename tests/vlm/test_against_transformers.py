@@ -11,7 +11,7 @@ from forge_models.blocks.moe.layer import ExpertLayer
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
-from forge_models.conformance.trial import on_meta
+from forge_testing.modules import on_meta
 from forge_vlm.components.adapters import LinearConfig, MLPConfig
 from forge_vlm.components.encoders import Features, SigLIP
 from forge_vlm.components.fusions import CrossAttention, JointDecoder

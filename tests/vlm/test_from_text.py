@@ -12,7 +12,7 @@ from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_core.registry import Registry
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
-from forge_models.conformance.weights import InMemory
+from forge_testing.modules import InMemory
 from forge_train.inference.stored import open_weights
 from forge_train.run.loop import fit
 from forge_vlm.components.adapters import MLPConfig

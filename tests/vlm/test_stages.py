@@ -6,9 +6,9 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 
-from forge_models.conformance.trial import on_meta
 from forge_parallel.optim.groups import TrainingStage
 from forge_parallel.verify.parity import Measurement, compare
+from forge_testing.modules import on_meta
 from harness.pool import World
 from parallel.compositions.rows import case_of, layout_of, measured
 from vlm.tiny import MODELS, TEXT

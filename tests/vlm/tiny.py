@@ -10,7 +10,7 @@ from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
-from forge_models.conformance.trial import filled, on_meta
+from forge_testing.modules import filled, on_meta
 from forge_vlm.components.adapters import MLPConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa

@@ -1,6 +1,6 @@
 """All that this plugin promises, in one line."""
 
-from forge_core.conformance import conforms
+from forge_testing import conforms
 
 
 def test_lionize_conforms() -> None:

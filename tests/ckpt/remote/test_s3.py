@@ -16,13 +16,13 @@ from forge_ckpt.checkpoint.read import load, newest
 from forge_ckpt.checkpoint.save import save
 from forge_ckpt.commands import app
 from forge_ckpt.components import Remote
-from forge_ckpt.conformance import stores as conformance
 from forge_ckpt.format.names import point
 from forge_ckpt.store import objects as layer
 from forge_ckpt.store.remote import RemoteStore
 from forge_ckpt.world import SingleProcessWorld
 from forge_core.conformance import checks_in
 from forge_core.errors import CheckpointError
+from forge_testing.checks.stores import StoreChecks
 from harness.s3 import BUCKET, Server, s3_server
 from harness.siblings import fast
 
@@ -53,7 +53,7 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("check", checks_in(conformance).values(), ids=checks_in(conformance))
+@pytest.mark.parametrize("check", checks_in(StoreChecks).values(), ids=checks_in(StoreChecks))
 def test_it_does_what_every_store_has_to_do(server: Server, check: Any) -> None:
     check(Remote(url=f"s3://{BUCKET}/conformance"))
 

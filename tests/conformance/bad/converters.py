@@ -8,7 +8,7 @@ from conformance.part import Part
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import StoredTensor
 from forge_models.components.decoder import DecoderConfig
-from forge_models.conformance.weights import InMemory
+from forge_testing.modules import InMemory
 
 
 class Whole:

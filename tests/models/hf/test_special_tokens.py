@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forge_models.conformance.weights import small
 from forge_models.hf.converter import HfConverter
 from forge_models.hf.reader import TOKENS, Folder
+from forge_testing.modules import small
 from models.hf.zoo import CASES, random_model, saved
 
 

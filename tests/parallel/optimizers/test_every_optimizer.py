@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.objectives import CrossEntropy
-from forge_parallel.conformance.optimizers import SHAPES, Held
 from forge_parallel.optim.optimizers import PROVEN
 from forge_parallel.verify.parity import Case, compare
 from forge_parallel.verify.proofs import features
+from forge_testing.checks.parallel import SHAPES, Held
 from forge_train.recipe.load import load
 from harness.pool import World
 from parallel.compositions.rows import DECODER, EXPERTS, VOCAB, measured

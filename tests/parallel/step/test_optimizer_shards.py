@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from forge_core.component import Component
-from forge_core.conformance import conforms
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_core.trust import trust_file, trust_name
 from forge_parallel.checks import optimizer_takes_parts
-from forge_parallel.conformance import optimizers as kit
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.optimizers import AdamWConfig
+from forge_testing import conforms
+from forge_testing.checks import parallel as kit
 
 PLUGINS = '''
 from dataclasses import dataclass

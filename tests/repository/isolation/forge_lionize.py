@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from forge_core.conformance import conforms
+from forge_testing import conforms
 
 conforms("forge-lionize")  # as its own test does
 

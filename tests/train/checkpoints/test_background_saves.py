@@ -151,6 +151,7 @@ def test_fault_14_a_newer_job_ends_one_that_saves_in_the_background(recipe: Path
     with pytest.raises(Superseded):
         fit(older)
     older.saves.close()
+    assert not list((tmp_path / "checkpoints").glob("step-*")), "the process that saves looks at the mark, too"
     assert fit(newer) == "finished"
     newer.saves.close()
 
@@ -182,4 +183,23 @@ def test_a_checkpoint_is_good_by_the_losses_up_to_its_step_however_late_it_ends(
         run.save()
     saves.settle(wait=True)
     assert run.health.saves == [3]
+    run.saves.close()
+
+
+def test_a_rollback_waits_for_a_save_in_the_background(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the newest good checkpoint, and the advice after a failure names it."""
+    run, _ = prepared(recipe, [f"--job.dir={tmp_path}", *THREAD, "--checkpoint.busy=queue"])
+    write, free = LocalStore.write, threading.Event()
+
+    def late(self: LocalStore, path: str, chunks: Any) -> None:
+        free.wait(10)
+        write(self, path, chunks)
+
+    monkeypatch.setattr(LocalStore, "write", late)
+    for step, answer in ((3, run.saves.good_step), (6, run.saves.advice)):
+        free.clear()
+        run.state.step = step
+        run.save()
+        threading.Timer(0.2, free.set).start()
+        assert str(step) in str(answer()), "the answer comes after the save"
     run.saves.close()

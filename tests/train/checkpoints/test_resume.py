@@ -110,6 +110,8 @@ def test_fault_5_a_flipped_byte_is_found_and_the_older_checkpoint_resumes(recipe
     again = train(recipe, [in_directory(directory)])
     assert len(again["losses"]) == 2, "step 8 is damaged, so it goes on after step 6"
     assert again["weights"] == train(recipe, [in_directory(tmp_path / "clean")])["weights"]
+    names = {path.name for path in (directory / "checkpoints").glob("*step-*")}
+    assert names == {"step-00000003", "step-00000006", "step-00000008", "damaged-step-00000008"}
 
 
 @pytest.mark.parametrize("change", ["--train.global_batch=4", "--data.sequence_length=8"])

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from forge_core.errors import ForgeError
-from forge_models.conformance.weights import InMemory, small
+from forge_testing.modules import InMemory, small
 from forge_train.formats.forge import ForgeConverter
 from forge_train.formats.torch_files import METADATA, SIDECAR, DcpConverter, TorchConverter
 from harness.siblings import fast

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
-from forge_models.conformance.weights import InMemory, small
+from forge_testing.modules import InMemory, small
 from forge_train.formats.forge import ForgeConverter
 from forge_train.formats.plain import PlainConverter
 from forge_train.inference.stored import format_of, load_model, open_weights

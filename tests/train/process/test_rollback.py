@@ -178,6 +178,21 @@ def test_fault_38_one_spike_is_no_reason_and_two_in_a_row_are(tmp_path: Path) ->
     assert run.drawn[:8] == [1, 2, 3, 4, 5, 6, 7, 8]  # type: ignore[attr-defined]
 
 
+def test_a_start_after_a_rollback_has_the_time_of_a_start(tmp_path: Path) -> None:
+    """It reads a checkpoint, compiles and connects, which may take longer than a step."""
+    recipe, ranks = read(tmp_path, [*POLICY, "--parallel.timeout=77", "--parallel.step_timeout=33"])
+    timeouts: list[float] = []
+
+    def started(recipe: Resolved, ranks: JobRanks, *, fresh: bool, back: Back | None) -> Run:
+        timeouts.append(ranks.watch.timeout)
+        return spoiled(start(recipe, ranks, fresh=fresh, back=back), torch.inf, bad=[5, 6])
+
+    with mock.patch("forge_train.run.loop.start", started):
+        run, _ = train(recipe, ranks)
+    assert run.health.rollbacks == 1 and run.watch.timeout == 33
+    assert timeouts == [77, 77]
+
+
 def test_fault_37_the_rate_is_lowered_for_the_rest_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     slower = [*POLICY, "--train.rollback_lr=0.5"]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from forge_models.conformance import trial
+from forge_testing import modules
 from forge_vlm.components.adapters import (
     AttentionPoolConfig,
     AveragePoolConfig,
@@ -25,8 +25,8 @@ def context(tokens: int, width: int = 8, dim: int = 12) -> AdapterContext:
 
 def built(component, given: AdapterContext):
     """The module, its parameters by name, and features."""
-    module = trial.part(lambda: component.build(given))
-    return module, dict(module.named_parameters()), trial.drawn(3, given.tokens, given.width)
+    module = modules.part(lambda: component.build(given))
+    return module, dict(module.named_parameters()), modules.drawn(3, given.tokens, given.width)
 
 
 def test_linear_is_one_matrix() -> None:
@@ -145,7 +145,7 @@ def test_perceiver_makes_as_many_tokens_of_any_number() -> None:
     component = PerceiverConfig(latents=5, layers=1, heads=2)
     module, _, _ = built(component, context(10))
     for n in (1, 7, 30):
-        assert module(trial.drawn(2, n, 8)).shape == (2, 5, 12)
+        assert module(modules.drawn(2, n, 8)).shape == (2, 5, 12)
         assert component.tokens(n) == 5
 
 
@@ -186,8 +186,8 @@ def test_heads_that_do_not_fit_are_refused() -> None:
 def test_initial_weights() -> None:
     given = AdapterContext(width=8, tokens=16, dim=12, init_std=0.03)
     for component in (LinearConfig(), MLPConfig(hidden=2), AveragePoolConfig(), PixelShuffleConfig(), AttentionPoolConfig()):
-        specs = trial.specs_of(trial.on_meta(lambda component=component: component.build(given)))
+        specs = modules.specs_of(modules.on_meta(lambda component=component: component.build(given)))
         assert {spec.init.std for spec in specs.values() if spec.group == "matrix"} == {0.03}
-    specs = trial.specs_of(trial.on_meta(lambda: PerceiverConfig(layers=2, heads=2).build(given)))
+    specs = modules.specs_of(modules.on_meta(lambda: PerceiverConfig(layers=2, heads=2).build(given)))
     assert specs["layers.1.q_proj.weight"].init.std == 0.03
     assert specs["layers.1.down_proj.weight"].init.std == specs["layers.0.o_proj.weight"].init.std == 0.015

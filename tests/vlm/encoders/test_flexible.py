@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.nn import functional as F
 
-from forge_models.conformance import trial
 from forge_models.hf.config import Unsupported
+from forge_testing import modules
 from forge_vlm.components.encoders import SigLIP2
 from forge_vlm.encoders.vit import patch_mask, resize_positions
 from forge_vlm.images.pixels import native_grid, native_patches
@@ -43,7 +43,7 @@ def stored(folder: Path) -> torch.nn.Module:
 
 
 def ours(component: SigLIP2) -> torch.nn.Module:
-    module = trial.on_meta(component.build).to_empty(device="cpu").eval()
+    module = modules.on_meta(component.build).to_empty(device="cpu").eval()
     module.load_state_dict(component.weights().read(list(component.weights().tensors)))
     return module
 
@@ -72,7 +72,7 @@ def test_features_of_images_of_any_proportions_are_those_of_transformers(tmp_pat
 
 @pytest.mark.parametrize("grid", [(5, 5), (3, 7), (1, 20), (10, 2), (2, 2)])
 def test_positions_are_interpolated_as_torch_does(grid: tuple[int, int]) -> None:
-    table = trial.drawn(25, 6)
+    table = modules.drawn(25, 6)
     rows, columns = grid
     image = table.view(1, 5, 5, 6).permute(0, 3, 1, 2)
     wanted = F.interpolate(image, size=grid, mode="bilinear", align_corners=False, antialias=True)
@@ -84,7 +84,7 @@ def test_positions_are_interpolated_as_torch_does(grid: tuple[int, int]) -> None
 def test_positions_of_one_column_by_two_passes() -> None:
     """torch's antialiased interpolation of a contiguous image is wrong where the result is one column wide, so transformers'
     model is, too. One pass for each side, on images that are wider, shows what it should be."""
-    table = trial.drawn(16, 3)
+    table = modules.drawn(16, 3)
     options = {"mode": "bilinear", "align_corners": False, "antialias": True}
     image = table.view(1, 4, 4, 3).permute(0, 3, 1, 2).contiguous()
     across = (image * torch.tensor([0.625, 0.875, 0.875, 0.625]).double() / 3).sum(-1, keepdim=True)  # a triangle 8 wide
@@ -111,7 +111,7 @@ def test_an_image_has_at_most_as_many_patches(width: int, height: int, most: int
 def test_padding_is_not_seen(tmp_path: Path) -> None:
     stored(tmp_path)
     module = ours(SigLIP2(path=str(tmp_path), patches=MOST))
-    grids, x = torch.tensor([[3, 4], [0, 0]]), trial.drawn(2, MOST, PATCH * PATCH * 3).float()
+    grids, x = torch.tensor([[3, 4], [0, 0]]), modules.drawn(2, MOST, PATCH * PATCH * 3).float()
     other = x.clone()
     other[0, 12:] = 7.0
     assert torch.equal(module(x, grids)[0], module(other, grids)[0])
@@ -122,7 +122,7 @@ def test_padding_is_not_seen(tmp_path: Path) -> None:
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     stored(tmp_path)
     module = ours(SigLIP2(path=str(tmp_path), patches=MOST))
-    x, grids = trial.drawn(1, MOST, 48).float(), torch.tensor([[2, 3]])
+    x, grids = modules.drawn(1, MOST, 48).float(), torch.tensor([[2, 3]])
     with pytest.raises(ValueError, match="an encoder of images of any proportions needs grids"):
         module(x)
     with pytest.raises(ValueError, match=r"the encoder takes \(20, 48\): patches, numbers in a patch"):
@@ -130,7 +130,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="size makes images square and patches keeps their proportions"):
         SigLIP2(path=str(tmp_path), patches=MOST, size=16)
     with pytest.raises(ValueError, match="grids"):
-        ours(SigLIP2(path=str(tmp_path)))(trial.drawn(1, 3, 16, 16).float(), grids)
+        ours(SigLIP2(path=str(tmp_path)))(modules.drawn(1, 3, 16, 16).float(), grids)
     values = json.loads((tmp_path / "config.json").read_text())
     fixed = {**values, "model_type": "siglip_vision_model", "image_size": 16}
     fixed.pop("num_patches")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from forge_core.errors import ConfigError, ForgeError
-from forge_models.conformance import trial
 from forge_models.hf.config import Unsupported
+from forge_testing import modules
 from forge_vlm.components.encoders import CLIP, DINOv2, Published, SigLIP, SigLIP2
 from forge_vlm.encoders.towers import FAMILIES
 
@@ -80,7 +80,7 @@ def stored(folder: Path, theirs: Any, seed: int = 0, **preprocessor: Any) -> Any
 
 def ours(component: Published) -> torch.nn.Module:
     """Built on the meta device, filled with the weights of the folder."""
-    module = trial.on_meta(component.build).to_empty(device="cpu").eval()
+    module = modules.on_meta(component.build).to_empty(device="cpu").eval()
     module.load_state_dict(component.weights().read(list(component.weights().tensors)))
     return module
 
@@ -101,7 +101,7 @@ def run(theirs: Any, x: torch.Tensor, **more: Any) -> Any:
 def test_features_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     kind, make = CASES[case]
     theirs = stored(tmp_path, make())
-    x = trial.drawn(2, 3, 16, 16).float()
+    x = modules.drawn(2, 3, 16, 16).float()
     wanted = run(theirs, x)
     first = 1 if kind in (CLIP, DINOv2) else 0
     for layers in ((), (-1,), (-2,), (0, 2, -1)):
@@ -120,7 +120,7 @@ def test_features_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 def test_positions_are_resized_as_transformers_does(case: str, tmp_path: Path) -> None:
     kind, make = CASES[case]
     theirs = stored(tmp_path, make())
-    x = trial.drawn(2, 3, 24, 24).float()
+    x = modules.drawn(2, 3, 24, 24).float()
     more = {"interpolate_pos_encoding": True} if case in ("siglip", "clip") else {}
     component = kind(path=str(tmp_path), size=24, class_feature=case in ("clip", "dinov2"))
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_pixels_that_make_no_patch_are_not_seen(tmp_path: Path) -> None:
     """SigLIP so400m has patches of 14 pixels in images of 384: 27 of them, and 6 pixels are left."""
     theirs = stored(tmp_path, siglip(image_size=18), size={"height": 18, "width": 18})
     component = SigLIP(path=str(tmp_path))
-    x = trial.drawn(2, 3, 18, 18).float()
+    x = modules.drawn(2, 3, 18, 18).float()
     with torch.no_grad():
         torch.testing.assert_close(ours(component)(x), run(theirs, x).last_hidden_state, **CLOSE)
     assert (component.image_size, component.tokens) == (18, 16)
@@ -146,7 +146,7 @@ def test_the_size_is_that_of_the_preprocessor(tmp_path: Path) -> None:
     component = DINOv2(path=str(tmp_path))
     assert (component.image_size, component.tokens) == (8, 4)
     assert (component.processing.shortest, component.processing.size) == (10, 8)
-    assert ours(component)(trial.drawn(1, 3, 8, 8).float()).shape == (1, 4, 24)
+    assert ours(component)(modules.drawn(1, 3, 8, 8).float()).shape == (1, 4, 24)
     assert DINOv2(path=str(tmp_path), size=16).processing.shortest == 20
 
 

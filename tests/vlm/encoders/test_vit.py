@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge_models.conformance import trial
+from forge_testing import modules
 from forge_vlm.components.encoders import Features, ViT
 from forge_vlm.encoders.shape import hidden_states
 from forge_vlm.encoders.vit import VisionTransformer, cut_patches, sincos_positions
@@ -25,13 +25,13 @@ NAMES = {
 
 
 def built(component: ViT) -> VisionTransformer:
-    module = trial.part(component.build)
+    module = modules.part(component.build)
     assert isinstance(module, VisionTransformer)
     return module
 
 
 def images(component: ViT, count: int = 3) -> torch.Tensor:
-    return trial.drawn(count, component.channels, component.size, component.size)
+    return modules.drawn(count, component.channels, component.size, component.size)
 
 
 def test_it_is_the_vit_of_transformers() -> None:
@@ -70,7 +70,7 @@ def test_it_is_the_vit_of_transformers() -> None:
 
 
 def test_patches_are_those_of_a_convolution() -> None:
-    x = trial.drawn(2, 3, 8, 12)
+    x = modules.drawn(2, 3, 8, 12)
     conv = nn.Conv2d(3, 5, 4, stride=4, bias=False).double()
     wanted = conv(x).flatten(2).transpose(1, 2)
     torch.testing.assert_close(cut_patches(x, 4) @ conv.weight.flatten(1).T, wanted, atol=1e-12, rtol=1e-12)
@@ -139,12 +139,12 @@ def test_images_of_another_size_are_refused() -> None:
     component = ViT(**SMALL)
     for shape in ((2, 3, 12, 8), (2, 1, 12, 12), (2, 3, 16, 16)):
         with pytest.raises(ValueError, match=r"the encoder takes \(3, 12, 12\)"):
-            built(component)(trial.drawn(*shape))
+            built(component)(modules.drawn(*shape))
 
 
 def test_initial_weights() -> None:
     """Pixels of variance 1 become features of variance 1; projections to the stream are small in deep encoders."""
-    specs = trial.specs_of(trial.on_meta(ViT(size=8, patch=4, dim=16, layers=8, heads=2).build))
+    specs = modules.specs_of(modules.on_meta(ViT(size=8, patch=4, dim=16, layers=8, heads=2).build))
     assert specs["embed.proj.weight"].init.std == pytest.approx(1 / math.sqrt(3 * 4 * 4))
     assert specs["layers.0.mlp.up_proj.weight"].init.std == 0.02
     for name in ("attention.o_proj", "mlp.down_proj"):
@@ -160,7 +160,7 @@ def test_hidden_states_are_counted_from_both_ends() -> None:
 
 def test_features_are_taken_as_they_are() -> None:
     component = Features(count=4, dim=6)
-    x = trial.drawn(2, 4, 6)
+    x = modules.drawn(2, 4, 6)
     assert torch.equal(component.build()(x), x)
     assert (component.tokens, component.width, component.mean) == (4, 6, ())
     with pytest.raises(ValueError, match=r"expected \(4, 6\)"):

@@ -7,7 +7,7 @@ from torch import nn
 
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import SwiGLU
-from forge_models.conformance.trial import filled, on_meta, specs_of
+from forge_testing.modules import filled, on_meta, specs_of
 from forge_vlm.context import Modalities
 from forge_vlm.fusion.modalities import ByModality, ModalityGroups
 from forge_vlm.fusion.routed import SCORE_BINS, ExpertChoice, ThresholdRouting, choose_by_expert, histogram_quantile

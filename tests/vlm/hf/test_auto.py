@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.experts import SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, ReLU2, RMSNormConfig
-from forge_models.conformance.weights import InMemory
 from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
 from forge_models.hf.streamed_forward import fixed_rows, logits_of
 from forge_models.shape import Rope
+from forge_testing.modules import InMemory
 from forge_vlm.components.adapters import (
     AttentionPoolConfig,
     AveragePoolConfig,

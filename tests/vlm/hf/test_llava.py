@@ -13,10 +13,10 @@ from forge_core.errors import ConfigError
 from forge_core.protocols.weights import WeightsInfo
 from forge_models.components.attentions import GQA
 from forge_models.components.layers import GeGLU, LayerNormConfig
-from forge_models.conformance.weights import InMemory
 from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
 from forge_models.hf.streamed_forward import fixed_rows, logits_of
+from forge_testing.modules import InMemory
 from forge_vlm.components.adapters import AveragePoolConfig, LinearConfig, MLPConfig, PerceiverConfig
 from forge_vlm.components.encoders import CLIP, Features, SigLIP2, ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers

@@ -11,11 +11,11 @@ import torch
 from forge_core.errors import ConfigError
 from forge_models.components.attentions import GQA
 from forge_models.components.layers import GeGLU, LayerNormConfig, RMSNormConfig
-from forge_models.conformance.weights import InMemory
 from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
 from forge_models.hf.streamed_forward import fixed_rows, logits_of
 from forge_models.shape import Rope
+from forge_testing.modules import InMemory
 from forge_vlm.components.adapters import MLPConfig, PerceiverConfig
 from forge_vlm.components.encoders import Features, SigLIP2
 from forge_vlm.components.fusions import CrossAttention, JointDecoder

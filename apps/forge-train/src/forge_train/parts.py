@@ -90,9 +90,4 @@ PARTS = {
         "profile": "forge_train.commands.reports:profile",
         "doctor": "forge_train.commands.doctor:doctor",
     },
-    "forge.conformance": {
-        "forge.schedules": "forge_train.conformance.schedules",
-        "forge.hooks": "forge_train.conformance.hooks",
-        "forge.trackers": "forge_train.conformance.trackers",
-    },
 }

@@ -8,7 +8,4 @@ PARTS = {
     "forge.commands": {
         "ckpt": "forge_ckpt.commands:app",
     },
-    "forge.conformance": {
-        "forge.stores": "forge_ckpt.conformance.stores",
-    },
 }

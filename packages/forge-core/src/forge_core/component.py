@@ -96,7 +96,7 @@ class Component:
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Self]":
-        """Returns small components for conformance checks (`forge_core.conformance`); by default one with all defaults.
+        """Returns small components for conformance checks (forge-testing); by default one with all defaults.
 
         Components with required keys, slots, or defaults too large for a test override this. Files that examples need go into
         `folder`, which is empty.

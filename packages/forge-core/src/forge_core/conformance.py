@@ -3,9 +3,9 @@
     def test_my_plugin():
         conforms("forge-lionize")
 
-The checks of a group are functions `check_<what>(component) -> None` that raise if a component does not conform. They are in
-modules that the group `forge.conformance` registers; the name of such an entry is the group that it checks. Neither these modules
-nor this one import torch before a check runs.
+The checks of a group are functions `check_<what>(component) -> None` that raise if a component does not conform. They are static
+methods of a class, or functions of a module, registered in the group `forge.conformance` under the name of the group that they
+check. Forge's own checks are in the distribution forge-testing. This module does not import torch.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from inspect import isclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType, UnionType
+from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from forge_core.component import Component, fields_of, implementation_of, misfit
@@ -24,6 +24,9 @@ from forge_core.registry import GROUPS, HOMES, Entry, Registry, canonical
 from forge_core.trust import trust_name
 
 GROUP = "forge.conformance"
+
+CHECKS = "forge-testing"
+"""The distribution with Forge's own checks."""
 
 Check = Callable[[Any], None]
 
@@ -69,18 +72,18 @@ class ConformanceResult:
         return [f"{self.entry.group} {self.entry.qualified}: {said}"]
 
 
-def checks_in(module: ModuleType) -> dict[str, Check]:
-    """Returns the checks of a module by name, in source order."""
-    members: dict[str, Any] = vars(module)
-    return {name: members[name] for name in members if name.startswith("check_") and callable(members[name])}
+def checks_in(holder: Any) -> dict[str, Check]:
+    """Returns the checks of a class or module by name, in source order."""
+    checks = {name: getattr(holder, name) for name in vars(holder) if name.startswith("check_")}
+    return {name: check for name, check in checks.items() if callable(check)}
 
 
 def checks_of(registry: Registry, group: str) -> list[tuple[str, Check]]:
-    """Returns (name, check) of all checks of a group, from all distributions. Skips modules of other distributions than
-    Forge's that cannot be loaded.
+    """Returns (name, check) of all checks of a group, from all distributions. Skips checks of other distributions than Forge's
+    that cannot be loaded.
 
     Raises:
-        BrokenPlugin: a module of Forge's checks cannot be loaded.
+        BrokenPlugin: checks of Forge cannot be loaded.
     """
     checks: list[tuple[str, Check]] = []
     for entry in registry.of(GROUP):
@@ -98,14 +101,17 @@ def examine(entry: Entry, registry: Registry) -> ConformanceResult:
     Raises:
         BrokenPlugin: the component cannot be loaded.
     """
-    checks = checks_of(registry, entry.group)
     cls = registry.load_entry(entry)
     if not (isclass(cls) and issubclass(cls, Component)):
         return ConformanceResult(entry, (), ())
     if faults := implementation_faults(cls, GROUPS[entry.group].build or ()):
         return ConformanceResult(entry, (), tuple(Problem(entry, "implementation", fault) for fault in faults))
+    if missing := _missing(entry.group, registry):
+        fault = f"the checks of {entry.group} are not installed: pip install {missing}"
+        return ConformanceResult(entry, (), (Problem(entry, "checks", fault),))
+    checks = checks_of(registry, entry.group)
     if not checks:
-        return ConformanceResult(entry, (), tuple(_absent(entry, registry)))
+        return ConformanceResult(entry, (), ())
     with TemporaryDirectory(prefix="forge-conformance-") as folder:
         try:
             examples = list(cls.examples(Path(folder)))
@@ -228,11 +234,15 @@ def conforms(name: str, group: str | None = None) -> None:
         raise AssertionError("\n".join(["components do not conform:", *map(str, faults)]))
 
 
-def _absent(entry: Entry, registry: Registry) -> Iterator[Problem]:
-    """Yields a problem if the distribution with the checks of a group is not installed: a test would pass without checking."""
-    homes = [home for home, groups in HOMES.items() if entry.group in groups]
-    if homes and not any(canonical(other.distribution) in homes for other in registry.entries):
-        yield Problem(entry, "checks", f"the checks of {entry.group} are not installed: pip install {homes[0]}")
+def _missing(group: str, registry: Registry) -> str:
+    """Returns the distributions of Forge that the checks of a group need and that are not installed, since a test would pass
+    without checking; empty if there is none, or if the group is not Forge's."""
+    homes = [home for home, groups in HOMES.items() if group in groups]
+    if not homes:
+        return ""
+    installed = {canonical(entry.distribution) for entry in registry.entries}
+    absent = [homes[0]] if installed.isdisjoint(homes) else []
+    return " ".join([*absent, *([] if CHECKS in installed else [CHECKS])])
 
 
 def _failure(check: Check, examples: list[Any]) -> str | None:

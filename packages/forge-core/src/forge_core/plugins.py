@@ -128,6 +128,8 @@ def diagnose(registry: Registry, name: str = "", *, conform: bool = False) -> li
 
 
 def _problems(entry: Entry, registry: Registry, conform: bool) -> list[str]:
+    if entry.group == "forge.conformance" and entry.is_forge:  # imports torch, and what it checks, which may not be installed
+        return []
     rivals = [other for other in registry.of(entry.group) if other.name == entry.name and other != entry]
     if any(rival.is_forge for rival in (entry, *rivals)):  # Forge's names take precedence, so there is no conflict
         rivals = []

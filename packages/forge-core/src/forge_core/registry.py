@@ -66,7 +66,7 @@ _TABLE = (
     Group("forge.presets", "base", None, "path of a TOML file", "A recipe shipped with a distribution"),
     Group("forge.commands", "forge-train NAME", None, "typer application or function", "A subcommand"),
     Group("forge.proofs", "always", None, "path of a folder", "Receipts of `forge-train parity --record`"),
-    Group("forge.conformance", "plugins doctor", None, "module of check_* functions", "Checks of the parts of a group"),
+    Group("forge.conformance", "plugins doctor", None, "module or class of check_* functions", "Checks of the parts of a group"),
     Group("forge.checks", "always", None, "function (job, layout) -> faults", "A rule across sections"),
 )
 
@@ -95,7 +95,7 @@ HOMES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
 )
 """Groups in which each distribution of Forge has parts, so that the error for an unknown name can say what to install."""
 
-FORGE = frozenset({"forge-core", *HOMES})
+FORGE = frozenset({"forge-core", "forge-testing", *HOMES})
 """The distributions of Forge."""
 
 MOVED: MappingProxyType[tuple[str, str], tuple[str, str]] = MappingProxyType(
@@ -370,7 +370,7 @@ def _conform(entry: Entry, loaded: Any) -> None:
             if not isinstance(loaded, str | os.PathLike):
                 raise refuse(f"is not a {group.returns}")
         elif group.returns.startswith("module"):
-            if not isinstance(loaded, ModuleType) or not any(name.startswith("check_") for name in vars(loaded)):
+            if not isinstance(loaded, ModuleType | type) or not any(name.startswith("check_") for name in vars(loaded)):
                 raise refuse(f"is not a {group.returns}")
         elif not callable(loaded):
             raise refuse("is not callable")

@@ -30,8 +30,4 @@ PARTS = {
     "forge.commands": {
         "data": "forge_data.commands.cli:app",
     },
-    "forge.conformance": {
-        "forge.sources": "forge_data.conformance.sources",
-        "forge.tokenizers": "forge_data.conformance.tokenizers",
-    },
 }

@@ -35,13 +35,4 @@ PARTS = {
     "forge.objectives": {
         "cross_entropy": "forge_models.objectives:CrossEntropy",
     },
-    "forge.conformance": {
-        "forge.models": "forge_models.conformance.models",
-        "forge.attentions": "forge_models.conformance.attentions",
-        "forge.converters": "forge_models.conformance.converters",
-        "forge.mlps": "forge_models.conformance.mlps",
-        "forge.norms": "forge_models.conformance.norms",
-        "forge.routers": "forge_models.conformance.routers",
-        "forge.objectives": "forge_models.conformance.objectives",
-    },
 }

@@ -42,9 +42,4 @@ PARTS = {
         "optimizer_keeps_the_state": "forge_parallel.checks:optimizer_keeps_the_state",
         "compositions_are_proven": "forge_parallel.checks:compositions_are_proven",
     },
-    "forge.conformance": {
-        "forge.transforms": "forge_parallel.conformance.transforms",
-        "forge.pipeline_schedules": "forge_parallel.conformance.pipeline_schedules",
-        "forge.optimizers": "forge_parallel.conformance.optimizers",
-    },
 }

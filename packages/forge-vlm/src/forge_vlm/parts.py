@@ -53,10 +53,4 @@ PARTS = {
         "7b-mot": "forge_vlm.presets:7b_mot",
         "7b-moma": "forge_vlm.presets:7b_moma",
     },
-    "forge.conformance": {
-        "forge.adapters": "forge_vlm.conformance.adapters",
-        "forge.encoders": "forge_vlm.conformance.encoders",
-        "forge.fusions": "forge_vlm.conformance.fusions",
-        "forge.hf_models": "forge_vlm.conformance.hf_models",
-    },
 }

@@ -192,7 +192,7 @@ def sharding_fault(component: Any, layout: Layout) -> str | None:
 
 HINT = (
     "in its component set `shards: ClassVar[str] = 'elementwise'` if each element is updated independently (test it with "
-    "forge_core.conformance.conforms), or 'gathers' if it exchanges the tensors that it needs, for example with "
+    "forge_testing.conforms), or 'gathers' if it exchanges the tensors that it needs, for example with "
     "forge_parallel's WholeMatrices; or use one process"
 )
 

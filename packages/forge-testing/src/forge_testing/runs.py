@@ -1,4 +1,4 @@
-"""A small run for the checks of hooks and trackers: a decoder with experts, random tokens, a few steps, one process."""
+"""A tiny run on one process: four steps of a decoder with experts on random tokens, with a hook or without."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,17 +82,17 @@ every = 2
 
 
 TALK = '{"messages": [{"role": "", "content": "Hi"}, {"role": "assistant", "content": "!"}]}\n'
-"""A conversation, for hooks that ask questions."""
+"""A held-out conversation, for hooks that let the model answer."""
 
 
 @dataclass
 class Trained:
-    """A run at its end.
+    """Results of a tiny run.
 
     Attributes:
-        beyond: attributes of the run that the hook used and the protocol does not have.
-        weights: by name.
-        state: of the hook.
+        beyond: attributes of the run that the hook used and that `forge_core.protocols.run.Run` does not declare.
+        weights: trained parameters by name.
+        state: state of the hook after the run.
     """
 
     beyond: set[str] = field(default_factory=set)
@@ -102,7 +102,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class _Same:
-    """A component as a key of a cache: equal to itself only, as it need not be hashable."""
+    """A component as the key of a cache, by identity, because components need not be hashable."""
 
     component: Any
 
@@ -114,7 +114,7 @@ class _Same:
 
 
 class _Watched:
-    """A run that notes which of its attributes are used."""
+    """A proxy of a run that records the use of attributes that the protocol does not declare."""
 
     def __init__(self, run: Any, beyond: set[str]) -> None:
         object.__setattr__(self, "_run", run)
@@ -132,7 +132,7 @@ class _Watched:
 
 
 class _Passes(Hook):
-    """Hands the watched run to a hook."""
+    """A hook that calls another hook with a watched run."""
 
     def __init__(self, hook: Hook, beyond: set[str]) -> None:
         self.hook, self.beyond = hook, beyond
@@ -167,7 +167,7 @@ class _Passes(Hook):
 
 @dataclass
 class _Place:
-    """Of a run, what is known before its model is there."""
+    """The part of a run that exists before its model."""
 
     directory: Path
     job: Any
@@ -175,9 +175,9 @@ class _Place:
 
 
 @contextmanager
-def place() -> "Iterator[Any]":
-    """A run that was not assembled, in an empty directory: its `beyond` are attributes that were used of it and are not of the
-    protocol."""
+def unstarted_run() -> "Iterator[Any]":
+    """Yields a run without a model, in an empty directory, for trackers. Its `beyond` are the attributes that were used and that
+    the protocol does not declare."""
     with TemporaryDirectory(prefix="forge-run-") as folder:
         directory = Path(folder) / "run"
         directory.mkdir()
@@ -188,42 +188,42 @@ def place() -> "Iterator[Any]":
         yield run
 
 
-def trained_with(component: Any) -> Trained:
-    """Trains four steps with the hook of a component. Several checks look at one run: the newest is kept."""
-    return _trained_with(_Same(component))
+def run_with(component: Any) -> Trained:
+    """Trains four steps with the hook that a component builds. The result of the last component is cached for other checks."""
+    return _run_with(_Same(component))
 
 
 @lru_cache(maxsize=1)
-def _trained_with(component: _Same) -> Trained:
-    return _trained(component.component.build())
+def _run_with(component: _Same) -> Trained:
+    return _run(component.component.build())
 
 
 @lru_cache(maxsize=1)
-def trained_alone() -> Trained:
-    """Trains the same four steps without a hook."""
-    return _trained(None)
+def run_alone() -> Trained:
+    """Trains the same four steps without a hook; cached."""
+    return _run(None)
 
 
-def _trained(hook: Hook | None) -> Trained:
-    found, threads = Trained(), torch.get_num_threads()
+def _run(hook: Hook | None) -> Trained:
+    trained, threads = Trained(), torch.get_num_threads()
     with torch.random.fork_rng(devices=()), TemporaryDirectory(prefix="forge-run-") as folder:
         registry = Registry()
         resolved = _resolved(Path(folder), registry)
         run = start(resolved, JobRanks())
-        run.hooks[:] = [] if hook is None else [_Passes(hook, found.beyond)]
-        for one in run.hooks:
-            one.check(run)
+        run.hooks[:] = [] if hook is None else [_Passes(hook, trained.beyond)]
+        for watched in run.hooks:
+            watched.check(run)
         fit(run)
         for tracker in run.trackers:
             tracker.close()
-        torch.set_num_threads(threads)  # the run has set those of its recipe
-        found.state = {} if hook is None else dict(hook.state())
-        found.weights = {item.name: item.tensor.detach().clone() for item in run.model.trainable()}
-    return found
+        torch.set_num_threads(threads)  # the run sets the number of its recipe
+        trained.state = {} if hook is None else dict(hook.state())
+        trained.weights = {item.name: item.tensor.detach().clone() for item in run.model.trainable()}
+    return trained
 
 
 def _resolved(folder: Path, registry: Registry) -> Resolved:
-    """The recipe, with what it reads, in a folder."""
+    """Loads the recipe, after writing it and its data to a folder."""
     recipe, talk = folder / "trial.toml", folder / "talk.jsonl"
     recipe.write_text(RECIPE)
     talk.write_text(TALK)

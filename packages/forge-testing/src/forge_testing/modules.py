@@ -1,12 +1,14 @@
 """Helpers of checks: build modules on the meta device, compare them with their specs, initialize them, and run them in fp64."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from forge_core.protocols.weights import StoredTensor, Weights, WeightsInfo
 from forge_core.specs import TensorSpec
+from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import RMSNormConfig
 from forge_models.shape import BlockContext, Rope
 
@@ -105,6 +107,11 @@ def drawn(*shape: int, seed: int = 7) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def rows() -> Tensor:
+    """Returns random hidden states (ROWS, LENGTH, DIM) in fp64."""
+    return drawn(ROWS, LENGTH, DIM)
+
+
 def same(one: Tensor, other: Tensor, what: str) -> None:
     """Checks that both tensors are equal up to rounding."""
     assert one.shape == other.shape, f"{what}: {tuple(one.shape)} is not {tuple(other.shape)}"
@@ -151,5 +158,92 @@ def causal(run: Callable[[Tensor], Tensor], x: Tensor, other: Tensor) -> None:
         assert not torch.equal(run(changed)[:, 1], whole[:, 1]), "token 1 does not see token 0"
 
 
+def idles(module: nn.Module, given: tuple[int, ...], made: tuple[int, ...]) -> None:
+    """Asserts that an empty batch (0, *given) returns (0, *made), and that every parameter has a gradient of zero.
+
+    Ranks without images then run the same collectives as other ranks.
+    """
+    for parameter in module.parameters():
+        parameter.requires_grad_()
+    found = module(torch.zeros(0, *given, dtype=torch.float64))
+    assert tuple(found.shape) == (0, *made), f"an empty batch returns the shape {tuple(found.shape)}, not {(0, *made)}"
+    if not any(True for _ in module.parameters()):
+        return
+    found.sum().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient for an empty batch; it must be zero"
+        assert not bool(parameter.grad.any()), f"{name} has a nonzero gradient for an empty batch"
+
+
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+class InMemory:
+    """`Weights` of a component's model in memory, random, in fp32."""
+
+    def __init__(self, component: Any) -> None:
+        self.model, self.facts = component, WeightsInfo(step=7)
+        module: Any = on_meta(component.build)
+        specs = module.specs()
+        model = filled(module, specs.tensors, specs.ties).float()
+        self._tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: StoredTensor(tuple(tensor.shape), "float32") for name, tensor in self._tensors.items()
+        }
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Returns whole tensors by name."""
+        return {name: self._tensors[name] for name in names}
+
+    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
+        """Returns the box of one tensor that begins at `offset`."""
+        return self._tensors[name][tuple(slice(at, at + size) for at, size in zip(offset, extent, strict=True))]
+
+
+class Torn(Exception):
+    """Error that `Broken` raises."""
+
+
+class Broken:
+    """Weights whose last tensor cannot be read."""
+
+    def __init__(self, weights: InMemory) -> None:
+        self._weights, self.model, self.facts, self.tensors = weights, weights.model, weights.facts, weights.tensors
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Returns tensors by name.
+
+        Raises:
+            Torn: the last tensor is among `names`.
+        """
+        if list(self.tensors)[-1] in names:
+            raise Torn
+        return self._weights.read(names)
+
+    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
+        """Returns a box of a tensor.
+
+        Raises:
+            Torn: it is the last tensor.
+        """
+        if name == list(self.tensors)[-1]:
+            raise Torn
+        return self._weights.box(name, offset, extent)
+
+
+def small() -> InMemory:
+    """Returns weights of a plain decoder, which every format can express."""
+    return InMemory(DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=32, max_length=64))
+
+
+def logits(weights: Weights) -> Tensor:
+    """Returns the logits (1, 12, vocab) of the weights' model in fp32."""
+    component: Any = weights.model
+    module: Any = on_meta(component.build)
+    specs = module.specs()
+    model = filled(module, specs.tensors, specs.ties).float()
+    with torch.no_grad():
+        for name, tensor in weights.read(list(weights.tensors)).items():
+            model.get_parameter(name).copy_(tensor)
+        return model(torch.arange(12)[None])

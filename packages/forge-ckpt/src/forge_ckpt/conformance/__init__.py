@@ -1,1 +1,0 @@
-"""Checks of stores (`forge_core.conformance`); importing them needs no torch."""

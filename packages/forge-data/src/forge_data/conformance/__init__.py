@@ -1,1 +1,0 @@
-"""Checks of sources and tokenizers (`forge_core.conformance`); importing them does not load numpy."""

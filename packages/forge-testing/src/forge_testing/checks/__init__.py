@@ -1,0 +1,1 @@
+"""Checks of the parts of each group, a class per group."""
