@@ -20,10 +20,9 @@ from forge_models.blocks.moe.experts import Experts
 from forge_models.components.decoder import DecoderConfig
 from forge_models.objectives import CrossEntropy
 from forge_parallel import accelerator
-from forge_parallel.model.initial_weights import fill
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
-from forge_parallel.model.realize import Blueprint, Restore, realize
+from forge_parallel.model.realize import Blueprint, Restore, fill, realize
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology

@@ -9,7 +9,7 @@ import torch
 
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
-from forge_parallel.model import initial_weights
+from forge_parallel.model import realize
 
 
 @contextmanager
@@ -24,12 +24,12 @@ def own_device() -> Iterator[torch.device]:
 @contextmanager
 def draws_of_a_cpu() -> Iterator[None]:
     """Initial weights come from the streams of a CPU on every device; CUDA has others."""
-    of_device = initial_weights._stream
+    of_device = realize._stream
 
-    def stream(seed: int, name: str, device: torch.device) -> initial_weights.Draw:
+    def stream(seed: int, name: str, device: torch.device) -> realize.Draw:
         draw = of_device(seed, name, torch.device("cpu"))
         return lambda first, last: draw(first, last).to(device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(initial_weights, "_stream", stream)
+        patch.setattr(realize, "_stream", stream)
         yield

@@ -12,7 +12,7 @@ PACKAGES = sorted(path.name for path in ROOT.glob("*/*/src/forge_*") if path.par
 ONE_WAY = ("forge_core", "forge_ckpt", "forge_data")
 """Packages whose folders import each other in one direction too."""
 READ_RECIPES = {
-    *("forge_data.checks", "forge_data.commands.recipe", "forge_models.checks", "forge_train.recipe.checks"),
+    *("forge_data.checks", "forge_data.commands.mix", "forge_models.checks", "forge_train.recipe.checks"),
     *("forge_parallel.verify.proofs", "forge_parallel.foreign.module", "forge_models.upcycle"),
     *("forge_testing.checks.data", "forge_testing.checks.vision", "forge_testing.modules"),
 }

@@ -13,7 +13,7 @@ from data.steps import steps_of
 from forge_core.errors import DataError
 from forge_data.__main__ import main
 from forge_data.commands.diff import compare_runs, is_run, runs_text
-from forge_data.commands.recipe import read_recipe
+from forge_data.commands.mix import read_recipe
 from forge_data.loading.rows import RowReader
 
 RECIPE = """

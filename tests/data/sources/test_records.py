@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, TextComponent
-from forge_data.commands.recipe import read_recipe
+from forge_data.commands.mix import read_recipe
 from forge_data.components import Arrow, Bpe, Bytes, HuggingFace, JsonLines, Parquet, RecordComponent, TextFiles
 from forge_data.loading.sources import LoadSpec, context_of
 from forge_data.loading.stream import open_stream

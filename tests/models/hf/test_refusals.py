@@ -16,10 +16,10 @@ from forge_core.errors import ConfigError, ForgeError
 from forge_models.components.attentions import MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import LayerNormConfig, ReLU2
-from forge_models.hf.attention import windows_of
 from forge_models.hf.config import Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, meaning_of, misfits
+from forge_models.hf.layers import windows_of
 from forge_models.hf.names import shapes_of
 from forge_models.hf.reader import Folder, read_model
 from forge_models.hf.writer import chosen

@@ -9,9 +9,8 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
-from forge_parallel.model.initial_weights import fill
 from forge_parallel.model.plan import Plan
-from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.model.realize import Blueprint, fill, realize
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.boxes import Box, local_box
 from forge_parallel.placement.topology import Topology

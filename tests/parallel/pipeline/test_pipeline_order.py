@@ -12,8 +12,7 @@ from forge_core.layout import Layout
 from forge_parallel.checks import compositions_are_proven, pipeline_fits
 from forge_parallel.pipeline import schedules as orders
 from forge_parallel.pipeline.definition import balanced, refusal, split
-from forge_parallel.pipeline.schedules import Action, TorchSchedule, fake_stages, placement
-from forge_parallel.pipeline.simulate import UNIT, simulate
+from forge_parallel.pipeline.schedules import UNIT, Action, TorchSchedule, fake_stages, placement, simulate
 from forge_parallel.sections import PipelineConfig as Section
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute

@@ -35,7 +35,7 @@ from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
-from forge_parallel.verify.memory import held_after
+from harness.allocated import held_after
 from harness.pool import World
 from parallel.tiny import DIM, LAYERS, VOCAB, TiedTiny, Tiny, cross_entropy
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_core.specs import Init, TensorSpec
-from forge_parallel.model import initial_weights
-from forge_parallel.model.initial_weights import BLOCK, fill
+from forge_parallel.model import realize
+from forge_parallel.model.realize import BLOCK, fill
 from forge_parallel.placement.boxes import Box
 
 NORMAL = TensorSpec((None, None), Init("normal", 0.02), "matrix")
@@ -37,7 +37,7 @@ def test_a_box_is_the_same_part_of_the_whole(data: st.DataObject) -> None:
 def test_the_slab_size_changes_nothing(monkeypatch: pytest.MonkeyPatch, slab: int) -> None:
     shape = (7, 13, 1500)
     whole = filled(shape, (0, 0, 0), shape)
-    monkeypatch.setattr(initial_weights, "SLAB", slab)
+    monkeypatch.setattr(realize, "SLAB", slab)
     assert torch.equal(filled(shape, (2, 0, 5), (4, 13, 100)), whole[2:6, :, 5:105])
 
 

@@ -19,7 +19,7 @@ from forge_core.protocols.model import NamedTensor
 from forge_core.specs import Init, TensorSpec
 from forge_parallel.checks import compositions_are_proven
 from forge_parallel.launch.process_group import alone
-from forge_parallel.model import initial_weights
+from forge_parallel.model import realize as module
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, _allocate, realize
 from forge_parallel.optim.adamw import AdamW as FusedAdamW
@@ -99,13 +99,9 @@ def test_memory_is_the_hosts_for_parameters_only() -> None:
 def test_weights_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU draws other numbers than a CPU does; where shards lie must not change a run."""
     drawn: list[torch.device] = []
-    original = initial_weights._stream
-    monkeypatch.setattr(
-        initial_weights, "_stream", lambda seed, name, device: (drawn.append(device), original(seed, name, CPU))[1]
-    )
-    initial_weights.fill(
-        Box((3, 2), (0, 0), torch.empty(3, 2)), TensorSpec((None, None), Init("normal", 1.0), "matrix"), "w", 0, GPU
-    )
+    original = module._stream
+    monkeypatch.setattr(module, "_stream", lambda seed, name, device: (drawn.append(device), original(seed, name, CPU))[1])
+    module.fill(Box((3, 2), (0, 0), torch.empty(3, 2)), TensorSpec((None, None), Init("normal", 1.0), "matrix"), "w", 0, GPU)
     assert drawn == [GPU]
 
 

@@ -25,8 +25,8 @@ from forge_parallel.transforms.checkpointing import checkpoint_blocks, operators
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.memory import held_after
 from forge_parallel.verify.parity import Case, compare, measure, share, synthetic
+from harness.allocated import held_after
 from harness.closeness import assert_no_farther
 from harness.pool import World
 

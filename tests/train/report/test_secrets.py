@@ -13,7 +13,7 @@ import pytest
 from forge_core.errors import CheckpointError
 from forge_core.redaction import redacted, redacted_text
 from forge_core.registry import Registry
-from forge_data.commands.recipe import recipe_of
+from forge_data.commands.mix import recipe_of
 from forge_data.storage.files import File, _cached_path
 from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import run_recipe

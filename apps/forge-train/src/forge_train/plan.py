@@ -21,8 +21,8 @@ from forge_parallel.model.plan import Plan, default_transforms
 from forge_parallel.model.realize import Blueprint
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import Settings
-from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
+from forge_train.run.training import settings_in
 
 METHOD = (
     "Parameters, gradients, optimizer state and traffic are exact: the real code ran on tensors without memory, in a "

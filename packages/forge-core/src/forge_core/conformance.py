@@ -74,7 +74,7 @@ class ConformanceResult:
 
 def checks_in(holder: Any) -> dict[str, Check]:
     """Returns the checks of a class or module by name, in source order."""
-    checks = {name: getattr(holder, name) for name in vars(holder) if name.startswith("check_")}
+    checks: dict[str, Any] = {name: getattr(holder, name) for name in vars(holder) if name.startswith("check_")}
     return {name: check for name, check in checks.items() if callable(check)}
 
 

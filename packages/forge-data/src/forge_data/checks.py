@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from forge_core.errors import DataError, Fault, ForgeError, MissingFile, RecipeWarning
 from forge_core.layout import Layout
 from forge_core.protocols.data import SourceContext, TextComponent
-from forge_core.protocols.job import Job
+from forge_core.protocols.run import Job
 from forge_data import components
 from forge_data.order.phases import batch_faults, faults_of, too_long_of, weight_of
 from forge_data.section import Data

@@ -332,7 +332,7 @@ class Llmc(SourceComponent):
     """Token files of llm.c (`.bin` with a header of 256 integers), read in place."""
 
     key_class: ClassVar = DATA
-    implementation: ClassVar[str] = "forge_data.sources.llmc:open_llmc"
+    implementation: ClassVar[str] = "forge_data.sources.token_files:open_llmc"
 
     path: str
     """A file, a directory (all `.bin` below it), a pattern, or a URL of these."""
@@ -354,7 +354,7 @@ class Datatrove(SourceComponent):
     """Token files of datatrove (`.ds` with `.ds.index`), read in place with their documents."""
 
     key_class: ClassVar = DATA
-    implementation: ClassVar[str] = "forge_data.sources.datatrove:open_datatrove"
+    implementation: ClassVar[str] = "forge_data.sources.token_files:open_datatrove"
 
     path: str
     """A file, a directory (all `.ds` below it), a pattern, or a URL of these."""

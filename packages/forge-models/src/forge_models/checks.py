@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from forge_core.errors import Fault
 from forge_core.layout import Layout, divisors
-from forge_core.protocols.job import Job
+from forge_core.protocols.run import Job
 from forge_models.components.experts import MoEConfig
 
 WHOLE_ROWS = 8

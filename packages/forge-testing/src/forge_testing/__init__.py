@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from forge_testing.runs import run_alone as run_alone
     from forge_testing.runs import run_with as run_with
 
-_LAZY = dict.fromkeys(("Trained", "run_alone", "run_with"), "runs")
-__getattr__, _names = lazy_exports(__name__, _LAZY)
+__getattr__, _names = lazy_exports(__name__, {"Trained": "runs", "run_alone": "runs", "run_with": "runs"})
 
 
 def __dir__() -> list[str]:

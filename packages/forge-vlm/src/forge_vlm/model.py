@@ -20,8 +20,17 @@ from forge_models.inner_values import scope, show
 from forge_models.torch_private import assert_async
 from forge_vlm.context import FusionContext
 from forge_vlm.encoders.vit import patch_mask
-from forge_vlm.fusion.early import prefix_of, seen_labels
-from forge_vlm.fusion.fusion import Fusion, Inputs, Misplaced, check_placeholders, feature_places, on_host, with_zero_gradient
+from forge_vlm.fusion.fusion import (
+    Fusion,
+    Inputs,
+    Misplaced,
+    check_placeholders,
+    feature_places,
+    on_host,
+    prefix_of,
+    seen_labels,
+    with_zero_gradient,
+)
 from forge_vlm.fusion.modalities import is_real
 from forge_vlm.images.pixels import split_native
 

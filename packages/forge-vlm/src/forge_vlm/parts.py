@@ -38,9 +38,9 @@ PARTS = {
         "pixel_shuffle": "forge_vlm.components.adapters:PixelShuffleConfig",
     },
     "forge.hf_models": {
-        "forge_standalone": "forge_vlm.components.hf_models:AutoModelFormatConfig",
-        "llava": "forge_vlm.components.hf_models:LlavaConfig",
-        "mllama_text_model": "forge_vlm.components.hf_models:MllamaConfig",
+        "forge_standalone": "forge_vlm.components.model:AutoModelFormatConfig",
+        "llava": "forge_vlm.components.model:LlavaConfig",
+        "mllama_text_model": "forge_vlm.components.model:MllamaConfig",
     },
     "forge.presets": {
         "vlm-demo": "forge_vlm.presets:vlm_demo",

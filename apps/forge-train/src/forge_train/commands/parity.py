@@ -145,7 +145,7 @@ def rank(
     from forge_parallel.verify.parity import Case, measure
     from forge_train.plan import plan_of
     from forge_train.recipe.load import load
-    from forge_train.recipe.parameters import narrow_of
+    from forge_train.run.training import narrow_of
 
     registry = Registry()
     job = load(recipe, overrides, None, registry).job

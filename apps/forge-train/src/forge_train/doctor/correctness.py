@@ -13,8 +13,8 @@ from forge_core.terminal import size
 from forge_parallel import accelerator
 from forge_parallel.accelerator import float8_fault
 from forge_parallel.launch.local_processes import spawn_local
-from forge_parallel.model.initial_weights import fill
 from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.realize import fill
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from forge_parallel.verify.proofs import TOLERANCE

@@ -13,9 +13,8 @@ from forge_core.errors import ForgeError
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_parallel import accelerator
-from forge_parallel.model.initial_weights import fill
 from forge_parallel.model.parallel_model import ParallelModel
-from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.model.realize import Blueprint, fill, realize
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_train.formats.forge import table_of

@@ -45,13 +45,12 @@ from forge_train.doctor.torch_build import faults
 from forge_train.plan import plan_of
 from forge_train.process.ranks import JobRanks, rank_zero_first
 from forge_train.process.restarts import is_automatic, note_start, refuse_without_progress
-from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
 from forge_train.run.checkpoints import Checkpoints, Restoration, build_hooks, changed_training, restore_hooks
 from forge_train.run.micro_batch import read_note
 from forge_train.run.resume import check_resume, check_without_checkpoint
 from forge_train.run.run import Run
-from forge_train.run.training import Decided, OptimizerSpec, State, Training
+from forge_train.run.training import Decided, OptimizerSpec, State, Training, settings_in
 from forge_train.run.weights import InitialWeights, facts_of_checkpoint, facts_of_start
 from forge_train.trackers import METRICS, JsonlTracker, SafeTracker
 

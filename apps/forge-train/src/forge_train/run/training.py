@@ -1,11 +1,15 @@
-"""What a start decides, what is trained, how far it has come, and what hooks request."""
+"""What a start decides, what is trained, how far it has come, and what hooks request.
+
+Per-parameter settings of a recipe: `[parameters]` and `[[train.stages]]`.
+"""
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_core.errors import PlanError
 from forge_core.protocols.data import Cursor, EvaluationSet, Stream
 from forge_core.protocols.model import Objective, Optimizer
 from forge_core.protocols.run import Hook
@@ -14,6 +18,7 @@ from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint
 from forge_parallel.optim.groups import Settings
 from forge_parallel.optim.optimizers import build_optimizer
+from forge_parallel.optim.stages import settings_of
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.step.timing import StepTimer
@@ -171,3 +176,29 @@ class Clock:
     def seconds(self) -> float:
         """Duration of all starts of the run, pauses included."""
         return self.earlier + time.monotonic() - self.started
+
+
+def settings_in(job: Job, blueprint: Blueprint) -> Settings:
+    """Returns the settings of `[parameters]` and `[[train.stages]]` for the blueprint of the recipe's model.
+
+    Raises:
+        PlanError: a pattern matches no parameter, all parameters are frozen, widths cannot be scaled, or stages do not fit the
+            model.
+    """
+    narrow = narrow_of(job)
+    narrow_blueprint = None if narrow is None else Blueprint.of(narrow.build)
+    return settings_of(blueprint, job.parameters.groups, narrow_blueprint, job.train.stages)
+
+
+def narrow_of(job: Job) -> Any:
+    """Returns the component of the narrow model whose learning rates were tuned; None without `parameters.width_base`.
+
+    Raises:
+        PlanError: a model with these widths is not valid.
+    """
+    if not job.parameters.width_base:
+        return None
+    try:
+        return replace(job.model, **job.parameters.width_base)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"parameters.width_base: the model with these widths is not valid: {error}") from error

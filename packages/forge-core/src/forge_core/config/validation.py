@@ -14,7 +14,7 @@ from forge_core.config.layers import merge_node
 from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table, given_at, join, origin_at, plain
 from forge_core.errors import BrokenPlugin, ConfigError, Fault, MissingFile, PluginError, RecipeWarning, did_you_mean
 from forge_core.layout import Layout
-from forge_core.protocols.job import Job
+from forge_core.protocols.run import Job
 from forge_core.registry import Entry, FileLoader, Registry, canonical
 
 GROUP = "forge.checks"

@@ -1,4 +1,10 @@
-"""What the trainer, its hooks and its trackers agree on."""
+"""The typed recipe for checks and hooks.
+
+These protocols have the keys that packages read from each other's sections. The package that owns a section has a derived
+protocol with all keys. Components are open to plugins, so their type is `Any`.
+
+What the trainer, its hooks and its trackers agree on.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -7,13 +13,78 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_core.batch import Batch
 from forge_core.protocols.data import EvaluationSet, Stream
-from forge_core.protocols.job import Job
 from forge_core.protocols.model import Objective, Optimizer
 from forge_core.protocols.topology import Topology
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
+
+
+class Identity(Protocol):
+    """`[job]`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+
+
+class Train(Protocol):
+    """`[train]`; batches are counted in sequences."""
+
+    @property
+    def max_steps(self) -> int: ...
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+
+
+class Data(Protocol):
+    """`[data]`; `sequence_length` in tokens."""
+
+    @property
+    def sequence_length(self) -> int: ...
+
+
+class Precision(Protocol):
+    """`[precision]`; `compute` is `bf16`, `fp32` or `fp64`."""
+
+    @property
+    def compute(self) -> str: ...
+
+
+class Checkpoint(Protocol):
+    """`[checkpoint]`; `every` in steps, 0 = only at the end; `first`: whether step 0 is also saved."""
+
+    @property
+    def every(self) -> int: ...
+    @property
+    def first(self) -> bool: ...
+
+
+class Job(Protocol):
+    """A recipe (`forge_train.recipe.schema.Job`)."""
+
+    @property
+    def job(self) -> Identity: ...
+    @property
+    def model(self) -> Any: ...
+    @property
+    def data(self) -> Data: ...
+    @property
+    def train(self) -> Train: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def transforms(self) -> Mapping[str, Any]: ...
+    @property
+    def optimizer(self) -> Any: ...
+    @property
+    def objective(self) -> Any: ...
+    @property
+    def checkpoint(self) -> Checkpoint: ...
 
 
 class StepResult(Protocol):

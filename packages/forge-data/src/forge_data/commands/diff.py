@@ -15,7 +15,7 @@ from forge_core.config import toml
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source
 from forge_core.registry import Registry
-from forge_data.commands.recipe import read_recipe, recipe_of
+from forge_data.commands.mix import read_recipe, recipe_of
 from forge_data.loading.rows import Buffers, RowReader, TokenRows
 from forge_data.order.cursor import differences_of, refuse_other, sample_of
 from forge_data.sources.scan import place_of

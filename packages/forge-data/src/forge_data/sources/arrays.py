@@ -16,10 +16,10 @@ import numpy as np
 from forge_core.durable_files import publish, sync
 from forge_core.errors import DataError
 from forge_data.sources.store import FORMAT, MANIFEST
-from forge_data.sources.token_files import TokenFiles, TokenFilesInfo, integers, same_dtype
+from forge_data.sources.token_files import TokenFiles, TokenFilesInfo, integers, read_heads, same_dtype
 from forge_data.storage import npy
 from forge_data.storage.document_ends import Delimited
-from forge_data.storage.files import File, find, neighbors, read_bytes, read_each
+from forge_data.storage.files import File, find, neighbors, read_bytes
 from forge_data.storage.shards import Shard, Shards
 from forge_data.storage.workspace import Partial
 
@@ -88,11 +88,6 @@ def open_tokens(
     described = TokenFilesInfo(format="npy" if with_header else "raw", vocab_size=vocab_size)
     identity = f"{eos}" if bos is None else f"bos {bos}"
     return TokenFiles(path, shards, Delimited(shards, eos, bos), described, identity)
-
-
-def read_heads(files: Sequence[File], size: int) -> list[bytes]:
-    """Returns the first `size` bytes of every file."""
-    return read_each(lambda file: read_bytes(file, 0, size), files)
 
 
 def _npy_header(file: File, head: bytes, stated: str | None) -> TokenFileHeader:

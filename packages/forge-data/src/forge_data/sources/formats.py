@@ -8,11 +8,10 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Source
 from forge_data.sources import columns, jsonl
 from forge_data.sources.arrays import is_llmc, open_tokens
-from forge_data.sources.datatrove import open_datatrove
-from forge_data.sources.llmc import open_llmc
 from forge_data.sources.megatron import open_megatron
 from forge_data.sources.records import CorpusPart, Records, Wanted
 from forge_data.sources.store import open_store
+from forge_data.sources.token_files import open_datatrove, open_llmc
 from forge_data.storage.files import File, find, find_one, is_url, read_bytes
 
 TOKEN_FORMATS = ("store", "megatron", "llmc", "datatrove", "tokens")

@@ -10,9 +10,8 @@ from forge_core.errors import ConfigError
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
-from forge_models.hf.attention import windows_of
 from forge_models.hf.config import Allowed, Keys, Unsupported
-from forge_models.hf.moe import ExpertNames, meaning_of_experts
+from forge_models.hf.layers import ExpertNames, meaning_of_experts, windows_of
 from forge_models.hf.rope import meaning, read_rope, write_rope
 
 

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from forge_models.components.attentions import MLA
 from forge_models.components.decoder import DecoderConfig
-from forge_models.hf.attention import LATENT_NAMES, latent_rows
 from forge_models.hf.family import Family
-from forge_models.hf.moe import ExpertNames
+from forge_models.hf.layers import LATENT_NAMES, ExpertNames, latent_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of
-from forge_models.hf.moe import AUXILIARY, unused_loss
+from forge_models.hf.layers import AUXILIARY, unused_loss
 from forge_models.hf.names import DERIVED, FUSED, HEAD, OUTSIDE, TensorPlace, mtp_layers, places_in
 
 if TYPE_CHECKING:

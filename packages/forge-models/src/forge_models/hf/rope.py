@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_models.components.decoder import DecoderConfig
-from forge_models.hf.attention import FULL, SLIDING
 from forge_models.hf.config import WHOLE, Keys, same_value
+from forge_models.hf.layers import FULL, SLIDING
 from forge_models.shape import Rope
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {

@@ -26,7 +26,7 @@ from forge_core.durable_files import replace_file
 from forge_core.errors import BrokenPlugin, ForgeError
 from forge_core.features import Use, interact, used
 from forge_core.layout import Layout
-from forge_core.protocols.job import Job
+from forge_core.protocols.run import Job
 from forge_core.registry import Registry
 from forge_parallel.model.plan import default_transforms
 from forge_parallel.optim.optimizers import PROVEN

@@ -81,8 +81,7 @@ class PipelineScheduleChecks:
     @staticmethod
     def check_ends(component: Any) -> None:
         """The schedule does not deadlock, and its bubble is not larger than GPipe's."""
-        from forge_parallel.pipeline.schedules import placement
-        from forge_parallel.pipeline.simulate import simulate
+        from forge_parallel.pipeline.schedules import placement, simulate
 
         for schedule, ranks, count in _accepted(component):
             bubble = simulate(schedule.actions(ranks, count), len(placement(schedule, ranks))).bubble

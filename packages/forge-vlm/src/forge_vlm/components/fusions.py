@@ -25,7 +25,7 @@ class JointDecoder(Component):
     """Images are tokens of the sequence, in one decoder with one set of weights (LLaVA, Liu et al., 2023)."""
 
     key_class: ClassVar = IDENTITY
-    implementation: ClassVar[str] = "forge_vlm.fusion.early:JointFusion"
+    implementation: ClassVar[str] = "forge_vlm.fusion.fusion:JointFusion"
     feature: ClassVar[str] = "fusion_joint"
     in_stream: ClassVar[bool] = True
 

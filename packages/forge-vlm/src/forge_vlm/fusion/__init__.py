@@ -15,10 +15,10 @@ from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from forge_vlm.fusion.cross import CrossAttentionFusion as CrossAttentionFusion
-    from forge_vlm.fusion.early import JointFusion as JointFusion
     from forge_vlm.fusion.fusion import Fusion as Fusion
     from forge_vlm.fusion.fusion import FusionBase as FusionBase
     from forge_vlm.fusion.fusion import Inputs as Inputs
+    from forge_vlm.fusion.fusion import JointFusion as JointFusion
     from forge_vlm.fusion.modalities import MoTFusion as MoTFusion
     from forge_vlm.fusion.routed import MoMaFusion as MoMaFusion
 
@@ -29,7 +29,7 @@ __getattr__, __dir__ = lazy_exports(
         "Fusion": "fusion",
         "FusionBase": "fusion",
         "Inputs": "fusion",
-        "JointFusion": "early",
+        "JointFusion": "fusion",
         "MoMaFusion": "routed",
         "MoTFusion": "modalities",
     },

@@ -20,8 +20,7 @@ from forge_models.blocks.rope import Rotation
 from forge_models.inner_values import inside, tap
 from forge_models.shape import BlockContext, DecoderShape, MoEShape
 from forge_vlm.context import TEXT, FusionContext
-from forge_vlm.fusion.early import ImageAttention, seen_with_images
-from forge_vlm.fusion.fusion import FusionBase, Inputs, no_tokens_of, with_zero_gradient
+from forge_vlm.fusion.fusion import FusionBase, ImageAttention, Inputs, no_tokens_of, seen_with_images, with_zero_gradient
 
 
 class MoTFusion(FusionBase):

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 from forge_models.components.attentions import MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
-from forge_models.hf.attention import read_latent, write_latent
 from forge_models.hf.config import ANY_VALUE, Keys
 from forge_models.hf.family import Family, read_base, write_base
-from forge_models.hf.moe import ExpertNames, normalized, read_experts, write_experts
+from forge_models.hf.layers import ExpertNames, normalized, read_experts, read_latent, write_experts, write_latent
 
 MTP_LAYERS = "num_nextn_predict_layers"
 """Key of the number of MTP modules."""

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import GeGLU
-from forge_models.hf.attention import read_period, write_local_layers
 from forge_models.hf.config import Keys
 from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
+from forge_models.hf.layers import read_period, write_local_layers
 
 SANDWICH = MappingProxyType(
     {

@@ -5,10 +5,9 @@ from typing import Any, ClassVar
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
-from forge_models.hf.attention import read_window, write_window
 from forge_models.hf.config import ABSENT_OR_ZERO, Keys, Same
 from forge_models.hf.family import Family, read_base, read_heads, write_base
-from forge_models.hf.moe import ExpertNames, read_experts, read_losses, write_experts, write_losses
+from forge_models.hf.layers import ExpertNames, read_experts, read_losses, read_window, write_experts, write_losses, write_window
 
 
 class Mistral(Family):

@@ -5,10 +5,18 @@ from typing import Any, ClassVar
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
-from forge_models.hf.attention import read_period, write_local_layers
 from forge_models.hf.config import Keys
 from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
-from forge_models.hf.moe import ExpertNames, normalized, read_experts, read_losses, write_experts, write_losses
+from forge_models.hf.layers import (
+    ExpertNames,
+    normalized,
+    read_experts,
+    read_losses,
+    read_period,
+    write_experts,
+    write_local_layers,
+    write_losses,
+)
 
 
 class Olmo2(Family):

@@ -4,9 +4,9 @@ from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
-from forge_models.hf.attention import read_window, write_window
 from forge_models.hf.config import ABSENT_OR_FALSE, ABSENT_OR_ZERO, ANY_VALUE, Keys
 from forge_models.hf.family import Family, read_base, read_heads, write_base
+from forge_models.hf.layers import read_window, write_window
 from forge_models.hf.rope import PARTIAL
 
 

@@ -5,10 +5,21 @@ from typing import Any, ClassVar
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
-from forge_models.hf.attention import SLIDING, read_local_layers, read_window, write_local_layers, write_window
 from forge_models.hf.config import ANY_VALUE, Keys
 from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
-from forge_models.hf.moe import ExpertNames, normalized, read_experts, read_losses, write_experts, write_losses
+from forge_models.hf.layers import (
+    SLIDING,
+    ExpertNames,
+    normalized,
+    read_experts,
+    read_local_layers,
+    read_losses,
+    read_window,
+    write_experts,
+    write_local_layers,
+    write_losses,
+    write_window,
+)
 
 
 class Qwen2(Family):

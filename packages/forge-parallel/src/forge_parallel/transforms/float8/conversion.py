@@ -135,7 +135,7 @@ def _convert_experts(modules: Mapping[str, nn.Module], emulate: Literal["auto"] 
 def find_scales(part: nn.Module) -> None:
     """Computes the scales of all weights that will be gathered, together."""
     if _weights(part):
-        from forge_parallel.transforms.float8.weights import look_ahead
+        from forge_parallel.transforms.float8.linear import look_ahead
 
         look_ahead(part)
 
@@ -188,7 +188,7 @@ def _plain(path: str, module: nn.Module) -> nn.Linear:
 
 def _gather_in_float8(part: nn.Module, converted: list[nn.Linear], casting: "Casting", context: "Context") -> None:
     """Wraps the weights of converted layers, except those that other modules use as well."""
-    from forge_parallel.transforms.float8.weights import Float8Shard, GatheredWeight, Gathering
+    from forge_parallel.transforms.float8.linear import Float8Shard, GatheredWeight, Gathering
 
     topology = context.topology
     mesh = topology.data_mesh
