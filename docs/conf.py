@@ -16,7 +16,6 @@ extensions = [
     "myst_parser",
     "forge_components",
     "forge_api",
-    "forge_house",
     "forge_curves",
     "forge_faults",
 ]

@@ -70,9 +70,9 @@ def test_many_differences_are_folded(made, tmp_path) -> None:
 def test_equal_runs_differ_in_nothing_and_unknown_ones_are_not_compared(made, tmp_path) -> None:
     a, b = (made(name, [2.0], name=name, config=config(model__dim=64), versions={"torch": "2"}) for name in "ab")
     silent = made("c", [1.0])
-    assert "Nothing but the name." in report([a, b], tmp_path / "out.html").read_text()
+    assert "Only the names differ." in report([a, b], tmp_path / "out.html").read_text()
     text = report([a, b, silent], tmp_path / "out.html").read_text()
-    assert "Nothing but the name." in text and "not compared by its keys: c." in text
+    assert "Only the names differ." in text and "so their keys are not compared: c." in text
 
 
 def test_recipes_of_runs_that_go_on_are_compared_with_those_of_ended_ones(made, tmp_path) -> None:

@@ -127,7 +127,7 @@ def test_a_request_to_stop_reaches_all_runs_and_no_other_is_started(prepared: An
 
     found, said = run_all(prepared, FakeRuns(loss, looks=5, during=during), 2, asked)
     assert [one.status for one in found.values()] == ["stopped", "stopped", "waiting", "waiting"]
-    assert "SIGTERM: 2 runs are asked to save and stop" in said
+    assert "SIGTERM: stopping 2 runs after they save" in said
     runs = FakeRuns(loss)
     found, _ = run_all(prepared, runs, 2)
     assert len(runs.commands) == 4 and {one.status for one in found.values()} == {"finished"}
@@ -256,7 +256,7 @@ def test_a_run_that_lost_a_rank_or_had_too_little_memory_is_started_again_as_lon
         third: ("failed", 93, 1),
         fourth: ("diverged", 7, 1),
     }
-    assert sum(f"{second}: failed" in line and "it is tried again" in line for line in said) == 4
+    assert sum(f"{second}: failed" in line and "will be restarted" in line for line in said) == 4
 
 
 def test_a_process_gets_its_environment_and_its_output_is_kept(tmp_path: Path) -> None:

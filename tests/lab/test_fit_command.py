@@ -122,7 +122,7 @@ def test_runs_that_are_named_are_refused(tmp_path: Path) -> None:
         gather([tmp_path])
     with pytest.raises(DataError, match="given twice"):
         gather([single(tmp_path, "c"), tmp_path / "b" / ".." / "c"])
-    with pytest.raises(DataError, match="d and e are the same recipe with the same seed"):
+    with pytest.raises(DataError, match="d and e have the same recipe and seed"):
         gather([single(tmp_path, "d"), single(tmp_path, "e")])
 
 

@@ -161,14 +161,17 @@ BAD = {
     'search.metric = "evaluation/heldout/loss"': ("search.metric", "did you mean 'evaluation/held_out/loss'"),
     'search.metric = "lss"': ("search.metric", "did you mean 'loss'"),
     'search.kind = "random"': ("search.samples", "is missing"),
-    "search.samples = 3": ("search.samples", "not for kind = 'grid'"),
-    "search.rungs = [10]": ("search.rungs", "is for kind = 'halving'"),
+    "search.samples = 3": ("search.samples", "has no effect with kind = 'grid'"),
+    "search.rungs = [10]": ("search.rungs", "has an effect only with kind = 'halving'"),
     'search.kind = "halving"': ("search.rungs", "is missing"),
-    'search.kind = "halving"\nsearch.rungs = [20, 10]': ("search.rungs", "must ascend"),
+    'search.kind = "halving"\nsearch.rungs = [20, 10]': ("search.rungs", "must increase"),
     'search.kind = "halving"\nsearch.rungs = [30]': ("search.rungs", "is not before the end of the run (train.max_steps = 30)"),
-    'search.kind = "halving"\nsearch.rungs = [10]\nsearch.repeats = 2': ("search.repeats", "not for kind = 'halving'"),
+    'search.kind = "halving"\nsearch.rungs = [10]\nsearch.repeats = 2': (
+        "search.repeats",
+        "is not supported with kind = 'halving'",
+    ),
     'search.kind = "halving"\nsearch.rungs = [10]\nvary.train.max_steps = [20, 30]': ("vary.train.max_steps", "of one length"),
-    "search.repeats = 2\nvary.job.seed = [1]": ("search.repeats", "varies already"),
+    "search.repeats = 2\nvary.job.seed = [1]": ("search.repeats", "already varies"),
     "search.keep = 1.0": ("search.keep", "less than 1"),
     'vary.job.dir = ["a"]': ("vary.job.dir", "set by the sweep itself"),
     "vary.train.stop_at = [3]": ("vary.train.stop_at", "set by the sweep itself"),
@@ -181,10 +184,10 @@ BAD = {
         "no logarithm",
     ),
     "vary.optimizer.weight_decay = {low = 0, high = 3}": ("vary.optimizer.weight_decay", "count = N"),
-    "vary.optimizer.weight_decay = {low = 0, high = 0.1, count = 600}": ("vary", "1,200 runs are more than the 1,000"),
+    "vary.optimizer.weight_decay = {low = 0, high = 0.1, count = 600}": ("vary", "1,200 runs exceed the maximum of 1,000"),
     'together = [["model.dim", "optimizer.lr"]]\nvary.model.dim = [32]': ("together.0", "different lengths"),
     'together = [["optimizer.lr", "model.dmi"]]': ("together.0", "'model.dmi' does not vary"),
-    'together = [["optimizer.lr"]]': ("together.0", "two keys at least"),
+    'together = [["optimizer.lr"]]': ("together.0", "at least two keys"),
     "vary.train.max_steps = [2]": ("schedule.warmup", "a warm-up of 3 steps is longer than the run"),
     "vary.data.sequence_length = [128]": ("data.sequence_length", "exceed model.max_length = 64"),
 }
@@ -208,7 +211,7 @@ def test_overrides_are_of_every_point_and_have_faults_too(tmp_path: Path) -> Non
 
 def test_nothing_varies(tmp_path: Path) -> None:
     assert "is missing" in faults(tmp_path, 'recipe = "debug"')["vary"]
-    assert "nothing varies" in faults(tmp_path, 'recipe = "debug"\n[vary]')["vary"]
+    assert "no key varies" in faults(tmp_path, 'recipe = "debug"\n[vary]')["vary"]
 
 
 def test_the_recipe_of_a_sweep_is_relative_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

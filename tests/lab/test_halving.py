@@ -65,7 +65,7 @@ def test_the_best_of_each_rung_go_on_to_their_end(tmp_path: Path) -> None:
         "lr=0.005": ("finished", 30),
         "lr=0.006": ("finished", 30),
     }
-    assert "after step 5: 3 of 6 points go on" in said and "after step 12: 2 of 3 points go on" in said
+    assert "after step 5: 3 of 6 points continue" in said and "after step 12: 2 of 3 points continue" in said
     assert [item.point.name[-1] for item in collect_results(made).results] == ["6", "5", "4", "3", "2", "1"]
     again = FakeRuns(rises)
     run_all(made, again)

@@ -184,14 +184,14 @@ def test_resamples_are_seeded_and_can_tell_the_constants_apart() -> None:
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (ladder()[:1] + ladder()[7:8], "2 runs, and 6 are needed"),
+        (ladder()[:1] + ladder()[7:8], "2 runs, but the five constants need 6"),
         (ladder(sizes=SIZES[:1]), "all runs have the same number of parameters"),
-        (ladder(sizes=SIZES[:2]), "the runs have 2 numbers of parameters, and 3 different"),
+        (ladder(sizes=SIZES[:2]), "the runs have 2 numbers of parameters, but 3 different"),
         (ladder(tokens=TOKENS[:1]), "all runs have the same number of tokens"),
         (ladder(tokens=TOKENS[:2]), "the runs have 2 numbers of tokens"),
         (
             [(n, 20 * n, CHINCHILLA.loss(n, 20 * n)) for n in [1e6 * 2**i for i in range(8)]],
-            "tokens grow in step with parameters",
+            "tokens grow in proportion to parameters",
         ),
         ([*ladder(), (1e9, 1e10, -1.0)], "not a positive number"),
         ([*ladder(), (1e9, 1e10, math.nan)], "not a positive number"),

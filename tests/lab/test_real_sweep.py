@@ -165,7 +165,7 @@ def test_a_failed_point_is_listed_and_the_code_says_so(here: Path) -> None:
     hooks = "--hooks=[{name = './fails.py:Fails'}, {name = 'evaluate'}, {name = 'save'}]"
     (here / "seeds.toml").write_text('recipe = "tiny.toml"\nvary.job.seed = [1, 2]\n')
     out = forge("sweep", "seeds.toml", hooks, code=1)
-    assert "seed=2: failed" in out and "RuntimeError: as meant" in out and "it is tried again" in out
+    assert "seed=2: failed" in out and "RuntimeError: as meant" in out and "will be restarted" in out
     assert "RuntimeError: as meant" in (here / "sweeps/seeds/index.html").read_text()
     assert outcome_of(here / "sweeps/seeds/points/seed=1").status == "finished"
 
@@ -176,7 +176,7 @@ def test_a_task_whose_run_lost_a_rank_in_all_its_starts_says_so_to_its_scheduler
     hooks = "--hooks=[{name = './fails.py:Fails'}, {name = 'evaluate'}, {name = 'save'}]"
     (here / "seeds.toml").write_text('recipe = "tiny.toml"\nvary.job.seed = [1, 2]\n')
     out = forge("sweep", "seeds.toml", hooks, "--point", "1", code=5)
-    assert out.count("it is tried again") == 4
+    assert out.count("will be restarted") == 4
     forge("sweep", "seeds.toml", hooks, "--point", "0")
 
 

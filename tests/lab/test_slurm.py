@@ -120,5 +120,5 @@ def test_what_an_array_cannot_do_is_refused(tmp_path: Path) -> None:
     halving = GRID + '[search]\nkind = "halving"\nrungs = [10]\n'
     with pytest.raises(ForgeError, match=r"search\.kind = 'halving'"):
         script(sweep_of(tmp_path, halving), [], None)
-    with pytest.raises(ForgeError, match=r"slurm\.array: the sweep sets it"):
+    with pytest.raises(ForgeError, match=r"slurm\.array is set by the sweep"):
         script(sweep_of(tmp_path, GRID.replace("partition", "array")), [], None)

@@ -1,6 +1,7 @@
 """Documentation that cannot rot in silence: links that lead somewhere, code that parses, commands that exist."""
 
 import ast
+import importlib
 import re
 import shlex
 import tomllib
@@ -44,3 +45,19 @@ def test_code_blocks_parse(page):
         elif language in ("bash", "sh", "console"):
             for line in code.replace("\\\n", " ").splitlines():
                 shlex.split(line, comments=True)
+
+
+def test_the_picture_of_the_packages_has_the_imports_of_the_sources(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "_ext"))
+    package_graph = importlib.import_module("package_graph")
+    assert package_graph.PICTURE.read_text() == package_graph.picture(), "run `python docs/_ext/package_graph.py`"
+
+
+def test_the_page_on_the_architecture_names_existing_folders():
+    rows = re.findall(r"^\| (`forge_\w+`)? ?\| (`[^|]+) \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
+    package, missing = "", []
+    for name, folders in rows:
+        package = name.strip("`") or package
+        (source,) = (path for path in ROOT.glob(f"*/*/src/{package}") if path.is_dir())
+        missing += [f"{package}/{folder}" for folder in re.findall(r"`(\w+)`", folders) if not (source / folder).is_dir()]
+    assert len(rows) > 15 and missing == []

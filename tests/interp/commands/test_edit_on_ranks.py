@@ -140,8 +140,8 @@ def test_a_training_step_has_the_gradient_of_the_edited_model_where_no_rank_shar
         assert found == pytest.approx(one, rel=1e-10)
     for found in world.run(trained, 2, "tp2", "zero"):
         assert found == (
-            "blocks.1.attention.heads is cut over ranks, and an edit of it has no gradient; edit it in evaluation, or in a "
-            "layout that does not cut it"
+            "blocks.1.attention.heads is split over ranks, so an edit of it has no gradient; edit it in evaluation, or use a "
+            "layout that does not split it"
         )
 
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_edited_is_refused_by_name() -> None:
     step, batch = Step(ours, CrossEntropy().build()), rows(0, False)
     for start, options in {
         "positions 'mean' can be captured, not edited": {"names": "norm", "positions": "mean"},
-        "positions 'last_of_word' are not edited on ranks": {"names": "norm", "positions": "last_of_word"},
+        "positions 'last_of_word' are not supported on several ranks": {"names": "norm", "positions": "last_of_word"},
         "blocks.0.router.experts can be captured, not edited": {"names": "blocks.0.router.experts"},
         "norm has no heads": {"names": "norm", "heads": [0]},
         "position 16 is beyond the 16 tokens": {"names": "norm", "positions": 16},

@@ -33,7 +33,7 @@ def test_an_autoencoder_of_stored_activations_is_written(
     said(capsys, "probe", trained / "run", "--text", trained / "text.txt", *names, "--output", tmp_path / "acts")
     options = ("--latents", 40, "--k", 4, "--steps", 200, "--batch", 64)
     file = tmp_path / "sae.safetensors"
-    assert "has 2 inner values, choose one with --name" in refused(capsys, "sae", tmp_path / "acts", "--output", file)
+    assert "has 2 inner values; choose one with --name" in refused(capsys, "sae", tmp_path / "acts", "--output", file)
     name = "blocks.1.residual_after"
     found = said(capsys, "sae", tmp_path / "acts", "--name", name, *options, "--output", file)
     store = ActivationStore(tmp_path / "acts")
@@ -44,11 +44,11 @@ def test_an_autoencoder_of_stored_activations_is_written(
         from forge_train.cli import main
 
         main(["sae", str(tmp_path / "acts"), "--name", name, "--steps", "3", "--output", str(file)])
-    assert "of 128 directions a token" in capsys.readouterr().out
+    assert "of 128 latents per token" in capsys.readouterr().out
 
 
 def test_where_nothing_can_be_written_nothing_is_fitted(trained: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("forge_train.inference.stored.load_model", lambda _: pytest.fail("weights were loaded"))
     options = ("lens", trained / "run", "--text", trained / "text.txt", "--output")
-    assert "give a .safetensors file" in refused(capsys, *options, tmp_path / "lens.pt")
+    assert "must end in .safetensors" in refused(capsys, *options, tmp_path / "lens.pt")
     assert "is not a folder; create it" in refused(capsys, *options, tmp_path / "no" / "lens.safetensors")

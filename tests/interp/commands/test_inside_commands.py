@@ -85,10 +85,10 @@ def test_a_capture_beyond_the_budget_needs_yes(trained: Path, tmp_path: Path, ca
     [
         (("--names", "blocks.0.resid"), "'blocks.0.resid' matches no inner value.*blocks.0.residual"),
         (("--names", "norm", "--heads", "0"), "norm has no heads"),
-        (("--names", "norm", "--layers", "x"), "--layers x: integers with commas"),
-        (("--names", "norm", "--positions", "first"), "--positions first: all, last, mean"),
+        (("--names", "norm", "--layers", "x"), "--layers x: write integers separated by commas"),
+        (("--names", "norm", "--positions", "first"), "--positions first: write all, last, mean"),
         (("--names", "norm", "--positions", "900"), "position 900 is beyond input 0"),
-        (("--names", "norm", "--length", "33"), "--length 33: an input of .* has 1 to 32 tokens"),
+        (("--names", "norm", "--length", "33"), "--length 33: an input of .* must have 1 to 32 tokens"),
     ],
 )
 def test_what_cannot_be_captured_is_refused(trained, tmp_path, capsys, arguments, match) -> None:
@@ -100,18 +100,16 @@ def test_what_cannot_be_captured_is_refused(trained, tmp_path, capsys, arguments
 
 
 def test_options_that_do_not_go_together_are_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--list runs nothing" in refused(capsys, "probe", trained / "run", "--list", "--names", "norm")
+    assert "--list does not run the model" in refused(capsys, "probe", trained / "run", "--list", "--names", "norm")
     assert "a capture needs --names" in refused(capsys, "probe", trained / "run")
-    assert "overrides go with a recipe" in refused(capsys, "probe", trained / "run", "--list", "--model.layers=2")
-    assert "overrides go with --list" in refused(capsys, "probe", trained / "run", "--model.layers=2")
-    assert "needs --text" in refused(capsys, "similarity", trained / "run")
-    assert "--measure cosine: one of" in refused(capsys, "similarity", trained / "run", "--measure", "cosine")
+    assert "has no effect on stored weights" in refused(capsys, "probe", trained / "run", "--list", "--model.layers=2")
+    assert "has no effect on one process" in refused(capsys, "probe", trained / "run", "--model.layers=2")
+    assert "for a model, add --text FILE" in refused(capsys, "similarity", trained / "run")
+    assert "--measure cosine: choose one of" in refused(capsys, "similarity", trained / "run", "--measure", "cosine")
     assert "heat maps are .svg and .png" in refused(capsys, "similarity", trained / "run", "--output", "x.jpg")
-    assert "--pairs goes with --steps" in refused(capsys, "similarity", trained / "run", "--pairs")
-    assert "--pairs goes with --steps" in refused(
-        capsys, "similarity", trained / "run", "--steps", "--pairs", "--output", "x.svg"
-    )
-    assert "--steps takes one run" in refused(capsys, "similarity", trained, trained, "--steps")
+    assert "--pairs needs --steps" in refused(capsys, "similarity", trained / "run", "--pairs")
+    assert "--pairs needs --steps" in refused(capsys, "similarity", trained / "run", "--steps", "--pairs", "--output", "x.svg")
+    assert "--steps needs exactly one run" in refused(capsys, "similarity", trained, trained, "--steps")
 
 
 def test_layers_of_one_model_and_of_its_checkpoints_are_compared(trained, tmp_path, capsys) -> None:
@@ -140,7 +138,7 @@ def test_stores_of_other_tokens_are_not_compared(trained, tmp_path, capsys) -> N
         said(capsys, *arguments, "--output", tmp_path / name, *more)
     same = said(capsys, "similarity", tmp_path / "a", tmp_path / "b")
     assert same["values"][0][0] == pytest.approx(1)
-    assert "are of different tokens" in refused(capsys, "similarity", tmp_path / "a", tmp_path / "short")
+    assert "have different tokens" in refused(capsys, "similarity", tmp_path / "a", tmp_path / "short")
 
 
 def test_a_heat_map_is_svg_with_a_cell_for_each_number() -> None:

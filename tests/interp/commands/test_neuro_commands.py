@@ -85,7 +85,7 @@ def test_stored_activations_give_what_the_model_gives(trained, sentences, tmp_pa
     in_time = said(capsys, "neuro", "encode", tmp_path / "acts", "--target", tmp_path / "timed.npz", "--lags", "1,2")
     assert (in_time["rows"], in_time["lags"]) == (54, [1, 2])
     np.savez(tmp_path / "short.npz", data=np.ones((9, 2)) * np.arange(9)[:, None])
-    assert "has 27 rows and the recording 9 rows" in refused(
+    assert "has 27 rows, but the recording has 9 rows" in refused(
         capsys, "neuro", "encode", tmp_path / "acts", "--target", tmp_path / "short.npz", "--folds", 2
     )
 
@@ -134,9 +134,9 @@ def test_words_are_found_at_their_times_and_with_the_delay_of_the_recording(trai
         (("--folds", 14), "cannot make 14 folds"),
         (("--folds", 13), "24 rows cannot make 13 folds"),
         (("--folds", 3, "--lags", "27"), "lag 27: lags are 0 to 26"),
-        (("--folds", 3, "--lags", "0,1"), "a stimulus read apart; leave them out"),
-        (("--folds", 3, "--lags", "x"), "--lags x: integers"),
-        (("--folds", 3, "--pool", "first"), "--pool first: last or mean"),
+        (("--folds", 3, "--lags", "0,1"), "a stimulus of its own; remove --lags"),
+        (("--folds", 3, "--lags", "x"), "--lags x: write integers"),
+        (("--folds", 3, "--pool", "first"), "--pool first: choose last or mean"),
         (("--folds", 3, "--names", "blocks.0.resid"), "matches no inner value"),
         (("--folds", 3, "--length", 99), "--length 99: an input of"),
         (("--folds", 3, "--length", 3), "stimulus 0 has"),

@@ -199,7 +199,7 @@ def refusals(layout: str) -> list[str]:
     model: Any = laid_out.part
     with (
         laid_out.inference(whole_sequences=True),
-        pytest.raises(InterpError, match="a cache is not gathered"),
+        pytest.raises(InterpError, match="in a forward with a cache"),
         capture_sharded(laid_out, whole, "norm"),
     ):
         model(batch.tokens, cache=model.new_cache(4, 20))
@@ -210,13 +210,13 @@ def test_what_cannot_be_gathered_is_refused_by_name() -> None:
     for message, start in zip(
         refusals("1"),
         (
-            "positions 'mean' are not gathered from ranks",
+            "positions 'mean' are not supported on several ranks",
             "'blocks.9.residual' matches no inner value",
             "position 16 is beyond the 16 tokens of a row",
-            "samples have no 4 numbers for forward 0",
+            "samples does not have 4 numbers for forward 0",
             "blocks.0.mlp.hidden has 26 of 20 features on this rank",
-            "norm did not come once from every rank",
-            "logits is there once the context has ended, if a forward passed it",
+            "norm: a share is missing, or two ranks sent the same one",
+            "logits is not available: read it after the context has ended",
         ),
         strict=True,
     ):
@@ -253,5 +253,5 @@ def test_pieces_travel_as_bytes_and_come_together_once() -> None:
     assert where.tolist() == [[2, 0], [5, 1]]
     assert value.tolist() == [[[9, 10, 11], [6, 7, 8], [-2] * 3], [[3, 4, 5], [0, 1, 2], [-1] * 3]]
     for wrong in (sent[:2], [*sent, sent[1]]):
-        with pytest.raises(InterpError, match="x did not come once"):
+        with pytest.raises(InterpError, match="x: a share is missing"):
             assemble_pieces("x", wrong, (3, 3))

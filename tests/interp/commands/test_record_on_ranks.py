@@ -225,7 +225,7 @@ def with_other_shares(folder: str, rank: int) -> str:
 
 def test_values_that_do_not_come_together_on_one_rank_stop_all(world: World, tmp_path: Path) -> None:
     for said in world.run(with_other_shares, 2, str(tmp_path / "x"), 1):
-        assert said.startswith("norm did not come once from every rank")
+        assert said.startswith("norm: a share is missing, or two ranks sent the same one")
 
 
 def test_a_store_whose_manifest_could_not_be_written_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_what_cannot_be_stored_is_refused_on_all_ranks(world: World, tmp_path: P
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
     refused = {
-        "logits is not made where ranks evaluate": ("empty", {"names": ["logits", "norm"]}),
+        "logits is not computed on several ranks": ("empty", {"names": ["logits", "norm"]}),
         f"{tmp_path / 'other'} is not empty and not a store": ("other", {"names": "norm"}),
         f"{tmp_path / 'other/file/x'} cannot be written: Not a directory": ("other/file/x", {"names": "norm"}),
     }
@@ -270,7 +270,7 @@ def test_a_row_that_a_layout_would_make_too_long_is_refused(tmp_path: Path) -> N
     with torch.device("meta"):
         whole = odd.build()
     model = laid_out("dense", "1")
-    with pytest.raises(InterpError, match="an input has 15 tokens, which layout 1 fills up to 16, more than max_length 15"):
+    with pytest.raises(InterpError, match="an input has 15 tokens, which layout 1 pads to 16, more than max_length 15"):
         record_sharded(model, whole, [torch.zeros(15, dtype=torch.int64)], tmp_path / "x", "norm", weights="")
     assert not (tmp_path / "x").exists()
 

@@ -53,7 +53,7 @@ def test_a_good_machine_passes() -> None:
         (replace(GOOD, devices=(H100, A100)), "devices are alike", "SLOW", "slowest"),
         (replace(GOOD, devices=(V100,)), "kernels", "FAIL", "install a torch"),
         (replace(GOOD, devices=(V100,), architectures=("sm_70",)), "bf16", "SLOW", "fp32"),
-        (replace(GOOD, devices=(A100,), wants_float8=True), "float8", "SLOW", "leave out transforms.float8"),
+        (replace(GOOD, devices=(A100,), wants_float8=True), "float8", "SLOW", "remove transforms.float8"),
         (replace(GOOD, devices=(A100,)), "float8", "SKIPPED", "transforms.float8"),
         (torch_build.BuildFacts(seen=False, version="2.13.0+cpu"), "GPU", "SKIPPED", "nvidia-smi"),
     ],

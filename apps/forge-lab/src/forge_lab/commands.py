@@ -16,24 +16,24 @@ FAILED = 1
 
 def sweep(
     context: typer.Context,
-    grid: Annotated[Path, typer.Argument(help="A TOML file that says what varies.", show_default=False)],
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Runs at a time. Default: 1.", show_default=False)] = None,
+    grid: Annotated[Path, typer.Argument(help="A TOML file with a recipe and the keys to vary.", show_default=False)],
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Concurrent runs. Default: 1.", show_default=False)] = None,
     dry_run: Annotated[
-        bool, typer.Option("--list", "--dry-run", help="Show the points with parameters, tokens and FLOPs; start nothing.")
+        bool, typer.Option("--list", "--dry-run", help="List the points with parameters, tokens and FLOPs; start no run.")
     ] = False,
     slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch: one job array over the points.")] = False,
     point: Annotated[
-        int | None, typer.Option("--point", min=0, help="Train this point alone, counted from 0.", show_default=False)
+        int | None, typer.Option("--point", min=0, help="Train only this point, counted from 0.", show_default=False)
     ] = None,
-    results: Annotated[bool, typer.Option("--results", help="Compare what is there already; start nothing.")] = False,
+    results: Annotated[bool, typer.Option("--results", help="Compare the existing results; start no run.")] = False,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Directory instead of sweeps/<name of GRID>.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Train a grid, random settings, or by successive halving; started again, it resumes. Any key can be set: --optimizer.lr=1e-3
+    """Train variants of a recipe: a grid, random points, or successive halving. Started again, it resumes.
 
-    GRID.toml names a recipe and what varies:
+    GRID.toml names a recipe and the keys to vary; any other key can be set by an override such as --optimizer.lr=1e-3:
 
     \b
         recipe = "debug"
@@ -43,8 +43,8 @@ def sweep(
         [search]
         metric = "evaluation/held_out/loss"
 
-    Every point is checked before the first one starts. Each is an ordinary run in sweeps/<name>/points; index.html compares them,
-    and best.toml is the recipe of the best. `forge-train fit sweeps/<name>` fits a scaling law to them.
+    Every point is checked before the first one starts. Each point is an ordinary run in sweeps/<name>/points; index.html compares
+    the points, and best.toml is the recipe of the best one. `forge-train fit sweeps/<name>` fits a scaling law to them.
     """
     from forge_core.terminal import Console
     from forge_lab.sweep.grid import read_sweep
@@ -80,7 +80,7 @@ def _refuse_pairs(given: dict[str, bool]) -> None:
 
     chosen = [name for name, is_given in given.items() if is_given]
     if len(chosen) > 1:
-        raise ForgeError(f"{' and '.join(chosen)} are different things to do: give one of them")
+        raise ForgeError(f"{' and '.join(chosen)} exclude each other; give only one")
 
 
 def _list(made: "Sweep", console: "Console") -> None:
@@ -102,7 +102,7 @@ def _list(made: "Sweep", console: "Console") -> None:
         size = sizes[point.name]
         body.append([index, point.name, made.steps(point), *map(number, (size.parameters, size.tokens, size.flops))])
     console.table(("point", "name", "steps", "parameters", "tokens", "FLOPs"), body)
-    console.text(f"{len(made.points)} points, {number(total)} FLOPs in all, in {made.directory}; nothing was started")
+    console.text(f"{len(made.points)} points, {number(total)} FLOPs in total, in {made.directory}; no run was started")
 
 
 def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> int:
@@ -120,13 +120,13 @@ def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> i
     if point is not None and point >= len(made.points):
         raise ForgeError(f"--point {point}: the sweep has {len(made.points)} points, 0 to {len(made.points) - 1}")
     if point is not None and made.grid.search.kind == "halving":
-        raise ForgeError("--point: search.kind = 'halving' compares all points after each rung; run the sweep without it")
+        raise ForgeError("--point: search.kind = 'halving' compares all points after each rung; run the sweep without --point")
     places = slots(jobs if point is None else 1, made.grid.processes, accelerator.count())
     write_recipes(made)
     chosen = made.points if point is None else (made.points[point],)
     left = [one for one in chosen if not outcome_of(made.folder(one)).ended]
     if len(left) < len(chosen):
-        say(f"{len(chosen) - len(left)} of {len(chosen)} points are done already")
+        say(f"{len(chosen) - len(left)} of {len(chosen)} points are already done")
     asked = StopRequests()
     with asked.listening():
         executor = Executor(made, places, say, asked)
@@ -137,7 +137,7 @@ def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> i
     if point is None or not left:
         _compare(made, console)
     if asked.times:
-        say(f"stopped by {asked.name}; start the same command again to go on")
+        say(f"stopped by {asked.name}; start the same command again to continue")
         return REQUEUE
     failed = [one.name for one in chosen if outcome_of(made.folder(one)).status == "failed"]
     if failed:
@@ -170,19 +170,20 @@ def _compare(made: "Sweep", console: "Console") -> "Results":
 def fit(
     places: Annotated[list[Path], typer.Argument(help="Directories of sweeps and of runs.", show_default=False)],
     metric: Annotated[
-        str | None, typer.Option("--metric", help="The loss. Default: the sweep's metric, or evaluation/held_out/loss.")
+        str | None,
+        typer.Option("--metric", help="Metric of the loss. Default: the sweep's, or evaluation/held_out/loss."),
     ] = None,
     parameters: Annotated[
         Literal["all", "blocks", "active"],
-        typer.Option("--parameters", help="Which count as N: all, those without token table and head, or those a token uses."),
+        typer.Option("--parameters", help="Parameters to count as N: all, those of the blocks, or those that one token uses."),
     ] = "all",
     budget: Annotated[
         list[float] | None,
-        typer.Option("--budget", help="FLOPs to predict the best size for; may be given several times.", show_default=False),
+        typer.Option("--budget", help="FLOPs for which to predict the best size; may be repeated.", show_default=False),
     ] = None,
-    unfinished: Annotated[bool, typer.Option("--unfinished", help="Count runs before the end of their schedule.")] = False,
-    resamples: Annotated[int, typer.Option("--resamples", min=100, help="Resamples of the runs, for the intervals.")] = 1000,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the resamples.")] = 0,
+    unfinished: Annotated[bool, typer.Option("--unfinished", help="Include runs before the end of their schedule.")] = False,
+    resamples: Annotated[int, typer.Option("--resamples", min=100, help="Number of resamples for the intervals.")] = 1000,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the resamples.")] = 0,
     output: Annotated[
         Path | None,
         typer.Option("--output", help="Directory for fit.json and fit.html. Default: the sweep's, or scaling."),
@@ -191,8 +192,8 @@ def fit(
 ) -> None:
     """Fit L(N, D) = E + A/N^alpha + B/D^beta to finished runs, with intervals, and predict compute-optimal sizes.
 
-    Six runs at least, with three sizes and three numbers of tokens that vary apart. A power law of the compute is fitted through
-    the best runs as well. Writes fit.json and fit.html.
+    Needs at least six runs, with three sizes and three numbers of tokens that vary independently. Also fits a power law of the
+    compute to the best runs. Writes fit.json and fit.html.
 
     forge-train fit sweeps/ladder --budget 1e18 --budget 1e20
     """
@@ -204,7 +205,7 @@ def fit(
 
     console = Console(as_json=as_json)
     if wrong := [value for value in budget or () if not 0 < value < float("inf")]:
-        raise ForgeError(f"--budget {wrong[0]:g}: FLOPs are a positive number, such as 1e18")
+        raise ForgeError(f"--budget {wrong[0]:g}: FLOPs must be a positive number, such as 1e18")
     given = gather(places, metric, parameters, unfinished)
     for name, why in given.left_out:
         console.note(f"left out: {name}: {why}")
@@ -243,7 +244,7 @@ def _show(found: dict[str, Any], console: "Console") -> None:
 
     law, frontier = found["law"], found["frontier"]
     console.text(f"{found['formula']}, {len(found['runs'])} runs, N: {found['parameters_counted']} parameters, {found['flops']}")
-    console.text(f"intervals: {found['intervals']['level']:.0%}, {found['intervals']['resamples']} resamples of the runs")
+    console.text(f"intervals: {found['intervals']['level']:.0%}, from {found['intervals']['resamples']} resamples of the runs")
     for name, item in law.items():
         console.text(f"  {name.replace('_', ' '):20} {with_interval(item)}")
     for warning in found["warnings"]:
@@ -252,7 +253,7 @@ def _show(found: dict[str, Any], console: "Console") -> None:
         console.text(f"{frontier['formula']}: {frontier['missing']}")
     else:
         shown = ", ".join(f"{name} {with_interval(frontier[name])}" for name in ("E'", "k", "gamma"))
-        console.text(f"{frontier['formula']}, through {frontier['runs']} runs: {shown}")
+        console.text(f"{frontier['formula']}, fitted to {frontier['runs']} runs: {shown}")
     names = ("parameters", "tokens", "tokens_per_parameter", "loss")
     body = [[number(item["flops"]), *(with_interval(item[name]) for name in names)] for item in found["budgets"]]
     console.table(("FLOPs", *(name.replace("_", " ") for name in names)), body, title="Compute-optimal sizes")
@@ -263,14 +264,14 @@ def compare(
         list[Path], typer.Argument(help="Directories of runs, or folders of runs: runs/demo runs/other.", show_default=False)
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where to write the page; by default report.html in the only folder, else here.")
+        Path | None, typer.Option("--out", help="File of the page. Default: report.html in the only folder, otherwise here.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write one offline page about several runs: their curves on top of each other, and what differs between them.
+    """Write one offline page that compares several runs: overlaid curves, and a table of differences.
 
-    Keys of the recipes, facts of the machines and versions that are not the same in all runs are in a table; the rest is as in
-    the report of one run. Runs that go on are compared as far as they are.
+    The table lists the keys of the recipes, the machines and the versions that differ; everything else is as in the report of one
+    run. Unfinished runs are compared up to their last step.
 
     forge-train compare runs/small runs/wide --out compared.html
     """
@@ -280,7 +281,7 @@ def compare(
     from forge_train.report.page import directories_of
 
     if len(directories_of(runs)) < 2:
-        raise ForgeError(f"{runs[0]} is one run, and a comparison needs two; forge-train report writes the page of one")
+        raise ForgeError(f"{runs[0]} is one run, but a comparison needs two; use forge-train report for one run")
     path = write_comparison(runs, out)
     console = Console(as_json=as_json)
     if as_json:

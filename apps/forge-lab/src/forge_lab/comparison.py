@@ -51,11 +51,11 @@ def differences(runs: Sequence[RunRecord]) -> str:
     ]
     table.sort(key=lambda line: ABSENT in line)
     head = ["key", *(run.label for run in runs)]
-    said = rows(head, table[:SHOWN], code=range(len(head))) if table else '<p class="dim">Nothing but the name.</p>'
+    said = rows(head, table[:SHOWN], code=range(len(head))) if table else '<p class="dim">Only the names differ.</p>'
     if more := table[SHOWN:]:
         said += f"<details><summary>{len(more)} more</summary>{rows(head, more, code=range(len(head)))}</details>"
     silent = ", ".join(run.label for run in runs if not run.config)
-    return said + (f'<p class="dim">Without a recipe, and so not compared by its keys: {escape(silent)}.</p>' if silent else "")
+    return said + (f'<p class="dim">Without a recipe, so their keys are not compared: {escape(silent)}.</p>' if silent else "")
 
 
 def by_name(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -260,7 +260,8 @@ class Decoder(nn.Module):
                 x, router_stats = x
             if router_stats is not None:
                 observed += [(block.mlp, router_stats)] if isinstance(router_stats, Tensor) else block.observed(router_stats)
-        x = observe_all(x, observed)  # outside blocks, where recomputation does not repeat it
+        if observed:
+            x = observe_all(x, observed)  # outside blocks, where recomputation does not repeat it
         with scope("", self):
             return tap("residual", x) if self.head is not None else x
 

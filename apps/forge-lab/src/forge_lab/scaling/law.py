@@ -236,18 +236,18 @@ class ObservedLosses:
 def _faults(given: ObservedLosses) -> list[str]:
     count, faults = len(given.losses), []
     if count < FEWEST_RUNS:
-        faults.append(f"{count} runs, and {FEWEST_RUNS} are needed for the five constants")
+        faults.append(f"{count} runs, but the five constants need {FEWEST_RUNS}")
     if bool((given.losses <= 0).any()) or not bool(torch.isfinite(given.losses).all()):
         faults.append("a loss is not a positive number")
     for what, values in (("parameters", given.parameters), ("tokens", given.tokens)):
         distinct = len(values.unique())
         if distinct < DISTINCT:
             said = f"all runs have the same number of {what}" if distinct < 2 else f"the runs have {distinct} numbers of {what}"
-            faults.append(f"{said}, and {DISTINCT} different ones are needed")
+            faults.append(f"{said}, but {DISTINCT} different ones are needed")
     if not faults and _correlation(given) > _ALIKE:
         faults.append(
-            "tokens grow in step with parameters, so their effects cannot be told apart: add runs with more or fewer tokens for "
-            "the same parameters"
+            "tokens grow in proportion to parameters, so their effects cannot be separated: add runs with more or fewer tokens "
+            "for the same parameters"
         )
     return faults
 
@@ -293,14 +293,14 @@ def fit(given: ObservedLosses, resamples: int = 1000, seed: int = 0) -> Fit:
         if not power > 0:
             raise DataError(f"a scaling law cannot be fitted: the losses do not fall with more {what} (exponent {power:.3g})")
     if not all(math.isfinite(value) for value in vars(law).values()):
-        raise DataError(f"a scaling law cannot be fitted: its constants are no finite numbers ({law})")
+        raise DataError(f"a scaling law cannot be fitted: its constants are not finite ({law})")
     chance = chance_of(terms, losses, float(objectives[best]), seed)
     for what, often in zip(("parameters", "tokens"), chance, strict=True):
         if often > CHANCE:
             raise DataError(
-                f"a scaling law cannot be fitted: a law without {what} fits the losses as well. Their term lowers the Huber loss "
-                f"as much in {often:.0%} of {_PERMUTATIONS} permutations of what that law leaves over, and may in "
-                f"{CHANCE:.0%}. Add runs whose {what} differ more, or runs that train longer"
+                f"a scaling law cannot be fitted: a law without {what} fits the losses as well. In {often:.0%} of "
+                f"{_PERMUTATIONS} permutations of its residuals, the term of {what} lowers the Huber loss as much as in the "
+                f"data; at most {CHANCE:.0%} are allowed. Add runs whose {what} differ more, or runs that train longer"
             )
     weights = draw_resamples(given, resamples, seed)
     again, _ = minimize(terms, losses.expand(resamples, -1), weights, found[best].expand(resamples, -1).contiguous())

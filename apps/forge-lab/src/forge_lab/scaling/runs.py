@@ -73,10 +73,10 @@ def gather(
         elif (place / RECIPE).is_file():
             found.append((place.resolve().name, place, False))
         else:
-            raise DataError(f"{place} has neither {SWEEP_FILE} of a sweep nor {RECIPE} of a run: give directories of these")
+            raise DataError(f"{place} has neither {SWEEP_FILE} of a sweep nor {RECIPE} of a run; give such a directory")
     resolved = [path.resolve() for _, path, _ in found]
     if twice := [str(path) for index, path in enumerate(resolved) if path in resolved[:index]]:
-        raise DataError(f"{twice[0]} is given twice; a run counts once")
+        raise DataError(f"{twice[0]} is given twice; give each run once")
     metric = metric or next(iter(metrics), DEFAULT)
     kept: list[tuple[FittedRun, Resolved]] = []
     left_out: list[tuple[str, str]] = []
@@ -103,7 +103,7 @@ def _run(
     step = max((entry["step"] for entry in entries), default=0)
     steps = resolved.job.train.max_steps
     if step < steps and not unfinished:
-        return f"it is at step {step} of {steps}: the end of a schedule lowers the loss (--unfinished counts it anyway)", None
+        return f"it is at step {step} of {steps}: the end of a schedule lowers the loss (--unfinished includes it)", None
     at_end = [entry for entry in entries if entry["step"] == step or unfinished]
     values = [(entry[metric], entry["step"]) for entry in at_end if metric in entry]
     if not values:
@@ -115,7 +115,7 @@ def _run(
     size = run_size(resolved.job)
     parameters = {"all": size.parameters, "blocks": size.blocks, "active": size.active}[counted]
     if parameters is None:
-        return f"its model does not tell its parameters apart (--parameters {counted})", None
+        return f"its model does not report these parameters (--parameters {counted})", None
     tokens = max((int(entry["tokens"]) for entry in entries if "tokens" in entry and entry["step"] <= at), default=0)
     if tokens <= 0 or parameters <= 0:
         return f"it has {parameters} parameters and {tokens} tokens", None
@@ -127,7 +127,7 @@ def _refuse_same(kept: Sequence[tuple[FittedRun, Resolved]]) -> None:
     for run, resolved in kept:
         recipe = json.dumps(_without_place(resolved.as_json()), sort_keys=True, default=str)
         if recipe in seen:
-            raise DataError(f"{seen[recipe]} and {run.name} are the same recipe with the same seed; leave one of them out")
+            raise DataError(f"{seen[recipe]} and {run.name} have the same recipe and seed; remove one of them")
         seen[recipe] = run.name
 
 

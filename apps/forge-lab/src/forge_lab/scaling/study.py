@@ -108,7 +108,7 @@ def _warnings(constants: Mapping[str, Any]) -> Iterator[str]:
         if item is not None and item["low"] is not None and item["low"] <= 0 <= item["high"]:
             yield (
                 f"the {LEVEL:.0%} interval of {name}, {item['low']:.3g} to {item['high']:.3g}, contains 0: these runs do not "
-                "show that the loss falls at all this way, and what follows from it means nothing"
+                "show that the loss falls with it, so predictions that depend on it mean nothing"
             )
 
 
@@ -135,7 +135,7 @@ def _budget(found: Fit, flops: float, largest: float) -> dict[str, Any]:
     try:
         made = {name: _measured(of(found.law), _of_sound(rest, of)) for name, of in quantities.items()}
     except ArithmeticError as cause:
-        raise DataError(f"a scaling law was fitted that cannot be used: {cause}") from cause
+        raise DataError(f"the fitted scaling law cannot be used: {cause}") from cause
     without = len(found.resampled) - len(sound)
     return {"flops": flops, "times_the_largest_run": flops / largest, **made, "resamples_without_optimum": without}
 
@@ -143,7 +143,7 @@ def _budget(found: Fit, flops: float, largest: float) -> dict[str, Any]:
 def _frontier(found: Frontier | None, runs: int) -> dict[str, Any]:
     formula = "L(C) = E' + k C^-gamma"
     if found is None:
-        return {"formula": formula, "missing": f"{runs} runs are on the frontier, and {FEWEST_ON_FRONTIER} are needed"}
+        return {"formula": formula, "missing": f"{runs} runs are on the frontier, but {FEWEST_ON_FRONTIER} are needed"}
     return {
         "formula": formula,
         "E'": _measured(found.law.irreducible, [law.irreducible for law in found.resampled]),
@@ -163,21 +163,21 @@ LAW, PAGE = "fit.json", "fit.html"
 """Files that `forge-train fit` writes; for a single sweep, into its directory."""
 _POINTS = 60
 _MEANING = {
-    "E": "loss that neither parameters nor tokens lower",
-    "A": "of the parameters",
-    "B": "of the tokens",
+    "E": "irreducible loss",
+    "A": "constant of the parameters",
+    "B": "constant of the tokens",
     "alpha": "exponent of the parameters",
     "beta": "exponent of the tokens",
     "parameters_exponent": "a: the best N grows as C^a",
     "tokens_exponent": "b: the best D grows as C^b",
-    "loss_exponent": "of the compute, in the best loss",
+    "loss_exponent": "exponent of the compute in the best loss",
 }
 
 
 def page_parts(found: Mapping[str, Any]) -> list[str]:
     """Returns the HTML parts of a result of `forge_lab.scaling.study.study`."""
     law = law_of(found)
-    counted = {"all": "all", "blocks": "without token table and head", "active": "used by one token"}[found["parameters_counted"]]
+    counted = {"all": "all", "blocks": "without embedding and head", "active": "used by one token"}[found["parameters_counted"]]
     how = found["intervals"]
     note = (
         f"{found['formula']}, fitted to {len(found['runs'])} runs: {found['metric']} in nats per token, N parameters "
@@ -198,8 +198,8 @@ def page_parts(found: Mapping[str, Any]) -> list[str]:
             [_budget_row(item) for item in found["budgets"]],
             numbers=range(6),
         ),
-        '<p class="dim">What lies far beyond the largest run is an extrapolation; the intervals know nothing of changes that no '
-        "run has seen.</p>",
+        '<p class="dim">Predictions far beyond the largest run are extrapolations; the intervals do not include effects that no '
+        "run has shown.</p>",
         _left_out(found["left_out"]),
     ]
 
@@ -232,7 +232,7 @@ def _constants_table(found: Mapping[str, Any]) -> list[list[Any]]:
     frontier = found["frontier"]
     if "missing" in frontier:
         return [*table, [frontier["formula"], "", "", "", frontier["missing"]]]
-    of = f"of {frontier['formula']}, through the {frontier['runs']} runs on the frontier"
+    of = f"of {frontier['formula']}, fitted to the {frontier['runs']} runs on the frontier"
     return [*table, *(row(name, frontier[name], of) for name in ("E'", "k", "gamma"))]
 
 
@@ -285,4 +285,4 @@ def _left_out(items: Sequence[Mapping[str, str]]) -> str:
     if not items:
         return ""
     table = [[item["name"], item["why"]] for item in items]
-    return f"<details><summary>{len(items)} runs that do not count</summary>{rows(['run', 'why'], table)}</details>"
+    return f"<details><summary>{len(items)} runs are left out</summary>{rows(['run', 'why'], table)}</details>"

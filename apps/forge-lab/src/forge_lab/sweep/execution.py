@@ -62,7 +62,7 @@ def slots(jobs: int, processes: int, accelerators: int, given: Mapping[str, str]
     share = max(1, len(devices) // jobs)
     if devices and processes > share:
         raise ForgeError(
-            f"--jobs {jobs}: {len(devices)} accelerators leave {share} for each run, which has {processes} processes; "
+            f"--jobs {jobs}: with {len(devices)} accelerators each run gets {share}, but has {processes} processes; "
             f"lower --jobs to {len(devices) // processes}"
             if len(devices) >= processes
             else f"processes = {processes}: this machine has {len(devices)} accelerators; lower it"
@@ -213,7 +213,7 @@ class Executor:
 
     def _stop(self, running: Sequence["_Running"], times: int) -> None:
         hard = times > 2
-        self.say(f"{self.asked.name}: {len(running)} runs are asked to " + ("end at once" if hard else "save and stop"))
+        self.say(f"{self.asked.name}: stopping {len(running)} runs " + ("at once" if hard else "after they save"))
         for one in running:
             one.process.stop(hard)
 
@@ -240,7 +240,7 @@ def _told(point: Point, now: Outcome, again: bool, metric: str) -> str:
     result = f", {metric} {now.value:.6g}" if now.value is not None else ""
     line = f"{point.name}: {now.status} at step {now.step}{result}"
     if now.status in ("failed", "diverged") and now.said:
-        line += f" (exit code {now.code}{', it is tried again' if again else ''}); its last lines:\n"
+        line += f" (exit code {now.code}{', will be restarted' if again else ''}); its last lines:\n"
         line += "\n".join(f"    {text}" for text in now.said)
     return line
 
@@ -261,7 +261,7 @@ def train(sweep: Sweep, executor: Executor, say: Callable[[str], None]) -> None:
         found = outcomes(sweep)
         values = {point.name: found[point.name].rungs.get(str(rung)) for point in alive}
         going_on = survivors(alive, values, sweep.grid.search)
-        say(f"after step {rung}: {len(going_on)} of {len(alive)} points go on")
+        say(f"after step {rung}: {len(going_on)} of {len(alive)} points continue")
         alive = going_on
     found = outcomes(sweep)
     executor.run([Task(point) for point in alive if not found[point.name].ended])

@@ -42,8 +42,8 @@ def write_recipes(sweep: Sweep, registry: Registry | None = None) -> None:
                     f"{len(changed)} of {len(sweep.points)} points of {sweep.directory} were begun with another recipe:",
                     *shown,
                     *more,
-                    "give the sweep another directory (--dir=PATH), undo the change, or, to train these points anew, remove "
-                    f"{sweep.directory / 'points'}/NAME of each",
+                    "use another directory (--dir=PATH), undo the change, or delete "
+                    f"{sweep.directory / 'points'}/NAME of each point to train it again",
                 ]
             )
         )

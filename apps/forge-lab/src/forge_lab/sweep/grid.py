@@ -118,7 +118,7 @@ def _recipe(given: str, tree: Table, folder: Path, registry: Registry) -> tuple[
 
 def _own_keys(axes: Sequence[Axis], vary: Table) -> Iterator[Fault]:
     for key in (key for axis in axes for key in axis.keys if key in OURS):
-        yield Fault(f"vary.{key}", "is set by the sweep itself", origin_at(vary, key), "leave it out")
+        yield Fault(f"vary.{key}", "is set by the sweep itself", origin_at(vary, key), "remove it")
 
 
 def _search_faults(made: Grid, axes: Sequence[Axis]) -> Iterator[Fault]:
@@ -128,37 +128,35 @@ def _search_faults(made: Grid, axes: Sequence[Axis]) -> Iterator[Fault]:
     uncounted = [axis.keys[0] for axis in axes if axis.range is not None and axis.range.count is None]
     draws = search.kind == "random" or (search.kind == "halving" and search.samples is not None)
     if not keys:
-        yield Fault("vary", "nothing varies", hint="name a key of the recipe: [vary] optimizer.lr = [1e-3, 3e-3]")
+        yield Fault("vary", "no key varies", hint="add a key of the recipe: [vary] optimizer.lr = [1e-3, 3e-3]")
     if search.kind == "random" and search.samples is None:
-        yield Fault("search.samples", "is missing: how many points does kind = 'random' draw?")
+        yield Fault("search.samples", "is missing: the number of points that kind = 'random' draws")
     if search.kind == "grid" and search.samples is not None:
-        yield Fault("search.samples", "is not for kind = 'grid', which trains every combination", hint="leave it out")
+        yield Fault("search.samples", "has no effect with kind = 'grid', which trains every combination", hint="remove it")
     for key in uncounted if not draws else ():
         hint = "give the range a count = N, or a list" + ("" if search.kind == "grid" else ", or set search.samples")
-        yield Fault(f"vary.{key}", f"is a range without an end of values for kind = {search.kind!r}", hint=hint)
+        yield Fault(f"vary.{key}", f"is a range, but kind = {search.kind!r} needs a finite number of values", hint=hint)
     for key in [key for key in ranges if key not in uncounted] if draws else ():
-        yield Fault(f"vary.{key}.count", "is for a grid, and here values are drawn", hint="leave it out")
+        yield Fault(f"vary.{key}.count", "has an effect only in a grid, but here values are drawn", hint="remove it")
     if search.repeats > 1 and SEED in keys:
-        yield Fault("search.repeats", f"{search.repeats} runs of each point vary {SEED}, which varies already", hint="keep one")
+        yield Fault("search.repeats", f"{search.repeats} runs of each point vary {SEED}, which already varies", hint="keep one")
     count = search.repeats * (search.samples or math.prod(len(axis.every()) for axis in axes if axis.keys[0] not in uncounted))
     if count > MOST:
         key, hint = ("vary", "use kind = 'random', or fewer values") if search.samples is None else ("search.samples", "lower it")
-        yield Fault(key, f"{count:,} runs are more than the {MOST:,} that a sweep may have", hint=hint)
+        yield Fault(key, f"{count:,} runs exceed the maximum of {MOST:,} runs of a sweep", hint=hint)
     if search.kind != "halving":
         if search.rungs:
-            yield Fault("search.rungs", f"is for kind = 'halving', not {search.kind!r}", hint="leave it out")
+            yield Fault("search.rungs", f"has an effect only with kind = 'halving', not {search.kind!r}", hint="remove it")
         return
     if not search.rungs:
-        yield Fault("search.rungs", "is missing: after which steps are points compared?", hint="such as rungs = [100, 300]")
+        yield Fault("search.rungs", "is missing: the steps after which points are compared", hint="such as rungs = [100, 300]")
     if sorted(set(search.rungs)) != list(search.rungs):
-        yield Fault("search.rungs", f"{list(search.rungs)} must ascend")
+        yield Fault("search.rungs", f"{list(search.rungs)} must increase")
     if search.repeats > 1:
-        yield Fault(
-            "search.repeats", "is not for kind = 'halving', which compares runs", hint="repeat the best points afterwards"
-        )
+        yield Fault("search.repeats", "is not supported with kind = 'halving'", hint="repeat the best points in a second sweep")
     if "train.max_steps" in keys:
-        message = "varies, and kind = 'halving' compares runs of one length after the same steps"
-        yield Fault("vary.train.max_steps", message, hint="leave it out, or use kind = 'grid'")
+        message = "varies, but kind = 'halving' compares runs of one length after the same steps"
+        yield Fault("vary.train.max_steps", message, hint="remove it, or use kind = 'grid'")
 
 
 def _placed(fault: Fault, tree: Table) -> Fault:
@@ -222,12 +220,12 @@ def _point_faults(made: Grid, found: Resolved) -> Iterator[Fault]:
     """Yields faults of a point's recipe that only matter to the sweep: a metric that is not measured, a rung after the end."""
     known = final_metrics(found.job)
     if known is not None and made.search.metric not in known:
-        message = f"{made.search.metric!r} is measured by no hook of the recipe"
+        message = f"no hook of the recipe logs {made.search.metric!r}"
         yield Fault("search.metric", message, hint=did_you_mean(made.search.metric, known) or "add hook 'evaluate' or 'log'")
     steps = found.job.train.max_steps
     if made.search.kind == "halving" and made.search.rungs and made.search.rungs[-1] >= steps:
         message = f"a rung at step {made.search.rungs[-1]} is not before the end of the run (train.max_steps = {steps})"
-        yield Fault("search.rungs", message, hint="lower it; the last comparison is at the end by itself")
+        yield Fault("search.rungs", message, hint="lower it; the end of the run is always compared")
 
 
 def _told(fault: Fault, names: Sequence[str], count: int, keys: set[str], tree: Table) -> Fault:

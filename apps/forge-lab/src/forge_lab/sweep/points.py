@@ -182,7 +182,7 @@ def _range_faults(given: Range) -> Iterator[tuple[str, str]]:
 
 
 def _groups(together: Sequence[Sequence[str]], single: Mapping[str, Axis], origin: str) -> tuple[list[list[str]], list[Fault]]:
-    """Groups of which every key varies over a list, all of one length and in no other group; and what is wrong."""
+    """Returns the valid groups of keys, whose lists have one length and which are in one group each, and the faults."""
     faults: list[Fault] = []
     good: list[list[str]] = []
     seen: set[str] = set()
@@ -197,7 +197,7 @@ def _groups(together: Sequence[Sequence[str]], single: Mapping[str, Axis], origi
                 faults.append(Fault(at, f"{key!r} is in two groups, or twice in one", origin, "keep one of them"))
             seen.add(key)
         if len(group) < 2:
-            faults.append(Fault(at, "needs two keys at least", origin, "name the keys that vary jointly"))
+            faults.append(Fault(at, "needs at least two keys", origin, "name the keys that vary jointly"))
         lengths = {key: len(single[key].values) for key in group if key in single}
         if len(set(lengths.values())) > 1:
             shown = ", ".join(f"{key} has {count}" for key, count in lengths.items())

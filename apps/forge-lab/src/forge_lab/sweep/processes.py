@@ -115,10 +115,10 @@ AGAIN = (REQUEUE, *LOST)
 """Exit codes after which a task is requeued."""
 
 _BODY = """
-# One task trains one point. SLURM's warning before the time limit, and a preemption, let the run save; the task is queued again.
-# A job that is canceled gets the same signal, but is already completing: it saves, too, and is not queued again.
-# Codes of a lost rank and of too little memory say that the run goes on when it is started again; one that gets nowhere ends with
-# another code by itself.
+# One task trains one point. When SLURM warns before the time limit or preempts the task, the run saves and the task is requeued.
+# A canceled job receives the same signal, but is already completing: it saves too, but is not requeued.
+# After the codes for a lost rank, a faulty machine and too little memory, the run resumes when it is restarted; a run without
+# progress ends with another code.
 {command} --point "$SLURM_ARRAY_TASK_ID" &
 child=$!
 trap 'kill -TERM "$child"' TERM USR1
@@ -149,8 +149,8 @@ def script(sweep: Sweep, arguments: list[str], jobs: int | None) -> str:
     """
     if sweep.grid.search.kind == "halving":
         raise ForgeError(
-            "search.kind = 'halving' compares all points after each rung, for which the tasks of an array do not wait; run the "
-            "sweep inside one job (forge-train sweep ... --jobs N), or use kind = 'grid' or 'random'"
+            "search.kind = 'halving' compares all points after each rung, but the tasks of an array do not wait for each other; "
+            "run the sweep inside one job (forge-train sweep ... --jobs N), or use kind = 'grid' or 'random'"
         )
     most = f"%{jobs}" if jobs is not None else ""
     logs = (sweep.directory / "logs").resolve()
@@ -164,7 +164,7 @@ def script(sweep: Sweep, arguments: list[str], jobs: int | None) -> str:
         "requeue": "",
     }
     if own := sorted({"array", "ntasks", "n"} & set(sweep.grid.slurm)):
-        raise ForgeError(f"slurm.{own[0]}: the sweep sets it, since a task is one point; leave it out")
+        raise ForgeError(f"slurm.{own[0]} is set by the sweep, because a task is one point; remove it")
     lines = [
         f"#SBATCH --{name}" + (f"={value}" if value != "" else "") for name, value in {**options, **sweep.grid.slurm}.items()
     ]

@@ -83,7 +83,7 @@ class Results:
 
 
 def collect_results(sweep: Sweep) -> Results:
-    """Reads what became of every point."""
+    """Reads the outcome of every point."""
     found = outcomes(sweep)
     sign = 1 if sweep.grid.search.mode == "min" else -1
 
@@ -254,6 +254,6 @@ def _effects_table(sweep: Sweep, found: Results) -> str:
             positive = all(value > 0 for value, _ in pairs)
             series = [FigureSeries("", [(float(value), result) for value, result in pairs if result is not None])]
             drawn.append(plot(key, series, x=key, y=sweep.grid.search.metric, log_x=positive, log_y=False))
-    note = '<p class="dim">Means over all that varies besides: in a whole grid, the effect of one key alone.</p>'
+    note = '<p class="dim">Means over all other keys: in a full grid, the effect of one key alone.</p>'
     pictures = f'<div class="charts">{"".join(drawn)}</div>' if drawn else ""
     return "<h2>Keys</h2>" + note + rows(["key", "value", "runs", "mean", "best"], body, numbers=range(2, 5)) + pictures

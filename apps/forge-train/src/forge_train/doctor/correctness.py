@@ -33,7 +33,7 @@ def examine_device(_: DoctorSettings) -> Iterator[Check]:
     """Step `device`: yields a check of memory and a check of products for each device."""
     kind = device().type
     if kind == "cpu":
-        raise Skip("no accelerator is seen", "see the step torch for the reason")
+        raise Skip("no accelerator is visible", "see the step torch for the reason")
     for index in range(accelerator.count()):
         one = accelerator.use(index)
         yield _memory(one)
@@ -46,15 +46,15 @@ def _memory(one: torch.device) -> Check:
     name = f"memory of device {one.index}"
     free = accelerator.free_memory(one)
     if free is None:
-        return Check(name, "SKIPPED", "this device does not say how much it has")
+        return Check(name, "SKIPPED", "this device does not report its memory size")
     wanted = int(free * _MEMORY_SHARE) // _MEMORY_CHUNK * _MEMORY_CHUNK or int(free * _MEMORY_SHARE) // 8 * 8
     chunk = min(wanted, _MEMORY_CHUNK)
-    expected = "every number is read as it was written"
+    expected = "every number is read back unchanged"
     try:
         held = [torch.arange(start, start + chunk // 8, device=one) for start in range(0, wanted // 8, chunk // 8)]
     except torch.OutOfMemoryError as cause:
-        remedy = "does another process hold memory (nvidia-smi)? end it, or restart the node"
-        return Check(name, "FAIL", str(cause).partition(".")[0], expected=f"{size(wanted)} can be had", remedy=remedy)
+        remedy = "if another process uses the memory (nvidia-smi), end it; otherwise restart the node"
+        return Check(name, "FAIL", str(cause).partition(".")[0], expected=f"{size(wanted)} can be allocated", remedy=remedy)
     wrong = 0
     for number, written in enumerate(held):
         start = number * (chunk // 8)
@@ -93,17 +93,15 @@ def examine_collectives(_: DoctorSettings) -> Iterator[Check]:
     kind = device().type
     ranks = 2 if kind == "cpu" else accelerator.count()
     if ranks < 2:
-        raise Skip("this node shows one device")
+        raise Skip("this node has only one visible device")
     sizes = list(_CPU_COLLECTIVE_SIZES if kind == "cpu" else _COLLECTIVE_SIZES)
     found = spawn_local(f"{_MODULE}:rank", ranks, [kind, sizes], timeout=240)
     backend = "gloo" if kind == "cpu" else accelerator.COLLECTIVES[kind].upper()
     for name, right in found[0]["right"].items():
         wrong = [str(index) for index, one in enumerate(found) if not one["right"][name]]
-        told = "right on every rank" if right and not wrong else f"wrong on rank {', '.join(wrong)}"
-        remedy = "" if not wrong else "try NCCL_P2P_DISABLE=1 and NCCL_ALGO=Ring, one at a time: which of them makes it right?"
-        yield Check(
-            f"{name} by {backend}", "FAIL" if wrong else "PASS", told, "", "the sums and places that arithmetic gives", remedy
-        )
+        told = "correct on every rank" if right and not wrong else f"wrong on rank {', '.join(wrong)}"
+        remedy = "" if not wrong else "try NCCL_P2P_DISABLE=1 and NCCL_ALGO=Ring, one at a time, to find the faulty link"
+        yield Check(f"{name} by {backend}", "FAIL" if wrong else "PASS", told, "", "results equal to arithmetic", remedy)
     for name in found[0]["rate"]:
         slowest = min(one["rate"][name] for one in found)
         yield Check(f"{name}, {ranks} ranks", "PASS", slowest / 1e9, "GB/s", "report only", "", "higher")
@@ -114,10 +112,10 @@ def _stragglers(seconds: list[float], kind: str) -> Check:
     """Checks for devices that multiply more slowly than the median, because a run waits for them in every step."""
     middle = sorted(seconds)[len(seconds) // 2]
     slow = [str(index) for index, one in enumerate(seconds) if one > _STRAGGLER * middle]
-    name, expected = "stragglers", "every device within 5 % of the middle one"
+    name, expected = "stragglers", "every device within 5 % of the median"
     if not slow or kind == "cpu":  # processes share the cores of a CPU
-        return Check(name, "PASS", "none" if not slow else "not judged on a CPU", "", expected)
-    remedy = "look at its clocks and temperature (nvidia-smi -q -d PERFORMANCE,TEMPERATURE); leave it out meanwhile"
+        return Check(name, "PASS", "none" if not slow else "not checked on a CPU", "", expected)
+    remedy = "check its clocks and temperature (nvidia-smi -q -d PERFORMANCE,TEMPERATURE), and do not use it meanwhile"
     return Check(name, "SLOW", f"device {', '.join(slow)}", "", expected, remedy)
 
 
@@ -240,7 +238,7 @@ def _exact(label: str, exact: Measurement, found: Measurement) -> Check:
     if difference.accepted("fp64"):
         return Check(f"{label}, fp64", "PASS", worst, "relative", expected)
     told = f"{worst:.1e}, worst: {difference.worst}" if difference.initial else "initial weights differ"
-    remedy = "this installation computes wrong numbers: do not train; report it with this file"
+    remedy = "this installation computes wrong numbers: do not train, and report it with this file"
     return Check(f"{label}, fp64", "FAIL", told, "", expected, remedy)
 
 
@@ -260,7 +258,7 @@ def _float8(here: torch.device) -> Iterator[Check]:
         yield Check(label, "SKIPPED", "torchao is not installed", remedy='pip install "forge-parallel[float8]"')
         return
     if fault := float8_fault(here):
-        yield Check(label, "SKIPPED", fault, remedy="recipes for it leave out transforms.float8")
+        yield Check(label, "SKIPPED", fault, remedy="remove transforms.float8 from recipes for this device")
         return
     native, emulated = (_measured("debug", here, 8, "bf16", emulate) for emulate in ("false", "true"))
     yield _rounded(label, emulated, native, 1e-2)

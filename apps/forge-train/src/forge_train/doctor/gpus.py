@@ -19,11 +19,11 @@ _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 """Name of the query in newer and in older drivers."""
 
 _SLOWED = {
-    0x2: "clocks were set",
-    0x8: "hardware slows it",
-    0x20: "too hot for the driver",
-    0x40: "too hot for the hardware",
-    0x80: "the power supply asks for less",
+    0x2: "clocks set by an application",
+    0x8: "slowed by hardware",
+    0x20: "slowed by the driver because of heat",
+    0x40: "slowed by hardware because of heat",
+    0x80: "slowed by the power supply",
 }
 """Bits of NVML's reasons for low clocks that also matter without load; idling and the power limit under load do not count."""
 
@@ -72,7 +72,7 @@ def examine_gpus(_: DoctorSettings) -> Iterator[Check]:
     from forge_parallel import accelerator
 
     if accelerator.kind() != "cuda":
-        raise Skip("no GPU is seen", "see the step torch for the reason")
+        raise Skip("no GPU is visible", "see the step torch for the reason")
     return judge(facts([_bus(index) for index in range(accelerator.count())], torch.cuda.can_device_access_peer))
 
 
@@ -154,7 +154,7 @@ def _number(text: str, of: Callable[[str], Any] = float) -> Any:
 def judge(found: GpuFacts) -> Iterator[Check]:
     """Yields checks of the GPUs' facts, with remedies."""
     if found.driver is None:
-        yield Check("driver's own account", "SKIPPED", "nvidia-smi is not here or fails", remedy="install the driver's tools")
+        yield Check("driver's own account", "SKIPPED", "nvidia-smi is missing or fails", remedy="install the driver's tools")
     else:
         yield _errors(found.driver)
         yield _clocks(found.driver)
@@ -165,36 +165,42 @@ def judge(found: GpuFacts) -> Iterator[Check]:
 
 
 def _errors(gpus: Sequence[Gpu]) -> Check:
-    name, expected = "memory errors", "none that ECC could not correct"
+    name, expected = "memory errors", "no uncorrectable ECC errors"
     wrong = [f"{gpu.errors} on {gpu.bus}" for gpu in gpus if gpu.errors]
     if wrong:
-        remedy = "take it out of service and reset it (nvidia-smi --gpu-reset); if they come again, replace it"
+        remedy = "take it out of service and reset it (nvidia-smi --gpu-reset); if errors occur again, replace it"
         return Check(name, "FAIL", ", ".join(wrong), expected=expected, remedy=remedy)
     if all(gpu.errors is None for gpu in gpus):
-        return Check(name, "SKIPPED", "no GPU counts them", expected=expected, remedy="nvidia-smi -e 1, where it has ECC")
+        return Check(
+            name,
+            "SKIPPED",
+            "no GPU counts them",
+            expected=expected,
+            remedy="nvidia-smi -e 1, if it has ECC",
+        )
     return Check(name, "PASS", "none", expected=expected)
 
 
 def _clocks(gpus: Sequence[Gpu]) -> Check:
-    name, expected = "clocks", "nothing holds them down"
+    name, expected = "clocks", "not reduced"
     held = {gpu.bus: [why for bit, why in _SLOWED.items() if (gpu.slowed or 0) & bit] for gpu in gpus}
     told = "; ".join(f"{bus}: {', '.join(reasons)}" for bus, reasons in held.items() if reasons)
     if told:
-        remedy = "look at cooling and power (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER); nvidia-smi -rac -rgc frees clocks"
+        remedy = "check cooling and power (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER); nvidia-smi -rac -rgc resets clocks"
         return Check(name, "SLOW", told, expected=expected, remedy=remedy)
     if all(gpu.slowed is None for gpu in gpus):
-        return Check(name, "SKIPPED", "the driver does not tell", expected=expected)
+        return Check(name, "SKIPPED", "the driver does not report it", expected=expected)
     return Check(name, "PASS", "free", expected=expected)
 
 
 def _power(gpus: Sequence[Gpu]) -> Check:
-    name, expected = "power limit", "that of the maker"
+    name, expected = "power limit", "the manufacturer's default"
     capped = [gpu for gpu in gpus if gpu.limit is not None and gpu.default is not None and gpu.limit < gpu.default]
     if capped:
         told = "; ".join(f"{gpu.bus}: {gpu.limit:g} of {gpu.default:g} W" for gpu in capped)
-        return Check(name, "SLOW", told, expected=expected, remedy=f"nvidia-smi -pl {capped[0].default:g}, where there is power")
+        return Check(name, "SLOW", told, expected=expected, remedy=f"raise it with nvidia-smi -pl {capped[0].default:g}")
     if all(gpu.limit is None for gpu in gpus):
-        return Check(name, "SKIPPED", "the driver does not tell", expected=expected)
+        return Check(name, "SKIPPED", "the driver does not report it", expected=expected)
     return Check(
         name, "PASS", ", ".join(sorted({f"{gpu.limit:g} W" for gpu in gpus if gpu.limit is not None})), expected=expected
     )
@@ -202,14 +208,16 @@ def _power(gpus: Sequence[Gpu]) -> Check:
 
 def _cores(found: GpuFacts) -> Check:
     """Checks for cores on each GPU's NUMA node, since other cores reach the GPU over a slower bus."""
-    name, expected = "cores near the GPUs", "some of each GPU's memory node (NUMA)"
+    name, expected = "cores near the GPUs", "cores on each GPU's NUMA node"
     if len(found.nodes) < 2 or all(node is None for node in found.near):
-        return Check(name, "PASS", "one memory node" if len(found.nodes) < 2 else "the system does not say", expected=expected)
+        return Check(
+            name, "PASS", "one NUMA node" if len(found.nodes) < 2 else "the system does not report it", expected=expected
+        )
     far = [f"{index} (node {node})" for index, node in enumerate(found.near) if _is_far(node, found)]
     if far:
-        remedy = "give the job cores of these nodes, too: --cpu-bind of srun, --cpuset-cpus of a container, taskset"
+        remedy = "give the job cores of these nodes too: --cpu-bind of srun, --cpuset-cpus of a container, taskset"
         return Check(name, "SLOW", f"none for GPU {', '.join(far)}", expected=expected, remedy=remedy)
-    told = ", ".join(f"GPU {index} at node {node}" for index, node in enumerate(found.near) if node is not None)
+    told = ", ".join(f"GPU {index} on node {node}" for index, node in enumerate(found.near) if node is not None)
     return Check(name, "PASS", told, expected=expected)
 
 
@@ -219,10 +227,10 @@ def _is_far(node: int | None, found: GpuFacts) -> bool:
 
 
 def _peers(found: GpuFacts) -> Check:
-    name, expected = "GPUs read each other's memory", "every one that of every other one"
+    name, expected = "GPUs read each other's memory", "every GPU that of every other GPU"
     if not found.apart:
         return Check(name, "PASS", "all do", expected=expected)
     pairs = len(found.near) * (len(found.near) - 1)
-    told = f"{len(found.apart)} of {pairs} pairs do not, first {found.apart[0][0]} and {found.apart[0][1]}"
-    remedy = "NCCL goes through the host between them: nvidia-smi topo -p2p r tells why (IOMMU or ACS, a container, the kind)"
+    told = f"{len(found.apart)} of {pairs} pairs do not, such as {found.apart[0][0]} and {found.apart[0][1]}"
+    remedy = "NCCL copies through the host between them: nvidia-smi topo -p2p r shows why (IOMMU, ACS, a container, the model)"
     return Check(name, "SLOW", told, expected=expected, remedy=remedy)

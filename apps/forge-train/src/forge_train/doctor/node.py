@@ -109,7 +109,7 @@ def judge_node(found: NodeFacts) -> Iterator[Check]:
     """Yields checks of a node's facts, with remedies."""
     yield Check("cores", "PASS", f"{found.cores} usable")
     if found.slow_bf16:
-        yield Check("bf16 on the processor", "SKIPPED", found.slow_bf16, remedy="precision.compute = 'fp32' on this machine")
+        yield Check("bf16 on the processor", "SKIPPED", found.slow_bf16, remedy="set precision.compute = 'fp32' on this machine")
     yield _room(found)
     yield _file(found)
     yield _shared(found)
@@ -118,7 +118,7 @@ def judge_node(found: NodeFacts) -> Iterator[Check]:
     if found.missing:
         wanted = " ".join(f'"{_EXTRAS[name]}"' for name in found.missing)
         told = f"{', '.join(found.missing)} not installed"
-        yield Check("extras", "SKIPPED", told, remedy=f"where a recipe names them: pip install {wanted}")
+        yield Check("extras", "SKIPPED", told, remedy=f"if a recipe needs them: pip install {wanted}")
     else:
         yield Check("extras", "PASS", "all installed")
 
@@ -127,47 +127,49 @@ def _room(found: NodeFacts) -> Check:
     name, told, expected = "room on the disk", f"{size(found.free)} free", f"{size(found.wanted)} for checkpoints and logs"
     if found.free >= found.wanted:
         return Check(name, "PASS", told, expected=expected)
-    remedy = "free some, or point job.dir (here: --directory) at a larger disk, or set checkpoint.keep lower"
+    remedy = "free disk space, set job.dir (here: --directory) to a larger disk, or lower checkpoint.keep"
     return Check(name, "FAIL", told, expected=expected, remedy=remedy)
 
 
 def _file(found: NodeFacts) -> Check:
-    name, expected = "size of a file (ulimit -f)", "unlimited: a checkpoint has one file for each rank"
+    name, expected = "size of a file (ulimit -f)", "unlimited: a checkpoint has one large file per rank"
     if found.file is None:
         return Check(name, "PASS", "unlimited", expected=expected)
-    remedy = "ulimit -f unlimited, or more ranks: a start refuses a limit that is smaller than the file of a rank"
+    remedy = "set ulimit -f unlimited, or use more ranks: a start refuses a limit below the size of a rank's file"
     return Check(name, "FAIL" if found.file < _FILE else "SKIPPED", size(found.file), expected=expected, remedy=remedy)
 
 
 def _shared(found: NodeFacts) -> Check:
     name, expected = "/dev/shm", f"{size(_LEAST_SHARED)}: NCCL and loaders pass tensors through it"
     if found.shared is None:
-        return Check(name, "SKIPPED", "this system has none", expected=expected)
+        return Check(name, "SKIPPED", "this system does not have it", expected=expected)
     if found.shared >= _LEAST_SHARED:
         return Check(name, "PASS", size(found.shared), expected=expected)
-    remedy = "start the container with --shm-size=16g or --ipc=host; without it runs end by SIGBUS"
+    remedy = "start the container with --shm-size=16g or --ipc=host; otherwise runs end with SIGBUS"
     return Check(name, "FAIL" if found.gpu else "SKIPPED", size(found.shared), expected=expected, remedy=remedy)
 
 
 def _locked(found: NodeFacts) -> Check:
-    name, expected = "memory that can be locked (ulimit -l)", "unlimited where there are InfiniBand cards"
+    name, expected = "memory that can be locked (ulimit -l)", "unlimited on nodes with InfiniBand cards"
     told = "unlimited" if found.locked is None else size(found.locked)
     if found.locked is not None and found.infiniband:
-        remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK of slurmd, or --ulimit memlock=-1): NCCL cannot register memory"
+        remedy = "ulimit -l unlimited, for NCCL to register memory (limits.conf, LimitMEMLOCK of slurmd, or --ulimit memlock=-1)"
         return Check(name, "FAIL", told, expected=expected, remedy=remedy)
     return Check(name, "PASS", told, expected=expected)
 
 
 def _triton(found: NodeFacts) -> Check:
-    name, expected = "compiler for Triton", "a C compiler: torch.compile and flex attention build their launchers with it"
+    name, expected = "compiler for Triton", "a C compiler, with which torch.compile and flex attention build launchers"
     if not found.gpu:
-        return Check(name, "SKIPPED", "no GPU is seen", expected=expected)
+        return Check(name, "SKIPPED", "no GPU is visible", expected=expected)
     if not found.triton:
         return Check(
-            name, "FAIL", "triton is not installed", expected=expected, remedy="pip install triton, or leave out compile"
+            name, "FAIL", "triton is not installed", expected=expected, remedy="pip install triton, or remove transforms.compile"
         )
     if found.compiler is None:
-        return Check(name, "FAIL", "neither $CC, clang nor gcc", expected=expected, remedy="apt-get install gcc, or set CC")
+        return Check(
+            name, "FAIL", "neither $CC, clang nor gcc exists", expected=expected, remedy="apt-get install gcc, or set CC"
+        )
     return Check(name, "PASS", found.compiler, expected=expected)
 
 
@@ -189,15 +191,15 @@ def examine_disk(settings: DoctorSettings) -> Iterator[Check]:
         found = file.read_bytes()
         yield _rate("read", length / (perf_counter() - began))
     if found == content:
-        yield Check("content", "PASS", "as it was written")
+        yield Check("content", "PASS", "unchanged")
     else:
-        yield Check("content", "FAIL", "not what was written", remedy="do not train here: look at dmesg for I/O errors")
+        yield Check("content", "FAIL", "differs from what was written", remedy="do not train here; check dmesg for I/O errors")
 
 
 def _rate(name: str, rate: float) -> Check:
     slow = rate < _SLOW_DISK
     remedy = (
-        "saves and resumes will take long: point job.dir (here: --directory) at a local or a parallel file system" if slow else ""
+        "saves and resumes will take long: set job.dir (here: --directory) to a local or a parallel file system" if slow else ""
     )
     return Check(name, "SLOW" if slow else "PASS", rate / 1e6, "MB/s", f"{_SLOW_DISK / 1e6:.0f} MB/s at least", remedy, "higher")
 

@@ -68,7 +68,7 @@ def report_page(report: Mapping[str, Any]) -> str:
             f"<h1>{_NAME}</h1>",
             f'<p class="dim">{escape(headline(report))}</p>',
             _regressions(report.get("regressions", [])),
-            "<h2>Verdicts</h2>\n" + rows(["step", "what it looks at", "verdict", "time"], summary, numbers=(3,)),
+            "<h2>Verdicts</h2>\n" + rows(["step", "checks", "verdict", "time"], summary, numbers=(3,)),
             *(_step(step) for step in report["steps"]),
             "<h2>Machine and versions</h2>",
             f'<div class="tables">{fields("Machine", report["machine"])}{fields("Versions", report["versions"])}</div>',
@@ -80,7 +80,7 @@ def headline(report: Mapping[str, Any]) -> str:
     """Returns a line with the recipe, the number of steps per verdict, and whether the report is complete."""
     verdicts = [step["verdict"] for step in report["steps"]]
     counted = ", ".join(f"{verdicts.count(one)} {one}" for one in ("FAIL", "SLOW", "PASS", "SKIPPED") if one in verdicts)
-    ended = "" if report["ended"] else "; broken off, later steps are missing"
+    ended = "" if report["ended"] else "; interrupted, later steps are missing"
     return f"{report['started']}, recipe {report['recipe']}: {counted}{ended}"
 
 
@@ -132,7 +132,7 @@ def read_report(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
         _verdicts(document)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
-        raise DataError(f"{path} is not a report of forge-train doctor ({cause}); give its doctor.json") from cause
+        raise DataError(f"{path} is not a report of forge-train doctor ({cause}); give a doctor.json") from cause
     return document
 
 

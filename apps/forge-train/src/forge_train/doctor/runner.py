@@ -22,14 +22,14 @@ from forge_train.doctor.step import Check, DoctorSettings, DoctorStep, Skip, Ste
 _HERE = "forge_train.doctor"
 
 QUICK = (
-    DoctorStep("node", f"{_HERE}.node:examine_node", 120, (), "limits, shared memory, room, compiler, extras"),
+    DoctorStep("node", f"{_HERE}.node:examine_node", 120, (), "limits, shared memory, disk space, compiler, extras"),
     DoctorStep("torch", f"{_HERE}.torch_build:examine_torch", 120, (), "torch and its CUDA against the driver and the GPUs"),
     DoctorStep(
         "gpus",
         f"{_HERE}.gpus:examine_gpus",
         120,
         ("torch",),
-        "errors, clocks, power, near cores; whether GPUs reach each other",
+        "memory errors, clocks, power, NUMA, peer access",
     ),
 )
 """Steps of `doctor`."""
@@ -41,7 +41,7 @@ ACCEPTANCE = (
         f"{_HERE}.correctness:examine_device",
         180,
         ("torch",),
-        "memory keeps what is written; products come out twice the same",
+        "memory keeps its content; repeated products have the same bits",
     ),
     DoctorStep(
         "bandwidth",
@@ -50,20 +50,20 @@ ACCEPTANCE = (
         ("torch", "device"),
         "copies within and between host and device",
     ),
-    DoctorStep("disk", f"{_HERE}.node:examine_disk", 180, (), "write, flush and read where the run writes, as a checkpoint does"),
+    DoctorStep("disk", f"{_HERE}.node:examine_disk", 180, (), "write, flush and read in the directory of runs, as a save does"),
     DoctorStep(
         "matmul",
         f"{_HERE}.speed:examine_matmul",
         300,
         ("torch", "device"),
-        "products, also of the recipe's shapes, against the peak",
+        "products, including the recipe's shapes, against the peak",
     ),
     DoctorStep(
         "kernels",
         f"{_HERE}.speed:examine_kernels",
         300,
         ("torch", "device"),
-        "which kernels torch chooses, and how fast they are",
+        "the kernels that torch chooses, and their speed",
     ),
     DoctorStep(
         "numbers",
@@ -77,7 +77,7 @@ ACCEPTANCE = (
         f"{_HERE}.correctness:examine_collectives",
         300,
         ("torch", "device"),
-        "sums and exchanges between devices",
+        "reductions and exchanges between devices",
     ),
     DoctorStep(
         "training", f"{_HERE}.training:examine_training", 900, ("torch", "device", "numbers"), "the recipe for some steps"
@@ -87,14 +87,14 @@ ACCEPTANCE = (
         f"{_HERE}.training:endure",
         900,
         ("training",),
-        "the recipe for minutes: steps stay as fast, losses finite",
+        "the recipe for minutes: steps stay equally fast, losses finite",
     ),
     DoctorStep(
         "tests",
         f"{_HERE}.training:examine_tests",
         1800,
         ("torch", "device", "numbers"),
-        "the repository's own tests of GPUs",
+        "the repository's GPU tests",
     ),
 )
 """Steps of `doctor --acceptance`."""
@@ -133,7 +133,7 @@ def examine_all(
         blocked = [result.name for result in results if result.blocked and result.name in step.needs]
         if blocked:
             reason = f"{' and '.join(blocked)} did not pass"
-            check = Check("runs here", "SKIPPED", reason, remedy=f"first do what {' and '.join(blocked)} says")
+            check = Check("runs here", "SKIPPED", reason, remedy=f"first fix the findings of {' and '.join(blocked)}")
             results.append(StepOutcome.of(step, 0.0, [check], blocked=True))
         else:
             results.append(run_step(step, settings))
@@ -188,10 +188,10 @@ def _result(step: DoctorStep, folder: Path, code: int | None, seconds: float, lo
 def _broken(step: DoctorStep, code: int | None, last: str, log: str) -> Check:
     if code is None:
         told = f"did not end in {step.seconds:g} s, {last}"
-        remedy = "a device, a link or a disk that hangs: look at dmesg (Xid, I/O errors), then run this step alone with --only"
+        remedy = "a device, a link or a disk may hang: check dmesg (Xid, I/O errors), then run only this step with --only"
     elif code < 0:
         told = f"ended by {signal.Signals(-code).name}, {last}"
-        remedy = "a driver, a library or the memory limit ended it: look at dmesg and at the log below"
+        remedy = "a driver, a library or the memory limit may have ended it: check dmesg and the log below"
     else:
         told = f"raised {log.splitlines()[-1] if log else 'an error'}, {last}"
         remedy = "the log below has the traceback"

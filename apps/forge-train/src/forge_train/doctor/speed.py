@@ -18,7 +18,7 @@ _MATMUL_SQUARE = 8192
 _CPU_MATMUL_SQUARE, _CPU_MATMUL_ROWS = 512, 256
 _MATMUL_SHARE = 0.6
 """Share of the data sheet's peak that a large product reaches on a healthy GPU."""
-_MATMUL_REMEDY = "look for throttling (nvidia-smi -q -d PERFORMANCE,CLOCK,POWER), for MIG, and for other processes on the GPU"
+_MATMUL_REMEDY = "check for throttling (nvidia-smi -q -d PERFORMANCE,CLOCK,POWER), for MIG, and for other processes on the GPU"
 
 
 @dataclass(frozen=True)
@@ -152,14 +152,14 @@ def _copies(here: torch.device, length: int) -> Iterator[CopyDirection]:
     if here.type == "cpu":
         return
     pinned, there = pageable.pin_memory(), torch.empty(length, dtype=torch.uint8, device=here)
-    link = "is the GPU in a slot of 16 lanes (nvidia-smi -q -d PCI), and the process on the GPU's NUMA node?"
+    link = "check that the GPU is in a slot of 16 lanes (nvidia-smi -q -d PCI), and the process on the GPU's NUMA node"
     yield CopyDirection("host to device, pinned", pinned, there, length, _LINK, link)
     yield CopyDirection("device to host, pinned", there, pinned, length, _LINK, link)
     yield CopyDirection("host to device, pageable", pageable, there, length, 0.0)
     yield CopyDirection("device to host, pageable", there, pageable, length, 0.0)
     known = peak(name(here))
     least = known.memory * _HBM if known else 0.0
-    remedy = "look for throttling and ECC (nvidia-smi -q -d PERFORMANCE,ECC), and for other processes on the GPU"
+    remedy = "check for throttling and ECC (nvidia-smi -q -d PERFORMANCE,ECC), and for other processes on the GPU"
     yield CopyDirection("device memory", there, torch.empty_like(there), 2 * length, least, remedy)
 
 
@@ -171,7 +171,7 @@ _KERNELS = {
     "attention_math": "math",
 }
 _ATTENTION_LENGTH, _CPU_ATTENTION_LENGTH = 2048, 128
-_ATTENTION_EXPECTED = "a kernel that never holds length x length numbers"
+_ATTENTION_EXPECTED = "a kernel without length x length memory"
 
 
 def examine_kernels(_: DoctorSettings) -> Iterator[Check]:
@@ -211,7 +211,7 @@ def _attention(
     found = next((told for part, told in _KERNELS.items() if part in seen), "unknown")
     milliseconds = 1e3 * fastest(work, here, 0.05)
     if found == "math" and here.type != "cpu":
-        remedy = "a dtype of 16 bits and heads of at most 128 have better ones; is this torch built with flash attention?"
+        remedy = "use a 16-bit dtype and heads of at most 128, and a torch that is built with flash attention"
         return Check(label, "SLOW", milliseconds, f"ms, {found}", _ATTENTION_EXPECTED, remedy, "lower")
     return Check(label, "PASS", milliseconds, f"ms, {found}", _ATTENTION_EXPECTED, "", "lower")
 
@@ -223,7 +223,7 @@ def _experts(here: torch.device, dtype: torch.dtype) -> Check:
 
     label = "products of experts"
     if fault := unfit(dtype, 64) or groups_fault(here, dtype, 4):
-        return Check(label, "SKIPPED", f"a loop over experts: {fault}", remedy="model.moe.kernel = 'loop' says so in recipes")
+        return Check(label, "SKIPPED", f"a loop over experts: {fault}", remedy="set model.moe.kernel = 'loop' in recipes")
     counts = [100, 0, 17, 139]
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(sum(counts), 64, generator=generator).to(here, dtype)
@@ -232,9 +232,9 @@ def _experts(here: torch.device, dtype: torch.dtype) -> Check:
     grouped = F.grouped_mm(rows, weights, offs=ends).float()
     exact = torch.cat([part.float() @ weight.float() for part, weight in zip(rows.split(counts), weights, strict=True)])
     error = float((grouped - exact).norm() / exact.norm())
-    expected = "1 % from a loop in fp32, at most"
+    expected = "at most 1 % from a loop in fp32"
     if not error <= 1e-2:
-        return Check(label, "FAIL", error, expected=expected, remedy="model.moe.kernel = 'loop'; report it with this file")
+        return Check(label, "FAIL", error, expected=expected, remedy="set model.moe.kernel = 'loop'; report it with this file")
     return Check(label, "PASS", error, expected=expected)
 
 

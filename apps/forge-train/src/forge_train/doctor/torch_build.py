@@ -128,7 +128,7 @@ def judge(found: BuildFacts) -> Iterator[Check]:
     """Yields checks of the facts, with remedies."""
     yield Check("torch", "PASS", f"{found.version}, {_built_for(found)}")
     if not found.seen and not found.available:
-        yield Check("GPU", "SKIPPED", "this machine shows none", remedy="on a node that has one: does nvidia-smi list it?")
+        yield Check("GPU", "SKIPPED", "this machine has no visible GPU", remedy="if it has one, check that nvidia-smi lists it")
         return
     yield _built(found)
     if not found.cuda and not found.hip:
@@ -156,7 +156,7 @@ def _drives(found: BuildFacts) -> Check:
     name = "driver"
     if found.hip or found.driver is None:
         if found.available:
-            return Check(name, "SKIPPED", "does not tell its version", remedy="nothing, as long as the device can be used")
+            return Check(name, "SKIPPED", "the driver does not report its version", remedy="none needed while the device works")
         return Check(name, "FAIL", "its library libcuda.so.1 cannot be loaded", remedy="install the driver of NVIDIA")
     major, told = int(found.cuda.partition(".")[0]), "CUDA {}.{}".format(*found.driver)
     expected = f"CUDA {major}.0 or newer, for torch built for {found.cuda}"
@@ -167,7 +167,7 @@ def _drives(found: BuildFacts) -> Check:
             "FAIL",
             f"supports {told} at most",
             expected=expected,
-            remedy=f"a newer driver, or a torch for this one: {other}",
+            remedy=f"install a newer driver, or a torch for this one: {other}",
         )
     return Check(name, "PASS", f"supports {told}", expected=expected)
 
@@ -177,18 +177,18 @@ def _usable(found: BuildFacts) -> Check:
     if found.available:
         return Check(name, "PASS", f"{len(found.devices)} devices", expected=expected)
     if found.visible is not None and found.visible.strip() in ("", "-1"):
-        remedy = f"CUDA_VISIBLE_DEVICES = {found.visible!r} hides every device: unset it, or ask the scheduler for a GPU"
+        remedy = f"CUDA_VISIBLE_DEVICES = {found.visible!r} hides every device: unset it, or request a GPU from the scheduler"
     else:
-        remedy = "first the driver, above; then: does this container get its GPUs (--gpus all)? is nvidia_uvm loaded?"
+        remedy = "first fix the driver, above; then check that the container has GPUs (--gpus all) and nvidia_uvm is loaded"
     return Check(name, "FAIL", found.error or "it cannot", expected=expected, remedy=remedy)
 
 
 def _devices(found: BuildFacts) -> Iterator[Check]:
     kinds = sorted({(device.name, device.memory) for device in found.devices})
     told = ", ".join(f"{name}, {memory / 2**30:.0f} GiB" for name, memory in kinds)
-    alike = "all devices of a node alike"
+    alike = "all devices of a node are of one kind"
     if len(kinds) > 1:
-        remedy = "ranks wait for the slowest and the smallest: choose alike ones with CUDA_VISIBLE_DEVICES"
+        remedy = "ranks wait for the slowest device: select devices of one kind with CUDA_VISIBLE_DEVICES"
         yield Check("devices are alike", "SLOW", told, expected=alike, remedy=remedy)
     else:
         yield Check("devices are alike", "PASS", f"{len(found.devices)} x {told}", expected=alike)
@@ -197,7 +197,7 @@ def _devices(found: BuildFacts) -> Iterator[Check]:
     without = sorted({device.name for device in found.devices if not has_kernels(device.capability, found.architectures)})
     listed = " ".join(found.architectures)
     if found.architectures and without:
-        remedy = "install a torch whose list has this GPU's capability"
+        remedy = "install a torch that has kernels for this GPU's compute capability"
         yield Check("kernels", "FAIL", f"none for {', '.join(without)}", expected=f"one of {listed}", remedy=remedy)
     elif found.architectures:
         yield Check("kernels", "PASS", listed)
@@ -211,10 +211,10 @@ def _devices(found: BuildFacts) -> Iterator[Check]:
     if least >= found.float8:
         yield Check("float8", "PASS", told, expected=expected)
     elif found.wants_float8:
-        remedy = "leave out transforms.float8: it is emulated here, which is slower than bf16"
-        yield Check("float8", "SLOW", f"the recipe wants it; {told}", expected=expected, remedy=remedy)
+        remedy = "remove transforms.float8: it is emulated here, which is slower than bf16"
+        yield Check("float8", "SLOW", f"the recipe uses it; {told}", expected=expected, remedy=remedy)
     else:
-        yield Check("float8", "SKIPPED", told, expected=expected, remedy="recipes for this GPU leave out transforms.float8")
+        yield Check("float8", "SKIPPED", told, expected=expected, remedy="remove transforms.float8 from recipes for this GPU")
 
 
 def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:

@@ -77,12 +77,12 @@ def examine_training(settings: DoctorSettings) -> Iterator[Check]:
     train, length = resolved.job.train, resolved.job.data.sequence_length
     rate = train.global_batch * length / middle
     yield Check("tokens per second", "PASS", rate, "tokens/s", "report only", "", "higher")
-    yield Check("first step", "PASS", watching.seconds[0], "s", "report only: with compilation, where there is some")
+    yield Check("first step", "PASS", watching.seconds[0], "s", "report only; includes compilation")
     yield _used(resolved, rate, length, here)
     if watching.warned:
         waits = max(watching.waits[_WARM:])
         yield Check(
-            "waits of the host in a step", "PASS", float(waits), "", "report only: none of a dense model, 1 a layer of experts"
+            "waits of the host in a step", "PASS", float(waits), "", "report only: 0 for a dense model, 1 per layer with experts"
         )
     if watching.peak is not None:
         yield _memory(resolved, watching.peak)
@@ -91,14 +91,14 @@ def examine_training(settings: DoctorSettings) -> Iterator[Check]:
 def endure(settings: DoctorSettings) -> Iterator[Check]:
     """Step `endurance`: trains the recipe for minutes; checks losses and that steps stay equally fast."""
     if not settings.minutes:
-        raise Skip("no time was given", "--minutes 30")
+        raise Skip("--minutes is not set", "set --minutes 30")
     here = _device()
     resolved, watching = _trained(settings, here, 10**7, 60 * settings.minutes)
     yield _losses(resolved, watching.losses)
     timed = sorted(watching.seconds[_WARM:] or watching.seconds)
     middle, last = timed[len(timed) // 2], timed[min(len(timed) - 1, len(timed) * 99 // 100)]
     name, expected = "99th percentile of a step over the median", f"{_JITTER} at most"
-    remedy = "look at clocks and temperature over time (nvidia-smi dmon), and at what else runs on this node"
+    remedy = "check clocks and temperature over time (nvidia-smi dmon), and other processes on this node"
     jitters = last > _JITTER * middle
     judged = "SLOW" if jitters and here.type != "cpu" else "PASS"
     yield Check(name, judged, last / middle, "", expected, remedy if judged == "SLOW" else "", "lower")
@@ -149,7 +149,7 @@ def _losses(resolved: Resolved, losses: list[float]) -> Check:
     wrong = [index for index, loss in enumerate(losses) if not abs(loss - best) <= _NEAR * best]
     if wrong:
         told = f"{losses[wrong[0]]:.4f} in step {wrong[0] + 1}"
-        remedy = "is the learning rate of the recipe too high? then --optimizer.lr; otherwise the steps above say what is wrong"
+        remedy = "lower the learning rate if it is too high (--optimizer.lr); otherwise see the steps above"
         return Check("loss", "FAIL", told, "", expected, remedy)
     return Check("loss", "PASS", losses[-1], "nats per token", expected)
 
@@ -166,7 +166,7 @@ def _used(resolved: Resolved, rate: float, length: int, here: torch.device) -> C
     share = rate * counts.training(length) / most
     expected = f"{_MFU:.0%} at least; {CONVENTION}"
     if share < _MFU:
-        remedy = "compile the blocks, or larger micro-batches; the steps matmul and kernels say whether the GPU is at fault"
+        remedy = "compile blocks or use larger micro-batches; the steps matmul and kernels show whether the GPU is at fault"
         return Check(label, "SLOW", 100 * share, "%", expected, remedy, "higher")
     return Check(label, "PASS", 100 * share, "%", expected, "", "higher")
 
@@ -178,9 +178,9 @@ def _memory(resolved: Resolved, peak_bytes: int) -> Check:
     assert resolved.layout is not None, "it was loaded for one process"
     plan = dry_run(resolved.job, resolved.layout, Registry(), 1)
     wanted = sum(plan.ranks[0].peak.values())
-    expected = f"{size(wanted)} by forge-train plan, or {_MEMORY - 1:.0%} more"
+    expected = f"{size(wanted)} by forge-train plan, and at most {_MEMORY - 1:.0%} more"
     if peak_bytes > _MEMORY * wanted:
-        remedy = "which kernels keep more than they need is in the step kernels; leave that much room when planning"
+        remedy = "see the step kernels for those that keep too much, and plan with this much more memory"
         return Check("peak memory", "SLOW", peak_bytes / 2**30, "GiB", expected, remedy, "lower")
     return Check("peak memory", "PASS", peak_bytes / 2**30, "GiB", expected, "", "lower")
 
@@ -192,11 +192,11 @@ _TESTS_SECONDS = 1700
 def examine_tests(_: DoctorSettings) -> Iterator[Check]:
     """Step `tests`: runs the GPU tests of the repository."""
     if device().type == "cpu":
-        raise Skip("no accelerator is seen", "see the step torch for the reason")
+        raise Skip("no accelerator is visible", "see the step torch for the reason")
     root = next((folder for folder in Path(forge_train.__file__).parents if (folder / _TESTS).is_file()), None)
     if root is None or find_spec("pytest") is None or find_spec("hypothesis") is None:
         raise Skip(
-            "the tests are not here", "clone the repository, pip install -e its packages, pytest and hypothesis, run it there"
+            "the tests are not available", "clone the repository, install its packages, pytest and hypothesis, and run it there"
         )
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "-p", "no:cacheprovider", str(root / "tests")]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=_TESTS_SECONDS, check=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,12 +60,12 @@ class LoadSpec:
     vocab_size: int | None = None
     model: Any = None
 
-    @property
+    @cached_property
     def marks(self) -> Marks:
         """Marks of training rows. If documents are ignored, only packings that keep documents whole need a padding mask."""
         return "documents" if self.masked else "none" if self.data.packing == "concatenate" else "mask"
 
-    @property
+    @cached_property
     def masked(self) -> bool:
         """Whether rows have positions and documents."""
         return self.data.documents == "mask"

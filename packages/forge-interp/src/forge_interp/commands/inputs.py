@@ -25,15 +25,15 @@ def rows_of_text(
     lines: bool = False,
     limit: int | None = None,
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Token ids of each input, and facts about where they come from.
+    """Returns the token ids of each input, and facts about their origin.
 
     Args:
-        length: tokens of an input at most; the model's longest one at most, and 512 by default.
-        lines: each line is an input, cut off at `length`, and `note` says how many were; else the text is cut into inputs.
-        limit: inputs at most.
+        length: maximum number of tokens of an input, at most the model's maximum; 512 by default.
+        lines: whether each line is an input, truncated to `length` (`note` reports how many); otherwise the text is split.
+        limit: maximum number of inputs.
 
     Raises:
-        ForgeError: the file cannot be read or holds nothing, no tokenizer is found, or the length does not fit.
+        ForgeError: the file cannot be read or is empty, no tokenizer is found, or the model does not support the length.
     """
     try:
         content = file.read_bytes()
@@ -43,51 +43,49 @@ def rows_of_text(
     longest = int(getattr(weights.model, "max_length", 512))
     wide = min(longest, 512) if length is None else length
     if not 1 <= wide <= longest:
-        raise ForgeError(f"--length {wide}: an input of {weights.facts.origin} has 1 to {longest} tokens")
+        raise ForgeError(f"--length {wide}: an input of {weights.facts.origin} must have 1 to {longest} tokens")
     coder = tokenizer_for(weights, tokenizer, registry, note)
     check_tokenizer(coder, weights, note)
     begin = coder.prefix
     if lines:
         rows = [torch.tensor([*begin, *coder.encode(line).tolist()]) for line in lines_of(text) if line][:limit]
         if cut := [len(row) for row in rows if len(row) > wide]:
-            note(
-                f"{len(cut)} of {len(rows)} lines have more than --length {wide} tokens and are cut off; the longest: {max(cut)}"
-            )
+            note(f"{len(cut)} of {len(rows)} lines are truncated to --length {wide}; the longest one has {max(cut)} tokens")
         rows = [row[:wide] for row in rows]
     else:
         rows = list(torch.tensor([*begin, *coder.encode(text).tolist()], dtype=torch.int64).split(wide))
     rows = [row for row in rows if len(row)][:limit]
     if not rows:
-        raise ForgeError(f"{file} holds no text")
+        raise ForgeError(f"{file} contains no text; choose another file")
     return rows, {"text": hashlib.sha256(content).hexdigest(), "tokenizer": coder.fingerprint, "length": wide, "lines": lines}
 
 
-def integers(option: str, given: str | None) -> list[int] | None:
-    """`0,3,-1`.
+def integers(option: str, text: str | None) -> list[int] | None:
+    """Parses integers such as `0,3,-1`.
 
     Raises:
-        ForgeError: something else.
+        ForgeError: the text has another form.
     """
-    if given is None:
+    if text is None:
         return None
     try:
-        return [int(one) for one in given.split(",")]
+        return [int(number) for number in text.split(",")]
     except ValueError:
-        raise ForgeError(f"{option} {given}: integers with commas between, such as 0,3,-1") from None
+        raise ForgeError(f"{option} {text}: write integers separated by commas, such as 0,3,-1") from None
 
 
-def positions_of(given: str) -> Any:
-    """`all`, `last`, `mean` or `0,5`.
+def positions_of(text: str) -> Any:
+    """Parses positions: `all`, `last`, `mean` or `0,5`.
 
     Raises:
-        ForgeError: something else.
+        ForgeError: the text has another form.
     """
-    if given in ("all", "last", "mean"):
-        return given
+    if text in ("all", "last", "mean"):
+        return text
     try:
-        return integers("--positions", given)
+        return integers("--positions", text)
     except ForgeError:
-        raise ForgeError(f"--positions {given}: all, last, mean, or integers with commas between") from None
+        raise ForgeError(f"--positions {text}: write all, last, mean, or integers separated by commas") from None
 
 
 def row_count(inputs: Sequence[torch.Tensor], positions: Any) -> int:

@@ -38,9 +38,9 @@ them."""
 
 @dataclass(frozen=True, kw_only=True)
 class Inside(Component):
-    """Looks inside the model on the same held-out rows each time, and logs what it finds by layer: likeness to the first weights
-    and to the last time (CKA), effective rank, entropy and largest score of attention, loss of the logit lens, agreement of
-    routers with the last time."""
+    """Measures the model on the same held-out rows each time, and logs by layer: similarity to the initial weights and to the
+    previous look (CKA), effective rank, entropy and largest score of attention, loss of the logit lens, agreement of routers
+    with the previous look."""
 
     key_class: ClassVar = FREE
 

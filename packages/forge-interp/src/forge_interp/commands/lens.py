@@ -13,20 +13,20 @@ def lens(
     model: Annotated[Path, typer.Argument(help="A run, a checkpoint or a Hugging Face folder.", show_default=False)],
     text: Annotated[Path, typer.Option(help="A text file to run the model over.", show_default=False)],
     output: Annotated[Path, typer.Option(help="The .safetensors file to write.", show_default=False)],
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the fit.")] = 250,
-    batch: Annotated[int, typer.Option(min=1, help="Inputs of a step.")] = 8,
-    lr: Annotated[float, typer.Option(min=0, help="Rate of Adam at the start; it falls to zero.")] = 1e-3,
-    length: Annotated[int | None, typer.Option(help="Tokens of an input at most. Default: 512, or the model's longest.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Inputs at most.")] = None,
-    weights: Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")] = "model",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the fit.")] = 250,
+    batch: Annotated[int, typer.Option(min=1, help="Inputs per step.")] = 8,
+    lr: Annotated[float, typer.Option(min=0, help="Initial learning rate of Adam; it decays to zero.")] = 1e-3,
+    length: Annotated[int | None, typer.Option(help="Tokens per input. Default: 512, or the model's maximum if smaller.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of inputs.")] = None,
+    weights: Annotated[str, typer.Option(help="Weights to use: `model`, or `ema` for the average of hook ema.")] = "model",
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json or sentencepiece model to use instead.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Fit a tuned lens: for each layer an affine map behind which the model's head predicts what the model will.
+    """Fit a tuned lens: an affine map per layer, after which the model's head predicts the model's output.
 
     forge-train lens runs/demo --text book.txt --output lens.safetensors
 
-    Shows for each layer how far its prediction is from the model's on inputs that were not fitted, without the map (the logit
+    Shows, for each layer, the KL divergence of its prediction from the model's on held-out inputs, without the map (the logit
     lens) and with it. Runs on one process.
     """
     from forge_core.registry import Registry
@@ -56,22 +56,23 @@ def lens(
 def sae(
     store: Annotated[Path, typer.Argument(help="A folder that `probe` wrote.", show_default=False)],
     output: Annotated[Path, typer.Option(help="The .safetensors file to write.", show_default=False)],
-    name: Annotated[str | None, typer.Option(help="The inner value. Default: the only one of the folder.")] = None,
-    latents: Annotated[int | None, typer.Option(min=1, help="Number of directions. Default: 8 times the width.")] = None,
-    k: Annotated[int, typer.Option(min=1, help="Directions that a token may have.")] = 32,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the training.")] = 2000,
-    batch: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 512,
-    lr: Annotated[float, typer.Option(min=0, help="Rate of Adam; it falls to zero over the last fifth.")] = 1e-3,
-    held_out: Annotated[float, typer.Option(min=0, max=1, help="Share of the tokens, the last ones, that is not fitted.")] = 0.1,
+    name: Annotated[str | None, typer.Option(help="Inner value to use. Default: the only one in STORE.")] = None,
+    latents: Annotated[int | None, typer.Option(min=1, help="Number of latents. Default: 8 times the width.")] = None,
+    k: Annotated[int, typer.Option(min=1, help="Number of active latents per token.")] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2000,
+    batch: Annotated[int, typer.Option(min=1, help="Tokens per step.")] = 512,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of Adam; it decays to zero in the last fifth.")] = 1e-3,
+    held_out: Annotated[float, typer.Option(min=0, max=1, help="Share of held-out tokens, at the end.")] = 0.1,
     as_json: _Json = False,
 ) -> None:
     """Train a sparse autoencoder on stored activations.
 
+    \b
     forge-train probe runs/demo --names blocks.1.residual_after --text book.txt --output acts
     forge-train sae acts --output sae.safetensors --k 16
 
-    Shows, of tokens that were not fitted, the share of the variance that is explained, the mean number of directions of a token
-    (L0), and how many directions no token has. `SAE.load(FILE).reconstruct` goes into `edit` with `replace`. Runs on one process.
+    Shows, for held-out tokens, the explained share of the variance, the mean number of active latents per token (L0), and the
+    number of latents that are never active. Use `SAE.load(FILE).reconstruct` in `edit` with `replace`. Runs on one process.
     """
     from forge_core.errors import ForgeError
     from forge_core.terminal import Console
@@ -83,7 +84,7 @@ def sae(
     console, opened = Console(as_json=as_json), ActivationStore(store)
     _writable(output)
     if name is None and len(opened.names) > 1:
-        raise ForgeError(f"{store} has {len(opened.names)} inner values, choose one with --name: {', '.join(opened.names)}")
+        raise ForgeError(f"{store} has {len(opened.names)} inner values; choose one with --name: {', '.join(opened.names)}")
     chosen = next(iter(opened.names)) if name is None else name
     width = prod(opened.read(chosen, 0, 0).shape[1:])
     count = 8 * width if latents is None else latents
@@ -94,8 +95,8 @@ def sae(
         console.document({"name": chosen, "latents": count, "k": found.k, **good._asdict()})
         return
     console.text(
-        f"{chosen}: {good.explained:.1%} of the variance of {good.rows:,} held-out tokens is explained by {good.l0:.1f} of "
-        f"{count:,} directions a token; {good.dead:,} directions without a token"
+        f"{chosen}: {good.l0:.1f} of {count:,} latents per token explain {good.explained:.1%} of the variance of {good.rows:,} "
+        f"held-out tokens; {good.dead:,} latents are never active"
     )
 
 
@@ -104,6 +105,6 @@ def _writable(output: Path) -> None:
     from forge_core.errors import ForgeError
 
     if output.suffix != ".safetensors" or output.is_dir():
-        raise ForgeError(f"--output {output}: give a .safetensors file")
+        raise ForgeError(f"--output {output}: the name must end in .safetensors")
     if not output.absolute().parent.is_dir():
         raise ForgeError(f"--output {output}: {output.parent} is not a folder; create it, or choose another folder")

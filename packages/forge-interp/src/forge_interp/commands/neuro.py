@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from forge_interp.store import ActivationStore
 
 neuro = typer.Typer(
-    add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Predict recordings of brains, and compare with them."
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Predict brain recordings, and compare them with models.",
 )
 
 _Place = Annotated[
@@ -29,9 +32,9 @@ _Names = Annotated[
     list[str] | None,
     typer.Option("--names", help="Inner values: a name, an alias or a pattern. Default: blocks.*.residual_after."),
 ]
-_Length = Annotated[int | None, typer.Option(help="Tokens of a forward at most. Default: 512, or the model's longest.")]
-_Pool = Annotated[str, typer.Option(help="What a word, or a stimulus, has of its tokens: last or mean.")]
-_Weights = Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")]
+_Length = Annotated[int | None, typer.Option(help="Tokens per forward. Default: 512, or the model's maximum if smaller.")]
+_Pool = Annotated[str, typer.Option(help="Value of a word or stimulus: `last`, of its last token; `mean`, over its tokens.")]
+_Weights = Annotated[str, typer.Option(help="Weights to use: `model`, or `ema` for the average of hook ema.")]
 _Tokenizer = Annotated[Path | None, typer.Option(help="A tokenizer.json or sentencepiece model to use instead.")]
 _Output = Annotated[Path | None, typer.Option(help="New folder for results.json, results.npz and layers.svg.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
@@ -43,13 +46,13 @@ def encode(
     target: _Target,
     names: _Names = None,
     series: _Series = None,
-    lags: Annotated[str, typer.Option(help="Rows by which a recording follows what is read, such as 1,2,3,4.")] = "0",
-    folds: Annotated[int, typer.Option(min=2, help="Contiguous parts, each predicted from the others.")] = 5,
+    lags: Annotated[str, typer.Option(help="Delays of the recording after the text, in rows, such as 1,2,3,4.")] = "0",
+    folds: Annotated[int, typer.Option(min=2, help="Number of contiguous folds, each predicted from the others.")] = 5,
     rows: Annotated[
-        bool, typer.Option("--rows", help="Choose penalties by leaving out each row, not each fold: faster, for rows apart.")
+        bool, typer.Option("--rows", help="Choose penalties by leave-one-out instead of folds: faster, for independent rows.")
     ] = False,
-    bands: Annotated[bool, typer.Option("--bands", help="Also all inner values at once, with a penalty for each.")] = False,
-    draws: Annotated[int, typer.Option(min=0, help="Random shares of the bands that are tried besides.")] = 20,
+    bands: Annotated[bool, typer.Option("--bands", help="Also fit all inner values together, with a penalty for each.")] = False,
+    draws: Annotated[int, typer.Option(min=0, help="Number of random shares of the bands to try in addition.")] = 20,
     length: _Length = None,
     pool: _Pool = "last",
     weights: _Weights = "model",
@@ -57,15 +60,16 @@ def encode(
     output: _Output = None,
     as_json: _Json = False,
 ) -> None:
-    """Predict a recording by ridge regression from each inner value, and how well rows are predicted that were not fitted.
+    """Predict a recording from each inner value by ridge regression, and report the correlation on held-out rows.
 
+    \b
     forge-train neuro encode runs/demo --target story.npz --lags 1,2,3,4 --output encoded
     forge-train neuro encode acts --target sentences.npz --bands
 
-    A recording has `data` (rows, channels) or (repeats, rows, channels), and `stimuli`, a text for each row, or `words`, one for
-    each row or with `onsets` and `times` in seconds. `data` may have any unit. Penalties are chosen for each channel by nested
-    cross-validation. With repeats, r is also given as a share of what a perfect model would reach. A channel that does not vary
-    has no r and no part in means. Runs on one process.
+    A recording has `data` (rows, channels) or (repeats, rows, channels) in any unit. It also has `stimuli`, one text per row, or
+    `words`: one per row, or with `onsets` and `times` in seconds. Penalties are chosen per channel by nested cross-validation.
+    With repeats, r is also given relative to the noise ceiling. Constant channels have no r and are left out of means. Runs on
+    one process.
     """
     from forge_interp.commands.inputs import integers
     from forge_interp.neuro.encoding import ALPHAS, encode_banded, lagged, mixes, noise_ceiling, normalized
@@ -82,39 +86,39 @@ def encode(
         tokenizer,
         output,
         as_json,
-        lambda one: check_design(one, folds, delays),
+        lambda recorded: check_design(recorded, folds, delays),
     )
-    y, inner = recording.mean, "leave_one_out" if rows else None
+    y = recording.mean
+    inner: Literal["leave_one_out"] | None = "leave_one_out" if rows else None
     if len(set(delays)) != len(delays):
         raise ForgeError(f"--lags {lags} names a lag twice")
     design = {name: lagged(value, delays) for name, value in features.items()}
-    found = {name: encode_banded({name: value}, y, folds=folds, inner=inner) for name, value in design.items()}  # type: ignore[arg-type]
+    scores = {name: encode_banded({name: value}, y, folds=folds, inner=inner) for name, value in design.items()}
     if bands and len(design) > 1:
-        shares = mixes(len(design), draws)
-        found["all"] = encode_banded(design, y, shares=shares, folds=folds, inner=inner)  # type: ignore[arg-type]
+        scores["all"] = encode_banded(design, y, shares=mixes(len(design), draws), folds=folds, inner=inner)
     ceiling = noise_ceiling(recording.data) if len(recording.data) > 1 else None
     arrays: dict[str, Any] = {} if ceiling is None else {"ceiling": ceiling}
     results = []
-    for name, one in found.items():
-        arrays |= {f"r/{name}": one.r, f"folds/{name}": one.folds, f"alpha/{name}": one.alpha}
-        ends = (one.alpha == min(ALPHAS)) | (one.alpha == max(ALPHAS))
-        row: dict[str, Any] = {"name": name, **_summary(one.r), "at_grid_end": int(ends.any(0).sum())}
+    for name, score in scores.items():
+        arrays |= {f"r/{name}": score.r, f"folds/{name}": score.folds, f"alpha/{name}": score.alpha}
+        ends = (score.alpha == min(ALPHAS)) | (score.alpha == max(ALPHAS))
+        row: dict[str, Any] = {"name": name, **_summary(score.r), "at_grid_end": int(ends.any(0).sum())}
         if ceiling is not None:
-            share = normalized(one.r, ceiling)
+            share = normalized(score.r, ceiling)
             arrays[f"normalized/{name}"] = share
             kept = share[share.isfinite()]
             row |= {"normalized": float(kept.mean()) if len(kept) else None, "channels": len(kept)}
         if name == "all":
-            arrays["shares"] = one.shares
-            row["shares"] = dict(zip(design, one.shares.mean(0).tolist(), strict=True))
+            arrays["shares"] = score.shares
+            row["shares"] = dict(zip(design, score.shares.mean(0).tolist(), strict=True))
         results.append(row)
-    constant = int(next(iter(found.values())).r.isnan().sum())
+    constant = int(next(iter(scores.values())).r.isnan().sum())
     if constant:
-        console.note(f"{constant} of {y.shape[1]} channels do not vary: their r is NaN, and the numbers below leave them out")
+        console.note(f"{constant} of {y.shape[1]} channels are constant: their r is NaN, and the numbers below leave them out")
     if many := [row["name"] for row in results if row["at_grid_end"] > y.shape[1] / 2]:
         console.note(
-            f"{', '.join(many)}: most channels chose the smallest or the largest penalty of the grid; there is little to "
-            "predict, or rows are few"
+            f"{', '.join(many)}: most channels chose the smallest or the largest penalty of the grid; little can be predicted, "
+            "or there are too few rows"
         )
     facts = {
         "rows": len(y),
@@ -136,8 +140,8 @@ def rsa(
     target: _Target,
     names: _Names = None,
     series: _Series = None,
-    distance: Annotated[str, typer.Option(help="Of two conditions: correlation or euclidean.")] = "correlation",
-    samples: Annotated[int, typer.Option(min=0, help="Resamples for the interval.")] = 1000,
+    distance: Annotated[str, typer.Option(help="Distance of two conditions: correlation or euclidean.")] = "correlation",
+    samples: Annotated[int, typer.Option(min=0, help="Number of resamples for the interval.")] = 1000,
     length: _Length = None,
     pool: _Pool = "last",
     weights: _Weights = "model",
@@ -155,23 +159,23 @@ def rsa(
     from forge_interp.neuro.dissimilarity import rdm_correlation as compare
 
     if distance not in ("correlation", "euclidean"):
-        raise ForgeError(f"--distance {distance}: correlation or euclidean")
+        raise ForgeError(f"--distance {distance}: choose correlation or euclidean")
     chosen: Any = distance
 
-    def check(one: "Recording") -> None:
-        if one.onsets is not None:
+    def check(recorded: "Recording") -> None:
+        if recorded.onsets is not None:
             raise ForgeError(
-                "RSA compares conditions, and rows of this recording are samples in time; average them for each word"
+                "RSA compares conditions, but the rows of this recording are samples in time; average the samples of each word"
             )
-        rdm(one.mean, chosen)
+        rdm(recorded.mean, chosen)
 
     recording, features, console = _opened(place, target, names, series, length, pool, weights, tokenizer, output, as_json, check)
     theirs = rdm(recording.mean, chosen)
     arrays, results = {"recording": theirs}, []
     for name, value in features.items():
         arrays[name] = rdm(value, chosen)
-        found = compare(arrays[name], theirs, samples=samples)
-        results.append({"name": name, "correlation": found.correlation, "low": found.low, "high": found.high})
+        score = compare(arrays[name], theirs, samples=samples)
+        results.append({"name": name, "correlation": score.correlation, "low": score.low, "high": score.high})
     facts = {"conditions": len(theirs), "channels": recording.mean.shape[1], "distance": distance, "results": results}
     columns = ("correlation", "low", "high")
     _write(output, facts, arrays, "Spearman correlation", columns, console, place, target)
@@ -197,7 +201,7 @@ def _opened(
 
     require_single_process("neuro")
     if pool not in ("last", "mean"):
-        raise ForgeError(f"--pool {pool}: last or mean")
+        raise ForgeError(f"--pool {pool}: choose last or mean")
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ForgeError(f"--output {output} already exists; choose a new folder")
     console, recording = Console(as_json=as_json), read_recording(target, series)
@@ -271,7 +275,7 @@ def check_design(recording: "Recording", folds: int, lags: Sequence[int]) -> Non
     folds_of(rows - max(map(len, folds_of(rows, folds))), folds)
     lagged(torch.empty(rows, 0), lags)
     if lags != [0] and recording.stimuli:
-        raise ForgeError("--lags go with rows in time, and each row of this recording is a stimulus read apart; leave them out")
+        raise ForgeError("--lags needs rows in time, but each row of this recording is a stimulus of its own; remove --lags")
 
 
 def features_of(
@@ -297,7 +301,7 @@ def features_of(
     if is_store(place):
         return _of_store(ActivationStore(place), recording, names)
     if not recording.words and not recording.stimuli:
-        raise ForgeError(f"{place} is a model, and the recording has neither `words` nor `stimuli` for it to read; add them")
+        raise ForgeError(f"{place} is a model, but the recording has neither `words` nor `stimuli`; add the text that it reads")
     return _of_model(place, recording, names, weights, length, pool, tokenizer, registry, note)
 
 
@@ -306,13 +310,13 @@ def _of_store(store: "ActivationStore", recording: "Recording", names: Sequence[
 
     wanted = [name for name in store.names if any(fnmatchcase(name, pattern) for pattern in names)]
     if not wanted:
-        raise ForgeError(f"--names {' '.join(names)} match nothing in {store.folder}, which holds {', '.join(store.names)}")
+        raise ForgeError(f"--names {' '.join(names)} match nothing in {store.folder}, which has {', '.join(store.names)}")
     rows = recording.data.shape[1] if recording.onsets is None else len(recording.words)
     if store.rows != rows:
         what = "rows" if recording.onsets is None else "words"
         raise ForgeError(
-            f"{store.folder} has {store.rows} rows and the recording {rows} {what}; capture one of each, as with --lines and "
-            "--positions last"
+            f"{store.folder} has {store.rows} rows, but the recording has {rows} {what}; capture one row for each, for "
+            "example with --lines and --positions last"
         )
     return {name: _in_time(store.read(name).flatten(1).double(), recording) for name in wanted}
 
@@ -343,7 +347,7 @@ def _of_model(
     longest = int(getattr(component, "max_length", 512))
     size = min(longest, 512) if length is None else length
     if not 1 <= size <= longest:
-        raise ForgeError(f"--length {size}: an input of {opened.facts.origin} has 1 to {longest} tokens")
+        raise ForgeError(f"--length {size}: an input of {opened.facts.origin} must have 1 to {longest} tokens")
     coder = tokenizer_for(opened, tokenizer, registry, note)
     check_tokenizer(coder, opened, lambda _: None)  # unused rows of the embedding do not matter here
     begin = coder.prefix
@@ -351,12 +355,14 @@ def _of_model(
         ids = coder.encode(" ".join(recording.words)).tolist()
         owners = [*[-1] * len(begin), *token_words(pieces_of(coder.decode, ids), recording.words)]
         note(f"{len(recording.words):,} words are {len(ids):,} tokens, read in windows of {size}")
-        found = word_features(load_model(opened), [*begin, *ids], owners, len(recording.words), list(infos), size, pool)
-        return {name: _in_time(value.double(), recording) for name, value in found.items()}
+        values = word_features(load_model(opened), [*begin, *ids], owners, len(recording.words), list(infos), size, pool)
+        return {name: _in_time(value.double(), recording) for name, value in values.items()}
     inputs = [torch.tensor([*begin, *coder.encode(text).tolist()], dtype=torch.int64) for text in recording.stimuli]
     for number, row in enumerate(inputs):
         if not len(begin) < len(row) <= size:
-            raise ForgeError(f"stimulus {number} has {len(row)} tokens; 1 to {size} are possible, see --length")
+            raise ForgeError(
+                f"stimulus {number} has {len(row)} tokens, but 1 to {size} are allowed; shorten it, or raise --length"
+            )
     model = load_model(opened)
     device = next(model.parameters()).device
     places = slice(len(begin), None) if pool == "mean" else "last"

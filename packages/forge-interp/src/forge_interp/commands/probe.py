@@ -20,7 +20,7 @@ def probe(
         str, typer.Argument(help="A run, a checkpoint or a Hugging Face folder; with --list also a recipe.", show_default=False)
     ],
     listing: Annotated[
-        bool, typer.Option("--list", help="List inner values: name, alias, shape, dtype, bytes of a token.")
+        bool, typer.Option("--list", help="List inner values: name, alias, shape, dtype, bytes per token.")
     ] = False,
     names: Annotated[
         list[str] | None,
@@ -28,30 +28,29 @@ def probe(
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Blocks, such as 0,3,-1. Default: all.")] = None,
     heads: Annotated[str | None, typer.Option(help="Heads, such as 0,5, of values that have heads. Default: all.")] = None,
-    positions: Annotated[str, typer.Option(help="Tokens of an input: all, last, mean, or places such as 0,5.")] = "all",
+    positions: Annotated[str, typer.Option(help="Positions of an input: all, last, mean, or numbers such as 0,5.")] = "all",
     text: Annotated[Path | None, typer.Option(help="A text file to run the model over.")] = None,
     lines: Annotated[bool, typer.Option("--lines", help="Each line of the text is an input.")] = False,
-    length: Annotated[int | None, typer.Option(help="Tokens of an input at most. Default: 512, or the model's longest.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Inputs at most.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Inputs in one forward.")] = 8,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder of the stored values; that of a capture that stopped goes on.")
-    ] = None,
-    budget: Annotated[float, typer.Option(help="GiB that may be stored without --yes.")] = 1.0,
+    length: Annotated[int | None, typer.Option(help="Tokens per input. Default: 512, or the model's maximum if smaller.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of inputs.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Inputs per forward.")] = 8,
+    output: Annotated[Path | None, typer.Option(help="Folder to write; an interrupted capture in it continues.")] = None,
+    budget: Annotated[float, typer.Option(help="Maximum size in GiB without --yes.")] = 1.0,
     yes: Annotated[bool, typer.Option("--yes", help="Store more than --budget.")] = False,
-    export: Annotated[Path | None, typer.Option(help="Write the stored values as .npz, .parquet, .h5 or .zarr, too.")] = None,
-    weights: Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")] = "model",
+    export: Annotated[Path | None, typer.Option(help="Also write the values to this .npz, .parquet, .h5 or .zarr.")] = None,
+    weights: Annotated[str, typer.Option(help="Weights to use: `model`, or `ema` for the average of hook ema.")] = "model",
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json or sentencepiece model to use instead.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
-    """Look inside of a model: list what it computes between tokens and logits, and store chosen values over a text.
+    """Look inside a model: list the inner values between tokens and logits, and store the chosen ones over a text.
 
+    \b
     forge-train probe 7b --list
     forge-train probe runs/demo --names 'blocks.*.residual_after' --positions last --text book.txt --output acts
 
-    Stores safetensors and a manifest that says where they come from. A capture that was killed goes on when the same command is
-    started again. Under torchrun a model that is too large for one process is laid out (--parallel.tp=2), and each process
-    writes files.
+    Writes safetensors and a manifest with the origin of each row. If a capture is interrupted, the same command continues it.
+    For a model that is too large for one process, start it under torchrun with a layout (--parallel.tp=2); each process then
+    writes its own files.
     """
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
@@ -64,11 +63,11 @@ def probe(
     if listing:
         require_single_process("probe --list")
         if names or text or output:
-            raise ForgeError("--list runs nothing; leave out --names, --text and --output")
+            raise ForgeError("--list does not run the model; remove --names, --text and --output")
         _list(model, context.args, registry, console)
         return
     if context.args and where.size == 1:
-        raise ForgeError(f"{context.args[0]}: one process has no layout; overrides go with --list of a recipe, or with torchrun")
+        raise ForgeError(f"{context.args[0]} has no effect on one process; use it under torchrun, or with --list and a recipe")
     if not names or text is None or output is None:
         raise ForgeError("a capture needs --names, --text FILE and --output FOLDER; --list shows the names")
     selection = {"names": list(names), "layers": layers, "heads": heads, "positions": positions}
@@ -100,7 +99,7 @@ def _list(model: str, overrides: list[str], registry: "Registry", console: "Cons
 
     if Path(model).exists() and Path(model).suffix != ".toml":
         if overrides:
-            raise ForgeError(f"{overrides[0]}: stored weights have their recipe; overrides go with a recipe")
+            raise ForgeError(f"{overrides[0]} has no effect on stored weights; remove it, or give a recipe")
         component: Any = open_weights(Path(model), registry).model
     else:
         component = load(model, overrides, None, registry).job.model
@@ -115,7 +114,7 @@ def _list(model: str, overrides: list[str], registry: "Registry", console: "Cons
         (one["name"], one["alias"] or "-", " x ".join(map(str, one["shape"])), one["dtype"], f"{one['bytes_per_token']:,}")
         for one in map(_row, found.values())
     ]
-    console.table(("name", "TransformerLens", "shape of a token", "dtype", "bytes a token"), rows)
+    console.table(("name", "TransformerLens", "shape per token", "dtype", "bytes per token"), rows)
     reasons = {entry.why for name in found if (entry := known(name)) is not None and entry.why}
     console.text("without an alias: " + "; ".join(sorted(reasons)))
     for reason in sorted({one.partial for one in every.values()} - {""}):
@@ -191,10 +190,10 @@ class CaptureRequest(NamedTuple):
 
         count = row_count(rows, positions)
         size, budget = count * row_bytes(infos, heads), self.limits["budget"]
-        note(f"{len(infos)} inner values of {count:,} tokens in {len(rows):,} inputs: {size / 2**20:,.1f} MiB in {self.output}")
+        note(f"{len(infos)} inner values for {count:,} tokens of {len(rows):,} inputs: {size / 2**20:,.1f} MiB in {self.output}")
         if budget is not None and size > budget * 2**30:
             raise ForgeError(
-                f"{size / 2**30:.2f} GiB are more than --budget {budget:g}; add --yes, or take fewer names, layers, heads "
+                f"{size / 2**30:.2f} GiB are more than --budget {budget:g}; add --yes, or choose fewer names, layers, heads "
                 "or positions"
             )
         return {"store": str(self.output), "names": list(infos), "inputs": len(rows), "rows": count, "bytes": size}

@@ -119,7 +119,9 @@ class Shares:
             mine = slice(self.tp_rank * value.shape[1], (self.tp_rank + 1) * value.shape[1])
             places, wanted = places[mine], wanted[:, mine]
         elif cut:
-            raise InterpError(f"{name} has {value.shape[1]} of {len(places)} tokens on this rank, which no layout explains")
+            raise InterpError(
+                f"{name} has {value.shape[1]} of {len(places)} tokens on this rank, which matches no supported layout"
+            )
         start, first_of_copies = self._features(name, value, info)
         return LocalShare(value, running.rows, places, wanted, start, cut, self.answers and (cut or first_of_copies))
 
@@ -127,7 +129,7 @@ class Shares:
         """Returns the offset of the local share in the first dimension after the tokens, and whether this rank is the first."""
         here, all_of = value.shape[2], info.shape[0]
         if value.shape[3:] != torch.Size(info.shape[1:]):
-            raise InterpError(f"{name} is {tuple(value.shape[2:])} a token on this rank, and {info.shape} in the whole model")
+            raise InterpError(f"{name} is {tuple(value.shape[2:])} per token on this rank, but {info.shape} in the whole model")
         if here == all_of:
             return 0, self.tp_rank == 0
         if "kv_heads" in info.dims and all_of < self.tp and here == 1:
@@ -135,7 +137,7 @@ class Shares:
             return self.tp_rank // copies, self.tp_rank % copies == 0
         start, count = chunk(all_of, self.tp, self.tp_rank)
         if count != here:
-            raise InterpError(f"{name} has {here} of {all_of} features on this rank, which no layout explains")
+            raise InterpError(f"{name} has {here} of {all_of} features on this rank, which matches no supported layout")
         return start, True
 
     def _before(self, number: int) -> Any:
@@ -144,9 +146,11 @@ class Shares:
         def note(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
             x: Tensor = args[0] if args else given["x"]
             if given.get("cache") is not None:
-                raise InterpError("a forward with a cache is not gathered from ranks, nor edited there; run rows as a whole")
+                raise InterpError(
+                    "on several ranks, inner values cannot be read or edited in a forward with a cache; run whole rows"
+                )
             positions, documents, token_mask = given.get("positions"), given.get("documents"), given.get("token_mask")
-            cut = x.dim() == 3 and positions is not None  # the stream of an earlier stage may be cut along the sequence
+            cut = x.dim() == 3 and positions is not None  # an earlier stage may send hidden states split along the sequence
             length = positions.shape[-1] if cut and positions is not None else x.shape[1]
             forward, self.counts[number] = self.counts[number], self.counts[number] + 1
             places = self._places(length)
@@ -166,7 +170,7 @@ class Shares:
             first = forward * rows if self.alike else (forward * data_size + data_rank) * rows
             return torch.arange(first, first + rows)
         if forward >= len(self.samples) or len(self.samples[forward]) != rows:
-            raise InterpError(f"samples have no {rows} numbers for forward {forward}; give one for each row of each forward")
+            raise InterpError(f"samples does not have {rows} numbers for forward {forward}; give one per row of each forward")
         return torch.tensor(list(self.samples[forward]), dtype=torch.int64)
 
     def _places(self, length: int) -> Tensor:
@@ -259,8 +263,8 @@ def assemble_pieces(name: str, pieces: Sequence[ValuePiece], shape: Sequence[int
         times.index_put_(place, torch.ones((), dtype=torch.int64), accumulate=True)
     if not bool((times == 1).all()):
         raise InterpError(
-            f"{name} did not come once from every rank that has a part of it (sample numbers given twice, or `alike` where rows "
-            "differ?)"
+            f"{name}: a share is missing, or two ranks sent the same one; check that sample numbers are unique, and that `alike` "
+            "is set only if all data ranks run the same rows"
         )
     return tokens, value
 
@@ -290,8 +294,8 @@ class GatheredValues(Mapping[str, Tensor]):
             raise InterpError(f"{name} was not captured; captured: {', '.join(self.infos)}")
         if path not in self._values:
             raise InterpError(
-                f"{name} is there once the context has ended, if a forward passed it: one with a loss makes no logits, and one "
-                "without images nothing of them"
+                f"{name} is not available: read it after the context has ended. A forward with a loss computes no logits, and "
+                "one without images no values of images"
             )
         return self._values[path]
 
@@ -342,7 +346,7 @@ class LocalShares:
             shape = info.shape if self.heads is None else (len(self.heads), *info.shape[1:])
             tokens, found._values[name] = assemble_pieces(name, sent, shape)
             if len(found.tokens) and not torch.equal(tokens, found.tokens):
-                raise InterpError(f"{name} was passed for other tokens than the values before it; capture it apart")
+                raise InterpError(f"{name} has other tokens than the values before it; capture it separately")
             found.tokens = tokens
         return found
 
@@ -377,7 +381,7 @@ def capture_sharded(
     """
     infos = select_taps(whole, names, layers, heads)
     if isinstance(positions, str) and positions not in ("all", "last"):
-        raise InterpError(f"positions {positions!r} are not gathered from ranks; take 'all', and make it of what comes")
+        raise InterpError(f"positions {positions!r} are not supported on several ranks; use 'all', and select from the result")
     kept = LocalShares(Shares(model, infos, positions, samples, alike), heads)
     found = GatheredValues(infos)
     with kept.shares.heard_by(kept.hear):
@@ -416,7 +420,7 @@ def edit_sharded(
     infos = select_taps(whole, names, layers, heads)
     refuse_uneditable(infos, positions)
     if isinstance(positions, str) and positions not in ("all", "last"):
-        raise InterpError(f"positions {positions!r} are not edited on ranks; take 'all', 'last' or places")
+        raise InterpError(f"positions {positions!r} are not supported on several ranks; use 'all', 'last' or integers")
     shares = Shares(model, infos, positions)
     across = isinstance(how, AcrossRows)
     world = _world(model.topology, across)
@@ -435,8 +439,8 @@ def edit_sharded(
             return as_passed(changed(name, share.value, share.wanted.to(x.device), how, heads), info.dims)
         if torch.is_grad_enabled():
             raise InterpError(
-                f"{name} is cut over ranks, and an edit of it has no gradient; edit it in evaluation, or in a layout that does "
-                "not cut it"
+                f"{name} is split over ranks, so an edit of it has no gradient; edit it in evaluation, or use a layout that does "
+                "not split it"
             )
         every = _together(name, share, info, world)
         if not bool(every.wanted.any()):
@@ -451,7 +455,7 @@ def edit_sharded(
 
 
 class _Together(NamedTuple):
-    """A value with all places and features.
+    """A value with all positions and features.
 
     Attributes:
         value: (B, T, ...).

@@ -60,7 +60,7 @@ class RanksStore:
         if fault:
             raise InterpError(fault)
         if not (folder / MANIFEST).is_file():
-            self._fault = f"rank {world.rank} does not see {folder / MANIFEST}; choose a folder that all ranks see"
+            self._fault = f"rank {world.rank} cannot see {folder / MANIFEST}; choose a folder that all ranks share"
         self._stop_together()
         ends = [inputs * rank // world.size for rank in range(world.size + 1)]
         self._blocks = [range(*pair) for pair in pairwise(ends)]
@@ -228,7 +228,7 @@ def _refuse_unmade(infos: Mapping[str, TapInfo]) -> None:
     for name in infos:
         if name == "logits" or name.startswith("mtp."):
             raise InterpError(
-                f"{name} is not made where ranks evaluate: they make losses, and no logits; choose names such as "
+                f"{name} is not computed on several ranks, which evaluate the loss without logits; choose names such as "
                 "'blocks.*.residual_after', or run on one process"
             )
 
@@ -239,8 +239,8 @@ def _length(topology: Topology, longest: int, whole: Any) -> int:
     length = -(-longest // parts) * parts
     if length > whole.shape.max_length:
         raise InterpError(
-            f"an input has {longest} tokens, which layout {topology.layout} fills up to {length}, more than max_length "
-            f"{whole.shape.max_length}; give at most {whole.shape.max_length // parts * parts}"
+            f"an input has {longest} tokens, which layout {topology.layout} pads to {length}, more than max_length "
+            f"{whole.shape.max_length}; use at most {whole.shape.max_length // parts * parts} tokens"
         )
     return length
 
@@ -277,7 +277,7 @@ def _rows(
         of = tokens[:, 0] - numbers[0]
         index = {"input": torch.tensor(numbers)} | {name: torch.full((len(numbers),), -1) for name in ("position", "token")}
         return {name: _means(value, of, len(numbers)) for name, value in values.items()}, index
-    if isinstance(positions, Sequence) and not isinstance(positions, str):  # in the order asked for
+    if isinstance(positions, Sequence) and not isinstance(positions, str):  # in the order of `positions`
         ascending = sorted(set(positions))
         columns = torch.tensor([ascending.index(place) for place in positions])
         order = (torch.arange(len(numbers))[:, None] * len(ascending) + columns).flatten()

@@ -28,29 +28,30 @@ def similarity(
         ),
     ],
     names: Annotated[
-        str, typer.Option("--names", help="Inner values of models: a name, an alias or a pattern.")
+        str, typer.Option("--names", help="Inner values to compare in models: a name, an alias or a pattern.")
     ] = "blocks.*.residual_after",
     text: Annotated[Path | None, typer.Option(help="A text file to run models over.")] = None,
-    positions: Annotated[str, typer.Option(help="Tokens of an input: all, last, mean, or places such as 0,5.")] = "all",
-    length: Annotated[int | None, typer.Option(help="Tokens of an input at most. Default: 512, or the model's longest.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Inputs at most.")] = 32,
-    steps: Annotated[bool, typer.Option("--steps", help="Of a run: each checkpoint, against the last one.")] = False,
+    positions: Annotated[str, typer.Option(help="Positions of an input: all, last, mean, or numbers such as 0,5.")] = "all",
+    length: Annotated[int | None, typer.Option(help="Tokens per input. Default: 512, or the model's maximum if smaller.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of inputs.")] = 32,
+    steps: Annotated[bool, typer.Option("--steps", help="Compare each checkpoint of a run with the last one.")] = False,
     pairs: Annotated[
-        bool, typer.Option("--pairs", help="With --steps: all pairs of inner values within each checkpoint; --output is an .npz.")
+        bool, typer.Option("--pairs", help="With --steps: compare all pairs within each checkpoint; --output is an .npz.")
     ] = False,
     measure: Annotated[str, typer.Option(help="cka (unbiased), biased_cka, cca, svcca or rsa.")] = "cka",
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json or sentencepiece model to use instead.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write a heat map to this .svg or .png file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
-    """Compare what layers compute: all pairs within one model or between two, or over many against the last.
+    """Compare layers: all pairs within one model or between two models, or the checkpoints of a run with the last one.
 
+    \b
     forge-train similarity runs/demo --text book.txt --output layers.svg
     forge-train similarity runs/demo --steps --text book.txt --measure svcca
     forge-train similarity runs/demo --steps --pairs --text book.txt --names 'blocks.[0-3].residual' --output layers.npz
 
-    Sums are made in one pass in fp64, so the values depend on neither batches nor their order. Activations of models lie in a
-    temporary folder meanwhile; of a layer, tokens x width x bytes. Blocks behind the last one that is named are not read.
+    The measures are computed from fp64 sums over one pass, so they depend neither on batches nor on their order. Activations of
+    models are written to a temporary folder: tokens x width x bytes per layer. Blocks after the last named one are not read.
     """
     from forge_interp.heat_maps import check_picture, write_heat_map
     from forge_interp.similarity import MEASURES
@@ -59,10 +60,10 @@ def similarity(
     require_single_process("similarity")
     console, registry = Console(as_json=as_json), Registry()
     if measure not in MEASURES:
-        raise ForgeError(f"--measure {measure}: one of {', '.join(MEASURES)}")
+        raise ForgeError(f"--measure {measure}: choose one of {', '.join(MEASURES)}")
     if pairs:
         if not steps or (output is not None and output.suffix != ".npz"):
-            raise ForgeError("--pairs goes with --steps, and its --output is an .npz file")
+            raise ForgeError("--pairs needs --steps, and an .npz file as --output")
     else:
         check_picture(output)
     wanted = _checkpoints(places) if steps else [(place.name, place) for place in places]
@@ -108,7 +109,7 @@ def _pairs(stores: "list[ActivationStore]", labels: list[str], measure: str, out
         for table in values
     ]
     body = [(label, f"{min(one):.3f}", f"{sum(one) / len(one):.3f}") for label, one in zip(labels, others, strict=True)]
-    console.table((measure, "least of a pair", "mean of pairs"), body)
+    console.table((measure, "minimum over pairs", "mean over pairs"), body)
 
 
 def _checkpoints(places: list[Path]) -> list[tuple[str, Path]]:
@@ -117,10 +118,10 @@ def _checkpoints(places: list[Path]) -> list[tuple[str, Path]]:
     from forge_ckpt.format.names import committed
 
     if len(places) != 1:
-        raise ForgeError("--steps takes one run, or one directory of checkpoints")
+        raise ForgeError("--steps needs exactly one run, or one directory of checkpoints")
     store, one = store_of(places[0])
     if not isinstance(store.root, Path):
-        raise ForgeError(f"--steps reads checkpoints of a disk, and {places[0]} is a URL; copy them first")
+        raise ForgeError(f"--steps reads checkpoints from a disk, but {places[0]} is a URL; copy them first")
     newest = {entry.step: entry.name for entry in reversed(committed(path.name for path in store.root.iterdir()))}
     if one is not None or len(newest) < 2:
         raise ForgeError(f"{places[0]} has fewer than two checkpoints; keep more with checkpoint.keep")
@@ -146,7 +147,7 @@ def _stores(
                 found.append(ActivationStore(place))
                 continue
             if options["file"] is None:
-                raise ForgeError(f"{place} is not a folder that `probe` wrote; a model needs --text FILE to run over")
+                raise ForgeError(f"{place} is not a folder that `probe` wrote; for a model, add --text FILE")
             opened = open_weights(place, registry)
             rows, facts = rows_of_text(opened, registry=registry, note=console.note, **options)
             console.note(f"{label}: {sum(map(len, rows)):,} tokens")
@@ -177,7 +178,7 @@ def to_the_last(stores: "Sequence[ActivationStore]", measure: str) -> list[list[
     for store in stores:
         refuse_other_tokens(store, last)
         if store.names != last.names:
-            raise ForgeError(f"{store.folder} and {last.folder} hold different inner values; capture the same ones")
+            raise ForgeError(f"{store.folder} and {last.folder} have different inner values; capture the same ones in both")
     return [[similarity_of(store, name, last, name, measure) for store in stores] for name in last.names]
 
 
@@ -202,7 +203,7 @@ def refuse_other_tokens(left: "ActivationStore", right: "ActivationStore") -> No
     if left is right:
         return
     if left.rows != right.rows or any(not torch.equal(a, b) for a, b in _index(left, right)):
-        raise ForgeError(f"{left.folder} and {right.folder} are of different tokens; capture both over the same text")
+        raise ForgeError(f"{left.folder} and {right.folder} have different tokens; capture both over the same text")
 
 
 def _index(left: "ActivationStore", right: "ActivationStore") -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
@@ -219,11 +220,11 @@ class Shortened:
         self.facts: WeightsInfo = weights.facts
 
     def read(self, names: Sequence[str]) -> "dict[str, torch.Tensor]":
-        """As the whole model's."""
+        """Returns tensors as the weights of the whole model do."""
         return self._weights.read(names)
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> "torch.Tensor":
-        """As the whole model's."""
+        """Returns tensors as the weights of the whole model do."""
         return self._weights.box(name, offset, extent)
 
 

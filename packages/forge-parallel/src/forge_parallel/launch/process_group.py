@@ -101,6 +101,7 @@ def _meet(where: Launch, wait: Wait, device: torch.device, content: Mapping[str,
     if where.rank != 0 or outlives:
         tcp = _reached(where, wait)
     else:
+        socket.getaddrinfo(where.address, where.port)  # torch would retry for minutes, without a message
         try:
             tcp = dist.TCPStore(
                 where.address, where.port, is_master=True, timeout=timedelta(seconds=wait.limit), wait_for_workers=False
