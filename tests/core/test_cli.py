@@ -130,6 +130,33 @@ def test_check_reports_every_fault_at_once(forge: Callable[..., Result], tmp_pat
     assert sorted(file.name for file in tmp_path.iterdir()) == ["bad.toml"]  # nothing was written
 
 
+MODEL_WITHOUT_SHAPE = """
+from dataclasses import dataclass
+
+from forge_core.component import Component
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Component):
+    vocab_size: int = 300
+    max_length: int = 2048
+
+    def build(self):
+        raise AssertionError("not by check")
+"""
+
+
+def test_check_names_what_it_leaves_to_the_start(forge: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL_WITHOUT_SHAPE)
+    keys = ["--model.name=./mine.py:Mine", "--data.sources=[{name='random', vocab_size=61}]"]
+    note = "note: the start of a run checks whether the model fits transforms.float8, when it has built the model"
+    result = forge("check", "debug", *keys, "--transforms.float8.recipe=tensorwise")
+    assert result.returncode == 0 and note in result.stderr
+    assert heavy(result) == []
+    assert "note:" not in forge("check", "debug", *keys).stderr
+    assert "note:" not in forge("check", "debug", "--transforms.float8.recipe=tensorwise").stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from forge_train.hooks.metrics import LogHook
-from forge_train.hooks.profile import ProfileHook
+from forge_train.hooks.metrics import Log
+from forge_train.hooks.profile import Profile
 from forge_train.profiling.summary import summarize
 from forge_train.profiling.trace import chosen_traces, read_trace
 from forge_train.run.loop import fit
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.rehearsal
 def profiled(recipe: Path, overrides: list[str], keys: dict[str, Any] | None) -> tuple[str, str]:
     with own_device() as device:
         run, _ = prepared(recipe, overrides, device)
-        run.hooks[:] = [] if keys is None else [ProfileHook(**keys)]
+        run.hooks[:] = [] if keys is None else [Profile(**keys)]
         fit(run)
         return device.type, digest(run)
 
@@ -49,7 +49,7 @@ def test_weights_are_those_without_it(devices: World, tmp_path: Path, ranks: int
 def logged(recipe: Path, overrides: list[str]) -> None:
     with own_device() as device:
         run, _ = prepared(recipe, overrides, device)
-        run.hooks[:] = [LogHook(every=2)]
+        run.hooks[:] = [Log(every=2)]
         fit(run)
 
 

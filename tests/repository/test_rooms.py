@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.component import Component, fields_of
+from forge_core.protocols.run import Hook
 from forge_core.registry import GROUPS, Entry, Registry
 from harness.tables import parts_of
 
@@ -76,7 +77,7 @@ def test_every_part_loads_and_conforms(entry):
         return
     loaded = Registry([entry]).load_entry(entry)
     if GROUPS[entry.group].build is not None:
-        assert loaded.__dataclass_params__.frozen
+        assert loaded.__dataclass_params__.frozen != issubclass(loaded, Hook), "hooks change, and nothing else"
         assert all(field.kw_only for field in dataclasses.fields(loaded))
         assert (loaded.__doc__ or "").strip()
         assert [info.name for info in fields_of(loaded) if not info.doc] == []
@@ -108,10 +109,6 @@ def test_every_component_of_the_sources_is_frozen_documented_and_keyword_only():
     assert seen >= 5
 
 
-HOOKS = {"forge_train/components/evaluation.py", "forge_train/components/hooks.py"}
-"""Files whose components still build a hook of the same fields."""
-
-
 def test_no_build_only_imports_a_class_and_passes_its_fields():
     """Such a component sets `implementation` instead."""
     found = set()
@@ -119,7 +116,7 @@ def test_no_build_only_imports_a_class_and_passes_its_fields():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name == "build" and forwards(node):
                 found.add(str(file.relative_to(src_of(file))))
-    assert found == HOOKS
+    assert not found
 
 
 def forwards(build: ast.FunctionDef) -> bool:
@@ -142,7 +139,7 @@ def test_no_file_is_long_without_a_reason():
 SHORT: frozenset[str] = frozenset()
 """Files of at most 60 lines that only one neighbor imports, and why not."""
 
-REPEATED = frozenset({"Linear", "Routing", "Stragglers"})
+REPEATED = frozenset({"Linear"})
 """Public class names that have several meanings today. Remove a name here when it has one; none may be added."""
 
 

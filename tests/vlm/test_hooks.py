@@ -26,7 +26,7 @@ from forge_train.run.loop import fit
 from forge_train.run.training import Clock
 from forge_vlm.components.fusions import JointDecoder
 from forge_vlm.context import Modalities
-from forge_vlm.hooks import ModalitiesHook, ModalityObjective, predict, swap_images, token_shares
+from forge_vlm.hooks import ModalityObjective, ModalityStatistics, predict, swap_images, token_shares
 from harness.pool import World
 from train.runs import TINY, prepared
 from vlm.tiny import MODELS, build
@@ -255,7 +255,7 @@ def test_its_time_is_no_time_of_training(monkeypatch: pytest.MonkeyPatch) -> Non
         clock=Clock(paused=1.0),
         log=logged.append,
     )
-    hook = ModalitiesHook(every=3)
+    hook = ModalityStatistics(every=3)
     hook.after_step(run, None)  # type: ignore[arg-type]
     assert not logged
     hook.finish(run)
@@ -293,7 +293,7 @@ def test_images_are_worth_something_once_a_model_reads_them(name: str) -> None:
     step, optimizer, batch = Step(model, CrossEntropy()), AdamWConfig(lr=1e-2).build(model), _told(model.part)
     job = SimpleNamespace(train=SimpleNamespace(micro_batch=12))
     run: Any = SimpleNamespace(step=step, topology=topology, model=model, job=job)
-    hook, known = ModalitiesHook(), model.part.context.modalities  # type: ignore[union-attr]
+    hook, known = ModalityStatistics(), model.part.context.modalities  # type: ignore[union-attr]
     told: Any = Told(batch)
     before = hook._evaluated(run, known, "told", told)  # type: ignore[arg-type]
     assert abs(before["modality/told/image_gain"]) < (1e-9 if name == "cross" else 0.1)

@@ -1,7 +1,6 @@
 """Models that do not do what they have to: decoders with one thing changed."""
 
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -93,27 +92,12 @@ class Constant(Decoder):
         return super().forward(x, **given) * 0
 
 
-def outline(**changed):
-    return lambda: GOOD.outline()._replace(**changed)
-
-
-def wider():
-    said = GOOD.outline()
-    return said._replace(matrices={name: matrix._replace(shape=(1, 1)) for name, matrix in said.matrices.items()})
-
-
 BAD = {
     "check_specs": [
         (Part(make=Undescribed), "does not describe itself"),
         (made(Unnamed), "leave out norm.weight"),
         (made(Tied), "shares tensors"),
         (made(Lost), "not there: blocks.7"),
-    ],
-    "check_outline": [
-        (made(Decoder, outline=outline(units=MappingProxyType({"heads": 1}))), "says units"),
-        (made(Decoder, outline=outline(mtp_depth=1)), "says mtp_depth 1"),
-        (made(Decoder, outline=outline(blocks=3)), "says 3 blocks"),
-        (made(Decoder, outline=wider), "says that"),
     ],
     "check_causality": [(made(Average), "tokens up to 0 see later ones"), (made(Alone), "token 1 does not see token 0")],
     "check_documents": [(made(Packed), "second document of a row sees another")],

@@ -17,7 +17,7 @@ from forge_core.protocols.run import Hook
 from forge_core.registry import Registry, installed
 from forge_interp.attention_scores import capture_qk
 from forge_interp.captures import capture
-from forge_interp.commands.inside import InsideHook, agreement
+from forge_interp.commands.inside import Inside, agreement
 from forge_interp.kernel_similarity import gram, gram_cka, gram_rank
 from forge_interp.methods.probes import effective_rank
 from forge_interp.similarity import Moments, unbiased_cka
@@ -196,7 +196,7 @@ def test_a_run_of_before_the_hook_moved_to_this_package_goes_on(recipe: Path, mo
     assert part["distribution"] == "forge-train"
     assert states["forge-train:inside"] == {"last": 2} and "forge-interp:inside" not in states
     made, _ = prepared(recipe, [f"--job.dir={recipe.parent / 'cut'}", hooks()])
-    assert next(hook.last for hook in made.hooks if isinstance(hook, InsideHook)) == 2
+    assert next(hook.last for hook in made.hooks if isinstance(hook, Inside)) == 2
     fit(made)
     found, expected = written(recipe.parent / "cut"), written(recipe.parent / "whole")
     assert found[6]["inside/blocks.0/cka_first"] == expected[6]["inside/blocks.0/cka_first"]

@@ -11,10 +11,11 @@ from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.shape import Losses, Rope
-from forge_parallel.model_checks import float8_can_multiply, rows_can_be_shared, tensors_can_be_cut
+from forge_parallel.model_checks import float8_can_multiply, left_to_the_start, rows_can_be_shared, tensors_can_be_cut
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.tensor.transform import TensorParallel
+from forge_vlm.components.model import VLM
 
 DECODER = DecoderConfig(dim=32, heads=4, kv_heads=2, layers=2, ffn_dim=32, vocab_size=64)
 DYNAMIC = Rope(scaling="dynamic", factor=2.0, original_max_length=16)
@@ -69,5 +70,18 @@ def test_e7_what_ranks_would_refuse(changes: dict[str, Any], layout: str, transf
     assert keys(replace(DECODER, **changes), layout, **transforms) == found
 
 
-def test_e7_a_model_that_says_nothing_is_judged_when_it_is_built() -> None:
+def test_e7_a_model_without_a_shape_is_judged_when_it_is_built() -> None:
     assert keys(SimpleNamespace(), "dp2tp2cp2", float8=Float8(include=["nothing"])) == []
+    assert keys(SimpleNamespace(shape=(3, 4)), "dp2tp2cp2") == [], "a shape of another kind"
+
+
+def test_what_is_left_to_the_start_is_named() -> None:
+    def left(model: Any, layout: str, **transforms: Any) -> tuple[str, ...]:
+        return left_to_the_start(SimpleNamespace(model=model, transforms=transforms), Layout.parse(layout))
+
+    unknown = SimpleNamespace()
+    assert left(unknown, "dp2") == ()
+    assert left(unknown, "dp2tp2cp2", float8=Float8()) == ("parallel.tp", "parallel.cp", "transforms.float8")
+    assert left(DECODER, "dp2tp2cp2", float8=Float8()) == ()
+    images = VLM(dim=32, heads=4, layers=2, vocab_size=64)
+    assert left(images, "tp2", float8=Float8()) == ("transforms.float8",), "a fusion may add layers"

@@ -106,7 +106,7 @@ def _stopped() -> str:
     from types import SimpleNamespace
 
     from forge_parallel.launch.watch import Watch
-    from forge_train.components.hooks import Replicas
+    from forge_train.hooks.weights import Replicas
     from forge_train.process.stop import TrainingError
     from forge_train.run.training import Clock
 

@@ -20,8 +20,8 @@ from forge_core.protocols.checkpoint import Piece
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.launch.watch import Watch
-from forge_train.hooks.evaluation import BestHook, EarlyStopHook, Improvement
-from forge_train.hooks.save import SaveHook
+from forge_train.hooks.evaluation import Best, EarlyStop, Improvement
+from forge_train.hooks.save import Save
 from forge_train.process.stop import Stop
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
@@ -220,7 +220,7 @@ def test_a_step_that_becomes_due_after_it_was_saved_is_saved_again() -> None:
         save=lambda: saves.append(run.state.step),
         saves=SimpleNamespace(finish=lambda: None),
     )
-    hook, best = SaveHook(), BestHook(METRIC)
+    hook, best = Save(), Best(metric=METRIC)
     hook.start(run)
     run.state.step = 2
     hook.after_step(run, None)  # type: ignore[arg-type]
@@ -253,11 +253,11 @@ def test_hooks_that_could_never_act_are_refused(tmp_path: Path, hooks: str, says
 def test_early_stopping_without_any_finite_result_ends_too() -> None:
     run: Any = SimpleNamespace(results={}, state=SimpleNamespace(step=0), stop=SimpleNamespace(end=lambda why: ends.append(why)))
     ends: list[str] = []
-    hook = EarlyStopHook(METRIC, patience=2)
+    hook = EarlyStop(metric=METRIC, patience=2)
     for step in (1, 2):
         run.state.step, run.results[METRIC] = step, (step, math.nan)
         hook.after_step(run, None)  # type: ignore[arg-type]
     assert ends == [f"{METRIC} did not improve on no finite result in 2 evaluations"]
-    again = EarlyStopHook(METRIC, patience=2)
+    again = EarlyStop(metric=METRIC, patience=2)
     again.load_state(hook.state())
     assert again.state() == hook.state()

@@ -12,8 +12,7 @@ from forge_core.protocols.model import NamedTensor
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.model.parallel_model import full
-from forge_train.components.hooks import Ema
-from forge_train.hooks.weights import EmaHook
+from forge_train.hooks.weights import Ema, EmaConfig
 from forge_train.inference.evaluation import recipe_for, scores
 from forge_train.inference.stored import open_weights
 from forge_train.plan import dry_run
@@ -73,7 +72,7 @@ def trained(recipe: Path, overrides: list[str]) -> tuple[list[dict[str, torch.Te
     path = Trajectory()
     run.hooks[:] = [path, *run.hooks]
     fit(run)
-    kept = next(hook.tensors(run.model)["ema"] for hook in run.hooks if isinstance(hook, EmaHook))
+    kept = next(hook.tensors(run.model)["ema"] for hook in run.hooks if isinstance(hook, Ema))
     return path.weights, {name: full(tensor).clone() for name, tensor in kept.items()}, dict(run.results)
 
 
@@ -157,7 +156,7 @@ def test_a_run_may_begin_and_cease_to_average(recipe: Path, tmp_path: Path) -> N
     assert run.state.step == 5
 
 
-def alone(hook: EmaHook, weights: torch.Tensor) -> Any:
+def alone(hook: Ema, weights: torch.Tensor) -> Any:
     """A run of one parameter."""
     model = SimpleNamespace(trained_sometime=lambda: [NamedTensor("w", weights, "matrix")])
     run = SimpleNamespace(model=model, state=SimpleNamespace(step=0))
@@ -167,8 +166,8 @@ def alone(hook: EmaHook, weights: torch.Tensor) -> Any:
 
 def test_a_skipped_step_moves_nothing() -> None:
     weights = torch.nn.Parameter(torch.randn(50))
-    hook = Ema(decay=0.5).build()
-    assert isinstance(hook, EmaHook)
+    hook = EmaConfig(decay=0.5).build()
+    assert isinstance(hook, Ema)
     run = alone(hook, weights)
     before = hook.average["w"].clone()
     with torch.no_grad():
@@ -185,7 +184,7 @@ def test_weights_in_bf16_are_averaged_in_fp32_unless_asked() -> None:
     weights = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     found = {}
     for dtype in ("fp32", "weights"):
-        hook = EmaHook(decay=0.999, dtype=dtype)  # type: ignore[arg-type]
+        hook = Ema(decay=0.999, dtype=dtype)  # type: ignore[arg-type]
         with torch.no_grad():
             weights.fill_(1.0)
         run = alone(hook, weights)
@@ -220,8 +219,8 @@ def test_an_optimizer_that_evaluates_averages_is_refused() -> None:
     """A plugin's, which no check knows: an average of what it trains would be taken for what it evaluates."""
     run: Any = SimpleNamespace(model=SimpleNamespace(averages=[lambda: None]))
     with pytest.raises(ForgeError, match="hook 'ema' averages weights, but the optimizer evaluates averages already"):
-        EmaHook().check(run)
-    EmaHook().check(SimpleNamespace(model=SimpleNamespace(averages=[])))  # type: ignore[arg-type]
+        Ema().check(run)
+    Ema().check(SimpleNamespace(model=SimpleNamespace(averages=[])))  # type: ignore[arg-type]
 
 
 def test_a_plan_counts_it(recipe: Path, tmp_path: Path) -> None:

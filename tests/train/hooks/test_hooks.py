@@ -17,14 +17,13 @@ from rich.console import Console
 from forge_core.layout import Layout
 from forge_parallel.launch.watch import Watch
 from forge_parallel.step.timing import StepTimer
-from forge_train.components.evaluation import Evaluate
-from forge_train.components.hooks import Log, Progress, Save
-from forge_train.hooks.evaluation import EvaluateHook
-from forge_train.hooks.metrics import Utilization
+from forge_train.hooks.evaluation import Evaluate
+from forge_train.hooks.metrics import Log, Utilization
 from forge_train.hooks.periodic import pause
-from forge_train.hooks.samples import SampleHook
-from forge_train.hooks.save import SaveHook
-from forge_train.hooks.weights import ReplicasHook
+from forge_train.hooks.progress import Progress
+from forge_train.hooks.samples import Sample
+from forge_train.hooks.save import Save
+from forge_train.hooks.weights import Replicas
 from forge_train.process.stop import STOPPED, Stop
 from forge_train.recipe.checks import evaluate_has_sets
 from forge_train.run.health import Health
@@ -226,8 +225,8 @@ def test_h7_an_evaluation_is_left_when_asked_and_done_first_by_the_run_that_resu
 
 
 def test_samples_wait_for_the_run_that_resumes_too() -> None:
-    assert EvaluateHook.leisurely and SampleHook.leisurely
-    assert not (SaveHook.leisurely or ReplicasHook.leisurely), "what has drifted must not be saved"
+    assert Evaluate.leisurely and Sample.leisurely
+    assert not (Save.leisurely or Replicas.leisurely), "what has drifted must not be saved"
 
 
 def test_evaluate_every_and_at_the_end_once() -> None:

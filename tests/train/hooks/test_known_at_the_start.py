@@ -10,11 +10,11 @@ import pytest
 
 from forge_core.errors import ConfigError, DataError, ForgeError
 from forge_core.registry import Registry
+from forge_data.loading import evaluation
 from forge_data.loading.evaluation import Question
 from forge_data.tokenizers.bytes import ByteTokenizer
-from forge_train.hooks import samples
-from forge_train.hooks.evaluation import TasksHook
-from forge_train.hooks.samples import AnswersHook, SampleHook
+from forge_train.hooks.evaluation import Evaluate, Tasks
+from forge_train.hooks.samples import Answers, Sample
 from forge_train.recipe.load import load
 from train.runs import TINY
 
@@ -44,19 +44,19 @@ def test_trials_c1_prompts_that_cannot_be_continued_are_refused_by_check(keys: s
 
 
 def test_prompts_whose_length_only_the_tokenizer_knows_are_refused_at_the_start() -> None:
-    SampleHook(prompts=["x" * 22], max_tokens=10).check(run_of(32))
+    Sample(prompts=["x" * 22], max_tokens=10).check(run_of(32))
     with pytest.raises(ForgeError, match=r"hook 'sample': prompt 1 with 23 tokens and .* exceed the model's limit of 32"):
-        SampleHook(prompts=["a", "x" * 23], max_tokens=10).check(run_of(32))
+        Sample(prompts=["a", "x" * 23], max_tokens=10).check(run_of(32))
     with pytest.raises(ForgeError, match="hook 'sample': prompt 0 is empty"):
-        SampleHook(prompts=[""], max_tokens=10).check(run_of(32))
+        Sample(prompts=[""], max_tokens=10).check(run_of(32))
 
 
 def asked(*sizes: tuple[int, int]) -> list[Question]:
     return [Question(np.zeros(given, int), np.ones(answer, int), (0, 0)) for given, answer in sizes]
 
 
-def hook_of(max_tokens: int = 256) -> AnswersHook:
-    return AnswersHook((), 64, 16, 0, max_tokens, "model")
+def hook_of(max_tokens: int = 256) -> Answers:
+    return Answers(max_tokens=max_tokens)
 
 
 def test_trials_c1_questions_are_asked_in_portions_that_fit_the_model() -> None:
@@ -73,9 +73,9 @@ def test_trials_c1_questions_are_asked_in_portions_that_fit_the_model() -> None:
 
 def test_an_answer_that_no_model_of_this_length_can_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     held_out = {"pairs": SimpleNamespace(source=object())}
-    monkeypatch.setattr(samples, "inputs_of", lambda source, part: {})
+    monkeypatch.setattr(evaluation, "inputs_of", lambda source, part: {})
     for sizes, max_tokens, fits in (((40, 24), 256, True), ((40, 25), 256, False), ((40, 25), 24, True)):
-        monkeypatch.setattr(samples, "questions", lambda source, count, sizes=sizes: iter(asked(sizes)))
+        monkeypatch.setattr(evaluation, "questions", lambda source, count, sizes=sizes: iter(asked(sizes)))
         hook, run = hook_of(max_tokens), run_of(64, evaluations=held_out)
         if fits:
             hook.check(run)
@@ -88,8 +88,8 @@ def test_a_held_out_image_that_is_gone_is_said_at_the_start(monkeypatch: pytest.
     def gone(source: Any, part: Any) -> Any:
         raise DataError("cat.png is missing")
 
-    monkeypatch.setattr(samples, "questions", lambda source, count: iter(asked((4, 2))))
-    monkeypatch.setattr(samples, "inputs_of", gone)
+    monkeypatch.setattr(evaluation, "questions", lambda source, count: iter(asked((4, 2))))
+    monkeypatch.setattr(evaluation, "inputs_of", gone)
     with pytest.raises(ForgeError, match=r"hook 'answers': held-out set 'pets': cat\.png is missing"):
         hook_of().check(run_of(64, evaluations={"pets": SimpleNamespace(source=object())}))
 
@@ -105,7 +105,7 @@ def test_trials_c1_tasks_that_generate_more_than_the_model_takes_are_refused(
     (tmp_path / "mine.yaml").write_text(f"task: mine\noutput_type: generate_until\n{more}generation_kwargs: {{{kwargs}}}\n")
     (tmp_path / "other.yaml").write_text(f"task: other\noutput_type: generate_until\n{more}")
     (tmp_path / "several.yaml").write_text("group: several\ntask: [mine]\n")
-    hook = TasksHook([asked_as], folder=str(tmp_path))
+    hook = Tasks(tasks=[asked_as], folder=str(tmp_path))
     if asked_as == "tagged" and tokens < 64:  # the other task of the tag asks for 256
         with pytest.raises(ForgeError, match="task 'other' needs 256"):
             hook.check(run_of(64))
@@ -123,7 +123,6 @@ def test_every_image_of_an_evaluated_set_is_looked_for_at_the_start(tmp_path: Pa
     from PIL import Image
 
     from forge_core.protocols.data import SourceContext
-    from forge_train.hooks.evaluation import EvaluateHook
     from forge_vlm.components.sources import ImageJsonl
 
     lines = [{"text": f"number {number}", "image": f"{number}.png"} for number in range(14)]
@@ -134,7 +133,7 @@ def test_every_image_of_an_evaluated_set_is_looked_for_at_the_start(tmp_path: Pa
 
     def checked(at: Path) -> None:
         source = component.build(SourceContext(at, ByteTokenizer(), 64, lambda _: None))
-        EvaluateHook().check(run_of(64, evaluations={"words": SimpleNamespace(), "pets": SimpleNamespace(source=source)}))
+        Evaluate().check(run_of(64, evaluations={"words": SimpleNamespace(), "pets": SimpleNamespace(source=source)}))
 
     checked(tmp_path / "w")
     (tmp_path / "3.png").unlink()

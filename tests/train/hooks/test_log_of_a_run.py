@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from forge_core.protocols.run import Hook
-from forge_train.hooks.metrics import LogHook
+from forge_train.hooks.metrics import Log
 from forge_train.run.loop import fit
 from forge_train.trackers import METRICS, read_metrics
 from harness.pool import World
@@ -28,7 +28,7 @@ class Timed(Hook):
 def logged(recipe: Path, directory: Path, overrides: list[str], every: int = 4) -> tuple[list[dict[str, Any]], list[bool], Any]:
     run, _ = prepared(recipe, [f"--job.dir={directory}", "--checkpoint.every=0", *overrides])
     timed = Timed()
-    run.hooks[:] = [LogHook(every=every), timed]
+    run.hooks[:] = [Log(every=every), timed]
     fit(run)
     return read_metrics(directory / METRICS), timed.seen, run
 

@@ -17,7 +17,7 @@ from forge_core import durable_files
 from forge_core.protocols.run import Hook
 from forge_parallel.launch.watch import PeerFailure
 from forge_train.hooks import machine
-from forge_train.hooks.machine import PROBE_FILE, MachineFault, MachineHook, collective_probe, device_probe, disk_probe
+from forge_train.hooks.machine import PROBE_FILE, Machine, MachineFault, collective_probe, device_probe, disk_probe
 from forge_train.run.loop import fit
 from forge_train.trackers import METRICS, read_metrics
 from harness.pool import World
@@ -84,7 +84,7 @@ class Breaks(Hook):
 def ended(recipe: Path, folder: Path, what: str, rank: int, **keys: Any) -> tuple[str, str, int, list[str]]:
     """Kind and text of the error of this rank, its step, and its warnings."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--train.micro_batch=1"])
-    run.hooks[:] = [Breaks(globals()[what], rank), MachineHook(every=2, **keys)]
+    run.hooks[:] = [Breaks(globals()[what], rank), Machine(every=2, **keys)]
     try:
         fit(run)
     except (MachineFault, PeerFailure) as error:
@@ -129,7 +129,7 @@ def test_fault_51_a_wrong_sum_is_found(rank: int) -> None:
 def _clean(recipe: Path, folder: Path, probed: bool) -> tuple[list[str], str]:
     """Warnings and weights."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--train.micro_batch=1", "--train.max_steps=30"])
-    run.hooks[:] = [MachineHook(every=1)] if probed else []
+    run.hooks[:] = [Machine(every=1)] if probed else []
     fit(run)
     assert [hook.writes for hook in run.hooks] == [run.topology.rank == 0] * probed, "one file for each host"
     return run.health.summary(), digest(run)
@@ -153,7 +153,7 @@ def test_what_is_slow_full_or_short_is_said_once_and_when_it_is_over(recipe: Pat
     free = iter([2**30, 2**20, 2**20, 2**30, 2**30])
     said = iter([("", False), ("no space", True), ("no space", True), ("", False), ("", False)])
     waits = iter([1.0, 1.0, 0.0, 0.0, 0.0])
-    hook = MachineHook(every=1, slow=0.9)
+    hook = Machine(every=1, slow=0.9)
     run.hooks[:] = [hook, Replaces(hook, lambda: time.sleep(next(waits)) or "")]
     with (
         patch.object(machine, "available_memory", lambda: next(free)),
@@ -174,7 +174,7 @@ def test_what_is_slow_full_or_short_is_said_once_and_when_it_is_over(recipe: Pat
 class Replaces(Hook):
     """Takes the place of what tries the device."""
 
-    def __init__(self, hook: MachineHook, probe: Any) -> None:
+    def __init__(self, hook: Machine, probe: Any) -> None:
         self.hook, self.probe = hook, probe
 
     def start(self, run: Any) -> None:
@@ -208,7 +208,7 @@ def test_the_device_of_this_machine_is_well_and_one_that_loses_bytes_is_not() ->
 def _by_clock(recipe: Path, folder: Path, minutes: float) -> list[int]:
     """Steps after which this rank probed; only the clock of rank 0 runs, by 29.6 seconds a step."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--train.micro_batch=1"])
-    hook, steps, now = MachineHook(every=1, minutes=minutes), [], [0.0]
+    hook, steps, now = Machine(every=1, minutes=minutes), [], [0.0]
     hook.act = lambda given: steps.append(given.state.step)  # type: ignore[method-assign]
 
     class Clock(Hook):

@@ -8,7 +8,7 @@ import torch
 
 from forge_core.protocols.run import Hook
 from forge_parallel.model.parallel_model import full
-from forge_train.hooks.weights import NormsHook
+from forge_train.hooks.weights import Norms
 from forge_train.run.loop import fit
 from forge_train.trackers import METRICS, read_metrics
 from harness.pool import World
@@ -37,7 +37,7 @@ class Tensors(Hook):
 def normed(recipe: str, directory: str, overrides: list[str], by: Any) -> dict[str, float]:
     run, _ = prepared(Path(recipe), [f"--job.dir={directory}", *EXACT, *overrides])
     tensors = Tensors()
-    run.hooks[:] = [NormsHook(every=100, by=by), *([tensors] if run.topology.size == 1 else [])]
+    run.hooks[:] = [Norms(every=100, by=by), *([tensors] if run.topology.size == 1 else [])]
     fit(run)
     if run.topology.size > 1:
         return {}
@@ -97,7 +97,7 @@ def test_all_gradients_together_are_the_norm_of_the_step(tmp_path: Path) -> None
         def after_step(self, run: Any, result: Any) -> None:
             norms.append(result.numbers()["grad_norm"])
 
-    run.hooks[:] = [NormsHook(every=100), Seen()]
+    run.hooks[:] = [Norms(every=100), Seen()]
     fit(run)
     squares = [value**2 for name, value in logged(tmp_path / "run").items() if name.startswith("norm/gradient/")]
     assert sum(squares) ** 0.5 == pytest.approx(norms[-1], rel=1e-9), "before clipping"

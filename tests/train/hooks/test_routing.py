@@ -24,8 +24,8 @@ from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, share, synthetic
-from forge_train.components.hooks import Routing
 from forge_train.directory import ROUTING
+from forge_train.hooks.routing import RoutingStatistics
 from forge_train.report.html import heat
 from forge_train.report.page import page
 from forge_train.report.record import RunRecord
@@ -57,7 +57,7 @@ def made(tmp_path, router):
 @pytest.mark.parametrize("router", [SoftmaxTopKConfig(), SigmoidTopKConfig(bias_rate=0.5)])
 def test_numbers_are_those_of_the_step_and_the_report_shows_them(tmp_path, router):
     run, logged = made(tmp_path, router)
-    hook = Routing(every=10).build()
+    hook = RoutingStatistics(every=10).build()
     hook.start(run)
     hook.after_step(run, None)
     assert not logged and not (tmp_path / ROUTING).exists()  # no step was made yet
@@ -104,7 +104,7 @@ def _looked_at(layout: str, directory: Path) -> list[dict[str, float]]:
     )
     for number in range(2):
         step(share(synthetic(case, number), topology.data_rank, topology.data_size, 1))
-    hook = Routing(every=10).build()
+    hook = RoutingStatistics(every=10).build()
     hook.start(run)
     hook.after_step(run, None)
     return logged
@@ -134,7 +134,7 @@ def test_shades_are_half_the_load():
 def test_a_dense_model_has_nothing_to_show_and_trains_on(tmp_path):
     run, logged = made(tmp_path, SoftmaxTopKConfig())
     run.job = SimpleNamespace(model=DecoderConfig(**SIZES))
-    hook = Routing(every=1).build()
+    hook = RoutingStatistics(every=1).build()
     hook.start(run)
     hook.after_step(run, None)
     hook.finish(run)

@@ -129,7 +129,7 @@ def test_a_schedule_of_a_stranger_needs_no_faults_method() -> None:
 def test_checks_and_components_import_no_torch() -> None:
     code = (
         "import sys, forge_train.recipe.checks, forge_train.presets, forge_train.schedules as s;"
-        "import forge_train.components.hooks, forge_train.trackers;"
+        "import forge_train.hooks.machine, forge_train.hooks.stragglers, forge_train.trackers;"
         "s.Wsd(warmup=2).build(100);"
         "heavy = {'torch', 'numpy', 'tokenizers', 'matplotlib', 'rich'} & set(sys.modules);"
         "print(sorted(heavy)); sys.exit(bool(heavy))"

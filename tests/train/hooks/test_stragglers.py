@@ -11,7 +11,7 @@ import pytest
 
 from forge_core.protocols.run import Hook
 from forge_parallel.launch.watch import Watch
-from forge_train.hooks.stragglers import StragglersHook
+from forge_train.hooks.stragglers import Stragglers
 from forge_train.run.loop import fit
 from forge_train.trackers import METRICS, read_metrics
 from harness.pool import World
@@ -48,7 +48,7 @@ class Sleeps(Hook):
 def _named(recipe: Path, folder: Path, settings: list[str], where: str, until: int) -> tuple[list[str], str]:
     """What the report of rank 0 warns of, and the weights."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--checkpoint.every=0", "--train.micro_batch=4", *settings])
-    run.hooks[:] = [Sleeps(where, until), StragglersHook(every=3)]
+    run.hooks[:] = [Sleeps(where, until), Stragglers(every=3)]
     fit(run)
     return run.health.summary(), digest(run)
 
@@ -109,7 +109,7 @@ def test_the_watch_tells_the_seconds_of_each_section() -> None:
 
 def test_alone_it_looks_at_nothing(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=4"])
-    hook = StragglersHook(every=2)
+    hook = Stragglers(every=2)
     run.hooks[:] = [hook]
     with caplog.at_level(logging.WARNING):
         fit(run)

@@ -11,8 +11,9 @@ from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.flops import count_flops
+from forge_parallel import accelerator
 from forge_parallel.transforms.float8.transform import Float8
-from forge_train.hooks import metrics
+from forge_train.doctor import measure
 from forge_train.hooks.metrics import Utilization, keys_met, of_device
 
 GPU = torch.device("cuda", 0)
@@ -33,14 +34,14 @@ GPU = torch.device("cuda", 0)
     ],
 )
 def test_peaks_by_device_and_precision(monkeypatch: pytest.MonkeyPatch, name: str, precision: str, peak: float | None) -> None:
-    monkeypatch.setattr(metrics, "name", lambda _: name)
+    monkeypatch.setattr(accelerator, "name", lambda _: name)
     assert of_device(GPU, precision) == peak
 
 
 def test_the_peak_of_a_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = of_device(torch.device("cpu"), "fp32")
     assert first is not None and first > 1e8
-    monkeypatch.setattr(metrics, "fastest", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(measure, "fastest", lambda *_, **__: pytest.fail("measured again"))
     assert of_device(torch.device("cpu"), "fp32") == first
     assert of_device(torch.device("cpu"), "fp64") is None
 
@@ -56,7 +57,7 @@ def run(model: Any, length: int, size: int = 8, compute: str = "bf16", **transfo
 
 
 def test_llama_3_8b_on_eight_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(accelerator, "name", lambda _: "NVIDIA H100 80GB HBM3")
     model = DecoderConfig(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256)
     found = Utilization.of(run(model, 8192))
     matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
@@ -71,7 +72,7 @@ def test_llama_3_8b_on_eight_h100(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_experts_count_with_their_own_width_and_the_shared_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(accelerator, "name", lambda _: "NVIDIA H200")
     moe = MoEConfig(experts=64, top_k=6, shared=2, ffn_dim=1408)
     model = DecoderConfig(dim=2048, layers=2, heads=16, kv_heads=16, ffn_dim=10944, vocab_size=1000, moe=moe)
     found = Utilization.of(run(model, 4096, size=1)).numbers(1e4)["model_tflops"]
@@ -80,7 +81,7 @@ def test_experts_count_with_their_own_width_and_the_shared_ones(monkeypatch: pyt
 
 
 def test_an_unknown_device_and_an_unknown_model_give_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "name", lambda _: "Some Other GPU")
+    monkeypatch.setattr(accelerator, "name", lambda _: "Some Other GPU")
     found = Utilization.of(run(DecoderConfig(), 64))
     assert list(found.numbers(100.0)) == ["model_tflops"] and "peak of Some Other GPU is unknown" in found.line()
     other = Utilization.of(run(object(), 64))
@@ -88,7 +89,7 @@ def test_an_unknown_device_and_an_unknown_model_give_no_share(monkeypatch: pytes
 
 
 def test_float8_is_measured_against_the_peak_of_float8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(accelerator, "name", lambda _: "NVIDIA H200")
     found = Utilization.of(run(DecoderConfig(), 64, float8=Float8()))
     assert (found.precision, found.peak) == ("fp8", 1979e12)
 

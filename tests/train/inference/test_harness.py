@@ -234,7 +234,7 @@ def test_a_run_that_is_asked_to_stop_leaves_the_questions_and_the_next_start_ask
             f'--hooks=[{{name="tasks",tasks=["forge_choose"],folder="{folder / "tasks"}",every=2}}]',
         ],
     )
-    (hook,) = [hook for hook in run.hooks if isinstance(hook, evaluation.TasksHook)]
+    (hook,) = [hook for hook in run.hooks if isinstance(hook, evaluation.Tasks)]
     made = hook.leaves
 
     def asked_meanwhile(*arguments: Any) -> bool:

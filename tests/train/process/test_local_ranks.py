@@ -1,17 +1,15 @@
 """Ranks as processes: when one is gone all are, with the first cause named; they are started again as long as that may help."""
 
-import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from forge_parallel.launch import environment
-from forge_train.process.local_ranks import DEVICE, Ended, run_local_ranks
-from forge_train.process.restarts import Fewer, Passed, supervise
+from forge_train.process.restarts import Ended, Fewer, Passed, run_local_ranks, supervise
 
 RANK = """
 import json, os, signal, sys, time
@@ -76,7 +74,7 @@ CAUSES = {
 @pytest.mark.parametrize("how", CAUSES)
 def test_fault_33_when_a_rank_is_gone_all_are_and_the_first_cause_is_named(tmp_path: Path, how: str) -> None:
     began = time.monotonic()
-    assert run_local_ranks(command(tmp_path, how), range(4), os.environ, grace=1.0) == CAUSES[how]
+    assert run_local_ranks(command(tmp_path, how), range(4), grace=1.0) == CAUSES[how]
     assert time.monotonic() - began < 10
     assert len(list(tmp_path.glob("pid-0-*"))) == 4
     assert alive(tmp_path) == []
@@ -85,8 +83,8 @@ def test_fault_33_when_a_rank_is_gone_all_are_and_the_first_cause_is_named(tmp_p
 def test_fault_33_ranks_do_not_outlive_who_started_them(tmp_path: Path) -> None:
     parent = tmp_path / "parent.py"
     started = command(tmp_path, "waits")
-    imports = "import os\nfrom forge_train.process.local_ranks import run_local_ranks\n"
-    parent.write_text(f"{imports}run_local_ranks({started!r}, range(2), os.environ)\n")
+    imports = "from forge_train.process.restarts import run_local_ranks\n"
+    parent.write_text(f"{imports}run_local_ranks({started!r}, range(2))\n")
     with subprocess.Popen([sys.executable, str(parent)]) as supervisor:
         until = time.monotonic() + 30
         while len(alive(tmp_path)) < 2 and time.monotonic() < until:
@@ -119,7 +117,7 @@ def test_failed_ranks_are_started_again_as_long_as_that_may_help(
     tmp_path: Path, how: str, restarts: int, code: int, expected: int
 ) -> None:
     said: list[str] = []
-    assert supervise(command(tmp_path, how), 3, restarts, os.environ, said.append, grace=0.3) == code
+    assert supervise(command(tmp_path, how), 3, restarts, said.append, grace=0.3) == code
     assert lives(tmp_path) == expected
     assert alive(tmp_path) == []
     again = [line for line in said if "restart" in line and "no restart" not in line]
@@ -135,9 +133,48 @@ def test_failed_ranks_are_started_again_as_long_as_that_may_help(
 def test_after_a_signal_nothing_is_started_again(tmp_path: Path) -> None:
     signals = Passed()
     signals.note(signal.SIGTERM, None)
-    assert supervise(command(tmp_path, "SIGKILL"), 3, 5, os.environ, print, signals, grace=0.3) == 5
+    assert supervise(command(tmp_path, "SIGKILL"), 3, 5, print, signals, grace=0.3) == 5
     assert lives(tmp_path) <= 1
     assert signals.take() == [], "it was passed on"
+
+
+SAVING_RANK = """
+import os, signal, sys, time
+from pathlib import Path
+
+folder, rank, received = Path(sys.argv[1]), int(os.environ["RANK"]), []
+signal.signal(signal.SIGTERM, lambda number, frame: received.append("SIGTERM"))
+signal.signal(signal.SIGUSR1, lambda number, frame: received.append("SIGUSR1"))
+(folder / f"ready-{rank}").touch()
+while not received:
+    time.sleep(0.01)
+if rank == 0:
+    time.sleep(1.0)
+    (folder / "saved").write_text(" ".join(received))
+print(f"line of rank {rank}", flush=True)
+os._exit(75)
+"""
+
+
+def test_a_rank_that_still_saves_is_not_disturbed_when_others_have_ended_with_75(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch's `PContext.wait` sends SIGTERM to the others as soon as one rank has ended with another code than 0."""
+    (tmp_path / "rank.py").write_text(SAVING_RANK)
+    signals = Passed()
+
+    def warn_when_ready() -> None:
+        while len(list(tmp_path.glob("ready-*"))) < 3:
+            time.sleep(0.01)
+        signals.note(signal.SIGUSR1, None)
+
+    thread = threading.Thread(target=warn_when_ready)
+    thread.start()
+    command = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path)]
+    assert supervise(command, 3, 5, print, signals) == 75
+    thread.join()
+    assert (tmp_path / "saved").read_text() == "SIGUSR1"
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"line of rank {rank}" for rank in range(3)]
 
 
 KILLED = Ended(-9, "rank 1 was ended by SIGKILL", 1)
@@ -206,7 +243,7 @@ def test_ranks_that_are_left_find_their_devices(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(REPORTING_RANK)
     said: list[str] = []
     command = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path)]
-    assert supervise(command, 4, 3, os.environ, said.append, grace=0.2, fewer=Fewer(2, halves)) == 0
+    assert supervise(command, 4, 3, said.append, grace=0.2, fewer=Fewer(2, halves)) == 0
     lives = {path.name: path.read_text() for path in tmp_path.glob("life-2-*")}
     assert lives == {"life-2-0": "0 0 2 2 0", "life-2-1": "1 1 2 2 2"}
     assert [line.partition(";")[0] for line in said] == [
@@ -214,4 +251,3 @@ def test_ranks_that_are_left_find_their_devices(tmp_path: Path) -> None:
         "rank 1 was ended by SIGKILL",
         "the rank at local place 1 failed twice in a row: continuing with 2 of 4 ranks, at local places 0, 2",
     ]
-    assert DEVICE == environment.DEVICE

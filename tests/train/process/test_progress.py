@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_train.process.progress import (
-    NO_PROGRESS_FILE,
-    RESTARTS_FILE,
+from forge_train.directory import NO_PROGRESS_FILE, RESTARTS_FILE
+from forge_train.process.restarts import (
     NoProgress,
     is_automatic,
     note_start,

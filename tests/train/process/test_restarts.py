@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_train.process.progress import NO_PROGRESS_FILE
+from forge_train.directory import NO_PROGRESS_FILE
 from forge_train.trackers import METRICS, read_metrics
 from train import runs
 from train.runs import TINY

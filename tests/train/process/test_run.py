@@ -121,7 +121,7 @@ def test_every_hook_gets_its_state_back_and_what_is_dropped_is_said(
     run, _ = prepared(recipe, [*settings, hooks, "--train.max_steps=4"])
     run.hooks[2].state = lambda: {"left": True}  # type: ignore[method-assign]
     if keyed != "by the registered name":
-        by_class = [(type(hook).__name__, hook.state) for hook in run.hooks]
+        by_class = [(f"{type(hook).__name__.removesuffix('Hook')}Hook", hook.state) for hook in run.hooks]
         old = lambda _: [[name, dict(state())] for name, state in by_class]  # noqa: E731
         monkeypatch.setattr("forge_train.run.checkpoints.states_of", old)
     else:

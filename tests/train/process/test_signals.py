@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from forge_core.protocols.run import Hook
-from forge_train.components.evaluation import Evaluate
 from forge_train.directory import SAMPLES
+from forge_train.hooks.evaluation import Evaluate
 from forge_train.process import stop
 from forge_train.process.stop import STOPPED, Interrupted, Signals
 from forge_train.run.loop import fit

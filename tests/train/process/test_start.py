@@ -22,8 +22,8 @@ from forge_parallel.launch.environment import Launch
 from forge_train import directory
 from forge_train.commands.run import run_recipe
 from forge_train.directory import OWNED, RECIPE, move_aside, previous
+from forge_train.directory import RESTARTS_FILE as PROGRESS
 from forge_train.process.logs import logging_of
-from forge_train.process.progress import RESTARTS_FILE as PROGRESS
 from forge_train.process.ranks import JobRanks
 from forge_train.recipe.load import load
 from forge_train.run import saves

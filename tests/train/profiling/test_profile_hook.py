@@ -12,8 +12,7 @@ import torch
 
 from forge_core.errors import ConfigError
 from forge_core.protocols.run import Hook
-from forge_train.hooks import profile
-from forge_train.hooks.profile import ProfileHook
+from forge_train.hooks.profile import Profile
 from forge_train.profiling.summary import Summary, summarize
 from forge_train.profiling.trace import chosen_traces, read_trace, windows
 from forge_train.recipe.load import load
@@ -91,7 +90,7 @@ def test_windows_are_at_the_steps_that_were_asked_for(recipe: Path, tmp_path: Pa
 
 def test_a_run_that_ends_in_the_warm_up_leaves_nothing(recipe: Path, tmp_path: Path) -> None:
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=3"])
-    run.hooks[:] = [ProfileHook(at=[5], steps=1, warmup=3)]
+    run.hooks[:] = [Profile(at=[5], steps=1, warmup=3)]
     assert fit(run) == "finished"
     assert windows(tmp_path / "run") == {}
     assert not torch.autograd._profiler_enabled()
@@ -103,8 +102,8 @@ def test_the_profiler_warms_up_for_the_steps_before(
 ) -> None:
     begun: list[tuple[int, int]] = []
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", *SMALL])
-    monkeypatch.setattr(ProfileHook, "_start", lambda _, device, warmup: begun.append((run.state.step + 1, warmup)))
-    run.hooks[:] = [ProfileHook(at=[at], steps=1, warmup=3)]
+    monkeypatch.setattr(Profile, "_start", lambda _, device, warmup: begun.append((run.state.step + 1, warmup)))
+    run.hooks[:] = [Profile(at=[at], steps=1, warmup=3)]
     fit(run)
     assert begun == [expected], "the step in which it starts, and how many of them are not recorded"
 
@@ -120,12 +119,14 @@ def full_disk(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["publish", "_write", "summarize", "profiled", "record_function"])
+@pytest.mark.parametrize(
+    "where", ["recorder.publish", "recorder._write", "summary.summarize", "recorder.profiled", "recorder.record_function"]
+)
 def test_a_failure_of_the_profile_costs_a_warning(
     recipe: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone = train(recipe, [f"--job.dir={tmp_path / 'alone'}", *SMALL])
-    monkeypatch.setattr(profile, where, full_disk)
+    monkeypatch.setattr(f"forge_train.profiling.{where}", full_disk)
     with caplog.at_level(logging.WARNING):
         profiled = with_hook(recipe, "at=[2, 6], steps=1")
     assert {key: profiled[key] for key in alone} == alone
@@ -157,7 +158,7 @@ class Sends(Hook):
 
 def profiled_on_a_signal(recipe: str, directory: str, sender: int, ranks: Any) -> tuple[str, str, int]:
     run, _ = prepared(Path(recipe), [f"--job.dir={directory}", "--checkpoint.every=0"])
-    hook = ProfileHook(steps=2, signal="SIGUSR2", ranks=ranks)
+    hook = Profile(steps=2, signal="SIGUSR2", ranks=ranks)
     sends = Sends(3, lambda: os.kill(os.getpid(), signal.SIGUSR2)) if run.topology.rank == sender else Hook()
     run.hooks[:] = [sends, hook]
     before = signal.getsignal(signal.SIGUSR2)

@@ -16,7 +16,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, share, synthetic
-from forge_train.components.evaluation import Evaluate
+from forge_train.hooks.evaluation import Evaluate
 from forge_train.process.stop import Stop
 from forge_train.run.training import Clock
 from harness.pool import World

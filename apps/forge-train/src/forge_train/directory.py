@@ -19,7 +19,6 @@ from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import ForgeError
 from forge_core.protocols.checkpoint import Store
 from forge_core.redaction import redacted_text
-from forge_train.process.progress import NO_PROGRESS_FILE, RESTARTS_FILE
 from forge_train.recipe.schema import Job
 
 _log = logging.getLogger(__name__)
@@ -43,6 +42,12 @@ ANSWERS = "answers.json"
 
 MICRO_BATCH = "micro-batch.json"
 """The micro-batch that fits into memory, and that of the recipe, which does not; see `forge_train.run.micro_batch`."""
+
+RESTARTS_FILE = "restarts.json"
+"""The number of automatic restarts from the same checkpoint; see `forge_train.process.restarts`."""
+
+NO_PROGRESS_FILE = "no-progress.txt"
+"""Why the run is not restarted automatically again."""
 
 INSIDE = "inside"
 """Products of activations at earlier measurements, with which hook `inside` compares."""

@@ -1,4 +1,4 @@
-"""Components: frozen dataclasses whose fields are TOML keys. A component names the class that it configures:
+"""Components: dataclasses whose fields are TOML keys. A component names the class that it configures:
 
     @dataclass(frozen=True, kw_only=True)
     class LionConfig(Component):
@@ -29,7 +29,7 @@ from importlib import import_module
 from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 from forge_core.errors import BrokenPlugin
 
@@ -50,13 +50,13 @@ class KeyClass(StrEnum):
 IDENTITY, DATA, FREE, LAYOUT = KeyClass
 
 
-@dataclass(frozen=True, kw_only=True)
 class Component:
     """Base class of everything that a recipe chooses by name.
 
-    Subclasses are frozen dataclasses with keyword-only fields. Each field has a type that pydantic supports (with ranges from
-    `annotated_types`) and a docstring below it. Subclasses set `implementation`, define `build`, or are themselves the object
-    that their group requires. A `ValueError` raised in `__post_init__` becomes a fault of the recipe.
+    Subclasses are dataclasses with keyword-only fields, and frozen unless they set `keeps_state`. Each field has a type that
+    pydantic supports (with ranges from `annotated_types`) and a docstring below it. Subclasses set `implementation`, define
+    `build`, or are themselves the object that their group requires. A `ValueError` raised in `__post_init__` becomes a fault of
+    the recipe.
 
     Keys without a class are `IDENTITY`: a resume refuses different values unless the user allows them.
 
@@ -64,8 +64,10 @@ class Component:
     `removed: ClassVar = {("key", "value"): "what to do instead"}`.
     """
 
-    implementation: ClassVar[str | None] = None
-    """`module:name` of the class or function that `build` calls; imported by the first `build`."""
+    implementation: ClassVar[Any] = None
+    """`module:name` of the class or function that `build` calls, or None; imported by the first `build`."""
+    keeps_state: ClassVar[bool] = False
+    """True for hooks, which change during a run: `build` returns a copy for each run. All other components are frozen."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """Returns `implementation(*args, **fields)`, or the component itself if it names no implementation.
@@ -165,6 +167,15 @@ def _origin(cls: type) -> str:
         if target in (distribution.read_text("entry_points.txt") or "").split():
             return f"{target} of {distribution.name} {distribution.version}"
     return target
+
+
+def decorator_fault(cls: type[Component]) -> str:
+    """Returns why the dataclass decorator of a component is wrong; empty if it is right."""
+    is_frozen = cast("Any", cls).__dataclass_params__.frozen
+    if is_frozen == cls.keeps_state:
+        arguments = "kw_only=True" if cls.keeps_state else "frozen=True, kw_only=True"
+        return f"is {'' if is_frozen else 'not '}frozen: decorate it with @dataclass({arguments})"
+    return ""
 
 
 def class_name(component: Any) -> str:
@@ -297,7 +308,7 @@ def _docs_in_source(cls: type) -> Iterator[tuple[str, str]]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError, SyntaxError):  # a class defined in a console or by a tool has no source
         return
-    body = typing.cast(ast.ClassDef, tree.body[0]).body
+    body = cast(ast.ClassDef, tree.body[0]).body
     for statement, following in pairwise(body):
         if (
             isinstance(statement, ast.AnnAssign)

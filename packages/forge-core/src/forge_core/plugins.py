@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
-from forge_core.component import Component, Slot, fields_of
+from forge_core.component import Component, Slot, decorator_fault, fields_of
 from forge_core.config.fields import describe_shape, read_leaf, shape_of, shapes_in, written
 from forge_core.config.toml import to_toml, value_text
 from forge_core.config.tree import DEFAULT, Leaf, Table, build, plain
@@ -169,12 +169,9 @@ def flaws(entry: Entry, registry: Registry, *, conform: bool = False) -> Flaws:
     return Flaws(True, problems)
 
 
-def _describes_itself(cls: type) -> list[str]:
+def _describes_itself(cls: type[Component]) -> list[str]:
     """Checks the requirements on the class of a component."""
-    problems = []
-    parameters = typing.cast(Any, cls).__dataclass_params__
-    if not parameters.frozen:
-        problems.append("is not frozen: decorate it with @dataclass(frozen=True, kw_only=True)")
+    problems = [fault] if (fault := decorator_fault(cls)) else []
     if not cls.__doc__ or cls.__doc__.startswith(f"{cls.__name__}("):  # the docstring that dataclass generates
         problems.append("has no docstring")
     problems += [
@@ -183,6 +180,8 @@ def _describes_itself(cls: type) -> list[str]:
     for info in fields_of(cls):
         if info.name == "name":
             problems.append("field 'name' clashes with the key that chooses the component")
+        if any(callable(vars(base).get(info.name)) for base in cls.__mro__):
+            problems.append(f"field {info.name!r} hides a method; rename it, or build a hook or other object that has the key")
         if not info.doc:
             problems.append(f"field {info.name!r} has no docstring below it")
         if shape_of(info.type).type is Component and shape_of(info.type).slot is None:

@@ -22,7 +22,7 @@ from pkgutil import resolve_name
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
-from forge_core.component import Component, fields_of
+from forge_core.component import Component, decorator_fault, fields_of
 from forge_core.errors import BrokenPlugin, PluginConflict, UnknownComponent, UntrustedCode, did_you_mean
 from forge_core.trust import trusted_content
 
@@ -379,6 +379,8 @@ def _conform(entry: Entry, loaded: Any) -> None:
         raise refuse("is not a forge_core.component.Component")
     if "__dataclass_fields__" not in vars(loaded):
         raise refuse("is not a dataclass: decorate it with @dataclass(frozen=True, kw_only=True)")
+    if loaded.keeps_state and (fault := decorator_fault(loaded)):
+        raise refuse(fault)
     fields_of(loaded)  # raises if a field's type cannot be resolved; the caller adds the plugin's name
     if loaded.build is Component.build:
         if fault := _implementation_fault(loaded, group):

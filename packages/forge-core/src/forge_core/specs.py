@@ -59,36 +59,6 @@ class Matrix(NamedTuple):
     dims: tuple[Dim, Dim]
 
 
-class Outline(NamedTuple):
-    """What a model's component says of the model before it is built, from `outline()`: for checks, without torch.
-
-    What it says agrees with the `Specs` of the model. A component without the method is judged when the model is built.
-
-    Attributes:
-        blocks: repeated blocks that a pipeline may spread; those of multi-token prediction stay with the head.
-        units: as in `Specs`.
-        keys: key of the recipe behind each unit and behind what else is named here, for messages.
-        shared: (key, rows) of the tables and widths that tp ranks cut without regard to units.
-        capped: whether attention caps its scores.
-        whole_rows, whole_stream, mtp_depth: as in `Specs`.
-        matrices: hidden matrices of linear layers by path; None where they are not known.
-        experts: stacked matrices, of one expert, by the name of their parameter.
-        elements: parameters in all, about.
-    """
-
-    blocks: int
-    units: Mapping[str, int]
-    keys: Mapping[str, str]
-    shared: tuple[tuple[str, int], ...] = ()
-    capped: bool = False
-    whole_rows: tuple[str, ...] = ()
-    whole_stream: tuple[str, ...] = ()
-    mtp_depth: int = 0
-    matrices: Mapping[str, Matrix] | None = None
-    experts: Mapping[str, Matrix] | None = None
-    elements: int = 0
-
-
 def _empty() -> Mapping[str, str]:
     return MappingProxyType({})
 

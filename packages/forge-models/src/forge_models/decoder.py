@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from forge_core.batch import IGNORE, PADDING, MTPTargets
 from forge_core.protocols.model import LossTerms, Objective
 from forge_core.specs import Dim, Init, ModuleSpec, Specs, TensorSpec
-from forge_models import outline
 from forge_models.blocks.block import Block
 from forge_models.blocks.cache import KVCache
 from forge_models.blocks.head import Head
@@ -366,12 +365,12 @@ class Decoder(nn.Module):
             tensors=tensors,
             modules=modules,
             blocks=(*(f"blocks.{name}" for name in self.blocks), *depths),
-            units=outline.units(shape),
+            units=shape.units,
             ties=dict.fromkeys(copies, TABLE),
             entry=("embed",) if self.embed is not None else (),
             exit=tuple(name for name in ("norm", "head", "mtp") if self._has(name)),
-            whole_rows=outline.whole_rows(shape),
-            whole_stream=outline.whole_stream(shape),
+            whole_rows=shape.whole_rows,
+            whole_stream=shape.whole_stream,
             mtp_depth=len(depths),
             needs=("tokens", "document_starts", "token_mask"),
         )

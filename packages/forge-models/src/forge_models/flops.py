@@ -23,7 +23,6 @@ from math import prod
 from typing import Any
 
 from forge_core.batch import Batch
-from forge_models.outline import matrices
 from forge_models.shape import DecoderShape, RouterContext
 
 CONVENTION = "6 P + 6 L H (Dk + Dv) T' per token, embedding look-up excluded, head included"
@@ -161,7 +160,7 @@ def _matrix_products(shape: DecoderShape) -> Counter[str]:
     """Returns the weights in matrix products for one token, of `blocks` and of `mtp` modules, without the head."""
     _require(shape.attention, "matrices", "score_width")
     _require(shape.mlp, "matrices")
-    found, experts = matrices(shape)
+    found, experts = shape.matrices()
     products = Counter[str]()
     for path, matrix in found.items():
         products[path.partition(".")[0]] += prod(matrix.shape)

@@ -1,14 +1,15 @@
-"""Shape of a decoder with every default resolved: plain data without torch, read by modules, FLOP counts and converters."""
+"""Shape of a decoder with every default resolved: plain data without torch, for modules, specs, checks, FLOPs and converters."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from math import sqrt
+from dataclasses import dataclass, fields, replace
+from math import gcd, prod, sqrt
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from forge_core.component import IDENTITY, Component
+from forge_core.specs import Matrix
 
 AttentionKernel = Literal["auto", "sdpa", "flex", "varlen"]
 ExpertKernel = Literal["auto", "grouped", "loop"]
@@ -260,3 +261,89 @@ class DecoderShape:
             init_std=self.init_std,
             norm=self.norm,
         )
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether any block has a feed-forward layer without experts."""
+        return not all(self.has_experts(layer) for layer in range(self.blocks))
+
+    @property
+    def units(self) -> dict[str, int]:
+        """Number of indivisible units of each logical dimension; see `Specs`."""
+        units = {
+            "embed": self.dim,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "ffn": self.ffn_dim,
+            "vocab": self.vocab_size,
+        }
+        if self.moe is None:
+            return units
+        return units | {"ffn": gcd(self.ffn_dim if self.has_dense else 0, self.moe.ffn_dim), "expert": self.moe.experts}
+
+    @property
+    def whole_rows(self) -> tuple[str, ...]:
+        """Settings, other than attention, that need whole rows at once."""
+        ropes = (self.rope.of_layer(window is not None) for window in self.windows())
+        dynamic = self.rope.scaling == "dynamic" and any(rope.scaling == "dynamic" for rope in ropes)
+        reads = ("model.rope.scaling = 'dynamic', which reads how long each document is",) if dynamic else ()
+        return (*reads, *self._row_losses)
+
+    @property
+    def whole_stream(self) -> tuple[str, ...]:
+        """Settings that need whole sequences of the residual stream."""
+        return self._row_losses
+
+    @property
+    def _row_losses(self) -> tuple[str, ...]:
+        reasons = {
+            "sequence": "which counts the loads of a row (losses.global_batch is the same in every layout)",
+            "pooled": "which joins the loads of rows over all layers",
+        }
+        losses = None if self.moe is None else self.moe.losses
+        return tuple(f"model.moe.losses.{name}, {why}" for name, why in reasons.items() if getattr(losses, name, 0))
+
+    @property
+    def declares_matrices(self) -> bool:
+        """Whether `matrices` is known and complete: attention and MLP declare their linear layers."""
+        return hasattr(self.attention, "matrices") and hasattr(self.mlp, "matrices")
+
+    def matrices(self) -> tuple[dict[str, Matrix], dict[str, Matrix]]:
+        """Returns hidden matrices by path, and the matrices of one expert by parameter; routers are left out."""
+        attention: Any = self.attention
+        mlp: Any = self.mlp
+        hidden: dict[str, Matrix] = {}
+        experts: dict[str, Matrix] = {}
+        for layer in range(self.blocks):
+            block, context = f"blocks.{layer}", self.context(layer)
+            if layer >= self.layers:
+                depth = f"mtp.depths.{layer - self.layers + 1}"
+                hidden[f"{depth}.projection"] = Matrix((self.dim, 2 * self.dim), ("embed", None))
+                block = f"{depth}.block"
+            hidden |= {f"{block}.attention.{name}": matrix for name, matrix in attention.matrices(context).items()}
+            moe = self.moe
+            if moe is None or not moe.has(layer):
+                hidden |= {f"{block}.mlp.{name}": matrix for name, matrix in mlp.matrices(context).items()}
+                continue
+            if moe.shared:
+                shared = mlp.matrices(replace(context, ffn_dim=moe.shared * moe.ffn_dim))
+                hidden |= {f"{block}.mlp.shared.{name}": matrix for name, matrix in shared.items()}
+            stacked = mlp.matrices(replace(context, ffn_dim=moe.ffn_dim))
+            experts |= {f"{block}.mlp.experts.{name}": matrix for name, matrix in stacked.items()}
+        return hidden, experts
+
+    @property
+    def elements(self) -> int:
+        """Number of parameters without norms, biases and routers; 0 if attention does not declare its matrices."""
+        attention: Any = self.attention
+        if not hasattr(attention, "matrices"):
+            return 0
+        each = sum(prod(matrix.shape) for matrix in attention.matrices(self.context(0)).values())
+        wide = (3 if getattr(self.mlp, "gated", True) else 2) * self.dim
+        moe, layers = self.moe, self.blocks
+        sparse = 0 if moe is None else max(0, layers // moe.every - moe.first_dense // moe.every)
+        feed_forward = wide * self.ffn_dim * (layers - sparse)
+        if moe is not None:
+            feed_forward += wide * moe.ffn_dim * (moe.experts + moe.shared) * sparse
+        tables = self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
+        return tables + layers * each + feed_forward

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 TEXT = "text"
 """Modality of every id that belongs to no other modality."""
-WHOLE_STREAM = "model.fusion, which looks at the tokens of whole rows"
-"""Reason why the residual stream of such a model is not split along the sequence."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,21 @@ class AdapterContext:
     init_std: float = 0.02
 
 
+@dataclass(frozen=True, kw_only=True)
+class VLMShape(DecoderShape):
+    """Shape of the decoder of a vision-language model, to which a fusion may add matrices."""
+
+    @property
+    def whole_stream(self) -> tuple[str, ...]:
+        """Settings that need whole sequences of the residual stream."""
+        return (*super().whole_stream, "model.fusion, which looks at the tokens of whole rows")
+
+    @property
+    def declares_matrices(self) -> bool:
+        """False: `matrices` does not include those of the fusion, the encoder and the adapter."""
+        return False
+
+
 @dataclass(frozen=True)
 class FusionContext:
     """Sizes and options with which a fusion is built.
@@ -89,7 +102,7 @@ class FusionContext:
         varies: whether images have different numbers of placeholders, at most `per_image`.
     """
 
-    shape: DecoderShape
+    shape: VLMShape
     modalities: Modalities
     image_token: int | None
     per_image: int

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 from annotated_types import Ge, Gt
 
 from forge_core.batch import IGNORE, Batch
-from forge_core.component import FREE, Component
+from forge_core.component import FREE
 from forge_core.protocols.data import EvaluationSet
 from forge_core.protocols.model import LossTerms
 from forge_core.protocols.run import Hook, Run, StepResult
@@ -29,24 +29,12 @@ ROW_EXTRAS = ("image_rows", "prefix")
 """Extras of a batch with one entry per row; the others have one entry per image."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModalityStatistics(Component):
+@dataclass(kw_only=True)
+class ModalityStatistics(Hook):
     """Measures each modality of a vision-language model: loss and accuracy on held-out sets, what images are worth there, the
-    share of the training tokens, and the gates of cross blocks. Hook `routing` logs the load of experts by modality."""
+    share of the training tokens, and the gates of cross blocks. Hook `routing` logs the load of experts by modality.
 
-    key_class: ClassVar = FREE
-
-    every: Annotated[int, Gt(0)] = 500
-    """Steps between two measurements; the last step is measured too."""
-    batches: Annotated[int, Ge(0)] = 8
-    """Micro-batches of each set of `[data.evaluation]` that a rank evaluates, twice where they have images; 0 = none."""
-
-    def build(self) -> Hook:
-        return ModalitiesHook(every=self.every, batches=self.batches)
-
-
-class ModalitiesHook(Hook):
-    """Measures every N steps and after the last one, over all ranks:
+    The numbers are over all ranks:
 
     - `modality/NAME/share`: share of the training tokens of the step, without padding.
     - `modality/SET/NAME/loss` and `.../accuracy`: on a held-out set, over the labels of this modality; nats per token, and the
@@ -59,10 +47,15 @@ class ModalitiesHook(Hook):
     vision-language model is not measured.
     """
 
+    key_class: ClassVar = FREE
     observes = True
 
-    def __init__(self, every: int = 500, batches: int = 8) -> None:
-        self.every, self.batches = every, batches
+    every: Annotated[int, Gt(0)] = 500
+    """Steps between two measurements; the last step is measured too."""
+    batches: Annotated[int, Ge(0)] = 8
+    """Micro-batches of each set of `[data.evaluation]` that a rank evaluates, twice where they have images; 0 = none."""
+
+    def __post_init__(self) -> None:
         self.acted = -1
 
     def after_step(self, run: Run, result: StepResult) -> None:

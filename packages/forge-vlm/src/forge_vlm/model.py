@@ -18,7 +18,7 @@ from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.decoder import Decoder
 from forge_models.inner_values import scope, show
 from forge_models.torch_private import assert_async
-from forge_vlm.context import WHOLE_STREAM, FusionContext
+from forge_vlm.context import FusionContext
 from forge_vlm.encoders.vit import patch_mask
 from forge_vlm.fusion.fusion import (
     Fusion,
@@ -225,7 +225,6 @@ class VisionLanguageModel(Decoder):
         return replace(
             specs,
             entry=(*specs.entry, *entry),
-            whole_stream=(*specs.whole_stream, WHOLE_STREAM),
             roles=self._roles(name for name, _ in self.named_parameters()),
         )
 

@@ -27,6 +27,8 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a recipe for a world of N processes and report every fault; imports no torch."""
+    from forge_parallel.model_checks import left_to_the_start
+
     registry = Registry()
     console = Console(as_json=as_json)
     resolved = load(recipe, context.args, world, registry)
@@ -41,6 +43,8 @@ def check(
     depends = list(getattr(resolved.job.model, "layout_dependent", ()))
     for key in depends:
         console.note(f"note: the effect of {key} depends on the number of ranks and on train.micro_batch")
+    if left := left_to_the_start(resolved.job, resolved.layout):
+        console.note(f"note: the start of a run checks whether the model fits {', '.join(left)}, when it has built the model")
     if as_json:
         console.document(
             {

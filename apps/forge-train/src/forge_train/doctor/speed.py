@@ -102,14 +102,12 @@ def _float8(here: torch.device, known: Peak | None, told: str) -> Check:
 
 def shapes(settings: DoctorSettings) -> dict[tuple[int, int], int]:
     """Returns (outputs, inputs) of each kind of matrix in the recipe's model -> rows per micro-batch, or per expert."""
-    from forge_models.outline import matrices
-
     job = load(settings.recipe, settings.overrides).job
     shape = getattr(job.model, "shape", None)
     if shape is None:
         return {}
     rows = job.train.micro_batch * job.data.sequence_length
-    hidden, experts = matrices(shape)
+    hidden, experts = shape.matrices()
     found: dict[tuple[int, int], int] = {matrix.shape: rows for matrix in hidden.values()}
     found[shape.vocab_size, shape.dim] = rows
     if shape.moe is not None:

@@ -3,13 +3,16 @@
 import importlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt, MinLen
 
 from forge_core.batch import Batch
+from forge_core.component import FREE
 from forge_core.errors import DataError, ForgeError
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_train.hooks.periodic import Periodic, length_limit
@@ -85,20 +88,25 @@ def bits_per_byte(loss: float, tokens: int, text_bytes: float) -> float:
     return loss * tokens / math.log(2) / text_bytes
 
 
-class EvaluateHook(Periodic):
-    """Evaluates every set on all ranks and logs `evaluation/NAME/loss` (nats per token) and `.../perplexity`. With the weights of
-    another hook, such as their average, NAME becomes `NAME@ema`.
+@dataclass(kw_only=True)
+class Evaluate(Periodic):
+    """Loss and perplexity on every set of `[data.evaluation]`, weighted by tokens over all ranks.
 
-    Each rank reads its own share of a set. Loss and valid tokens are summed over all ranks before the division, so the result
-    does not depend on the number of ranks.
+    They are logged as `evaluation/NAME/loss` (nats per token) and `evaluation/NAME/perplexity`. Each rank reads its own share of
+    a set. Loss and valid tokens are summed over all ranks before the division, so the result does not depend on the number of
+    ranks.
     """
 
+    key_class: ClassVar = FREE
     leisurely = True
     observes = True
 
-    def __init__(self, every: int = 500, at_start: bool = False, weights: str = "model") -> None:
-        super().__init__(every)
-        self.at_start, self.weights = at_start, weights
+    every: Annotated[int, Gt(0)] = 500
+    """Optimizer steps between evaluations; the last step of the run is always evaluated."""
+    at_start: bool = False
+    """Also evaluate the initial weights, before the first step."""
+    weights: Literal["model", "ema"] = "model"
+    """Weights to evaluate: the model's, or their average of hook `ema`, whose results have `@ema` in their names."""
 
     def check(self, run: Run) -> None:
         """Refuses sets with missing images, since a failed evaluation would not end the run but have no result."""
@@ -186,27 +194,52 @@ class _Left(Exception):
     """A stop request arrived between two batches of questions."""
 
 
-class TasksHook(Periodic):
-    """Runs tasks on all ranks, which share the questions, and logs their metrics. It does not affect training; a stop request
-    ends it without a result."""
+@dataclass(kw_only=True)
+class Tasks(Periodic):
+    """Runs tasks of the LM Evaluation Harness on the current weights; needs `pip install "forge-train[eval]"`. Metrics of a task
+    are logged as `tasks/NAME/METRIC`.
 
+    All ranks share the questions. The tasks do not affect training; a stop request ends them without a result.
+    """
+
+    key_class: ClassVar = FREE
     leisurely = True
     observes = True
 
-    def __init__(
-        self,
-        tasks: Sequence[str],
-        every: int = 1000,
-        folder: str | None = None,
-        shots: int | None = None,
-        limit: int | None = None,
-        batch: int = 8,
-        weights: str = "model",
-    ) -> None:
-        super().__init__(every)
-        self.tasks, self.folder = tuple(tasks), None if folder is None else Path(folder)
-        self.shots, self.limit, self.batch, self.weights = shots, limit, batch, weights
+    tasks: Annotated[list[str], MinLen(1)]
+    """Names of tasks, or of groups of tasks."""
+    every: Annotated[int, Gt(0)] = 1000
+    """Optimizer steps between evaluations on the tasks; the last step of the run is always evaluated."""
+    folder: str | None = None
+    """Folder with your own task files."""
+    shots: Annotated[int, Ge(0)] | None = None
+    """Examples before each question; by default as the task says."""
+    limit: Annotated[int, Gt(0)] | None = None
+    """Maximum number of questions per task; by default all."""
+    batch: Annotated[int, Gt(0)] = 8
+    """Texts per forward and rank."""
+    weights: Literal["model", "ema"] = "model"
+    """Weights to evaluate: the model's, or their average of hook `ema`, for which NAME becomes `NAME@ema`."""
+
+    @classmethod
+    def examples(cls, folder: Path) -> "Iterable[Tasks]":
+        """Returns a task with one question."""
+        question = folder / "question.jsonl"
+        question.write_text('{"text": "a", "answer": 1}\n')
+        (folder / "task.yaml").write_text(
+            f"task: forge_example\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {question}}}}}\ntest_split: test\n"
+            "output_type: multiple_choice\ndoc_to_text: '{{text}}'\ndoc_to_choice: [b, c]\ndoc_to_target: '{{answer}}'\n"
+            "metric_list: [{metric: acc}]\n"
+        )
+        return (cls(tasks=["forge_example"], folder=str(folder), every=2),)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._index: Any = None
+
+    def _open(self) -> Any:
+        """Returns the index of the tasks."""
+        return import_harness().open_tasks(self.tasks, None if self.folder is None else Path(self.folder))
 
     def check(self, run: Run) -> None:
         """Refuses a run without a tokenizer or without the library, unknown tasks, and tasks that need more new tokens than the
@@ -214,7 +247,7 @@ class TasksHook(Periodic):
         if run.data.tokenizer is None:
             raise ForgeError("hook 'tasks' needs a tokenizer: add [data.tokenizer], or remove the hook")
         harness = import_harness()
-        self._index = harness.open_tasks(self.tasks, self.folder)
+        self._index = self._open()
         room = length_limit(run)
         for name, tokens in harness.new_tokens(self.tasks, self._index) if room is not None else ():
             if tokens >= room:
@@ -232,7 +265,7 @@ class TasksHook(Periodic):
             if self.leaves(run, "tasks of the LM Evaluation Harness", count):
                 raise _Left
 
-        index = self._index or harness.open_tasks(self.tasks, self.folder)
+        index = self._index or self._open()
         try:
             with nullcontext() if self.weights == "model" else run.weights(self.weights):
                 model = harness.HarnessModel(run.model, run.data.tokenizer, batch=self.batch, before=look)
@@ -252,12 +285,22 @@ BEST_MARK = "best"
 """File next to the checkpoints with one line: the name of the best checkpoint."""
 
 
-class BestHook(Hook):
-    """After each new best evaluation, makes hook `save` save the step, writes its name to the file `best`, and protects the
-    checkpoint from retention until a better one is durable. Initial weights do not count."""
+@dataclass(kw_only=True)
+class Best(Hook):
+    """Saves a checkpoint at each new best evaluation, writes its name to the file `best`, and protects it from retention.
 
-    def __init__(self, metric: str, mode: Mode = "min") -> None:
-        self.improvement = Improvement(metric, mode)
+    Hook `save` writes the checkpoint. It is protected until a better one is durable. Initial weights do not count.
+    """
+
+    key_class: ClassVar = FREE
+
+    metric: str = "evaluation/held_out/loss"
+    """Metric to compare, by its name in logs."""
+    mode: Mode = "min"
+    """`min` if smaller is better, `max` if larger is better."""
+
+    def __post_init__(self) -> None:
+        self.improvement = Improvement(self.metric, self.mode)
 
     def start(self, run: Run) -> None:
         """Restores the mark of the best checkpoint, and checks the result of an evaluation that was interrupted earlier."""
@@ -287,15 +330,26 @@ class BestHook(Hook):
             run.requests.save = True
 
 
-class EarlyStopHook(Hook):
-    """Ends the run, with a checkpoint and exit code 0, after `patience` consecutive evaluations without improvement.
+@dataclass(kw_only=True)
+class EarlyStop(Hook):
+    """Ends the run when evaluations no longer improve, with a checkpoint and exit code 0.
 
     A later start ends at once, unless `patience` was raised.
     """
 
-    def __init__(self, metric: str, mode: Mode = "min", patience: int = 3, min_delta: float = 0.0) -> None:
-        self.improvement = Improvement(metric, mode, min_delta)
-        self.patience = patience
+    key_class: ClassVar = FREE
+
+    metric: str = "evaluation/held_out/loss"
+    """Metric to compare, by its name in logs."""
+    mode: Mode = "min"
+    """`min` if smaller is better, `max` if larger is better."""
+    patience: Annotated[int, Gt(0)] = 3
+    """Number of consecutive evaluations without improvement after which the run ends."""
+    min_delta: Annotated[float, Ge(0)] = 0.0
+    """Minimum change over the best result that counts as an improvement."""
+
+    def __post_init__(self) -> None:
+        self.improvement = Improvement(self.metric, self.mode, self.min_delta)
         self.waited = 0
 
     def start(self, run: Run) -> None:

@@ -1,4 +1,7 @@
-"""Hook `machine`: probes device, network, disk and memory of every rank with small tasks whose results are known."""
+"""Hook `machine`: probes device, network, disk and memory of every rank with small tasks whose results are known.
+
+Functions import torch, so that importing this module does not.
+"""
 
 import errno
 import json
@@ -6,20 +9,26 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import torch
+from annotated_types import Ge, Gt
 
 from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
+from forge_core.component import FREE
 from forge_core.durable_files import write_file
 from forge_core.errors import ForgeError
 from forge_core.machine import available_memory
 from forge_core.protocols.run import Run
 from forge_core.terminal import size as told
-from forge_parallel.launch.watch import PeerFailure
 from forge_train.hooks.periodic import Periodic
 from forge_train.process.stop import FAULTY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
 
 PROBE_FILE = ".probe"
 """Prefix of the name of temporary files of the disk probe in the run's directory."""
@@ -27,17 +36,35 @@ PROBE_FILE = ".probe"
 TIMED: tuple[str, ...] = ("device", "disk", "collective")
 
 
-class MachineHook(Periodic):
-    """Probes every N steps: each rank computes a known product, the first rank of each host writes and reads a file in the run's
-    directory, and all ranks compute a known sum together.
+@dataclass(kw_only=True)
+class Machine(Periodic):
+    """Probes device, communication, disk and memory of every machine. A fault ends the run and names the rank and its host; slow
+    probes and low memory are warnings.
+
+    Each rank computes a known product, the first rank of each host writes and reads a file in the run's directory, and all ranks
+    compute a known sum together.
 
     All ranks receive the results. A fault ends the run after the same step on all ranks: the rank on the faulty machine with exit
     code 6, the others with 5. Slow probes, a full disk and low memory are reported once, and again when they are over.
     """
 
-    def __init__(self, every: int = 200, minutes: float = 0.0, slow: float = 10.0, least_memory: float = 0.5) -> None:
-        super().__init__(every)
-        self.minutes, self.slow, self.least = minutes, slow, int(least_memory * 2**30)
+    key_class: ClassVar = FREE
+
+    every: Annotated[int, Gt(0)] = 200
+    """Optimizer steps between probes."""
+    minutes: Annotated[float, Ge(0)] = 0.0
+    """Minimum minutes between probes, by the clock of rank 0, which is read every `every` steps."""
+    slow: Annotated[float, Gt(0)] = 10.0
+    """Seconds above which a probe is reported as slow. A probe takes milliseconds on a healthy machine."""
+    least_memory: Annotated[float, Ge(0)] = 0.5
+    """GiB of free host memory below which there is a warning."""
+
+    @classmethod
+    def examples(cls, folder: Path) -> "Iterable[Machine]":
+        return (cls(every=2),)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.since = 0.0
         self.wrong: set[tuple[int, str]] = set()
 
@@ -94,6 +121,8 @@ class MachineHook(Periodic):
         return [json.loads(reply) for reply in self.world.all_gather(json.dumps(mine).encode())]
 
     def _end_where(self, run: Run, faults: list[str]) -> None:
+        from forge_parallel.launch.watch import PeerFailure
+
         bad = [rank for rank, fault in enumerate(faults) if fault]
         if not bad:
             return
@@ -111,7 +140,7 @@ class MachineHook(Periodic):
             self._say(run, rank, name, reply[name] > self.slow, f"the probe of '{name}' takes {took}")
         self._say(run, rank, "full", bool(reply["full"]), reply["full"])
         free = reply["memory"]
-        short = free is not None and free < self.least
+        short = free is not None and free < int(self.least_memory * 2**30)
         self._say(run, rank, "memory", short, f"only {told(free or 0)} of memory are left")
 
     def _say(self, run: Run, rank: int, what: str, is_wrong: bool, text: str) -> None:
@@ -147,12 +176,14 @@ class MachineFault(ForgeError):
     exit_code = FAULTY
 
 
-def device_probe(device: torch.device) -> Callable[[], str]:
+def device_probe(device: "torch.device") -> Callable[[], str]:
     """Returns a function that probes the device and returns its fault, or an empty text.
 
     The probe multiplies matrices of small integers, whose product is exact in every format, and copies a mebibyte to the device
     and back. The host waits for it.
     """
+    import torch
+
     row = torch.arange(_ROWS * _ROWS).reshape(_ROWS, _ROWS)
     left, right = row % 7 - 3, row % 5 - 2
     expected, pattern = (left @ right).float(), torch.arange(_COPIED // 4, dtype=torch.int32)
@@ -198,8 +229,10 @@ def disk_probe(path: Path, number: int) -> tuple[str, bool]:
     return f"{path} cannot be written: {cause.strerror or cause}", cause.errno in _FULL
 
 
-def collective_probe(rank: int, size: int, device: torch.device, all_reduce: Callable[[Any], Any]) -> Callable[[], str]:
+def collective_probe(rank: int, size: int, device: "torch.device", all_reduce: Callable[[Any], Any]) -> Callable[[], str]:
     """Returns a collective function that checks a sum of integers over all ranks, which is exact, and returns its fault."""
+    import torch
+
     pattern = torch.arange(_COPIED // 8, dtype=torch.float64, device=device) % 1000
     expected = (pattern * (size * (size + 1) // 2)).cpu()
 

@@ -6,27 +6,28 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import torch
+from annotated_types import Gt
 
 from forge_core.batch import Batch
+from forge_core.component import FREE
 from forge_core.protocols.run import Hook, Run, StepResult
-from forge_parallel.accelerator import name, take_peaks
-from forge_parallel.placement.boxes import local_box
-from forge_train.doctor.measure import fastest
 from forge_train.doctor.peaks import TERA, peak
 from forge_train.hooks.periodic import Stopwatch
 
 if TYPE_CHECKING:
+    import torch
+
     from forge_models.flops import Counts
 
 
 _log = logging.getLogger(__name__)
 
 
-class LogHook(Hook):
-    """Writes a line every N steps, at the first step of this start and at the last step of the run.
+@dataclass(kw_only=True)
+class Log(Hook):
+    """Writes loss, gradient norm, learning rate, throughput and memory to every tracker.
 
     A line has the numbers of its step. On an accelerator, all ranks wait for these numbers; steps without a line do not wait.
 
@@ -46,12 +47,13 @@ class LogHook(Hook):
     `memory/optimizer`, and on an accelerator `memory/rest`: activations and buffers at the peak.
     """
 
+    key_class: ClassVar = FREE
     observes = True
 
-    watch: Stopwatch
+    every: Annotated[int, Gt(0)] = 10
+    """Optimizer steps between lines; the first and the last step are always written."""
 
-    def __init__(self, every: int = 10) -> None:
-        self.every = every
+    def __post_init__(self) -> None:
         self.first = True
         self.speed: Utilization | None = None
 
@@ -66,7 +68,9 @@ class LogHook(Hook):
         self._look_ahead(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Writes a line if one is due."""
+        """Writes a line if one is due: every N steps, at the first step of this start, and at the last step of the run."""
+        from forge_parallel.accelerator import take_peaks
+
         step, due = run.state.step, self._due(run, run.state.step)
         self.first = self.first and not due
         self._look_ahead(run)
@@ -124,6 +128,8 @@ def held_memory(run: Run) -> dict[str, int]:
 
 
 def _bytes(tensor: Any) -> int:
+    from forge_parallel.placement.boxes import local_box
+
     local = local_box(tensor).local
     return local.numel() * local.element_size()
 
@@ -174,9 +180,10 @@ class Utilization:
     @classmethod
     def of(cls, run: Run) -> "Utilization":
         """Returns the utilization of a run. Measures the peak of a CPU, in at most a tenth of a second or three products."""
-        job, here = run.job, run.topology.device
         from forge_models.flops import counts_of
+        from forge_parallel.accelerator import name
 
+        job, here = run.job, run.topology.device
         counts, precision = counts_of(getattr(job, "model", None)), _precision(job)
         promised = None if counts is None else of_device(here, precision)
         length = job.data.sequence_length if counts else 0
@@ -227,8 +234,12 @@ class Utilization:
         return f"mfu: {counted}, against {many}{self.peak / TERA:,.4g} TFLOP/s of {self.device} in {self.precision}, {how}"
 
 
-def of_device(here: torch.device, precision: str) -> float | None:
+def of_device(here: "torch.device", precision: str) -> float | None:
     """Returns the peak FLOP/s of a device in a precision; None if unknown. fp32 is without TF32, which Forge disables."""
+    import torch
+
+    from forge_parallel.accelerator import name
+
     if here.type == "cpu":
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(precision)
         return None if dtype is None else _measured(dtype, torch.get_num_threads())
@@ -241,6 +252,8 @@ def keys_met(batches: Sequence[Batch], length: int, window: int | None) -> float
 
     Without `positions`, each row is one document.
     """
+    import torch
+
     total, queries = 0, 0
     for batch in batches:
         if batch.positions is None:
@@ -261,8 +274,12 @@ def _precision(job: Any) -> str:
 
 
 @cache
-def _measured(dtype: torch.dtype, threads: int) -> float:  # noqa: ARG001 (another number has another speed)
+def _measured(dtype: "torch.dtype", threads: int) -> float:  # noqa: ARG001 (another number has another speed)
     """Measures, once, the FLOP/s of the fastest square product on this CPU with the threads of this process."""
+    import torch
+
+    from forge_train.doctor.measure import fastest
+
     best = 0.0
     for size in _SIZES:
         a = torch.ones(size, size, dtype=dtype)

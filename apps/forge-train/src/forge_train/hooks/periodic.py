@@ -23,14 +23,16 @@ class Periodic(Hook):
     The time of the action does not count as training time.
 
     Attributes:
+        every: number of steps N, a key of most subclasses.
         leisurely: True if the action is skipped at the end of a run that was asked to stop, which may have only seconds to save.
         left: True if a stop request interrupted the action; the run that resumes does it first.
     """
 
     leisurely = False
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    every: int
+
+    def __post_init__(self) -> None:
         self.acted = -1
         self.left = False
 

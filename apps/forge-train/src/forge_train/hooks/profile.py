@@ -1,38 +1,41 @@
-"""Hook `profile`: profiles windows of steps, at steps of the recipe or on a signal."""
+"""Hook `profile`: profiles windows of steps, at steps of the recipe or on a signal.
 
-import gzip
-import json
+Methods import torch, so that importing this module does not.
+"""
+
 import logging
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import torch
-from torch.profiler import ProfilerAction, record_function
+from annotated_types import Ge, Gt
 
-from forge_core.durable_files import publish, sync_path
+from forge_core.component import FREE
 from forge_core.protocols.run import Hook, Run
 from forge_core.terminal import size
-from forge_parallel.accelerator import note_allocations, notes_allocations, profiled, wait, write_allocations
-from forge_parallel.launch.environment import read_launcher
 from forge_train.hooks.periodic import pause
-from forge_train.profiling.classes import CLOSING
-from forge_train.profiling.summary import summarize
-from forge_train.profiling.trace import ABOUT, WINDOW, folder_of, forget_old, read_trace, snapshot_of, trace_of
+from forge_train.profiling.trace import folder_of, forget_old, read_trace, trace_of
 
-ALLOCATIONS = 200_000
-"""Maximum number of allocator events in a snapshot; older events are dropped."""
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from forge_train.profiling.recorder import Recorder
 
 _log = logging.getLogger(__name__)
 
 
-class ProfileHook(Hook):
-    """Profiles all or some ranks over the same steps, and writes a trace per rank: `profiles/step-N/rank-K.json.gz`.
+@dataclass(kw_only=True)
+class Profile(Hook):
+    """Profiles some steps on every rank with torch.profiler; `forge-train profile RUN` shows where their time went.
+
+    All ranks profile the same steps. Each rank writes a trace, `profiles/step-N/rank-K.json.gz`.
 
     A window lasts from before its first step to after the hooks of its last step. On an accelerator, the host waits for the
     device only at both ends. A signal on any rank opens a window on all ranks, after the request has reached them with the
@@ -42,32 +45,46 @@ class ProfileHook(Hook):
     and `split/PART`, the seconds per step of each part, including exposed communication and the host.
     """
 
+    key_class: ClassVar = FREE
     observes = True
 
-    def __init__(
-        self,
-        at: Sequence[int] = (),
-        every: int = 0,
-        steps: int = 3,
-        warmup: int = 1,
-        signal: str | None = None,
-        ranks: list[int] | Literal["all", "nodes"] = "all",
-        memory: bool = False,
-        stacks: bool = False,
-        shapes: bool = False,
-        keep: int = 5,
-    ) -> None:
-        self.at, self.every, self.steps, self.warmup = sorted(at), every, steps, warmup
-        self.signal, self.ranks, self.memory = signal, ranks, memory
-        self.stacks, self.shapes, self.keep = stacks, shapes, keep
+    at: list[Annotated[int, Gt(0)]] = field(default_factory=list)
+    """First steps of windows; the first step of the run is 1."""
+    every: Annotated[int, Ge(0)] = 0
+    """A window begins at each multiple of this step; 0 for none."""
+    steps: Annotated[int, Gt(0)] = 3
+    """Steps per window."""
+    warmup: Annotated[int, Ge(0)] = 1
+    """Steps before a window in which the profiler runs without recording, because its start takes time."""
+    signal: Literal["SIGUSR1", "SIGUSR2"] | None = None
+    """Signal that opens a window on all ranks if any process of the run receives it; it no longer ends the run. Do not send
+    SIGUSR1 to torchrun, which it ends."""
+    ranks: Literal["all", "nodes"] | list[Annotated[int, Ge(0)]] = "all"
+    """Ranks that write a trace: all ranks, the first rank of each node, or the ranks in a list."""
+    memory: bool = False
+    """Also write the history of the device's allocator, for pytorch.org/memory_viz; a warning if the device has none."""
+    stacks: bool = False
+    """Also record Python stacks, which makes traces large and steps slow."""
+    shapes: bool = False
+    """Also record the shapes of operators' inputs."""
+    keep: Annotated[int, Gt(0)] = 5
+    """Number of newest windows to keep."""
+
+    @classmethod
+    def examples(cls, folder: Path) -> "Iterable[Profile]":
+        return (cls(at=[2], steps=2),)
+
+    def __post_init__(self) -> None:
         self.first: int | None = None
-        self.recorder: _Recorder | None = None
+        self.recorder: Recorder | None = None
         self._asked = False
         self._seen = 0
         self._before: Any = None
 
     def start(self, run: Run) -> None:
         """Listens for the signal."""
+        from forge_parallel.accelerator import notes_allocations
+
         if self.memory and not notes_allocations(run.topology.device) and run.topology.rank == 0:
             _log.warning("hooks.profile.memory: the allocator of this device records no history; traces have no memory snapshots")
         if self.signal is None:
@@ -124,8 +141,10 @@ class ProfileHook(Hook):
             self._try(lambda: self._start(run.topology.device, first - coming))
         self._advance(run, coming, opened=True)
 
-    def _start(self, device: torch.device, warmup: int) -> None:
-        self.recorder = _Recorder(device, warmup, memory=self.memory, stacks=self.stacks, shapes=self.shapes)
+    def _start(self, device: "torch.device", warmup: int) -> None:
+        from forge_train.profiling.recorder import Recorder
+
+        self.recorder = Recorder(device, warmup, memory=self.memory, stacks=self.stacks, shapes=self.shapes)
         self.recorder.start()
 
     def _advance(self, run: Run, coming: int, opened: bool = False) -> None:
@@ -157,6 +176,8 @@ class ProfileHook(Hook):
 
     def _tell(self, run: Run, first: int, done: int) -> None:
         """On rank 0: the shares to the trackers, a line for people, and older windows away."""
+        from forge_train.profiling.summary import summarize
+
         path = trace_of(folder_of(run.directory, first), run.topology.rank)
         if not path.is_file():
             return
@@ -174,11 +195,13 @@ class ProfileHook(Hook):
         forget_old(run.directory, self.keep)
 
     def _records(self, run: Run) -> bool:
+        from forge_parallel.launch.environment import read_launcher
+
         if isinstance(self.ranks, list):
             return run.topology.rank in self.ranks
         return self.ranks == "all" or read_launcher(os.environ).local_rank == 0
 
-    def _try(self, action: Callable[[], None], recorder: "_Recorder | None" = None) -> None:
+    def _try(self, action: Callable[[], None], recorder: "Recorder | None" = None) -> None:
         """Runs an action; a failure ends only this window."""
         try:
             action()
@@ -187,85 +210,3 @@ class ProfileHook(Hook):
             failed, self.recorder = recorder or self.recorder, None
             if failed is not None:
                 failed.abandon()
-
-
-class _Recorder:
-    """The profiler of one rank over one window."""
-
-    def __init__(self, device: torch.device, warmup: int, *, memory: bool, stacks: bool, shapes: bool) -> None:
-        self.device = device
-        self.memory = memory and notes_allocations(device)
-        self.ranges = ExitStack()
-        self.recording = False
-        self.profiler = torch.profiler.profile(
-            activities=profiled(device),
-            schedule=lambda step: ProfilerAction.WARMUP if step < warmup else ProfilerAction.RECORD,
-            with_stack=stacks,
-            record_shapes=shapes,
-        )
-
-    def start(self) -> None:
-        """Starts the profiler with its warm-up, or with the window if there is no warm-up."""
-        self.profiler.start()
-
-    def step(self) -> None:
-        """Advances the profiler to the next step."""
-        self.profiler.step()
-
-    def begin(self) -> None:
-        """Begins the window."""
-        self.recording = True
-        wait(self.device)
-        if self.memory:
-            note_allocations(self.device, ALLOCATIONS)
-        self.ranges.enter_context(record_function(WINDOW))
-
-    def stop(self, about: dict[str, Any], folder: Path) -> None:
-        """Ends the window and writes its trace.
-
-        Raises:
-            OSError: the trace cannot be written.
-        """
-        if not self.recording:  # the run ended during the warm-up
-            self.abandon()
-            return
-        with record_function(CLOSING):
-            wait(self.device)
-        self.ranges.close()
-        self.profiler.add_metadata_json(ABOUT, json.dumps(about))
-        self.profiler.stop()
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(trace_of(folder, about["rank"]), self._export)
-        if self.memory:
-            _write(snapshot_of(folder, about["rank"]), lambda path: write_allocations(self.device, path))
-            note_allocations(self.device, None)
-
-    def _export(self, path: str) -> None:
-        """Writes the trace compressed in large pieces; torch compresses line by line, which takes ten times as long."""
-        plain = f"{path}.json"
-        try:
-            self.profiler.export_chrome_trace(plain)
-            with Path(plain).open("rb") as source, gzip.open(path, "wb", compresslevel=3) as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-        finally:
-            Path(plain).unlink(missing_ok=True)
-
-    def abandon(self) -> None:
-        """Stops profiling without a trace; errors are only logged, since some parts may not have started."""
-        for action in (self.ranges.close, self.profiler.stop, *([lambda: note_allocations(self.device, None)] * self.memory)):
-            try:
-                action()
-            except Exception as cause:  # noqa: BLE001 (as above)
-                _log.info("profile: %s: %s", type(cause).__name__, cause)
-
-
-def _write(path: Path, make: Callable[[str], object]) -> None:
-    """Creates a file atomically; `make` writes it to a temporary name."""
-    partial = path.with_name(f".{os.getpid()}-{path.name}")
-    try:
-        make(str(partial))
-        sync_path(partial)
-        publish(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from datetime import datetime
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from annotated_types import Ge, Gt
+
+from forge_core.component import FREE
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_core.terminal import clock, count, size
-from forge_parallel.accelerator import free_memory, memory
 from forge_train.hooks.metrics import Utilization, peak_memory
 from forge_train.hooks.periodic import Stopwatch
 
@@ -15,20 +17,24 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 
-class ProgressHook(Hook):
-    """Shows a live panel on a terminal; otherwise prints lines with time stamps at the first and last step, and in between
-    at most one every `seconds`.
+@dataclass(kw_only=True)
+class Progress(Hook):
+    """Shows step, loss, learning rate, tokens/s, MFU, memory, faults and the time left: a live panel on a terminal, otherwise
+    occasional lines of text.
 
-    The time left is extrapolated from the steps since this start, including evaluation and saving.
+    Lines have time stamps. The first and the last step always have a line. The time left is extrapolated from the steps since
+    this start, including evaluation and saving.
     """
 
+    key_class: ClassVar = FREE
     observes = True
 
-    watch: Stopwatch
-    begun: tuple[float, int]
+    every: Annotated[int, Gt(0)] = 10
+    """Optimizer steps between updates of the loss."""
+    seconds: Annotated[float, Ge(0)] = 10.0
+    """Minimum seconds between lines if the output is not a terminal."""
 
-    def __init__(self, every: int = 10, seconds: float = 10.0) -> None:
-        self.every, self.seconds = every, seconds
+    def __post_init__(self) -> None:
         self.view: _Live | _Lines | None = None
         self.loss = float("nan")
         self.rate = 0.0
@@ -153,5 +159,7 @@ class _Live:
 
 def _memory(run: Run) -> str:
     """Returns the used memory of this rank's device, or the peak memory of the process if the device has no such counter."""
+    from forge_parallel.accelerator import free_memory, memory
+
     whole, free = memory(run.topology.device), free_memory(run.topology.device)
     return f"{size(whole - free)} of {size(whole)}" if whole and free is not None else size(peak_memory())

@@ -3,36 +3,40 @@
 import json
 import logging
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from torch import Tensor
+from annotated_types import Gt
 
 from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
+from forge_core.component import FREE
 from forge_core.durable_files import replace_file
-from forge_core.protocols.checkpoint import World
 from forge_core.protocols.model import Observer
 from forge_core.protocols.run import Run
 from forge_train.directory import ROUTING
 from forge_train.hooks.periodic import Periodic
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _log = logging.getLogger(__name__)
 
 
-class RoutingHook(Periodic):
-    """Logs router statistics every N steps. Per layer: `routing/blocks.3/load_max` and `load_min` (load of an expert relative to
-    the mean load; 1 when balanced), `entropy` (of the router's probabilities, nats per token), `dropped` (share of slots dropped
-    because of the capacity), `loss` (the router's own loss, per token) and, with bias-based balancing, `bias_max` and `bias_min`.
+@dataclass(kw_only=True)
+class RoutingStatistics(Periodic):
+    """Logs router statistics: load, entropy, dropped slots and bias of every layer, and a heat map for the report.
 
-    Counts cover the whole batch of all ranks. A measurement costs two all-gathers and waits for the device.
+    Per layer: `routing/blocks.3/load_max` and `load_min` (load of an expert relative to the mean load; 1 when balanced),
+    `entropy` (of the router's probabilities, nats per token), `dropped` (share of slots dropped because of the capacity), `loss`
+    (the router's own loss, per token) and, with bias-based balancing, `bias_max` and `bias_min`. Counts cover the whole batch of
+    all ranks. A measurement costs two all-gathers and waits for the device.
     """
 
+    key_class: ClassVar = FREE
     observes = True
 
-    world: World
-    reports: bool
-
-    def __init__(self, every: int = 100) -> None:
-        super().__init__(every)
+    every: Annotated[int, Gt(0)] = 100
+    """Optimizer steps between two measurements; the last step is always measured."""
 
     def start(self, run: Run) -> None:
         """Collective: checks whether any part of the model reports statistics."""
@@ -67,7 +71,7 @@ class RoutingHook(Periodic):
         replace_file(run.directory / ROUTING, json.dumps({"step": run.state.step, "layers": loads}).encode())
 
 
-def _plain(report: Mapping[str, Tensor]) -> dict[str, Any]:
+def _plain(report: "Mapping[str, Tensor]") -> dict[str, Any]:
     return {name: value.tolist() for name, value in report.items()}
 
 

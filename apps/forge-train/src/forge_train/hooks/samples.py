@@ -1,19 +1,28 @@
-"""Hooks `sample` and `answers`: text that the model generates during training."""
+"""Hooks `sample` and `answers`: text that the model generates during training.
+
+Methods import numpy and the model's code, so that importing this module does not.
+"""
 
 import base64
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge, Gt, Le
+
+from forge_core.component import FREE
 from forge_core.durable_files import replace_file
 from forge_core.errors import DataError, ForgeError, did_you_mean
 from forge_core.protocols.run import Run
-from forge_data.loading.evaluation import Question, inputs_of, questions
 from forge_train.directory import ANSWERS, SAMPLES
 from forge_train.hooks.periodic import Periodic, length_limit
+
+if TYPE_CHECKING:
+    from forge_data.loading.evaluation import Question
 
 _log = logging.getLogger(__name__)
 
@@ -22,31 +31,36 @@ class _Left(Exception):
     """A stop request arrived between two tokens."""
 
 
-class SampleHook(Periodic):
-    """Continues prompts; all ranks generate together, since a sharded model needs all of them.
+@dataclass(kw_only=True)
+class Sample(Periodic):
+    """Generates text from prompts, for the terminal and the report: at the end of the run, and every N steps if set.
 
-    Writes the newest samples to `samples.json` in the run's directory, for the report.
+    All ranks generate together, since a sharded model needs all of them. The newest samples are in `samples.json` in the run's
+    directory, for the report.
     """
 
+    key_class: ClassVar = FREE
     leisurely = True
     observes = True
 
-    def __init__(
-        self,
-        prompts: Sequence[str] = ("The ",),
-        every: int = 0,
-        max_tokens: int = 96,
-        temperature: float = 0.8,
-        top_k: int | None = None,
-        top_p: float = 0.95,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        weights: str = "model",
-    ) -> None:
-        super().__init__(every)
-        self.prompts, self.max_tokens = prompts, max_tokens
-        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
-        self.repetition_penalty, self.weights = repetition_penalty, weights
+    prompts: list[str] = field(default_factory=lambda: ["The "])
+    """Texts to continue."""
+    every: Annotated[int, Ge(0)] = 0
+    """Optimizer steps between samples; 0 samples only at the end."""
+    max_tokens: Annotated[int, Gt(0)] = 96
+    """Maximum number of tokens to generate per prompt."""
+    temperature: Annotated[float, Ge(0)] = 0.8
+    """Divides the logits before sampling; 0 takes the most likely token."""
+    top_k: Annotated[int, Gt(0)] | None = None
+    """Samples among the k most likely tokens."""
+    top_p: Annotated[float, Gt(0), Le(1)] = 0.95
+    """Samples among the fewest most likely tokens whose probabilities sum to this value."""
+    min_p: Annotated[float, Ge(0), Le(1)] | None = None
+    """Excludes tokens below this share of the largest probability."""
+    repetition_penalty: Annotated[float, Gt(0)] = 1.0
+    """Above 1, tokens that already occurred become less likely."""
+    weights: Literal["model", "ema"] = "model"
+    """Weights to use: the model's, or their average of hook `ema`."""
 
     def check(self, run: Run) -> None:
         """Refuses a run without a tokenizer, and prompts that are empty or leave no room for the new tokens."""
@@ -117,18 +131,34 @@ _TOGETHER = 32
 """Maximum number of prompts in one batch."""
 
 
-class AnswersHook(Periodic):
-    """Continues the prompts of held-out documents greedily, and logs the share of exact matches with the documents.
+@dataclass(kw_only=True)
+class Answers(Periodic):
+    """Lets the model answer held-out documents, such as describing images, and logs the share of exact matches: at the end of the
+    run, and every N steps if set. The prompt of a document is the part before its first token with loss.
 
-    Writes the first answers, with their images, to `answers.json` in the run's directory, for the report.
+    The model continues prompts greedily. The first answers, with their images, are in `answers.json` in the run's directory, for
+    the report.
     """
 
+    key_class: ClassVar = FREE
     leisurely = True
     observes = True
 
-    def __init__(self, sets: tuple[str, ...], count: int, shown: int, every: int, max_tokens: int, weights: str) -> None:
-        super().__init__(every)
-        self.sets, self.count, self.shown, self.max_tokens, self.weights = sets, count, shown, max_tokens, weights
+    sets: tuple[str, ...] = ()
+    """Held-out sets; by default all sets whose documents have a prompt."""
+    count: Annotated[int, Gt(0)] = 64
+    """Maximum number of documents per set, taken at equal distances."""
+    shown: Annotated[int, Ge(0)] = 16
+    """Answers per set, with their images, to keep for the report; wrong answers come first."""
+    every: Annotated[int, Ge(0)] = 0
+    """Optimizer steps between answers; 0 answers only at the end."""
+    max_tokens: Annotated[int, Gt(0)] = 256
+    """Maximum number of tokens of an answer."""
+    weights: Literal["model", "ema"] = "model"
+    """Weights to use: the model's, or their average of hook `ema`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.asked: dict[str, list[Question]] = {}
 
     def check(self, run: Run) -> None:
@@ -144,6 +174,8 @@ class AnswersHook(Periodic):
                 raise ForgeError(
                     f"hook 'answers': held-out set {name!r} does not exist; {did_you_mean(name, list(run.evaluations))}"
                 )
+        from forge_data.loading.evaluation import questions
+
         for name in self.sets or run.evaluations:
             source = getattr(run.evaluations[name], "source", None)
             found = list(questions(source, self.count))
@@ -162,7 +194,7 @@ class AnswersHook(Periodic):
                 "to [data.evaluation], or remove the hook"
             )
 
-    def _refuse_long(self, run: Run, name: str, asked: list[Question]) -> None:
+    def _refuse_long(self, run: Run, name: str, asked: "list[Question]") -> None:
         room = length_limit(run)
         for question in asked:
             given, new = len(question.prompt), min(self.max_tokens, len(question.answer))
@@ -172,17 +204,20 @@ class AnswersHook(Periodic):
                     f"but the model supports {room} in all; raise model.max_length, lower hooks.max_tokens, or remove the set"
                 )
 
-    def _load(self, name: str, source: Any, asked: list[Question]) -> None:
+    def _load(self, name: str, source: Any, asked: "list[Question]") -> None:
         """Loads every item once, so that a missing item is reported before training rather than after it."""
+        from forge_data.loading.evaluation import inputs_of
+
         for question in asked:
             try:
                 inputs_of(source, [question])
             except DataError as cause:
                 raise ForgeError(f"hook 'answers': held-out set {name!r}: {cause}") from cause
 
-    def _together(self, run: Run, asked: list[Question]) -> Iterator[list[Question]]:
+    def _together(self, run: Run, asked: "list[Question]") -> "Iterator[list[Question]]":
         """Yields batches of questions, such that the longest prompt and the longest answer of a batch fit the model together."""
-        room, part = length_limit(run), list[Question]()
+        part: list[Question] = []
+        room = length_limit(run)
         for question in asked:
             longer = [*part, question]
             new = min(self.max_tokens, max(len(each.answer) for each in longer))
@@ -221,8 +256,9 @@ class AnswersHook(Periodic):
                 count = len(self.asked[name.rpartition("/")[0]])
                 run.console.print(f"step {run.state.step}  {name} {share:.1%} of {count}", highlight=False, markup=False)
 
-    def _said(self, run: Run, name: str, asked: list[Question]) -> list[list[int]]:
+    def _said(self, run: Run, name: str, asked: "list[Question]") -> list[list[int]]:
         """Collective: returns the new tokens for each question, equal on all ranks."""
+        from forge_data.loading.evaluation import inputs_of
         from forge_models.generation import generate
 
         tokenizer, source, said = run.data.tokenizer, getattr(run.evaluations[name], "source", None), list[list[int]]()
@@ -249,7 +285,9 @@ class AnswersHook(Periodic):
             said += [[int(token) for token in row] for row in tokens]
         return said
 
-    def _kept(self, run: Run, name: str, asked: list[Question], said: list[list[int]], right: list[bool]) -> list[dict[str, Any]]:
+    def _kept(
+        self, run: Run, name: str, asked: "list[Question]", said: list[list[int]], right: list[bool]
+    ) -> list[dict[str, Any]]:
         """Returns the answers for the report: at most `shown`, wrong ones first."""
         from forge_models.generation import NewText
 

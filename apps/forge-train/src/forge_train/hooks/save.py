@@ -1,18 +1,23 @@
 """Hook `save`: saves checkpoints."""
 
+from dataclasses import dataclass
+
 from forge_core.protocols.run import Run, StepResult
 from forge_train.hooks.periodic import Periodic, pause
 from forge_train.process.stop import STOPPED
 
 
-class SaveHook(Periodic):
-    """Saves every `checkpoint.every` steps, at step 0 with `checkpoint.first`, at the request of another hook, and at the end.
+@dataclass(kw_only=True)
+class Save(Periodic):
+    """Saves a checkpoint every `checkpoint.every` steps and at the end, once per step.
 
-    A step is saved only once, unless a hook requests it again. After a stop request, saves only if enough time is left.
+    It also saves step 0 with `checkpoint.first`, and at the request of another hook, even a step that is saved already. After a
+    stop request, it saves only if enough time is left.
     """
 
-    def __init__(self) -> None:
-        super().__init__(every=0)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.every = 0
         self.left_out = False
 
     def start(self, run: Run) -> None:

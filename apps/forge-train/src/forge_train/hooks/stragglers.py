@@ -3,6 +3,8 @@
 A rank is slow in a window if it takes `ratio` times as long as the median of the others, exceeds their scatter (median absolute
 deviation), and costs a noticeable part of the step. A rank becomes a straggler when it is slow in `most` of the last `WINDOWS`
 windows, because one slow window may be noise, and stops being one when it is slow in none of them.
+
+Functions import torch, so that importing this module does not.
 """
 
 import json
@@ -12,14 +14,17 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-import torch
+from annotated_types import Gt
 
 from forge_ckpt.world import ProcessGroupWorld
+from forge_core.component import FREE
 from forge_core.errors import LayoutError
 from forge_core.protocols.run import Hook, Run, StepResult
-from forge_parallel.accelerator import timed_event
+
+if TYPE_CHECKING:
+    import torch
 
 WINDOWS = 5
 MOST = 3
@@ -63,7 +68,7 @@ class Slow(NamedTuple):
 
 
 @dataclass
-class Stragglers:
+class SlowRanks:
     """Finds stragglers window by window; the result depends only on the times, so all ranks agree.
 
     Args:
@@ -112,8 +117,9 @@ _PRODUCTS, _ROWS = 8, 2048
 """Number and size of the matrix products that time an accelerator; they take some milliseconds."""
 
 
-class StragglersHook(Hook):
-    """Compares the step times of ranks with the same work every N steps, and names ranks that are slower than the others.
+@dataclass(kw_only=True)
+class Stragglers(Hook):
+    """Names ranks, with their hosts, that are slower than others with the same work, so that all other ranks wait for them.
 
     In forward and backward, ranks wait for each other, so these times are equal on all ranks. A rank's own time is what it needs
     before its first communication: reading data and preparing the step. On an accelerator, the host queues the whole step without
@@ -121,10 +127,15 @@ class StragglersHook(Hook):
     The times of all ranks are exchanged through the host, once every N steps.
     """
 
+    key_class: ClassVar = FREE
     observes = True
 
-    def __init__(self, every: int = 20, ratio: float = 1.5) -> None:
-        self.every, self.ratio = every, ratio
+    every: Annotated[int, Gt(1)] = 20
+    """Optimizer steps per window, after which all ranks compare their times. Three slow windows of five make a straggler."""
+    ratio: Annotated[float, Gt(1)] = RATIO
+    """A rank is slow if its own work in a step takes more than this multiple of the median of the others."""
+
+    def __post_init__(self) -> None:
         self.world: ProcessGroupWorld | None = None
         self.seen: Mapping[str, float] = {}
         self.ready = 0.0
@@ -148,7 +159,7 @@ class StragglersHook(Hook):
             return
         self.world = ProcessGroupWorld()
         self.hosts = [name.decode() for name in self.world.all_gather(socket.gethostname().encode())]
-        self.by_host, self.by_device = (Stragglers(self.ratio, resolution=seconds) for seconds in (_RESOLUTION, 0.0))
+        self.by_host, self.by_device = (SlowRanks(self.ratio, resolution=seconds) for seconds in (_RESOLUTION, 0.0))
         if topology.device.type != "cpu":
             self.device = _Device(topology.device)
         self.seen = run.watch.seconds()
@@ -207,7 +218,9 @@ class StragglersHook(Hook):
 class _Device:
     """Times a fixed amount of work on an accelerator, between two events in its queue."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: "torch.device") -> None:
+        import torch
+
         self.device = device
         self.left = torch.ones(_ROWS, _ROWS, dtype=torch.bfloat16, device=device)
         self.into = torch.empty_like(self.left)
@@ -215,6 +228,10 @@ class _Device:
 
     def work(self) -> None:
         """Queues the work."""
+        import torch
+
+        from forge_parallel.accelerator import timed_event
+
         before = timed_event(self.device)
         for _ in range(_PRODUCTS):
             torch.mm(self.left, self.left, out=self.into)

@@ -1,27 +1,139 @@
-"""`forge-train run --processes --restarts --min-processes`: starts the ranks of this machine, and restarts them after failures.
+"""Local ranks of `forge-train run --processes`: how they start and end, restart after failures, and stop without progress.
 
 After a failure that a restart may cure, all ranks restart from the newest verified checkpoint. If the rank at one place fails
 twice in a row, or its device disappears, the next start uses fewer ranks. A place is the number of a local device on which a
 rank runs; the recipe determines how many of the remaining places a job can use.
+
+A run that restarts repeatedly without a newer checkpoint needs a person. A file in the run's directory counts the automatic
+restarts from the same checkpoint, under every launcher; a manual start, or a start from another checkpoint, resets the count.
 """
 
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 from forge_core.errors import ConfigError, ForgeError
 from forge_core.registry import Registry
 from forge_core.terminal import Console
-from forge_parallel.launch.environment import read_launcher
-from forge_train.process.local_ranks import Ended, run_local_ranks
+from forge_parallel.launch.environment import DEVICE, read_launcher
+from forge_train.directory import NO_PROGRESS_FILE, RESTARTS_FILE
 from forge_train.process.stop import FAULTY, FOLLOWS, FULL, heard
 from forge_train.recipe.load import load
 
+MOST_RESTARTS = 3
+
 NONE_GONE = 0
 """Device count of a machine without accelerators, or whose accelerators cannot be counted."""
+
+AGAIN = (1, FOLLOWS, FAULTY, FULL)
+"""Exit codes after which ranks restart, in addition to unexpected signals: an error of the program, the loss of another rank, a
+fault of the machine, and a step that ran out of memory and will use smaller micro-batches. After other codes, a restart would end
+the same way, or the user requested the end."""
+
+_START_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+_COUNT_DEVICES = "from forge_parallel import accelerator; print(accelerator.count())"
+_COUNT_SECONDS = 120.0
+_LOOK_SECONDS = 0.05
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+
+
+def supervised(recipe: str, overrides: Sequence[str], fresh: bool, processes: int, restarts: int, least: int | None) -> int:
+    """Starts the ranks of this machine, restarts them when they fail, and returns the exit code.
+
+    Args:
+        least: minimum number of ranks with which the run continues if a place is lost; None starts all ranks each time.
+    """
+    if (launcher := read_launcher(os.environ).launcher) != "none":
+        return _refused(
+            f"--processes and --restarts start processes, but {launcher} has already done so; remove these options or {launcher}"
+        )
+    if fresh and restarts > 0:
+        return _refused("--fresh with --restarts would start over after a failure; start over without --restarts")
+    fewer = None
+    if least is not None:
+        if restarts == 0:
+            return _refused("--min-processes has no effect without restarts: set --restarts, or remove it")
+        if least >= processes:
+            return _refused(
+                f"--min-processes = {least} is not below --processes = {processes}: set a smaller number, or remove it"
+            )
+        fewer = Fewer(least, lambda size: unfit(recipe, overrides, size), devices, blameless=(FOLLOWS, FULL))
+        size, why = fewer.largest(processes)
+        if not size:
+            return _refused(f"--min-processes = {least}: no number of ranks below {processes} fits this recipe; {why}")
+    signals, command = Passed(), [sys.executable, "-m", "forge_train", "run", recipe, *["--fresh"] * fresh, *overrides]
+
+    def say(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+
+    with heard(signals.note):
+        return supervise(command, processes, restarts, say, signals, fewer=fewer)
+
+
+def unfit(recipe: str, overrides: Sequence[str], size: int) -> str:
+    """Returns why a run cannot continue with `size` ranks; empty if it can, with the same losses."""
+    try:
+        job = load(recipe, overrides, size, Registry()).job
+    except ForgeError as refusal:
+        return "; ".join(map(str, refusal.faults)) if isinstance(refusal, ConfigError) else str(refusal)
+    depends = getattr(job.model, "layout_dependent", ())
+    return f"the effect of {', '.join(depends)} depends on the number of ranks" if depends else ""
+
+
+def devices() -> int:
+    """Returns the number of accelerators that a new process finds on this machine; `NONE_GONE` if there are none or it fails."""
+    try:
+        counted = subprocess.run([sys.executable, "-c", _COUNT_DEVICES], capture_output=True, text=True, timeout=_COUNT_SECONDS)
+        return int(counted.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return NONE_GONE
+
+
+def _refused(why: str) -> int:
+    Console().error(ForgeError(why))
+    return ForgeError.exit_code
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks ended.
+
+    Attributes:
+        code: exit code of the first rank that failed, negative for a signal; 0 if no rank failed.
+        why: the first failure, with its rank; empty if no rank failed.
+        rank: the first rank that failed; -1 if no rank failed.
+    """
+
+    code: int
+    why: str = ""
+    rank: int = -1
+
+
+class Passed:
+    """Collects stop signals of this process, to pass them on to its ranks."""
+
+    def __init__(self) -> None:
+        self.any = False
+        self._new: list[int] = []
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Records a signal; the signal handler."""
+        self.any = True
+        self._new.append(number)
+
+    def take(self) -> list[int]:
+        """Returns the signals since the last call."""
+        taken, self._new = self._new, []
+        return taken
 
 
 @dataclass
@@ -79,35 +191,10 @@ class Fewer:
         return chosen, f"{why}: continuing with {size} of {len(places)} ranks, at local places {listed}"
 
 
-AGAIN = (1, FOLLOWS, FAULTY, FULL)
-"""Exit codes after which ranks restart, in addition to unexpected signals: an error of the program, the loss of another rank, a
-fault of the machine, and a step that ran out of memory and will use smaller micro-batches. After other codes, a restart would end
-the same way, or the user requested the end."""
-
-
-class Passed:
-    """Collects stop signals of this process, to pass them on to its ranks."""
-
-    def __init__(self) -> None:
-        self.any = False
-        self._new: list[int] = []
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        """Records a signal; the signal handler."""
-        self.any = True
-        self._new.append(number)
-
-    def take(self) -> list[int]:
-        """Returns the signals since the last call."""
-        taken, self._new = self._new, []
-        return taken
-
-
 def supervise(
     command: Sequence[str],
     size: int,
     restarts: int,
-    environment: Mapping[str, str],
     say: Callable[[str], None],
     signals: Passed | None = None,
     grace: float = 8.0,
@@ -121,7 +208,6 @@ def supervise(
         command: command of every rank.
         size: number of ranks.
         restarts: maximum number of restarts.
-        environment: environment variables of the ranks.
         say: prints a message.
         signals: stop signals; after one of them, ranks are not restarted.
         grace: see `run_local_ranks`.
@@ -130,9 +216,9 @@ def supervise(
     signals = signals or Passed()
     life, places = 0, list(range(size))
     while True:
-        ended = run_local_ranks(command, places, environment, life, grace, signals.take)
+        ended = run_local_ranks(command, places, life, grace, signals)
         code = FOLLOWS if ended.code < 0 else ended.code
-        if code == 0 or signals.any or not _may_help(ended):
+        if code not in AGAIN or signals.any:
             return code
         if life >= restarts:
             say(f"{ended.why}; no restarts left (maximum {restarts})")
@@ -145,66 +231,144 @@ def supervise(
                 say(told)
 
 
-def _may_help(ended: Ended) -> bool:
-    return ended.code < 0 or ended.code in AGAIN
+def run_local_ranks(
+    command: Sequence[str], places: Sequence[int], life: int = 0, grace: float = 8.0, signals: Passed | None = None
+) -> Ended:
+    """Runs a command on one local rank per place until all ranks have ended; kills the others some time after one has failed.
 
-
-_COUNT = "from forge_parallel import accelerator; print(accelerator.count())"
-_COUNT_SECONDS = 120.0
-
-
-def supervised(recipe: str, overrides: Sequence[str], fresh: bool, processes: int, restarts: int, least: int | None) -> int:
-    """Starts the ranks of this machine, restarts them when they fail, and returns the exit code.
+    Works for any program that reads torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...). As under torchrun, a rank may
+    write the cause of its end to the file in TORCHELASTIC_ERROR_FILE. Ranks die with this process, however it ends.
 
     Args:
-        least: minimum number of ranks with which the run continues if a place is lost; None starts all ranks each time.
+        command: command of every rank.
+        places: local device number of each rank: 0, 1, 2, ... if all devices are used. Each rank reads its own from `DEVICE`.
+        life: number of earlier starts of these ranks.
+        grace: seconds between the first failure of a rank and killing the others.
+        signals: stop signals, which are passed on to all ranks.
     """
-    if (launcher := read_launcher(os.environ).launcher) != "none":
-        return _refused(
-            f"--processes and --restarts start processes, but {launcher} has already done so; remove these options or {launcher}"
-        )
-    if fresh and restarts > 0:
-        return _refused("--fresh with --restarts would start over after a failure; start over without --restarts")
-    fewer = None
-    if least is not None:
-        if restarts == 0:
-            return _refused("--min-processes has no effect without restarts: set --restarts, or remove it")
-        if least >= processes:
-            return _refused(
-                f"--min-processes = {least} is not below --processes = {processes}: set a smaller number, or remove it"
-            )
-        fewer = Fewer(least, lambda size: unfit(recipe, overrides, size), devices, blameless=(FOLLOWS, FULL))
-        size, why = fewer.largest(processes)
-        if not size:
-            return _refused(f"--min-processes = {least}: no number of ranks below {processes} fits this recipe; {why}")
-    signals, command = Passed(), [sys.executable, "-m", "forge_train", "run", recipe, *["--fresh"] * fresh, *overrides]
-
-    def say(line: str) -> None:
-        sys.stderr.write(f"{line}\n")
-
-    with heard(signals.note):
-        return supervise(command, processes, restarts, os.environ, say, signals, fewer=fewer)
+    size = str(len(places))
+    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RESTART_COUNT": str(life)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    with tempfile.TemporaryDirectory(prefix="forge-ranks-") as folder:
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, place in enumerate(places):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), DEVICE: str(place)}
+                own["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error-{rank}"
+                variables = {**os.environ, **common, **own}
+                ranks.append(subprocess.Popen(command, env=variables, preexec_fn=_dies_with_parent()))
+            order = _wait(ranks, grace, signals or Passed())
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        codes = {rank: code for rank in order if (code := ranks[rank].returncode) != 0}
+        if not codes:
+            return Ended(0)
+        first = next((rank for rank, code in codes.items() if code != FOLLOWS), next(iter(codes)))
+        return Ended(codes[first], f"rank {first} {_cause_of_end(codes[first], Path(folder, f'error-{first}'))}", first)
 
 
-def unfit(recipe: str, overrides: Sequence[str], size: int) -> str:
-    """Returns why a run cannot continue with `size` ranks; empty if it can, with the same losses."""
+def _wait(ranks: "Sequence[subprocess.Popen[bytes]]", grace: float, signals: Passed) -> list[int]:
+    """Waits for the ranks; returns those that were not killed, in the order in which they ended."""
+    order: list[int] = []
+    deadline = None
+    while len(order) < len(ranks) and (deadline is None or time.monotonic() <= deadline):
+        for rank, process in enumerate(ranks):
+            if rank not in order and process.poll() is not None:
+                order.append(rank)
+                if process.returncode != 0 and deadline is None:
+                    deadline = time.monotonic() + grace
+        for number in signals.take():
+            for process in ranks:
+                process.send_signal(number)
+        time.sleep(_LOOK_SECONDS)
+    return order
+
+
+def _cause_of_end(code: int, path: Path) -> str:
+    """Returns the error message that a rank wrote, or a description of its exit code."""
     try:
-        job = load(recipe, overrides, size, Registry()).job
-    except ForgeError as refusal:
-        return "; ".join(map(str, refusal.faults)) if isinstance(refusal, ConfigError) else str(refusal)
-    depends = getattr(job.model, "layout_dependent", ())
-    return f"the effect of {', '.join(depends)} depends on the number of ranks" if depends else ""
+        return json.loads(path.read_text())["message"]["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        if code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with exit code {code} without a message"
 
 
-def devices() -> int:
-    """Returns the number of accelerators that a new process finds on this machine; `NONE_GONE` if there are none or it fails."""
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _dies_with_parent() -> Callable[[], None] | None:
+    """Returns a function that makes a new process die with this one, however this one ends; None if not on Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    import ctypes
+
+    library, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
+
+    def bind() -> None:
+        library.prctl(_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended before prctl took effect
+            os._exit(FOLLOWS)
+
+    return bind
+
+
+class NoProgress(ForgeError):
+    """The run was restarted too often without a newer checkpoint. A scheduler must not restart it again."""
+
+    exit_code = 93
+
+
+def is_automatic(environment: Mapping[str, str]) -> bool:
+    """Returns True if a launcher or a scheduler has started this job before."""
+    return any(environment.get(name, "0") not in ("", "0") for name in _START_COUNTS)
+
+
+def restarts_before(directory: Path, step: int) -> int:
+    """Returns the recorded number of automatic restarts from the checkpoint of this step, or from step 0."""
     try:
-        counted = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=_COUNT_SECONDS)
-        return int(counted.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return NONE_GONE
+        record = json.loads((directory / RESTARTS_FILE).read_text())
+        return int(record["restarts"]) if record["step"] == step else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
-def _refused(why: str) -> int:
-    Console().error(ForgeError(why))
-    return ForgeError.exit_code
+def refuse_without_progress(directory: Path, step: int, automatic: bool, most: int = MOST_RESTARTS) -> None:
+    """Refuses one automatic restart too many from the same checkpoint, and writes the reason to `NO_PROGRESS_FILE`.
+
+    Args:
+        directory: directory of the run.
+        step: step of the checkpoint that the run resumes from; 0 without one.
+        automatic: True if a launcher or a scheduler restarts the run.
+        most: maximum number of automatic restarts from one step.
+
+    Raises:
+        NoProgress: there were already `most` automatic restarts from this step.
+    """
+    if not automatic or (before := restarts_before(directory, step)) < most:
+        return
+    where = f"the checkpoint of step {step}" if step else "step 0"
+    text = (
+        f"the run in {directory} was restarted {before} times from {where}, and ended each time before a newer checkpoint: "
+        f"it is not restarted automatically again. Look at the ends of its logs; start it by hand to continue"
+    )
+    (directory / NO_PROGRESS_FILE).write_text(text + "\n")
+    raise NoProgress(text)
+
+
+def note_start(directory: Path, step: int, automatic: bool) -> None:
+    """Counts a start in the run's directory, after the run has taken the directory over.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    restarts = restarts_before(directory, step) + 1 if automatic else 0
+    new = directory / f".{RESTARTS_FILE}"
+    new.write_text(json.dumps({"step": step, "restarts": restarts}))
+    new.replace(directory / RESTARTS_FILE)
+    (directory / NO_PROGRESS_FILE).unlink(missing_ok=True)

@@ -10,9 +10,14 @@ from forge_core.component import class_name
 from forge_core.errors import Fault, MissingFile, RecipeWarning, did_you_mean
 from forge_core.layout import Layout
 from forge_core.machine import has_accelerator, hides_accelerators
-from forge_train.components.evaluation import Best, EarlyStop, Evaluate, Sample, Tasks
-from forge_train.components.hooks import Ema, Log, Profile, Progress, Replicas, Routing, Save
-from forge_train.hooks.evaluation import result_names
+from forge_train.hooks.evaluation import Best, EarlyStop, Evaluate, Tasks, result_names
+from forge_train.hooks.metrics import Log
+from forge_train.hooks.profile import Profile
+from forge_train.hooks.progress import Progress
+from forge_train.hooks.routing import RoutingStatistics
+from forge_train.hooks.samples import Sample
+from forge_train.hooks.save import Save
+from forge_train.hooks.weights import EmaConfig, Replicas
 from forge_train.recipe.schema import Job
 
 
@@ -232,15 +237,15 @@ def hooks_fit_together(job: Job, layout: Layout | None) -> Iterator[Fault]:  # n
     before: list[Any] = []
     for index, hook in enumerate(job.hooks):
         kinds = {type(other) for other in before}
-        if isinstance(hook, Ema) and Ema in kinds:
+        if isinstance(hook, EmaConfig) and EmaConfig in kinds:
             yield Fault(f"hooks.{index}.name", "'ema' is listed twice, but a run keeps only one average", hint="remove one")
-        if isinstance(hook, Ema) and getattr(job.optimizer, "decays_by_itself", False):
+        if isinstance(hook, EmaConfig) and getattr(job.optimizer, "decays_by_itself", False):
             yield Fault(
                 f"hooks.{index}.name",
                 f"'ema' averages weights, but optimizer {class_name(job.optimizer)} evaluates and saves averages already",
                 hint="remove the hook",
             )
-        if isinstance(hook, Evaluate | Sample | Tasks) and hook.weights == "ema" and Ema not in kinds:
+        if isinstance(hook, Evaluate | Sample | Tasks) and hook.weights == "ema" and EmaConfig not in kinds:
             yield Fault(
                 f"hooks.{index}.weights",
                 "'ema' needs the average of hook 'ema', but no such hook comes before this one",
@@ -248,7 +253,7 @@ def hooks_fit_together(job: Job, layout: Layout | None) -> Iterator[Fault]:  # n
             )
         if isinstance(hook, Best | EarlyStop):
             yield from _metric_faults(job, f"hooks.{index}.metric", hook.metric, before)
-        if isinstance(hook, Ema | Best | EarlyStop) and Save in kinds:
+        if isinstance(hook, EmaConfig | Best | EarlyStop) and Save in kinds:
             yield Fault(
                 f"hooks.{index}.name",
                 f"'{_NAMES[type(hook)]}' comes after 'save', so checkpoints would miss its changes of the same step",
@@ -265,7 +270,7 @@ def hooks_fit_together(job: Job, layout: Layout | None) -> Iterator[Fault]:  # n
                 )
 
 
-_NAMES: Mapping[type, str] = MappingProxyType({Ema: "ema", Best: "best", EarlyStop: "early_stop"})
+_NAMES: Mapping[type, str] = MappingProxyType({EmaConfig: "ema", Best: "best", EarlyStop: "early_stop"})
 
 
 def _metric_faults(job: Job, key: str, metric: str, before: Sequence[Any]) -> Iterator[Fault]:
@@ -284,7 +289,7 @@ def _evaluated(job: Job, hooks: Sequence[Any]) -> list[str]:
     return [name for hook in evaluates for held_out in job.data.evaluation for name in result_names(held_out, hook.weights)]
 
 
-_OURS = (Best, EarlyStop, Ema, Evaluate, Log, Progress, Replicas, Routing, Sample, Save)
+_OURS = (Best, EarlyStop, EmaConfig, Evaluate, Log, Progress, Replicas, RoutingStatistics, Sample, Save)
 _LOGGED = ("loss", "grad_norm", "tokens_per_second", "step_seconds", "peak_memory")
 
 

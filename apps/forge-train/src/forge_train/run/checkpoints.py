@@ -360,12 +360,15 @@ def kept_by(hooks: Sequence[Hook], model: ParallelModel) -> Iterator[tuple[str, 
 def restore_hooks(hooks: Sequence[Hook], saved: Sequence[Sequence[Any]]) -> list[str]:
     """Gives each hook the first state under its key, or a former one, that is left; a hook without one starts anew.
 
+    Forge's hooks were once called `EmaHook` and so on, and the first checkpoints have their states under these names.
+
     Returns:
         The keys of the states that no hook took and that hold something.
     """
     left: list[HookState] = [(key, state) for key, state in saved]
     for hook in hooks:
-        names = (hook.state_key, *hook.former_keys, type(hook).__name__)
+        class_name = type(hook).__name__
+        names = (hook.state_key, *hook.former_keys, class_name, f"{class_name}Hook")
         found = next((item for name in names for item in left if item[0] == name), None)
         if found:
             left.remove(found)

@@ -21,7 +21,7 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
 from forge_parallel.launch.watch import is_broken_connection
-from forge_train.hooks.save import SaveHook
+from forge_train.hooks.save import Save
 from forge_train.process.stop import HOOK_FAILED
 from forge_train.run.health import RollBack
 
@@ -151,7 +151,7 @@ def rescue(run: Any, error: Exception) -> None:
     Does nothing if the run has no hook `save`, the step is saved already, or the state may be bad. A failure of this save is
     logged only, because the first error is the one to report.
     """
-    keeps = [hook for hook in run.hooks if isinstance(hook, SaveHook)]
+    keeps = [hook for hook in run.hooks if isinstance(hook, Save)]
     if _ends_run(error) or not keeps or not run.state.complete or any(hook.acted == run.state.step for hook in keeps):
         return
     try:

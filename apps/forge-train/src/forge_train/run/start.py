@@ -43,8 +43,8 @@ from forge_train.directory import (
 from forge_train.doctor.speed import bf16_remark
 from forge_train.doctor.torch_build import faults
 from forge_train.plan import plan_of
-from forge_train.process.progress import is_automatic, note_start, refuse_without_progress
 from forge_train.process.ranks import JobRanks, rank_zero_first
+from forge_train.process.restarts import is_automatic, note_start, refuse_without_progress
 from forge_train.recipe.schema import Job
 from forge_train.run.checkpoints import Checkpoints, Restoration, build_hooks, changed_training, restore_hooks
 from forge_train.run.micro_batch import read_note

@@ -8,10 +8,12 @@ What the trainer, its hooks and its trackers agree on.
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 from forge_core.batch import Batch
+from forge_core.component import Component
 from forge_core.protocols.data import EvaluationSet, Stream
 from forge_core.protocols.model import Objective, Optimizer
 from forge_core.protocols.topology import Topology
@@ -339,8 +341,11 @@ class Run(Protocol):
         ...
 
 
-class Hook:
+class Hook(Component):
     """Something that happens around a step; override what you need. Hooks run in the order of the recipe.
+
+    A hook that recipes choose is a dataclass, `@dataclass(kw_only=True)`, whose fields are its keys. What it remembers during a
+    run it sets in `__post_init__`, or in fields with `init=False`.
 
     A hook is given its run by every method. Until `start`, an older job may still work in the run's directory: a hook writes
     nothing there before.
@@ -353,9 +358,14 @@ class Hook:
             goes on; after three it is switched off. One of a hook that acts on training ends the run.
     """
 
+    keeps_state: ClassVar[bool] = True
     state_key: str = ""
     former_keys: tuple[str, ...] = ()
     observes: bool = False
+
+    def build(self) -> Self:
+        """Returns a new hook with the same keys, so that nothing passes from one run of a recipe to another."""
+        return cast(Self, replace(cast(Any, self)))
 
     def check(self, run: Run) -> None:
         """Once, before the run takes over its directory: raises a ForgeError when the hook cannot work with this run."""

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, MinLen
 
 from forge_core.batch import Batch
-from forge_core.component import FREE, Component
+from forge_core.component import FREE
 from forge_core.durable_files import replace_file
 from forge_core.errors import Fault, ForgeError, did_you_mean
 from forge_core.layout import Layout
-from forge_core.protocols.run import Hook, Run
+from forge_core.protocols.run import Run
 from forge_train.directory import INSIDE, SIMILARITY
 from forge_train.hooks.periodic import Periodic
 
@@ -36,13 +36,26 @@ _KEPT = 4
 them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inside(Component):
+@dataclass(kw_only=True)
+class Inside(Periodic):
     """Measures the model on the same held-out rows each time, and logs by layer: similarity to the initial weights and to the
     previous look (CKA), effective rank, entropy and largest score of attention, loss of the logit lens, agreement of routers
-    with the previous look."""
+    with the previous look.
+
+    Every layer has numbers `inside/blocks.3/NAME`. `cka_first` and `cka_previous`: unbiased linear CKA of the block's output
+    stream with that of the first and of the previous look. `effective_rank`: effective rank of the stream. `attention_entropy`:
+    nats, mean over heads. `max_score`: largest score of all heads before the softmax. `lens_loss`: loss of the model's head on
+    the stream. `router_agreement`: share of the selected experts that were also selected at the previous look. `inside/seconds`:
+    duration of the look, which does not count as training time.
+
+    All looks use the same held-out tokens. Folder `inside/` in the run's directory has the data of earlier looks, so comparisons
+    continue after a resume.
+    """
 
     key_class: ClassVar = FREE
+    leisurely = True
+    observes = True
+    former_keys = ("forge-train:inside",)
 
     every: Annotated[int, Gt(0)] = 100
     """Optimizer steps between two looks; the initial weights and the last step always have one."""
@@ -57,58 +70,8 @@ class Inside(Component):
     tokens: Annotated[int, Ge(8)] = 256
     """Number of evenly spaced tokens of these rows to compare. The run's directory stores tokens^2 numbers per layer."""
 
-    def build(self) -> Hook:
-        return InsideHook(
-            every=self.every, statistics=self.statistics, held_out=self.held_out, rows=self.rows, tokens=self.tokens
-        )
-
-
-def inside_can_be_measured(job: "Job", layout: Layout | None) -> Iterator[Fault]:
-    """Checks that hook `inside` has held-out rows, and that the layout supports its statistics."""
-    for index, hook in enumerate(job.hooks):
-        if not isinstance(hook, Inside):
-            continue
-        sets = job.data.evaluation
-        if not sets:
-            hint = 'add a held-out set, such as [data.evaluation.held_out] name = "stdlib" split = "held_out"'
-            yield Fault(f"hooks.{index}.name", "'inside' needs a held-out set", hint=hint)
-        elif hook.held_out is not None and hook.held_out not in sets:
-            yield Fault(
-                f"hooks.{index}.held_out",
-                f"{hook.held_out!r} is not a held-out set",
-                hint=did_you_mean(hook.held_out, list(sets)),
-            )
-        cut = {} if layout is None else {"attention": ("cp", layout.cp), "lens": ("pp", layout.pp)}
-        why = {"attention": "has each row's keys on several ranks", "lens": "has the head on its last stage only"}
-        for name, (axis, size) in cut.items():
-            if name in hook.statistics and size > 1:
-                yield Fault(
-                    f"hooks.{index}.statistics",
-                    f"{name!r} cannot be measured: parallel.{axis} = {size} {why[name]}",
-                    hint=f"leave out {name!r}, or set parallel.{axis} = 1",
-                )
-
-
-class InsideHook(Periodic):
-    """Logs `inside/blocks.3/NAME` of every layer at the start, every N steps and at the end.
-
-    `cka_first` and `cka_previous`: unbiased linear CKA of the block's output stream with that of the first and of the previous
-    look. `effective_rank`: effective rank of the stream. `attention_entropy`: nats, mean over heads. `max_score`: largest score
-    of all heads before the softmax. `lens_loss`: loss of the model's head on the stream. `router_agreement`: share of the
-    selected experts that were also selected at the previous look. `inside/seconds`: duration of the look, which does not count as
-    training time.
-
-    All looks use the same held-out tokens. Folder `inside/` in the run's directory has the data of earlier looks, so comparisons
-    continue after a resume.
-    """
-
-    leisurely = True
-    observes = True
-    former_keys = ("forge-train:inside",)
-
-    def __init__(self, every: int, statistics: Sequence[str], held_out: str | None, rows: int, tokens: int) -> None:
-        super().__init__(every)
-        self.statistics, self.held_out, self.rows, self.tokens = tuple(statistics), held_out, rows, tokens
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.last = -1
         self.saved: list[int] = []
         self.looks, self.seconds = 0, 0.0
@@ -239,6 +202,32 @@ class InsideHook(Periodic):
         """Returns a digest that is equal for looks at the same tokens."""
         digest = hashlib.sha256(batch.tokens.cpu().contiguous().numpy().tobytes())
         return hashlib.sha256(digest.digest() + json.dumps(list(places)).encode()).hexdigest()
+
+
+def inside_can_be_measured(job: "Job", layout: Layout | None) -> Iterator[Fault]:
+    """Checks that hook `inside` has held-out rows, and that the layout supports its statistics."""
+    for index, hook in enumerate(job.hooks):
+        if not isinstance(hook, Inside):
+            continue
+        sets = job.data.evaluation
+        if not sets:
+            hint = 'add a held-out set, such as [data.evaluation.held_out] name = "stdlib" split = "held_out"'
+            yield Fault(f"hooks.{index}.name", "'inside' needs a held-out set", hint=hint)
+        elif hook.held_out is not None and hook.held_out not in sets:
+            yield Fault(
+                f"hooks.{index}.held_out",
+                f"{hook.held_out!r} is not a held-out set",
+                hint=did_you_mean(hook.held_out, list(sets)),
+            )
+        cut = {} if layout is None else {"attention": ("cp", layout.cp), "lens": ("pp", layout.pp)}
+        why = {"attention": "has each row's keys on several ranks", "lens": "has the head on its last stage only"}
+        for name, (axis, size) in cut.items():
+            if name in hook.statistics and size > 1:
+                yield Fault(
+                    f"hooks.{index}.statistics",
+                    f"{name!r} cannot be measured: parallel.{axis} = {size} {why[name]}",
+                    hint=f"leave out {name!r}, or set parallel.{axis} = 1",
+                )
 
 
 def similarity_maps(now: "Mapping[str, Tensor]", first: "Mapping[str, Tensor]") -> list[dict[str, Any]]:

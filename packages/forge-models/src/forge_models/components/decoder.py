@@ -8,11 +8,9 @@ from annotated_types import Gt
 
 from forge_core.component import FREE, IDENTITY, Component, Place, Slot
 from forge_core.features import Feature
-from forge_core.specs import Outline
 from forge_models.components.attentions import GQA
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
-from forge_models.outline import elements, outline
 from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, MoEShape, NormPlacement, Rope
 
 if TYPE_CHECKING:
@@ -139,7 +137,7 @@ class DecoderConfig(Component):
             self._check_experts(shape.moe, shape.mlp)
 
     def _check_size(self, shape: DecoderShape) -> None:
-        if (size := elements(shape)) > MOST_ELEMENTS:
+        if (size := shape.elements) > MOST_ELEMENTS:
             asked = {name: getattr(self, name) or 0 for name in USUAL}
             name = max(USUAL, key=lambda name: asked[name] / USUAL[name])
             raise ValueError(f"{name} {asked[name]} gives {size:.1e} parameters; the limit is {MOST_ELEMENTS:.0e}")
@@ -198,11 +196,6 @@ class DecoderConfig(Component):
         if not getattr(mlp, "gated", True):
             return 4 * self.dim
         return -(-8 * self.dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
-
-    def outline(self) -> Outline:
-        """Returns the description of the model that strategies need before it is built."""
-        own = self.moe is not None and self.moe.ffn_dim is not None
-        return outline(self.shape, expert_key="model.moe.ffn_dim" if own else "model.ffn_dim")
 
     def build(self) -> "decoder.Decoder":
         from forge_models import decoder

@@ -129,12 +129,12 @@ class Topology:
         connect(world(), "the world", device)
         return cls(layout, device, dist.get_rank())
 
-    @cached_property
+    @property
     def size(self) -> int:
         """Number of ranks in the world."""
         return self.layout.world
 
-    @cached_property
+    @property
     def data_rank(self) -> int:
         """Index of the share of the global batch that this rank reads."""
         return self.layout.data_rank(self.rank)
@@ -144,7 +144,7 @@ class Topology:
         """Number of shares into which the global batch is split."""
         return self.layout.data
 
-    @cached_property
+    @property
     def coordinates(self) -> dict[str, int]:
         """This rank's coordinate on every axis of the dense and the sparse view."""
         return self.layout.coordinates(self.rank)

@@ -24,23 +24,6 @@ class ModelChecks:
         assert not lost, f"specs name modules that are not there: {', '.join(lost)}"
 
     @staticmethod
-    def check_outline(component: Any) -> None:
-        """Checks that `outline()`, if defined, agrees with `specs()`."""
-        if not hasattr(component, "outline"):
-            return
-        outline, (module, specs) = component.outline(), _described(component)
-        for name in ("whole_rows", "whole_stream", "mtp_depth"):
-            said, built = getattr(outline, name), getattr(specs, name)
-            assert said == built, f"outline() says {name} {said}, specs {built}"
-        assert dict(outline.units) == dict(specs.units), f"outline() says units {dict(outline.units)}, specs {dict(specs.units)}"
-        assert outline.blocks + outline.mtp_depth == len(specs.blocks), (
-            f"outline() says {outline.blocks} blocks and {outline.mtp_depth} of multi-token prediction, specs {len(specs.blocks)}"
-        )
-        for name, matrix in (outline.matrices or {}).items():
-            shape = tuple(module.get_parameter(f"{name}.weight").shape)
-            assert matrix.shape == shape, f"outline() says that {name} is {matrix.shape}, but it is {shape}"
-
-    @staticmethod
     def check_causality(component: Any) -> None:
         """Checks that the logits of each token depend on the previous token but on no later one."""
         model, specs = _built(component)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from forge_vlm.encoders.tower_weights import TowerWeights
 
 
+@dataclass(frozen=True, kw_only=True)
 class Transformer(Component):
     """Base of encoders that are vision transformers; all properties follow from the shape."""
 

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge
 
 from forge_core.component import IDENTITY, Component, Slot
-from forge_core.specs import Outline
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
-from forge_models.outline import outline
 from forge_vlm.components.adapters import MLPConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
-from forge_vlm.context import WHOLE_STREAM, AdapterContext, FusionContext, Modalities
+from forge_vlm.context import AdapterContext, FusionContext, Modalities, VLMShape
 from forge_vlm.images.processing import Native
 
 if TYPE_CHECKING:
@@ -197,10 +195,10 @@ class VLM(DecoderConfig):
         shape = self.vision.input_shape
         return model.fixed_rows(self.vocab_size, self.max_length, token, self.per_image, shape, self.chosen_fusion.in_stream)
 
-    def outline(self) -> Outline:
-        """Returns the properties that strategies need before the model is built."""
-        description = outline(self.shape)
-        return description._replace(matrices=None, experts=None, whole_stream=(*description.whole_stream, WHOLE_STREAM))
+    @property
+    def shape(self) -> VLMShape:
+        """Shape of the decoder, with every default resolved."""
+        return VLMShape(**vars(super().shape))
 
     def counts(self) -> "VisionCounts":
         """Returns the numbers of weights and matrix products, including those for images.

@@ -1,4 +1,4 @@
-"""What a decoder says of itself before it is built is what the built one says."""
+"""What the shape of a decoder says before it is built is true of the built one."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import GELU
 from forge_models.shape import Losses, Rope
+from forge_parallel.model_checks import split_widths
 
 SIZES: dict[str, Any] = {"dim": 32, "heads": 4, "kv_heads": 2, "layers": 3, "ffn_dim": 40, "vocab_size": 64, "max_length": 32}
 LATENT = MLA(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
@@ -31,22 +32,23 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_e7_an_outline_agrees_with_the_built_model(name: str) -> None:
+def test_e7_a_shape_agrees_with_the_built_model(name: str) -> None:
     config = MODELS[name]
-    said = config.outline()
+    shape = config.shape
     with torch.device("meta"):
         built: Any = config.build()
     specs = built.specs()
-    assert (said.units, said.whole_rows, said.whole_stream, said.mtp_depth) == (
+    assert (shape.units, shape.whole_rows, shape.whole_stream, shape.mtp_depth) == (
         specs.units,
         specs.whole_rows,
         specs.whole_stream,
         specs.mtp_depth,
     )
-    assert said.blocks == config.layers
-    assert said.capped == any(
+    assert shape.blocks == len(specs.blocks) == config.layers + specs.mtp_depth
+    assert (getattr(shape.attention, "soft_cap", None) is not None) == any(
         getattr(getattr(m, "core", None), "capped", False) for m in built.modules() if hasattr(m, "kind") or True
     )
+    hidden, experts = shape.matrices()
     linear = {
         path: ((module.out_features, module.in_features), specs.tensors[f"{path}.weight"].dims)
         for path, module in built.named_modules()
@@ -54,19 +56,19 @@ def test_e7_an_outline_agrees_with_the_built_model(name: str) -> None:
         and f"{path}.weight" in specs.tensors
         and specs.tensors[f"{path}.weight"].group == "matrix"
     }
-    assert {path: (matrix.shape, matrix.dims) for path, matrix in (said.matrices or {}).items()} == linear
+    assert {path: (matrix.shape, matrix.dims) for path, matrix in hidden.items()} == linear
     stacked = {n: (tuple(built.get_parameter(n).shape[1:]), s.dims[1:]) for n, s in specs.tensors.items() if "expert" in s.dims}
-    assert {name: (matrix.shape, matrix.dims) for name, matrix in (said.experts or {}).items()} == stacked
+    assert {name: (matrix.shape, matrix.dims) for name, matrix in experts.items()} == stacked
     cut = {
         p.shape[dims.index("ffn")]
         for path, (_, dims) in linear.items()
         if "ffn" in dims
         for p in [built.get_submodule(path).weight]
     }
-    assert {rows for key, rows in said.shared if key != "model.vocab_size"} == cut
+    assert {rows for key, rows in split_widths(config) if key != "model.vocab_size"} == cut
     matrices = sum(p.numel() for n, p in built.named_parameters() if specs.tensors[n].group != "vector" and "router" not in n)
     others = sum(built.get_parameter(n).numel() for n in specs.tensors if ".projection." in n)
-    assert said.elements == matrices - others
+    assert shape.elements == matrices - others
 
 
 @pytest.mark.parametrize(
@@ -79,4 +81,4 @@ def test_m1_a_size_that_no_machine_holds_names_its_key(key: str, value: int) -> 
 
 
 def test_m1_a_thousand_times_the_largest_models_is_taken() -> None:
-    assert DecoderConfig(layers=1000, dim=65536, heads=512, ffn_dim=262144).outline().elements > 5e13
+    assert DecoderConfig(layers=1000, dim=65536, heads=512, ffn_dim=262144).shape.elements > 5e13

@@ -1,1 +1,0 @@
-"""Components of this distribution. Importing them does not import torch."""
