@@ -187,9 +187,9 @@ def shape_of(name: str, kernel: Any, smoke: bool = False) -> Any:
 
 def work(shape: Any, length: int) -> dict[str, float]:
     """Operations a token, by definition of MFU."""
-    from forge_models.flops import count
+    from forge_models.flops import count_flops
 
-    counts = count(shape.shape)
+    counts = count_flops(shape.shape)
     attention, products = shape.layers * shape.dim * length, counts.active - counts.embedding
     return {
         "all": 6.0 * counts.active + 12 * attention,
@@ -205,7 +205,7 @@ def training(configuration: Training, smoke: bool) -> dict[str, Any]:
     from forge_core.batch import Batch
     from forge_core.layout import Layout
     from forge_models.blocks.moe.layer import ExpertLayer
-    from forge_models.flops import count
+    from forge_models.flops import count_flops
     from forge_models.objectives import CrossEntropy
     from forge_parallel.model.plan import Plan
     from forge_parallel.model.realize import Blueprint, realize
@@ -253,7 +253,7 @@ def training(configuration: Training, smoke: bool) -> dict[str, Any]:
     times = [train() for _ in range(steps)]
     rate = tokens_a_step / statistics.median(times)
     loads = [part.totals.load for part in model.part.modules() if isinstance(part, ExpertLayer) and part.totals is not None]
-    counts = count(shape.shape)
+    counts = count_flops(shape.shape)
     return {
         "tokens_per_second": rate,
         "spread": [tokens_a_step / max(times), tokens_a_step / min(times)],

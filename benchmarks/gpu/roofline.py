@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from forge_core.registry import Registry
-from forge_models.flops import count
+from forge_models.flops import count_flops
 from forge_models.shape import DecoderShape
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
@@ -56,7 +56,7 @@ class Part:
 def parts(job: Job, gpu: Gpu, world: int) -> Iterator[Part]:
     """The time of a token of a step, part by part."""
     shape = job.model.shape
-    counts, length, tokens = count(shape), job.data.sequence_length, job.train.micro_batch * job.data.sequence_length
+    counts, length, tokens = count_flops(shape), job.data.sequence_length, job.train.micro_batch * job.data.sequence_length
     blocks, head = counts.matrix - shape.vocab_size * shape.dim, shape.vocab_size * shape.dim
     experts = shape.layers * shape.moe.top_k * 3 * shape.dim * shape.moe.ffn_dim if shape.moe else 0
     policy = getattr(job.transforms.get("recompute"), "policy", "none")

@@ -20,14 +20,14 @@ _MARKUP = re.compile(r"[*|]|(?<=\w)_(?!\w)")
 
 
 class Package(SphinxDirective):
-    """One `automodule` for each public module."""
+    """One `automodule` for each public module. What a front exports is described where it is defined."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         lines = ["```{eval-rst}"]
         for module in modules(self.arguments[0]):
-            lines += [f".. rubric:: {module}", "", f".. automodule:: {module}", "   :members:", ""]
+            lines += [f".. rubric:: {module}", "", f".. automodule:: {module}", "   :members:", "   :ignore-module-all:", ""]
         return self.parse_text_to_nodes("\n".join([*lines, "```"]))
 
 

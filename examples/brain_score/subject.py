@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge_core.errors import ForgeError
-from forge_core.registry import Registry
+from forge_core import ForgeError, Registry
 from forge_interp import capture, select_taps
-from forge_models.generation import evaluating
-from forge_train.inference.stored import load_model, open_weights
-from forge_train.inference.tokenizer import tokenizer_for
+from forge_models import evaluating
+from forge_train import load_model, open_weights
+from forge_train.inference import tokenizer_for
 
 TASKS = ("next_word", "reading_times")
 

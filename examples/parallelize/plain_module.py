@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from forge_parallel import parallelize, verify_layout
-from forge_parallel.transforms.recompute import Recompute
+from forge_parallel.transforms import Recompute
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forge_parallel import parallelize
-from forge_parallel.transforms.recompute import Recompute
+from forge_parallel.transforms import Recompute
 
 CONFIG = LlamaConfig(
     hidden_size=64,

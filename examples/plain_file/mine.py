@@ -12,8 +12,8 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from torch.distributed.tensor import DTensor
 
-from forge_core.component import FREE, Component
-from forge_core.protocols.model import TrainableModel
+from forge_core import FREE, Component
+from forge_core.protocols import TrainableModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 from forge_core.batch import Batch
 from forge_core.protocols.data import SourceComponent, SourceContext
 from forge_data.loading.stream import open_stream
-from forge_data.order.cursor import merged
+from forge_data.order.cursor import merge_cursors
 from forge_data.section import Data
 
 Row = tuple[Any, ...]
@@ -56,7 +56,7 @@ def steps_of(
         shares.append([rows for rows, _ in found])
         cursors.append(found[-1][1] if found else cursor or stream.start())
     together = [[row for rank in range(ranks) for row in shares[rank][step]] for step in range(len(shares[0]))]
-    return together, merged(cursors)
+    return together, merge_cursors(cursors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from forge_core.component import Component
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, ReLU, ReLU2
-from forge_models.flops import count
+from forge_models.flops import count_flops
 from forge_models.objectives import CrossEntropy
 
 LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
@@ -32,7 +32,7 @@ LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_h
 )
 def test_equal_torchs_counter(make, tokens, fields):
     model = make(**fields)
-    counts = count(model.shape)
+    counts = count_flops(model.shape)
     rows = tokens(2, 13)
     # The fused kernel counts as 0 on a CPU; the plain one computes the full square and counts as matrix products.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -60,13 +60,13 @@ def test_equal_torchs_counter(make, tokens, fields):
 )
 def test_parameters_equal_the_model(make, fields):
     model = make(**fields)
-    counts = count(model.shape)
+    counts = count_flops(model.shape)
     assert counts.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert counts.mlp == sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
 
 
 def test_llama_3_8b_by_hand():
-    counts = count(DecoderConfig(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256).shape)
+    counts = count_flops(DecoderConfig(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256).shape)
     matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
     assert counts.parameters == 8_030_261_248
     assert counts.training(4096) == 6 * matrices + 12 * 32 * 4096 * 4096
@@ -78,7 +78,7 @@ def test_llama_3_8b_by_hand():
 def test_deepseek_v2_attention_by_hand():
     # DeepSeek-V2: 128 heads of 128 + 64, latents of 1536 and 512 (its paper, section 3.1.2).
     mla = MLA(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    counts = count(DecoderConfig(dim=5120, layers=1, heads=128, attention=mla, ffn_dim=12288, vocab_size=102400).shape)
+    counts = count_flops(DecoderConfig(dim=5120, layers=1, heads=128, attention=mla, ffn_dim=12288, vocab_size=102400).shape)
     weights = 5120 * 1536 + 1536 * 128 * 192 + 5120 * 576 + 512 * 128 * 256 + 128 * 128 * 5120
     assert counts.attention == weights + 1536 + 512
     assert counts.forward(1000) - 2 * counts.matrix == 2 * 128 * (192 + 128) * 1000
@@ -88,7 +88,7 @@ def test_local_layers_meet_as_many_keys_as_their_window_holds():
     window, length = 5, 32
     local = GQA(window=window, global_every=3)
     sizes = {"dim": 32, "layers": 7, "heads": 4}
-    counts, plain = count(DecoderConfig(attention=local, **sizes).shape), count(DecoderConfig(**sizes).shape)
+    counts, plain = count_flops(DecoderConfig(attention=local, **sizes).shape), count_flops(DecoderConfig(**sizes).shape)
     assert counts.parameters == plain.parameters
     # Layers 2 and 5 are global.
     for causal in (False, True):
@@ -105,7 +105,7 @@ def test_parts_that_do_not_declare_their_products_are_refused():
             return GQA().build(context)
 
     with pytest.raises(ValueError, match=r"Other does not declare its FLOPs; define matrices and score_width\(context\)"):
-        count(DecoderConfig(attention=Other()).shape)
+        count_flops(DecoderConfig(attention=Other()).shape)
 
 
 def test_counting_needs_no_torch():

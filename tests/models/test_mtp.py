@@ -13,7 +13,7 @@ from forge_models.blocks.mtp import MTPModules
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig
-from forge_models.flops import count
+from forge_models.flops import count_flops
 from forge_models.inner_values import listening
 from forge_models.objectives import CrossEntropy
 
@@ -294,7 +294,7 @@ COUNTED = [
 @pytest.mark.parametrize("fields", COUNTED)
 def test_counts_equal_torchs_counter_and_the_model(make, tokens, fields):
     model = make(**fields)
-    counts = count(model.shape)
+    counts = count_flops(model.shape)
     assert counts.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert counts.mtp == sum(parameter.numel() for parameter in model.mtp.depths.parameters())
     model.requires_grad_()
@@ -307,6 +307,6 @@ def test_counts_equal_torchs_counter_and_the_model(make, tokens, fields):
         terms = model(batch.tokens, labels=batch.labels, objective=CrossEntropy().build(), mtp_targets=filled)
         terms.sum.backward()
     assert counter.get_total_flops() == counts.training(12) * 2 * 12
-    plain = count(replace(model.shape, mtp_depth=0))
+    plain = count_flops(replace(model.shape, mtp_depth=0))
     assert counts.forward(12) == plain.forward(12)
     assert counts.parameters - plain.parameters == counts.mtp

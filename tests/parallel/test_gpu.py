@@ -33,7 +33,7 @@ from forge_parallel.transforms.float8 import conversion
 from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, share, synthetic
-from forge_parallel.verify.proofs import rows
+from forge_parallel.verify.proofs import proven_rows
 from forge_parallel.verify.state import drifted
 from harness.pool import World
 from parallel.compositions.rows import layout_of, measured
@@ -193,7 +193,7 @@ def _on_its_gpu(case: Case, layout: str, run: frozenset[str]) -> Measurement:
     return measured(case, layout, run, device)
 
 
-@pytest.mark.parametrize("run", rows()["gpu"], ids=lambda run: "+".join(sorted(run)))
+@pytest.mark.parametrize("run", proven_rows()["gpu"], ids=lambda run: "+".join(sorted(run)))
 def test_a_run_on_gpus_equals_one_process(world: World, run: frozenset[str]) -> None:
     if layout_of(run).world > torch.cuda.device_count():
         pytest.skip(f"needs {layout_of(run).world} GPUs")

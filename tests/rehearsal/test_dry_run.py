@@ -10,7 +10,7 @@ from forge_parallel.dryrun.estimate import Estimate, Workload, dry_run
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.sections import PipelineConfig
-from forge_parallel.verify.proofs import rows
+from forge_parallel.verify.proofs import proven_rows
 from harness.pool import World
 from parallel.compositions.rows import decoder_of, layout_of, precision_of, schedule_of, transforms_of
 
@@ -25,7 +25,7 @@ def _flexes(row: frozenset[str]) -> bool:
 PROVEN = [
     pytest.param(row, id="+".join(sorted(row)), marks=[pytest.mark.slow] if which != "fast" else [])
     for which in ("fast", "slow", "large")
-    for row in rows()[which]
+    for row in proven_rows()[which]
     if not _flexes(row)
 ]
 """All rows of the table of proofs but those; `nox -s slow` runs what is not fast."""

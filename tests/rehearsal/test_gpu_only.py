@@ -6,13 +6,13 @@ not rehearsed: without a compiler, `asynchronous` leaves exchanges and products 
 
 import pytest
 
-from forge_parallel.verify.proofs import rows
+from forge_parallel.verify.proofs import proven_rows
 from harness.pool import World
 from parallel.compositions.test_compositions import equals_one_process
 from rehearsal.test_parity import measured_where_it_runs
 
 pytestmark = pytest.mark.rehearsal
-ON_THE_HOST = [row for row in rows()["gpu"] if "offload" in row and "compile" not in row]
+ON_THE_HOST = [row for row in proven_rows()["gpu"] if "offload" in row and "compile" not in row]
 OVERLAPPED = [frozenset({"tp", "tp_asynchronous", "accumulate"}), frozenset({"dp_shard", "tp", "tp_asynchronous", "recompute"})]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from forge_core.layout import Layout
 from forge_parallel.verify.parity import Case, Measurement, compare
-from forge_parallel.verify.proofs import rows
+from forge_parallel.verify.proofs import proven_rows
 from harness.pool import World
 from parallel.compositions.rows import LOW, case_of, layout_of, measured
 from parallel.compositions.test_compositions import equals_one_process
@@ -20,7 +20,7 @@ from parallel.one_process import alone
 from rehearsal.ranks import draws_of_a_cpu, own_device
 
 pytestmark = pytest.mark.rehearsal
-FAST = [row for row in (*rows()["fast"], *rows()["fusions"]) if row.isdisjoint(LOW | {"compile", "cp_ring"})]
+FAST = [row for row in (*proven_rows()["fast"], *proven_rows()["fusions"]) if row.isdisjoint(LOW | {"compile", "cp_ring"})]
 AXES = (
     *({"dp_shard"}, {"dp_shard", "dp_replicate"}, {"tp"}, {"cp_all_gather"}, {"cp_ulysses"}),
     *({"dp_shard", "experts", "ep_all_to_all"}, {"dp_shard", "experts", "ep_all_gather"}, {"pp_1f1b"}),

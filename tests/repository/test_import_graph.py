@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.fronts import FRONTS
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.name for path in ROOT.glob("*/*/src/forge_*") if path.parents[2].name != "examples")
 ONE_WAY = ("forge_core", "forge_ckpt", "forge_data")
@@ -20,11 +22,11 @@ READ_RECIPES = {
 
 
 def modules_of(package: str) -> dict[str, Path]:
-    """Every module by its dotted name. A package's own `__init__` is left out at the top: it names what its modules offer."""
+    """Every module by its dotted name, without fronts, which name what modules offer."""
     (source,) = (path for path in ROOT.glob(f"*/*/src/{package}") if path.is_dir())
     files = {file.relative_to(source.parent).with_suffix(""): file for file in sorted(source.rglob("*.py"))}
     named = {".".join(path.parts).removesuffix(".__init__"): file for path, file in files.items()}
-    return {name: file for name, file in named.items() if name != package}
+    return {name: file for name, file in named.items() if name not in FRONTS}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -56,6 +58,16 @@ def test_modules_import_each_other_in_one_direction(package: str) -> None:
     graph = graph_of({name: file.read_text() for name, file in modules_of(package).items()})
     assert len(graph) < 20 or sum(map(len, graph.values())) > len(graph), "the walk sees the imports"
     assert circle(graph) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_imports_a_name_from_a_front_of_its_package(package: str) -> None:
+    """The walk leaves fronts out, so a circle through one would not be seen."""
+    modules = modules_of(package)
+    for file in modules.values():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in FRONTS and node.module.partition(".")[0] == package:
+                assert [alias.name for alias in node.names if f"{node.module}.{alias.name}" not in modules] == [], file
 
 
 @pytest.mark.parametrize("package", ONE_WAY)

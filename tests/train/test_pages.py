@@ -26,6 +26,7 @@ from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_testing import conforms
 from forge_train.recipe.load import load
+from harness.fronts import DISTRIBUTIONS, FRONTS, example_of
 
 ROOT = Path(__file__).parents[2]
 READMES = [ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/README.md")]
@@ -198,6 +199,16 @@ def test_python_blocks_run_in_their_order(page: Path, tmp_path, monkeypatch) -> 
 
 def test_the_pages_of_concepts_have_python_that_runs() -> None:
     assert {page.stem for page in RUNNABLE} >= {"models", "interpretability", "training", "data", "checkpoints", "parallelism"}
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_examples_of_fronts_run(distribution: str, tmp_path, monkeypatch) -> None:
+    """In one directory, the package before its folders, so that an example may open what another has written."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    for front in FRONTS:
+        if front.partition(".")[0] == distribution.replace("-", "_"):
+            exec(compile(example_of(front), f"<example of {front}>", "exec"), {"__name__": "example"})  # noqa: S102
 
 
 def test_plugin_files_import_nothing_heavy(plugins) -> None:

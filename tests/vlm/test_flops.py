@@ -13,7 +13,7 @@ from forge_core.batch import Batch
 from forge_core.component import Component
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
-from forge_models.flops import count, counts_of
+from forge_models.flops import count_flops, counts_of
 from forge_train.hooks import metrics
 from forge_train.hooks.metrics import Utilization
 from forge_vlm.components.adapters import (
@@ -112,7 +112,7 @@ def test_rows_without_images_count_as_text() -> None:
     one = {**given, "image_rows": torch.tensor([[0], [-1]])}
     assert 2 * counts.beyond([batch_of(one)]) == counts.beyond([batch_of(given)]) > 0
     assert counts.beyond([Batch(given["x"], given["x"])]) == 0
-    assert counts.training(24) == count(TEXT.shape).training(24)
+    assert counts.training(24) == count_flops(TEXT.shape).training(24)
 
 
 def test_a_published_tower_by_hand() -> None:
@@ -125,7 +125,7 @@ def test_a_published_tower_by_hand() -> None:
     assert counts.encoder == 2 * (576 * 588 * 1024 + 24 * block)
     assert counts.adapter == 2 * 576 * (1024 * 4096 + 4096**2)
     assert counts.vectors == 576
-    assert counts.matrix == count(text.shape).matrix
+    assert counts.matrix == count_flops(text.shape).matrix
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -153,7 +153,7 @@ def test_a_part_that_declares_nothing_gives_no_counts() -> None:
         def build(self, context: Any) -> Any:
             return GQA().build(context)
 
-    assert isinstance(counts_of(JOINT), VisionCounts) and counts_of(TEXT) == count(TEXT.shape)
+    assert isinstance(counts_of(JOINT), VisionCounts) and counts_of(TEXT) == count_flops(TEXT.shape)
     assert counts_of(replace(JOINT, attention=Other())) is None
     assert counts_of(object()) is None
 

@@ -25,7 +25,7 @@ from forge_core.protocols.data import SourceComponent, SourceContext, StatefulIt
 from forge_data import for_transformers, open_stream
 from forge_data.components import RandomTokens, TokenStore
 from forge_data.loading.interop import ForeignStream, StatefulLoader, as_plain, from_plain
-from forge_data.order.cursor import merged
+from forge_data.order.cursor import merge_cursors
 from forge_data.section import Data, Phase
 
 LENGTH, G = 16, 8
@@ -128,7 +128,7 @@ def test_a_foreign_loader_is_a_stream() -> None:
             batches, after = next(reading)
             assert [int(batch.tokens[0, 0]) for batch in batches] == [100 * rank + 2 * step + 1, 100 * rank + 2 * step + 2]
             cursors.append(after)
-    stored = json.loads(json.dumps(merged(cursors[-2:])))
+    stored = json.loads(json.dumps(merge_cursors(cursors[-2:])))
     again = opened(recipe, batch=G, ranks=2, rank=1, micro=2)
     batches, after = next(again.from_cursor(stored))
     assert int(batches[0].tokens[0, 0]) == 109 and after["step"] == 5

@@ -10,7 +10,7 @@ from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig
 from forge_models.components.layers import GELU, SwiGLU
-from forge_models.flops import count
+from forge_models.flops import count_flops
 from forge_models.objectives import CrossEntropy
 
 CASES = [
@@ -23,7 +23,7 @@ CASES = [
 @pytest.mark.parametrize("fields", CASES)
 def test_equal_torchs_counter_and_the_model(make, tokens, fields):
     model = make(**fields)
-    counts = count(model.shape)
+    counts = count_flops(model.shape)
     assert counts.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert counts.mlp == sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
     rows = tokens(2, 13)
@@ -42,7 +42,7 @@ def test_capacity_makes_less_work(make, tokens):
         model = make(moe=MoEConfig(experts=4, capacity=capacity, kernel="loop"))
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(tokens(4, 16))
-        return counter.get_total_flops(), count(model.shape)
+        return counter.get_total_flops(), count_flops(model.shape)
 
     (full, counts), (half, _) = flops(None), flops(0.5)
     assert full == counts.forward(16) * 64
@@ -54,7 +54,7 @@ def test_mixtral_8x7b_by_hand():
     mixtral = DecoderConfig(
         dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=32000, moe=MoEConfig(experts=8, top_k=2)
     )
-    counts = count(mixtral.shape)
+    counts = count_flops(mixtral.shape)
     assert counts.parameters == 46_702_792_704  # its model card: 46.7 B, 12.9 B for a token
     expert = 3 * 4096 * 14336
     assert counts.active == 46_702_792_704 - 32 * 6 * expert == 12_879_925_248
@@ -75,8 +75,8 @@ def test_qwen3_30b_by_hand():
         attention=GQA(qk_norm="head"),
         moe=moe,
     )
-    assert count(qwen.shape).parameters == 30_532_122_624  # its model card: 30.5 B, 3.3 B for a token
-    assert count(qwen.shape).active == 30_532_122_624 - 48 * 120 * 3 * 2048 * 768 == 3_353_032_704
+    assert count_flops(qwen.shape).parameters == 30_532_122_624  # its model card: 30.5 B, 3.3 B for a token
+    assert count_flops(qwen.shape).active == 30_532_122_624 - 48 * 120 * 3 * 2048 * 768 == 3_353_032_704
 
 
 def test_deepseek_v3_by_hand():
@@ -84,7 +84,7 @@ def test_deepseek_v3_by_hand():
         experts=256, top_k=8, shared=1, first_dense=3, ffn_dim=2048, router=SigmoidTopKConfig(n_group=8, topk_group=4)
     )
     mla = MLA(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    counts = count(
+    counts = count_flops(
         DecoderConfig(
             dim=7168, layers=61, heads=128, ffn_dim=18432, vocab_size=129280, attention=mla, mlp=SwiGLU(), moe=moe
         ).shape
@@ -104,4 +104,4 @@ def test_routers_that_do_not_declare_their_products_are_refused():
             return HashConfig().build(context)
 
     with pytest.raises(ValueError, match=r"Other does not declare its FLOPs; define matrices\(context\)"):
-        count(DecoderConfig(moe=MoEConfig(router=Other())).shape)
+        count_flops(DecoderConfig(moe=MoEConfig(router=Other())).shape)

@@ -27,7 +27,7 @@ from parallel.compositions import generate
 from parallel.compositions.rows import LOW, case_of, job_of, layout_of, measured
 from parallel.one_process import alone as once
 
-ROWS = proofs.rows()
+ROWS = proofs.proven_rows()
 
 
 def equals_one_process(

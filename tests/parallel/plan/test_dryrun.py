@@ -18,7 +18,7 @@ from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.dryrun.estimate import Workload, dry_run, dry_runs
-from forge_parallel.dryrun.fake_world import chance, fake_world
+from forge_parallel.dryrun.fake_world import expert_probability, fake_world
 from forge_parallel.dryrun.memory import Ledger
 from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.model.plan import Plan
@@ -200,7 +200,7 @@ def test_chances_are_those_of_all_choices() -> None:
     for experts, count, top_k in ((8, 2, 2), (8, 4, 3), (6, 3, 1), (5, 5, 2), (6, 1, 6)):
         choices = list(combinations(range(experts), top_k))
         share = sum(min(choice) < count for choice in choices) / len(choices)
-        assert chance(experts, count, top_k) == pytest.approx(share, abs=1e-12)
+        assert expert_probability(experts, count, top_k) == pytest.approx(share, abs=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "node"), [("all_to_all", None), ("hierarchical", 4)])
@@ -216,7 +216,7 @@ def test_tokens_travel_once_to_each_rank_and_node(kind: Any, node: int | None) -
     }
     tokens, told, counts = 4 * 32, 2 * 4 * 4, 2 * 8
     row = 4 * 2 * 16 + 2 * told
-    near, far = chance(16, 2, 4), chance(16, 8, 4)
+    near, far = expert_probability(16, 2, 4), expert_probability(16, 8, 4)
     if node is None:
         rows = round(tokens * near)
         assert flows["ep"].payload == 8 * (rows * row + counts)

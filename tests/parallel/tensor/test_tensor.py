@@ -23,7 +23,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.transforms.tensor.rules import Role, rules
+from forge_parallel.transforms.tensor.rules import Role, tensor_parallel_rules
 from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic
 from harness.closeness import below
@@ -85,13 +85,13 @@ def test_experts_are_left_to_ranks_of_their_own_and_refused_where_those_see_the_
     stacked = {name for name, spec in specs.tensors.items() if "expert" in spec.dims}
     if specs.whole_stream:
         with pytest.raises(PlanError, match="the model needs them whole"):
-            rules(specs, 2, True)
+            tensor_parallel_rules(specs, 2, True)
         specs = replace(specs, whole_stream=())
-    found = rules(specs, 2, True)
+    found = tensor_parallel_rules(specs, 2, True)
     assert found.apart == stacked
     assert found.cut.keys() == specs.tensors.keys() - stacked
     with pytest.raises(PlanError, match="contains stacked experts"):
-        rules(specs, 2, False)
+        tensor_parallel_rules(specs, 2, False)
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_nothing_is_left_unfilled_and_every_rank_holds_its_share(world: World) -
 
 def test_a_model_whose_specs_do_not_say_how_to_cut_is_refused() -> None:
     with pytest.raises(PlanError, match=r"no rule covers embed\.weight: its module has no entry"):
-        rules(replace(Tiny().specs(), units={}), 2, True)
+        tensor_parallel_rules(replace(Tiny().specs(), units={}), 2, True)
 
 
 @pytest.mark.parametrize(
@@ -175,22 +175,22 @@ def test_a_model_whose_specs_do_not_say_how_to_cut_is_refused() -> None:
 )
 def test_what_cannot_be_cut_is_named(changes: dict[str, Any], tp: int, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        rules(Blueprint.of(replace(DECODER, **changes).build).specs, tp, True)
+        tensor_parallel_rules(Blueprint.of(replace(DECODER, **changes).build).specs, tp, True)
 
 
 def test_specs_without_any_dimension_to_cut_are_refused() -> None:
     with pytest.raises(PlanError, match="no parameter has a dimension to split"):
-        rules(Specs({}, {}, ("blocks.0",), {}), 2, True)
+        tensor_parallel_rules(Specs({}, {}, ("blocks.0",), {}), 2, True)
 
 
 def test_the_rules_of_a_block() -> None:
-    table = rules(Blueprint.of(DECODER.build).specs, 4, True)
+    table = tensor_parallel_rules(Blueprint.of(DECODER.build).specs, 4, True)
     assert table.roles["blocks.0.attention"] is Role.REGION
     assert table.roles["blocks.0.attention.k_proj"] is Role.KV_COPY, "four ranks share two key-value heads"
     assert table.cut["blocks.0.mlp.down_proj.weight"] == 1
     assert table.cut["embed.weight"] == table.cut["head.weight"] == 0
     assert table.partial == {name for name, dim in table.cut.items() if dim is None}
-    complete = rules(Blueprint.of(DECODER.build).specs, 4, False).partial
+    complete = tensor_parallel_rules(Blueprint.of(DECODER.build).specs, 4, False).partial
     assert "blocks.0.attention_norm.weight" not in complete
     assert "blocks.0.attention.k_proj.weight" in complete
 

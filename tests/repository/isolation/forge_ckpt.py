@@ -6,12 +6,9 @@ from pathlib import Path
 
 import torch
 
-from forge_ckpt.checkpoint.read import load, newest
-from forge_ckpt.checkpoint.save import save
-from forge_ckpt.store.local import LocalStore
-from forge_ckpt.world import SingleProcessWorld
-from forge_core.errors import CheckpointError
-from forge_core.protocols.checkpoint import Piece
+from forge_ckpt import LocalStore, SingleProcessWorld, load, newest, save
+from forge_core import CheckpointError
+from forge_core.protocols import Piece
 
 assert find_spec("forge_parallel") is None
 assert find_spec("forge_models") is None

@@ -7,17 +7,14 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from forge_core.component import Component
+from forge_core import Component, Layout, LayoutError, Registry, trust_file
 from forge_core.config.layers import load_layers
 from forge_core.config.validation import walk
-from forge_core.errors import LayoutError, UntrustedCode
-from forge_core.layout import Layout
-from forge_core.registry import Registry
-from forge_core.trust import trust_file
+from forge_core.errors import UntrustedCode
 
 PLUGIN = '''
 from dataclasses import dataclass
-from forge_core.component import Component
+from forge_core import Component
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Component):

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import torch
 
-from forge_core.batch import IGNORE
-from forge_data.components import TokenStore
-from forge_data.loading.stream import open_stream
-from forge_data.section import Data
-from forge_data.sources.store import open_store
+from forge_core import IGNORE
+from forge_data import Data, TokenStore, open_stream
+from forge_data.sources import open_store
 
 assert find_spec("forge_parallel") is None
 assert find_spec("forge_models") is None

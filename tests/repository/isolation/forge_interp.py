@@ -10,8 +10,7 @@ import torch
 from forge_interp import ActivationStore, Moments, capture, edit, record, unbiased_cka, zero
 from forge_interp.methods import logit_lens
 from forge_interp.neuro import encode
-from forge_models import initialize
-from forge_models.components.decoder import DecoderConfig
+from forge_models import DecoderConfig, initialize
 
 siblings = {found.name for found in distributions() if found.name.startswith("forge-")}
 assert siblings == {"forge-interp", "forge-core", "forge-models"}, siblings

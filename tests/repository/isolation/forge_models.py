@@ -4,10 +4,7 @@ from importlib.util import find_spec
 
 import torch
 
-from forge_models.components.decoder import DecoderConfig
-from forge_models.generation import generate
-from forge_models.initial_weights import initialize
-from forge_models.objectives import CrossEntropy
+from forge_models import CrossEntropy, DecoderConfig, generate, initialize
 
 assert find_spec("forge_parallel") is None
 assert find_spec("forge_data") is None

@@ -6,15 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from forge_core.batch import Batch
-from forge_core.layout import Layout
-from forge_core.protocols.model import LossTerms
-from forge_core.specs import Init, Specs, TensorSpec
-from forge_parallel.model.plan import Plan
-from forge_parallel.model.realize import Blueprint, realize
-from forge_parallel.optim.optimizers import AdamWConfig
-from forge_parallel.placement.topology import Topology
-from forge_parallel.step.step import Step
+from forge_core import Batch, Init, Layout, Specs, TensorSpec
+from forge_core.protocols import LossTerms
+from forge_parallel import Blueprint, Plan, Step, Topology, realize
+from forge_parallel.optim import AdamWConfig
 
 assert find_spec("forge_models") is None
 assert find_spec("forge_data") is None

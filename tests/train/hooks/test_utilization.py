@@ -10,7 +10,7 @@ from forge_core.batch import Batch
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
-from forge_models.flops import count
+from forge_models.flops import count_flops
 from forge_parallel import accelerator
 from forge_parallel.transforms.float8.transform import Float8
 from forge_train.doctor import measure
@@ -113,9 +113,9 @@ def test_keys_are_those_of_a_mask_written_out(window: int | None) -> None:
 
 
 def test_layers_with_windows_meet_their_own_number_of_keys() -> None:
-    counts = count(DecoderConfig(dim=32, layers=3, heads=4, attention=GQA(window=4, global_every=3)).shape)
+    counts = count_flops(DecoderConfig(dim=32, layers=3, heads=4, attention=GQA(window=4, global_every=3)).shape)
     met = {4: 2.5, None: 7.0}
     assert counts.training_with(lambda window: met[window]) - 6 * counts.matrix == 12 * 32 * (2 * 2.5 + 7.0)
     latent = MLA(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10)
-    counts = count(DecoderConfig(dim=32, layers=1, heads=4, attention=latent).shape)
+    counts = count_flops(DecoderConfig(dim=32, layers=1, heads=4, attention=latent).shape)
     assert counts.training_with(lambda _: 5.0) - 6 * counts.matrix == 6 * 4 * (6 + 4 + 10) * 5.0

@@ -212,9 +212,9 @@ def test_smaller_micro_batches_are_not_taken_where_accumulation_is_not_proven(
 ) -> None:
     """One micro-batch a step is proven with recomputation; as if no test ran several of them with it."""
     pair = {"accumulate", "recompute_full"}
-    left = {kind: tuple(row for row in runs if not pair <= row) for kind, runs in proofs.rows().items()}
+    left = {kind: tuple(row for row in runs if not pair <= row) for kind, runs in proofs.proven_rows().items()}
     assert all(proofs.is_proven({feature}) for feature in pair)
-    monkeypatch.setattr(proofs, "rows", lambda: left)
+    monkeypatch.setattr(proofs, "proven_rows", lambda: left)
     assert not proofs.is_proven(pair)
     settings = ["--train.micro_batch=8", '--transforms.recompute={policy = "full"}']
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", *settings])

@@ -12,7 +12,7 @@ from core.judge import accepts
 from forge_core.config.descriptions import json_schema
 from forge_core.errors import ConfigError
 from forge_core.registry import Registry
-from forge_models.flops import count
+from forge_models.flops import count_flops
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
 
@@ -63,10 +63,10 @@ def test_the_sizes_that_are_promised_exist() -> None:
 def test_parameters_are_those_stated(name: str, registry: Registry) -> None:
     model = tomllib.loads((FOLDER / f"{name}.toml").read_text())["model"]
     assert stated(name, "Parameters") == [closed_form(model)]
-    assert count(load(name, registry=registry).job.model.shape).parameters == closed_form(model)
+    assert count_flops(load(name, registry=registry).job.model.shape).parameters == closed_form(model)
     assert closed_form(model) == PUBLISHED.get(name, closed_form(model))
     if "moe" in model:
-        found = count(load(name, registry=registry).job.model.shape).active
+        found = count_flops(load(name, registry=registry).job.model.shape).active
         assert stated(name, "Active") == [closed_form(model, active=True)] == [found]
 
 
@@ -100,7 +100,7 @@ def test_state_fits_from_the_smallest_stated_world_on(name: str, registry: Regis
 def test_a_run_is_about_twenty_tokens_a_parameter(name: str, registry: Registry) -> None:
     job = load(name, registry=registry).job
     tokens = job.train.max_steps * job.train.global_batch * job.data.sequence_length
-    assert tokens == pytest.approx(20 * count(job.model.shape).active, rel=0.05)
+    assert tokens == pytest.approx(20 * count_flops(job.model.shape).active, rel=0.05)
     if name in ("7b", "8x7b", "13b", "30b", "70b"):
         assert job.train.global_batch * job.data.sequence_length == 2**22
 

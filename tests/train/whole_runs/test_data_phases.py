@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forge_data.order.cursor import merged
+from forge_data.order.cursor import merge_cursors
 from harness.pool import World
 from train.runs import TINY, prepared, train
 
@@ -105,4 +105,4 @@ def saved_position(recipe: Path, given: list[str]) -> Any:
 
 def test_merging_is_idempotent() -> None:
     cursor = {"version": 1, "sample": 3, "foreign": {"a": {"0": [0, 0, 0, 0, 0]}}}
-    assert merged([cursor, cursor]) == cursor
+    assert merge_cursors([cursor, cursor]) == cursor

@@ -1,15 +1,16 @@
-"""Experiments of many runs: sweeps, scaling laws, and comparisons of runs.
+r"""Experiments of many runs: sweeps, scaling laws, and comparisons of runs.
 
     from pathlib import Path
-    from forge_lab import Law, collect_results, read_sweep, write_comparison
+    from forge_lab import Law, read_sweep
 
-    results = collect_results(read_sweep(Path("lr.toml")))
-    results.settings[0].mean  # of the best setting, over its seeds
-    write_comparison([Path("runs/small"), Path("runs/wide")], Path("compared.html"))
+    Path("lr.toml").write_text('recipe = "debug"\n[vary]\noptimizer.lr = [1e-3, 3e-3, 1e-2]\n')
+    sweep = read_sweep(Path("lr.toml"))
+    assert len(sweep.points) == 3
     law = Law(irreducible=1.69, a=406.4, b=410.7, alpha=0.34, beta=0.28)
     law.loss(70e9, 1.4e12)  # of 70e9 parameters after 1.4e12 tokens
 
-Importing this package imports no torch.
+After `forge-train sweep lr.toml`, `collect_results(sweep)` returns the results. `write_comparison` writes a page that
+compares runs. Importing this package imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -17,28 +18,28 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_lab.comparison import differences as differences
-    from forge_lab.comparison import write_comparison as write_comparison
-    from forge_lab.scaling.law import Fit as Fit
-    from forge_lab.scaling.law import Frontier as Frontier
-    from forge_lab.scaling.law import Law as Law
-    from forge_lab.scaling.law import ObservedLosses as ObservedLosses
-    from forge_lab.scaling.law import PowerLaw as PowerLaw
-    from forge_lab.scaling.law import fit as fit
-    from forge_lab.scaling.law import fit_frontier as fit_frontier
-    from forge_lab.scaling.runs import gather as gather
-    from forge_lab.scaling.study import study as study
-    from forge_lab.sweep.grid import Sweep as Sweep
-    from forge_lab.sweep.grid import read_sweep as read_sweep
-    from forge_lab.sweep.results import Results as Results
-    from forge_lab.sweep.results import collect_results as collect_results
+    from forge_lab.comparison import differences, write_comparison
+    from forge_lab.scaling.law import Fit, Frontier, Law, ObservedLosses, PowerLaw, fit, fit_frontier
+    from forge_lab.scaling.runs import gather
+    from forge_lab.scaling.study import study
+    from forge_lab.sweep.grid import Sweep, read_sweep
+    from forge_lab.sweep.results import Results, collect_results
 
-_NAMES = {
-    "comparison": "differences write_comparison",
-    "scaling.law": "Fit Frontier Law ObservedLosses PowerLaw fit fit_frontier",
-    "scaling.runs": "gather",
-    "scaling.study": "study",
-    "sweep.grid": "Sweep read_sweep",
-    "sweep.results": "Results collect_results",
-}
-__getattr__, __dir__ = lazy_exports(__name__, {name: module for module, names in _NAMES.items() for name in names.split()})
+__all__ = [
+    "Fit",
+    "Frontier",
+    "Law",
+    "ObservedLosses",
+    "PowerLaw",
+    "Results",
+    "Sweep",
+    "collect_results",
+    "differences",
+    "fit",
+    "fit_frontier",
+    "gather",
+    "read_sweep",
+    "study",
+    "write_comparison",
+]
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Lt
 
-from forge_core.component import FREE, Component
+from forge_core import FREE, Component
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from forge_core.protocols.model import TrainableModel
+from forge_core.protocols import TrainableModel
 
 DECAYED = frozenset({"matrix", "head"})
 

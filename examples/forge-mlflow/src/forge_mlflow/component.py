@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from forge_core.component import FREE, Component
+from forge_core import FREE, Component
 
 if TYPE_CHECKING:
-    from forge_core.protocols.run import Run, Tracker
+    from forge_core.protocols import Run, Tracker
 
 
 @dataclass(frozen=True, kw_only=True)

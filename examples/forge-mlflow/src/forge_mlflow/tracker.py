@@ -9,7 +9,7 @@ from typing import Any
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from forge_core.redaction import redacted
+from forge_core import redacted
 
 RUN_ID = "mlflow-id"
 """File in the run's directory with the id of the newest MLflow run."""

@@ -1,33 +1,55 @@
-"""Committed, verified checkpoints without pickle."""
+"""Committed, verified checkpoints without pickle.
+
+    from pathlib import Path
+    import torch
+    from torch import nn
+    from forge_ckpt import LocalStore, SingleProcessWorld, load, newest, pieces, save
+
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    store, world = LocalStore(Path("checkpoints")), SingleProcessWorld()
+    save(store, pieces(model, optimizer, world=world), {"step": 100}, 100, world)
+    found = newest(store, world)
+    assert load(store, found, pieces(model, optimizer, world=world), world)["step"] == 100
+
+With several processes, all of them make the same calls with a `ProcessGroupWorld`. A new optimizer has no state to load into:
+pass `fresh=True` to `pieces`. `BackgroundSaves` writes during training.
+"""
 
 from typing import TYPE_CHECKING
 
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_ckpt.background import BackgroundSaves as BackgroundSaves
-    from forge_ckpt.checkpoint.read import load as load
-    from forge_ckpt.checkpoint.read import newest as newest
-    from forge_ckpt.checkpoint.save import save as save
-    from forge_ckpt.checkpoint.write import SaveRequest as SaveRequest
-    from forge_ckpt.module_pieces import pieces as pieces
-    from forge_ckpt.store.local import LocalStore as LocalStore
-    from forge_ckpt.store.remote import RemoteStore as RemoteStore
-    from forge_ckpt.world import ProcessGroupWorld as ProcessGroupWorld
-    from forge_ckpt.world import SingleProcessWorld as SingleProcessWorld
+    from forge_ckpt.background import BackgroundSaves, SaveResult
+    from forge_ckpt.checkpoint.locate import CheckpointLocation, locate
+    from forge_ckpt.checkpoint.read import ResumePolicy, StoredTensors, load, newest
+    from forge_ckpt.checkpoint.retention import RetentionPolicy
+    from forge_ckpt.checkpoint.save import save
+    from forge_ckpt.checkpoint.write import SaveRequest
+    from forge_ckpt.module_pieces import pieces
+    from forge_ckpt.store.local import LocalStore
+    from forge_ckpt.store.remote import RemoteStore
+    from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "BackgroundSaves": "background",
-        "ProcessGroupWorld": "world",
-        "SingleProcessWorld": "world",
-        "LocalStore": "store.local",
-        "RemoteStore": "store.remote",
-        "load": "checkpoint.read",
-        "newest": "checkpoint.read",
-        "pieces": "module_pieces",
-        "save": "checkpoint.save",
-        "SaveRequest": "checkpoint.write",
-    },
-)
+__all__ = [
+    "BackgroundSaves",
+    "CheckpointLocation",
+    "LocalStore",
+    "ProcessGroupWorld",
+    "RemoteStore",
+    "ResumePolicy",
+    "RetentionPolicy",
+    "SaveRequest",
+    "SaveResult",
+    "SingleProcessWorld",
+    "StoredTensors",
+    "load",
+    "locate",
+    "newest",
+    "pieces",
+    "save",
+]
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -1,14 +1,17 @@
 """Token stores, global sample order and loaders whose position is a few integers.
 
-from pathlib import Path
+    from pathlib import Path
+    from forge_data import Data, RandomTokens, open_stream
 
-from forge_data import Data, open_stream
-from forge_data.components import RandomTokens
+    data = Data(sequence_length=16, sources=[RandomTokens(vocab_size=100, tokens=4096, document=23)])
+    stream = open_stream(data, workspace=Path("workspace"), seed=3, global_batch=8, micro_batch=4)
+    for batches, cursor in stream.from_cursor(stream.start()):
+        assert [batch.tokens.shape for batch in batches] == [(4, 16), (4, 16)]  # one optimizer step
+        break
+    next(stream.from_cursor(cursor))  # continues after this step
 
-data = Data(sequence_length=16, sources=[RandomTokens(vocab_size=100, tokens=4096, document=23)])
-stream = open_stream(data, workspace=Path("workspace"), seed=3, global_batch=8, micro_batch=4)
-for batches, cursor in stream.from_cursor(stream.start()):
-    ...  # one optimizer step: 2 batches of 4 rows; `from_cursor(cursor)` continues after this step
+`StatefulLoader` yields micro-batches to a loop of your own. `forge_data.sources` reads and writes token files,
+`forge_data.tokenizers` has the tokenizers.
 """
 
 from typing import TYPE_CHECKING
@@ -16,29 +19,60 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_data.loading.evaluation import evaluation as evaluation
-    from forge_data.loading.interop import StatefulLoader as StatefulLoader
-    from forge_data.loading.interop import for_transformers as for_transformers
-    from forge_data.loading.stream import open_stream as open_stream
-    from forge_data.order.cursor import merged as merged
-    from forge_data.order.permutation import permute as permute
-    from forge_data.section import Data as Data
-    from forge_data.section import Phase as Phase
-    from forge_data.sources.store import StoreSource as StoreSource
-    from forge_data.sources.store_writer import StoreWriter as StoreWriter
+    from forge_data.components import (
+        Arrow,
+        Bpe,
+        Bytes,
+        Datatrove,
+        HuggingFace,
+        JsonLines,
+        Llmc,
+        Megatron,
+        Parquet,
+        RandomTokens,
+        SentencePiece,
+        Stdlib,
+        TextFiles,
+        Tiktoken,
+        Tokens,
+        TokenStore,
+    )
+    from forge_data.loading.evaluation import evaluation
+    from forge_data.loading.interop import StatefulLoader, for_transformers
+    from forge_data.loading.stream import TrainingStream, open_stream
+    from forge_data.order.cursor import merge_cursors
+    from forge_data.order.permutation import permute
+    from forge_data.section import Data, Phase
+    from forge_data.sources.store import StoreSource
+    from forge_data.sources.store_writer import StoreWriter
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "Data": "section",
-        "Phase": "section",
-        "StatefulLoader": "loading.interop",
-        "StoreSource": "sources.store",
-        "StoreWriter": "sources.store_writer",
-        "evaluation": "loading.evaluation",
-        "for_transformers": "loading.interop",
-        "merged": "order.cursor",
-        "open_stream": "loading.stream",
-        "permute": "order.permutation",
-    },
-)
+__all__ = [
+    "Arrow",
+    "Bpe",
+    "Bytes",
+    "Data",
+    "Datatrove",
+    "HuggingFace",
+    "JsonLines",
+    "Llmc",
+    "Megatron",
+    "Parquet",
+    "Phase",
+    "RandomTokens",
+    "SentencePiece",
+    "StatefulLoader",
+    "Stdlib",
+    "StoreSource",
+    "StoreWriter",
+    "TextFiles",
+    "Tiktoken",
+    "TokenStore",
+    "Tokens",
+    "TrainingStream",
+    "evaluation",
+    "for_transformers",
+    "merge_cursors",
+    "open_stream",
+    "permute",
+]
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -103,12 +103,12 @@ def counts_of(model: Any) -> Counts | None:
     try:
         if own is not None:
             return own()
-        return None if shape is None else count(shape)
+        return None if shape is None else count_flops(shape)
     except ValueError:  # a part of a plugin
         return None
 
 
-def count(shape: DecoderShape) -> Counts:
+def count_flops(shape: DecoderShape) -> Counts:
     """Returns the counts of the decoder with a shape.
 
     Raises:

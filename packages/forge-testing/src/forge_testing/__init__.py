@@ -15,19 +15,11 @@ forge-parallel for optimizers, and `run_with` needs forge-train. Importing this 
 
 from typing import TYPE_CHECKING
 
-from forge_core.conformance import Problem as Problem
-from forge_core.conformance import conforms as conforms
-from forge_core.conformance import examine as examine
-from forge_core.conformance import problems as problems
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_testing.runs import Trained as Trained
-    from forge_testing.runs import run_alone as run_alone
-    from forge_testing.runs import run_with as run_with
+    from forge_core.conformance import Problem, conforms, examine, problems
+    from forge_testing.runs import Trained, run_alone, run_with
 
-__getattr__, _names = lazy_exports(__name__, {"Trained": "runs", "run_alone": "runs", "run_with": "runs"})
-
-
-def __dir__() -> list[str]:
-    return sorted((*_names(), "Problem", "conforms", "examine", "problems"))
+__all__ = ["Problem", "Trained", "conforms", "examine", "problems", "run_alone", "run_with"]
+__getattr__, __dir__ = lazy_exports(__name__)

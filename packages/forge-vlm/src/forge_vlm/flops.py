@@ -84,7 +84,7 @@ def count(model: Any) -> VisionCounts:
         ValueError: a part does not declare its matrix products.
     """
     shape, fusion = _as_routed(model)
-    text = flops.count(shape)
+    text = flops.count_flops(shape)
     with torch.device("meta"):
         module = model.build()
     own = {name: parameter.numel() for name, parameter in module.named_parameters()}

@@ -28,7 +28,7 @@ from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook
 from forge_core.redaction import redacted
 from forge_core.registry import Entry, Registry
-from forge_data.order.cursor import merged
+from forge_data.order.cursor import merge_cursors
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.optim.groups import Beginning
 from forge_parallel.placement.boxes import local_box
@@ -131,7 +131,7 @@ def _merged_cursor(cursor: Cursor, world: World) -> dict[str, Any]:
     if "foreign" not in cursor:
         return dict(cursor)
     parts = world.all_gather(json.dumps(cursor).encode())
-    return dict(merged([json.loads(part) for part in parts]))
+    return dict(merge_cursors([json.loads(part) for part in parts]))
 
 
 @dataclass

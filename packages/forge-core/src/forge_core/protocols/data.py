@@ -261,7 +261,7 @@ Cursor = Mapping[str, Any]
 """Position in the data as JSON: a few integers and a fingerprint.
 
 A cursor is equal on all ranks, except for the key "foreign", the position of a rank's own foreign loader.
-`forge_data.order.cursor.merged` merges the cursors of all ranks.
+`forge_data.order.cursor.merge_cursors` merges the cursors of all ranks.
 """
 
 

@@ -124,7 +124,7 @@ class ForeignStream:
             )
         if str(self.rank) not in states:
             raise DataError(
-                f"the cursor has no state of rank {self.rank}; save forge_data.order.cursor.merged of the cursors of all ranks"
+                f"the cursor has no state of rank {self.rank}; save forge_data.merge_cursors of the cursors of all ranks"
             )
         return self._steps_from(int(cursor["step"]), states[str(self.rank)])
 

@@ -108,7 +108,7 @@ _DEALT = (
 )
 
 
-def merged(cursors: Sequence[Cursor]) -> Cursor:
+def merge_cursors(cursors: Sequence[Cursor]) -> Cursor:
     """Merges the cursors of all ranks after the same step into the cursor for a checkpoint.
 
     Cursors differ only with a foreign loader, where each cursor has the position of its own rank.

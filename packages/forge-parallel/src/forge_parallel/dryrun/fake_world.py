@@ -106,7 +106,7 @@ def _integral(settings: Any) -> bool:
     return dtype is None or not dtype.is_floating_point
 
 
-def chance(experts: int, count: int, top_k: int) -> float:
+def expert_probability(experts: int, count: int, top_k: int) -> float:
     """Returns the probability that one of `top_k` of `experts` experts is among `count` given ones."""
     return 1 - comb(experts - count, top_k) / comb(experts, top_k)
 
@@ -130,7 +130,7 @@ def _evenly(dispatcher: ExpertDispatcher, experts: int, present: int, count: int
 
 def _slots(rows: int, experts: int, present: int, count: int, top_k: int) -> int:
     """Returns the slots of `count` experts, if `rows` is the number of tokens with one of `present` experts."""
-    return round(rows / chance(experts, present, top_k) * top_k * count / experts)
+    return round(rows / expert_probability(experts, present, top_k) * top_k * count / experts)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class _EvenRoute:
 
     def __call__(self, owners: Tensor, ranks: Ranks) -> Route:
         (tokens, top_k), experts = owners.shape, self.experts
-        rows = round(tokens * chance(experts, self.share, top_k) / chance(experts, self.present, top_k))
+        rows = round(tokens * expert_probability(experts, self.share, top_k) / expert_probability(experts, self.present, top_k))
         counts = [[rows] * ranks.size, [_slots(tokens, experts, self.present, self.share, top_k)] * ranks.size]
         return Route.of(owners, ranks, lambda _: (counts, counts))
 

@@ -1,14 +1,14 @@
 """AdamW with torch's fused kernel. All state exists from construction on, and a step can be skipped on the device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from forge_core.protocols.model import TrainableModel
-from forge_parallel.optim.groups import DECAYED
+from forge_core.protocols.model import NamedTensor, TrainableModel
+from forge_parallel.optim.groups import DECAYED, HasTorchView
 
 
-class AdamW:
+class AdamW(HasTorchView):
     """Updates `model.trainable()`; implements `forge_core.protocols.model.Optimizer`."""
 
     def __init__(self, model: TrainableModel, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
@@ -52,6 +52,10 @@ class AdamW:
     def zero_grad(self) -> None:
         """Frees all gradients."""
         self._adamw.zero_grad(set_to_none=True)
+
+    def trained(self) -> Sequence[NamedTensor]:
+        """Returns the updated parameters."""
+        return self._named
 
     def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Returns `step` (scalar), `exp_avg` and `exp_avg_sq` (shaped like the parameter) by global name."""

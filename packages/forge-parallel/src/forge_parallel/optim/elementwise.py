@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from forge_core.protocols.model import TrainableModel
+from forge_core.protocols.model import NamedTensor, TrainableModel
 from forge_parallel.accelerator import require_compiler
-from forge_parallel.optim.groups import decay_of
+from forge_parallel.optim.groups import HasTorchView, decay_of
 from forge_parallel.placement.boxes import Box, local_box
 
 CHUNK = 1 << 22
@@ -126,7 +126,7 @@ class _Part(NamedTuple):
     keys: Tensor
 
 
-class ElementwiseOptimizer:
+class ElementwiseOptimizer(HasTorchView):
     """Updates `model.trainable()` by a rule; implements `forge_core.protocols.model.Optimizer`.
 
     On an accelerator, one compiled kernel per parameter computes the update and its random bits. On a CPU, parameters are updated
@@ -201,6 +201,10 @@ class ElementwiseOptimizer:
         """Frees all gradients."""
         for _, tensor, _ in self._named:
             tensor.grad = None
+
+    def trained(self) -> Sequence[NamedTensor]:
+        """Returns the updated parameters."""
+        return self._named
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns the rule's states (shaped like the parameter) and counts (scalars), including `step`, by global name."""

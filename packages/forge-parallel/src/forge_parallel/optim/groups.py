@@ -22,6 +22,8 @@ from forge_parallel.placement.shares import collapsed
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forge_parallel.optim.torch_view import TorchOptimizer
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
@@ -277,6 +279,17 @@ NOT_OF_PARAMETERS = (
 )
 
 
+class HasTorchView:
+    """Gives an optimizer with `lr` and `trained()` (`forge_parallel.optim.torch_view.ViewedOptimizer`) the method `torch()`."""
+
+    def torch(self: Any) -> "TorchOptimizer":
+        """Returns a `torch.optim.Optimizer` that reads and changes this optimizer, for schedulers of torch and loops that expect
+        one. Its parameter group has the learning rate; the view sets it at each step, so use no other schedule."""
+        from forge_parallel.optim.torch_view import TorchOptimizer
+
+        return TorchOptimizer(self)
+
+
 class ParameterSubset:
     """A subset of a model's parameters, for an optimizer; everything else is that of the model.
 
@@ -308,7 +321,7 @@ class Beginning(ParameterSubset):
         """Does nothing, since these parameters are not evaluated with averages."""
 
 
-class GroupedOptimizer:
+class GroupedOptimizer(HasTorchView):
     """Several optimizers, each with its own factor of the learning rate; implements `forge_core.protocols.model.Optimizer`.
 
     Raises:
@@ -339,6 +352,10 @@ class GroupedOptimizer:
         """Frees all gradients."""
         for _, part in self._parts:
             part.zero_grad()
+
+    def trained(self) -> Sequence[NamedTensor]:
+        """Returns the parameters of all optimizers."""
+        return [named for _, part in self._parts for named in part.trained()]  # type: ignore[attr-defined]
 
     def state(self) -> "Mapping[str, Mapping[str, Tensor]]":
         """Returns the states of all optimizers together."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from forge_core.errors import PlanError
 from forge_core.protocols.model import LaidOutModel, NamedTensor
 from forge_parallel.optim.adamw import AdamW
+from forge_parallel.optim.groups import HasTorchView
 from forge_parallel.optim.whole_matrices import Part, WholeMatrices
 
 Scale = Literal["original", "match_rms_adamw"]
@@ -30,7 +31,7 @@ class _Rest(NamedTuple):
         return self.named
 
 
-class Muon:
+class Muon(HasTorchView):
     """Updates `model.trainable()`; implements `forge_core.protocols.model.Optimizer`.
 
     Parameters of group `matrix` are updated by -lr * s * orthogonal(momentum), each matrix separately: every expert of a stack,
@@ -107,6 +108,10 @@ class Muon:
         for tensor in self._named.values():
             tensor.grad = None
         self._rest.zero_grad()
+
+    def trained(self) -> Sequence[NamedTensor]:
+        """Returns the updated parameters, matrices first."""
+        return [*self._matrices.named, *self._rest.trained()]
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns `momentum` of matrices and AdamW's state of all other parameters, by global name, sharded like the

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -280,6 +280,13 @@ class StagedOptimizer:
                 evaluated = {name: local_box(self._model.everything[name]).local.clone() for name in trained}
             for name, value in evaluated.items():
                 local_box(self._model.everything[name]).local.copy_(value)
+
+    def torch(self) -> NoReturn:
+        """Raises `PlanError`: a `torch.optim.Optimizer` has the same parameters in all steps."""
+        raise PlanError(
+            "optimizer.torch(): training stages change which parameters are trained, and torch's parameter groups cannot follow; "
+            "call at_step, set_factor and step of this optimizer, or build an optimizer without stages"
+        )
 
 
 def settings_of(

@@ -154,7 +154,7 @@ TESTS = MappingProxyType(
 
 
 @cache
-def rows() -> MappingProxyType[str, tuple[frozenset[str], ...]]:
+def proven_rows() -> MappingProxyType[str, tuple[frozenset[str], ...]]:
     """Returns {kind of row: the features of each of its runs}. Rows of the kind `gpu` prove nothing, as they run only on
     request."""
     runs_of = json.loads(Path(__file__).with_name("rows.json").read_text())
@@ -164,7 +164,7 @@ def rows() -> MappingProxyType[str, tuple[frozenset[str], ...]]:
 def is_proven(features: Collection[str]) -> bool:
     """Whether a test runs all of these features together."""
     together = frozenset(features)
-    return any(together <= row for kind in TESTS for row in rows()[kind])
+    return any(together <= row for kind in TESTS for row in proven_rows()[kind])
 
 
 def unproven(uses: Iterable[Use], brought: Collection[frozenset[str]] = ()) -> list[tuple[Use, ...]]:

@@ -1,12 +1,15 @@
 """Fusions, which bring images into a decoder: they build its blocks and define the inputs and masks of these blocks.
 
-A custom fusion derives from `FusionBase` and returns blocks:
+A fusion of your own derives from `FusionBase` and returns blocks:
 
+    from forge_models.blocks import Block
     from forge_vlm.fusion import FusionBase
 
-    class Plain(FusionBase):
+    class Plain(FusionBase):  # image features take part in causal attention like tokens of text
         def block(self, shape, layer):
             return Block(shape, layer)
+
+Components such as `forge_vlm.CrossAttention` build the fusions here.
 """
 
 from typing import TYPE_CHECKING
@@ -14,23 +17,10 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_vlm.fusion.cross import CrossAttentionFusion as CrossAttentionFusion
-    from forge_vlm.fusion.fusion import Fusion as Fusion
-    from forge_vlm.fusion.fusion import FusionBase as FusionBase
-    from forge_vlm.fusion.fusion import Inputs as Inputs
-    from forge_vlm.fusion.fusion import JointFusion as JointFusion
-    from forge_vlm.fusion.modalities import MoTFusion as MoTFusion
-    from forge_vlm.fusion.routed import MoMaFusion as MoMaFusion
+    from forge_vlm.fusion.cross import CrossAttentionFusion
+    from forge_vlm.fusion.fusion import Fusion, FusionBase, Inputs, JointFusion
+    from forge_vlm.fusion.modalities import MoTFusion
+    from forge_vlm.fusion.routed import MoMaFusion
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "CrossAttentionFusion": "cross",
-        "Fusion": "fusion",
-        "FusionBase": "fusion",
-        "Inputs": "fusion",
-        "JointFusion": "fusion",
-        "MoMaFusion": "routed",
-        "MoTFusion": "modalities",
-    },
-)
+__all__ = ["CrossAttentionFusion", "Fusion", "FusionBase", "Inputs", "JointFusion", "MoMaFusion", "MoTFusion"]
+__getattr__, __dir__ = lazy_exports(__name__)

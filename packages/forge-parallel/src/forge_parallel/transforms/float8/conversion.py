@@ -14,7 +14,7 @@ from forge_parallel import accelerator, torchao_library
 from forge_parallel.placement.collectives import Ranks
 from forge_parallel.placement.shares import collapsed, stacks
 from forge_parallel.transforms.float8.layers import candidates, check_experts, check_shapes, selected
-from forge_parallel.transforms.tensor.rules import Role, ancestors, rules
+from forge_parallel.transforms.tensor.rules import Role, ancestors, tensor_parallel_rules
 
 if TYPE_CHECKING:
     from forge_core.protocols.topology import Context
@@ -158,7 +158,7 @@ def _shared(casting: "Casting", recipe: str, path: str, context: "Context") -> "
         return casting
     tokens = (Ranks.of(topology.group("cp")),) if layout.cp > 1 else ()
     features = (Ranks.of(topology.group("tp")),) if layout.tp > 1 else ()
-    roles = rules(context.specs, layout.tp, True).roles if features else {}
+    roles = tensor_parallel_rules(context.specs, layout.tp, True).roles if features else {}
     role = roles.get(path)
     if role is Role.STREAM and not any(roles.get(above) is Role.REGION for above in ancestors(path)):
         tokens = features + tokens  # a layer on the residual stream itself, which is split along the sequence

@@ -56,7 +56,7 @@ class Rules:
     packed: Mapping[str, int] = field(default_factory=dict)
 
 
-def rules(specs: Specs, tp: int, sequence: bool) -> Rules:
+def tensor_parallel_rules(specs: Specs, tp: int, sequence: bool) -> Rules:
     """Returns the rules for the specs of a part. `sequence`: the residual stream is split along the sequence.
 
     Raises:

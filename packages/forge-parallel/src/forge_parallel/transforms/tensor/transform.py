@@ -38,9 +38,9 @@ class TensorParallel(Component, Transform):
 
     def rules(self, specs: "Specs", tp: int) -> "Rules":
         """Returns which parameters are split over `tp` ranks, and how."""
-        from forge_parallel.transforms.tensor.rules import rules
+        from forge_parallel.transforms.tensor.rules import tensor_parallel_rules
 
-        return rules(specs, tp, self.sequence_parallel)
+        return tensor_parallel_rules(specs, tp, self.sequence_parallel)
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Splits the parameters of a part over tp ranks. Does nothing on one tp rank.
