@@ -74,8 +74,8 @@ class ConformanceResult:
 
 def checks_in(holder: Any) -> dict[str, Check]:
     """Returns the checks of a class or module by name, in source order."""
-    checks: dict[str, Any] = {name: getattr(holder, name) for name in vars(holder) if name.startswith("check_")}
-    return {name: check for name, check in checks.items() if callable(check)}
+    names = [name for name in vars(holder) if name.startswith("check_")]
+    return {name: getattr(holder, name) for name in names if callable(getattr(holder, name))}
 
 
 def checks_of(registry: Registry, group: str) -> list[tuple[str, Check]]:
