@@ -46,7 +46,7 @@ def test_e7_a_shape_agrees_with_the_built_model(name: str) -> None:
     )
     assert shape.blocks == len(specs.blocks) == config.layers + specs.mtp_depth
     assert (getattr(shape.attention, "soft_cap", None) is not None) == any(
-        getattr(getattr(m, "core", None), "capped", False) for m in built.modules() if hasattr(m, "kind") or True
+        getattr(getattr(module, "core", None), "capped", False) for module in built.modules()
     )
     hidden, experts = shape.matrices()
     linear = {

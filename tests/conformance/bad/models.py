@@ -7,9 +7,12 @@ from torch import nn
 
 from conformance.part import Part
 from forge_models.components.decoder import DecoderConfig as Component
+from forge_models.components.layers import GELU
 from forge_models.decoder import Decoder
+from forge_models.shape import Rope
 
 GOOD = Component(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=40, max_length=64)
+DYNAMIC = Rope(scaling="dynamic", factor=2.0, original_max_length=16)
 
 
 def made(cls, **says) -> Part:
@@ -98,6 +101,11 @@ BAD = {
         (made(Unnamed), "leave out norm.weight"),
         (made(Tied), "shares tensors"),
         (made(Lost), "not there: blocks.7"),
+    ],
+    "check_shape": [
+        (made(Decoder, shape=replace(GOOD.shape, kv_heads=4)), "shape says units"),
+        (made(Decoder, shape=replace(GOOD.shape, rope=DYNAMIC)), "shape says whole_rows"),
+        (made(Decoder, shape=replace(GOOD.shape, mlp=GELU())), "shape says that the matrices are"),
     ],
     "check_causality": [(made(Average), "tokens up to 0 see later ones"), (made(Alone), "token 1 does not see token 0")],
     "check_documents": [(made(Packed), "second document of a row sees another")],

@@ -24,6 +24,23 @@ class ModelChecks:
         assert not lost, f"specs name modules that are not there: {', '.join(lost)}"
 
     @staticmethod
+    def check_shape(component: Any) -> None:
+        """Checks that `shape`, if strategies can read it before the model is built, agrees with `specs()`."""
+        shape = getattr(component, "shape", None)
+        if not hasattr(shape, "units"):
+            return
+        module, specs = _described(component)
+        for name in ("units", "whole_rows", "whole_stream"):
+            said, built = getattr(shape, name), getattr(specs, name)
+            assert said == built, f"shape says {name} {said}, specs {built}"
+        if shape.declares_matrices:
+            said = {name: matrix.shape for name, matrix in shape.matrices()[0].items()}
+            linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+            groups = {name: specs.tensors[f"{name}.weight"].group for name in linear if f"{name}.weight" in specs.tensors}
+            built = {name: tuple(linear[name].weight.shape) for name, group in groups.items() if group == "matrix"}
+            assert said == built, f"shape says that the matrices are {said}, but they are {built}"
+
+    @staticmethod
     def check_causality(component: Any) -> None:
         """Checks that the logits of each token depend on the previous token but on no later one."""
         model, specs = _built(component)
