@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 
 from forge_interp import Moments, unbiased_cka
-from forge_interp import recorder as recording
+from forge_interp import store as recording
 from forge_interp.neuro import ridge
 from forge_models.components.decoder import DecoderConfig
 from forge_models.generation import evaluating
 
 TAPPED = (
     *("forge_models.blocks.attention", "forge_models.blocks.block", "forge_models.blocks.layers", "forge_models.decoder"),
-    *("forge_models.blocks.mtp", "forge_models.blocks.moe.layer", "forge_models.blocks.moe.routers"),
+    *("forge_models.blocks.block", "forge_models.blocks.moe.layer", "forge_models.blocks.moe.routers"),
 )
 
 

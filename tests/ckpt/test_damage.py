@@ -17,10 +17,9 @@ from forge_ckpt.checkpoint.fence import Fence
 from forge_ckpt.checkpoint.read import load, newest
 from forge_ckpt.checkpoint.save import save
 from forge_ckpt.commands import app
-from forge_ckpt.errors import Damaged, NewerFormat
 from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, Damaged, NewerFormat
 
 
 class Bomb:

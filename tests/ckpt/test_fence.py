@@ -9,11 +9,10 @@ import torch
 from ckpt.ranks import ThreadRank, on_ranks, whole
 from forge_ckpt.checkpoint.fence import Fence
 from forge_ckpt.checkpoint.save import save
-from forge_ckpt.errors import Superseded
 from forge_ckpt.format.names import OWNER
 from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, Superseded
 
 PIECES = whole({"w": torch.arange(6.0)})
 

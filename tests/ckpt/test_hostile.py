@@ -15,11 +15,10 @@ import xxhash
 from ckpt.ranks import whole
 from forge_ckpt.checkpoint.locate import resolve
 from forge_ckpt.checkpoint.save import save
-from forge_ckpt.errors import Damaged
 from forge_ckpt.format.codec import decode, encode
 from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, Damaged
 
 
 def seal(rest: bytes) -> bytes:

@@ -13,8 +13,7 @@ from forge_interp.methods.lens import TunedLens, direct_logit_attribution, diver
 from forge_interp.methods.patching import activation_patching, attribution_patching, head_ablation
 from forge_interp.methods.probes import dead_neurons, effective_rank, linear_probe, steering_vector
 from forge_interp.methods.sae import SAE, largest, loss_recovered, quality, train_sae
-from forge_interp.recorder import record
-from forge_interp.store import ActivationStore, ActivationWriter
+from forge_interp.store import ActivationStore, ActivationWriter, record
 from forge_interp.tap_names import InterpError
 from forge_models.components.attentions import GQA
 from forge_models.components.layers import LayerNormConfig

@@ -5,15 +5,18 @@ import torch
 from scipy.stats import pearsonr
 from sklearn.cross_decomposition import CCA
 
-from forge_interp.kernel_similarity import KernelSums, gram, gram_cka_pairs, rbf
 from forge_interp.similarity import (
     MEASURES,
+    KernelSums,
     Moments,
     canonical_correlations,
     cca,
     cka,
+    gram,
+    gram_cka_pairs,
     over,
     procrustes,
+    rbf,
     rsa,
     svcca,
     unbiased_cka,

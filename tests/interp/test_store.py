@@ -14,8 +14,7 @@ from pyarrow import parquet
 from forge_interp import export as conversion
 from forge_interp.captures import capture
 from forge_interp.export import as_xarray, convert
-from forge_interp.recorder import fingerprint, record
-from forge_interp.store import MANIFEST, ActivationStore, ShardWriter
+from forge_interp.store import MANIFEST, ActivationStore, ShardWriter, fingerprint, record
 from forge_interp.tap_names import InterpError
 
 NAMES = ("blocks.1.residual", "blocks.0.attention.k")

@@ -20,7 +20,7 @@ import sys, time
 from pathlib import Path
 import torch
 from forge_models.components.decoder import DecoderConfig
-from forge_interp.recorder import record
+from forge_interp.store import record
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

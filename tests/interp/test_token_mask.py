@@ -15,9 +15,8 @@ from forge_interp.attention_scores import capture_qk
 from forge_interp.captures import capture
 from forge_interp.edits import edit, mean, zero
 from forge_interp.methods.lens import lens_losses
-from forge_interp.recorder import record
 from forge_interp.similarity import Moments, unbiased_cka
-from forge_interp.store import ActivationStore
+from forge_interp.store import ActivationStore, record
 from forge_interp.tap_names import InterpError
 from forge_models.inner_values import listening
 

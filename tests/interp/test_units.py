@@ -10,7 +10,6 @@ import torch
 from scipy.stats import pearsonr
 
 from forge_interp import similarity
-from forge_interp.kernel_similarity import KernelSums, gram, gram_cka, gram_cka_pairs, gram_rank
 from forge_interp.methods.probes import dead_neurons, effective_rank, linear_probe, steering_vector
 from forge_interp.methods.sae import train_sae
 from forge_interp.neuro.dissimilarity import rdm, rdm_correlation
@@ -25,7 +24,7 @@ from forge_interp.neuro.encoding import (
     normalized,
     ridge,
 )
-from forge_interp.similarity import Moments
+from forge_interp.similarity import KernelSums, Moments, gram, gram_cka, gram_cka_pairs, gram_rank
 from forge_interp.store import ActivationStore, ActivationWriter
 from forge_interp.tap_names import InterpError
 

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from forge_core.batch import IGNORE, PADDING, Batch, MTPTargets
-from forge_models.blocks.mtp import MTPModules
+from forge_models.blocks.block import MTPModules
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig

@@ -11,7 +11,7 @@ from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import GELU
 from forge_models.shape import Losses, Rope
-from forge_parallel.model_checks import split_widths
+from forge_parallel.checks import split_widths
 
 SIZES: dict[str, Any] = {"dim": 32, "heads": 4, "kv_heads": 2, "layers": 3, "ffn_dim": 40, "vocab_size": 64, "max_length": 32}
 LATENT = MLA(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)

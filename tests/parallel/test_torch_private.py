@@ -216,3 +216,15 @@ def test_allocations_are_noted_by_the_allocator_of_cuda_alone() -> None:
 def test_the_flight_record_is_a_list_of_what_was_entered() -> None:
     read = {"process_group", "collective_seq_id", "profiling_name", "input_sizes"}
     assert all(read <= entry.keys() for entry in private.flight_record())
+
+
+def test_the_store_of_the_group_is_the_one_that_was_given() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        private.default_store().set("key", "value")
+        # The group's store is a view of the one given, below a prefix of the group's.
+        assert private.default_store().get("key") == b"value"
+        assert store.num_keys() >= 1
+    finally:
+        dist.destroy_process_group()

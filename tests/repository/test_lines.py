@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.lines import lines_of
+from forge_core.files import lines_of
 
 ROOT = Path(__file__).parents[2]
 MACHINES = {
@@ -34,7 +34,7 @@ def test_trials_a7_no_other_function_cuts_text_of_users() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr == "splitlines":
                 found.add(path.name)
-    assert found <= known, f"{sorted(found - known)}: use forge_core.lines.lines_of"
+    assert found <= known, f"{sorted(found - known)}: use forge_core.files.lines_of"
     assert known <= found, f"{sorted(known - found)} cut nothing any more"
 
 

@@ -188,10 +188,10 @@ def src_of(file: Path) -> Path:
 
 
 def test_files_are_flushed_in_one_module():
-    """`forge_core.durable_files` writes, flushes and renames; the checkpoint store works on open directories instead."""
+    """`forge_core.files` writes, flushes and renames; the checkpoint store works on open directories instead."""
     flush = {str(file.relative_to(ROOT)) for file in SOURCES if "fsync(" in file.read_text()}
     assert flush == {
-        "packages/forge-core/src/forge_core/durable_files.py",
+        "packages/forge-core/src/forge_core/files.py",
         "packages/forge-ckpt/src/forge_ckpt/store/local.py",
     }
 

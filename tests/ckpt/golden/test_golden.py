@@ -15,10 +15,10 @@ import xxhash
 from ckpt.golden.state import META, full
 from ckpt.ranks import blank, equal, on_ranks, shards, whole
 from forge_ckpt.checkpoint.read import load, newest
-from forge_ckpt.errors import NewerFormat
 from forge_ckpt.format import codec
 from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
+from forge_core.errors import NewerFormat
 
 HERE = Path(__file__).parent
 KEPT = sorted(path.name for path in HERE.glob("version-*"))

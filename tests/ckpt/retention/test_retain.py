@@ -12,12 +12,11 @@ from forge_ckpt.checkpoint.fence import Fence
 from forge_ckpt.checkpoint.read import newest
 from forge_ckpt.checkpoint.retention import SECONDS, RetentionPolicy, judged, retain
 from forge_ckpt.checkpoint.save import save
-from forge_ckpt.errors import Damaged, Superseded
 from forge_ckpt.format.codec import decode, meta_of
 from forge_ckpt.format.names import MANIFEST, committed
 from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, Damaged, Superseded
 
 WORLD = SingleProcessWorld()
 

@@ -18,9 +18,8 @@ from forge_core.registry import Registry, installed
 from forge_interp.attention_scores import capture_qk
 from forge_interp.captures import capture
 from forge_interp.commands.inside import Inside, agreement
-from forge_interp.kernel_similarity import gram, gram_cka, gram_rank
 from forge_interp.methods.probes import effective_rank
-from forge_interp.similarity import Moments, unbiased_cka
+from forge_interp.similarity import Moments, gram, gram_cka, gram_rank, unbiased_cka
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.recipe.load import load
 from forge_train.report.charts import FAMILIES

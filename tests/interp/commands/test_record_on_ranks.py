@@ -18,8 +18,7 @@ from forge_core.registry import Registry
 from forge_interp.commands import ranks, ranks_store
 from forge_interp.commands.probe import CaptureRequest
 from forge_interp.commands.ranks_store import record_sharded
-from forge_interp.recorder import record
-from forge_interp.store import ActivationStore
+from forge_interp.store import ActivationStore, record
 from forge_interp.tap_names import InterpError
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig

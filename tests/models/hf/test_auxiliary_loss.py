@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from forge_core.errors import ConfigError
 from forge_core.layout import Layout
 from forge_models.blocks.moe.layer import ExpertLayer, Totals
-from forge_models.blocks.moe.losses import pooled
+from forge_models.blocks.moe.routers import pooled
 from forge_models.checks import experts_see_other_tokens
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig

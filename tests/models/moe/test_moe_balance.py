@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from forge_core.batch import IGNORE, PADDING
 from forge_core.protocols.model import Observer
 from forge_models.blocks.moe.layer import ExpertLayer, Totals
-from forge_models.blocks.moe.losses import RowIndex
+from forge_models.blocks.moe.routers import RowIndex
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import LAYOUT_DEPENDENT, Losses

@@ -11,7 +11,7 @@ from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.shape import Losses, Rope
-from forge_parallel.model_checks import float8_can_multiply, left_to_the_start, rows_can_be_shared, tensors_can_be_cut
+from forge_parallel.checks import float8_can_multiply, left_to_the_start, rows_can_be_shared, tensors_can_be_cut
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.tensor.transform import TensorParallel

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from forge_ckpt import background as module
-from forge_ckpt.errors import Superseded
 from forge_ckpt.format.names import MANIFEST
 from forge_ckpt.store.local import LocalStore
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, Superseded
 from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import TINY, digest, prepared, train

@@ -18,7 +18,7 @@ from forge_train.hooks.evaluation import bits_per_byte
 from forge_train.inference.evaluation import Score, recipe_for, scores
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.recipe.load import load
-from forge_train.report.facts import data_facts
+from forge_train.report.page import data_facts
 from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import TINY, prepared, train

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from forge_core import durable_files
+from forge_core import files
 from forge_core.protocols.run import Hook
 from forge_parallel.launch.watch import PeerFailure
 from forge_train.hooks import machine
@@ -63,7 +63,7 @@ def broken_disk(number: int = errno.EIO) -> Any:
     def fsync(handle: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    return patch.object(durable_files.os, "fsync", fsync)
+    return patch.object(files.os, "fsync", fsync)
 
 
 def forgetful_disk() -> Any:
@@ -193,7 +193,7 @@ def test_a_disk_that_is_full_is_not_a_fault_and_one_that_fails_once_is_asked_aga
             raise OSError(errno.ESTALE, "stale")
         real(handle)
 
-    with patch.object(durable_files.os, "fsync", once):
+    with patch.object(files.os, "fsync", once):
         assert disk_probe(tmp_path / "a", 1) == ("", False)
     assert failed and list(tmp_path.iterdir()) == []
 

@@ -11,10 +11,10 @@ import pytest
 from forge_ckpt.checkpoint.read import newest
 from forge_ckpt.store.local import LocalStore
 from forge_core.protocols.run import Hook
-from forge_train.process.grace import END
 from forge_train.process.stop import STOPPED
 from forge_train.run import saves
 from forge_train.run.loop import fit
+from forge_train.run.saves import END
 from harness.pool import World
 from train.runs import TINY, prepared
 
@@ -79,7 +79,7 @@ def test_fault_30_a_grace_that_is_long_enough_saves(recipe: Path, tmp_path: Path
 def test_fault_30_the_end_that_a_scheduler_gives_counts(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(END, str(int(time.time()) + 3600))
     assert stopped(recipe, tmp_path / "early", [], at=5)[1] == 5
-    monkeypatch.setattr("forge_train.process.grace.Grace.left", lambda self: self.end - time.time() - 3599.9)
+    monkeypatch.setattr("forge_train.run.saves.Grace.left", lambda self: self.end - time.time() - 3599.9)
     assert stopped(recipe, tmp_path / "late", [], at=5)[1] == 3
 
 

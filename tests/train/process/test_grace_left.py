@@ -2,7 +2,7 @@
 
 import math
 
-from forge_train.process.grace import END, Grace
+from forge_train.run.saves import END, Grace
 
 
 def test_without_a_grace_or_a_measured_save_nothing_lacks() -> None:

@@ -11,10 +11,9 @@ import pytest
 
 from forge_ckpt.checkpoint.fence import Fence
 from forge_ckpt.checkpoint.read import VerifiedCheckpoint
-from forge_ckpt.errors import Superseded
 from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, Superseded
 from forge_core.protocols.checkpoint import Store
 from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.loop import fit

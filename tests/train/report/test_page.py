@@ -13,9 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from forge_core.terminal import size
-from forge_train.report.facts import commit, machine, versions
 from forge_train.report.html import embedded, static, table
-from forge_train.report.page import report, write_report
+from forge_train.report.page import commit, machine, report, versions, write_report
 from forge_train.trackers import JsonlTracker
 
 SUMMARY = {

@@ -223,8 +223,8 @@ def fit(
 def _write(found: dict[str, Any], target: Path) -> list[Path]:
     import json
 
-    from forge_core.durable_files import replace_file
     from forge_core.errors import ForgeError
+    from forge_core.files import replace_file
     from forge_lab.scaling.study import LAW, PAGE, page_parts
     from forge_train.report.html import document
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from forge_ckpt.errors import Damaged
-from forge_core.errors import CheckpointError, ForgeError
+from forge_core.errors import CheckpointError, Damaged, ForgeError
 
 if TYPE_CHECKING:
     from forge_ckpt.checkpoint.fence import Owner
@@ -109,7 +108,7 @@ def list_(directory: Directory, as_json: AsJson = False, foreign: Foreign = Fals
 def show(directory: Directory, step: Step = None, as_json: AsJson = False, foreign: Foreign = False) -> None:
     """Show the tensors of one checkpoint and the trainer's metadata."""
     store, only = opened(directory, foreign)
-    from forge_ckpt.errors import Damaged
+    from forge_core.errors import Damaged
 
     try:
         name, manifest = read_manifest(store, step or only)
@@ -135,8 +134,8 @@ def verify(directory: Directory, step: Step = None, as_json: AsJson = False, for
     """Read every byte of one checkpoint and verify its checksums. Exit code 1 if it is damaged."""
     store, only = opened(directory, foreign)
     from forge_ckpt.checkpoint.verification import agreed_fault
-    from forge_ckpt.errors import Damaged
     from forge_ckpt.world import SingleProcessWorld
+    from forge_core.errors import Damaged
 
     name, manifest = named(store, step or only), None
     try:

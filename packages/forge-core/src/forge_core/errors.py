@@ -64,6 +64,20 @@ class CheckpointError(ForgeError):
     """A checkpoint is missing or damaged, or does not match the model."""
 
 
+class Damaged(CheckpointError):
+    """The files of a checkpoint are damaged; a search continues with the next older checkpoint."""
+
+
+class NewerFormat(CheckpointError):
+    """A later version of Forge wrote the checkpoint. This version cannot read it, and must not skip or rename it."""
+
+
+class Superseded(CheckpointError):
+    """Another job has taken over the directory; this one must not be restarted."""
+
+    exit_code = 4
+
+
 class PluginError(ForgeError):
     """Base class of errors in the lookup of a component by name."""
 

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from forge_interp.edits import add, edit, mean, patch, project_out, replace, zero
     from forge_interp.export import as_xarray
     from forge_interp.heat_maps import heat_map
-    from forge_interp.kernel_similarity import KernelSums
-    from forge_interp.recorder import record
-    from forge_interp.similarity import Moments, cca, cka, over, procrustes, rsa, svcca, unbiased_cka
-    from forge_interp.store import ActivationStore
+    from forge_interp.similarity import KernelSums, Moments, cca, cka, over, procrustes, rsa, svcca, unbiased_cka
+    from forge_interp.store import ActivationStore, record
     from forge_interp.tap_names import InterpError, TapInfo, taps
 
 __all__ = [

@@ -5,8 +5,8 @@ from html import escape
 from io import BytesIO
 from pathlib import Path
 
-from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
+from forge_core.files import replace_file
 
 CELL, LABEL, TITLE = 34, 190, 40
 """Pixels: side of a cell, room for names, room for the title."""

@@ -24,7 +24,7 @@ MOST_GROUPS = 1023
 
 
 def draws_initial_weights(device: torch.device) -> bool:
-    """Whether initial weights are drawn on the device by CUDA's generator (`forge_core.draws`)."""
+    """Whether initial weights are drawn on the device by CUDA's generator (`forge_core.specs`)."""
     return device.type == "cuda"
 
 

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from forge_core.batch import IGNORE, PADDING, MTPTargets
 from forge_core.protocols.model import LossTerms, Objective
 from forge_core.specs import Dim, Init, ModuleSpec, Specs, TensorSpec
-from forge_models.blocks.block import Block
+from forge_models.blocks.block import Block, MTPModules
 from forge_models.blocks.cache import KVCache
 from forge_models.blocks.head import Head
 from forge_models.blocks.layers import Embedding
 from forge_models.blocks.moe.layer import observe_all
-from forge_models.blocks.mtp import MTPModules
 from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.inner_values import scope, tap
 from forge_models.shape import DecoderShape

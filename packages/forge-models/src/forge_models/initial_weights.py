@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forge_core import draws
+from forge_core import specs
 from forge_core.specs import Init, Specs
 from forge_models.accelerator import draws_initial_weights
 
@@ -34,7 +34,7 @@ def initialize(model: nn.Module, seed: int = 0) -> None:
         spec = described.tensors[name]
         if spec.stacked:
             for row, matrix in enumerate(tensor):
-                _fill(matrix, spec.init, draws.row_name(name, row), seed)
+                _fill(matrix, spec.init, specs.row_name(name, row), seed)
         else:
             _fill(tensor, spec.init, name, seed)
 
@@ -43,14 +43,14 @@ def _fill(tensor: Tensor, init: Init, name: str, seed: int) -> None:
     if init.kind != "normal":
         tensor.fill_(1.0 if init.kind == "ones" else 0.0)
         return
-    key, flat = draws.key_of(seed, name), tensor.detach().view(-1)
-    for block, part in enumerate(flat.split(draws.BLOCK)):
+    key, flat = specs.key_of(seed, name), tensor.detach().view(-1)
+    for block, part in enumerate(flat.split(specs.BLOCK)):
         part.copy_(_drawn(key, block, tensor.device)[: part.numel()] * init.std)
 
 
 def _drawn(key: bytes, block: int, device: torch.device) -> Tensor:
     if draws_initial_weights(device):
-        generator = torch.Generator(device).manual_seed(draws.device_seed(key, block))
-        return torch.empty(draws.BLOCK, device=device, dtype=torch.float32).normal_(generator=generator)
-    stream = np.random.Generator(np.random.Philox(**draws.philox(key, block)))  # type: ignore[arg-type]
-    return torch.from_numpy(stream.standard_normal(draws.BLOCK, dtype=np.float32))
+        generator = torch.Generator(device).manual_seed(specs.device_seed(key, block))
+        return torch.empty(specs.BLOCK, device=device, dtype=torch.float32).normal_(generator=generator)
+    stream = np.random.Generator(np.random.Philox(**specs.philox(key, block)))  # type: ignore[arg-type]
+    return torch.from_numpy(stream.standard_normal(specs.BLOCK, dtype=np.float32))

@@ -159,7 +159,7 @@ LAYOUT_DEPENDENT = ("micro_batch", "pooled")
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """Weights of the losses that balance experts and keep logits small; see `blocks.moe.losses`.
+    """Weights of the losses that balance experts and keep logits small; see `blocks.moe.routers`.
 
     Each key names the scope over which loads are counted.
     """

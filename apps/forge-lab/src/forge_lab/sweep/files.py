@@ -10,8 +10,8 @@ from typing import Literal
 from forge_core.component import LAYOUT
 from forge_core.config.changes import changes
 from forge_core.config.toml import read_toml
-from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
+from forge_core.files import replace_file
 from forge_core.redaction import redacted_text
 from forge_core.registry import Registry
 from forge_lab.sweep.grid import OURS, Sweep

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from forge_core.errors import ForgeError
-from forge_core.lines import lines_of
+from forge_core.files import lines_of
 from forge_lab.sweep.grid import Sweep
 from forge_train.process.restarts import NoProgress
 from forge_train.process.stop import FAULTY, FOLLOWS, FULL, HOOK_FAILED, REQUEUE, RolledBackTooOften, TrainingError

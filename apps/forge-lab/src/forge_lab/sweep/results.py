@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from forge_core.config.toml import read_toml, value_text
-from forge_core.durable_files import replace_file
+from forge_core.files import replace_file
 from forge_core.registry import Registry
 from forge_core.terminal import duration
 from forge_lab.figures import FigureSeries, number, plot

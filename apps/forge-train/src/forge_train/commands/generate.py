@@ -141,7 +141,7 @@ def _texts(size: int, prompt: str | None, file: Path | None, prompts: Path | Non
         ForgeError: options exclude each other, a file cannot be read, or several processes cannot do what the options request.
     """
     from forge_core.errors import ForgeError
-    from forge_core.lines import lines_of
+    from forge_core.files import lines_of
 
     given = [name for name, value in (("--prompt", prompt), ("--file", file), ("--prompts", prompts)) if value is not None]
     if len(given) > 1:

@@ -27,7 +27,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a recipe for a world of N processes and report every fault; imports no torch."""
-    from forge_parallel.model_checks import left_to_the_start
+    from forge_parallel.checks import left_to_the_start
 
     registry = Registry()
     console = Console(as_json=as_json)

@@ -141,7 +141,7 @@ def _train(recipe: "Resolved", ranks: "JobRanks", fresh: bool) -> int:
 
 def _conclude(run: "Run", resolved: "Resolved", reason: str) -> None:
     """Writes the report and prints its path."""
-    from forge_train.report.facts import write_run_report
+    from forge_train.report.page import write_run_report
 
     report = write_run_report(run, resolved, reason, list(resolved.warnings))
     assert run.console is not None

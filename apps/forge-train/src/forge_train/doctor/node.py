@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 
-from forge_core.durable_files import write_file
+from forge_core.files import write_file
 from forge_core.machine import slow_bf16, usable_cores
 from forge_core.terminal import size
 from forge_train.doctor.step import Check, DoctorSettings

@@ -8,11 +8,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from forge_core.durable_files import replace_file
 from forge_core.errors import DataError
+from forge_core.files import replace_file
 from forge_train.doctor.step import Check, StepOutcome, checks_of
-from forge_train.report.facts import machine, versions
 from forge_train.report.html import document, fields, rows
+from forge_train.report.page import machine, versions
 
 DOCUMENT, PAGE = "doctor.json", "doctor.html"
 SCHEMA = 1

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from forge_core.component import Component
-from forge_core.durable_files import publish, sync_path
 from forge_core.errors import ForgeError
+from forge_core.files import publish, sync_path
 from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights, WeightsInfo
 from forge_core.registry import Registry
 from forge_models.hf.reader import DTYPES, INDEX, SINGLE

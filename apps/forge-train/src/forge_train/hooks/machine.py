@@ -17,8 +17,8 @@ from annotated_types import Ge, Gt
 
 from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.component import FREE
-from forge_core.durable_files import write_file
 from forge_core.errors import ForgeError
+from forge_core.files import write_file
 from forge_core.machine import available_memory
 from forge_core.protocols.run import Run
 from forge_core.terminal import size as told

@@ -10,7 +10,7 @@ from annotated_types import Gt
 
 from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.component import FREE
-from forge_core.durable_files import replace_file
+from forge_core.files import replace_file
 from forge_core.protocols.model import Observer
 from forge_core.protocols.run import Run
 from forge_train.directory import ROUTING

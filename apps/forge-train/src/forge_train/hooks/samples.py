@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from forge_core.component import FREE
-from forge_core.durable_files import replace_file
 from forge_core.errors import DataError, ForgeError, did_you_mean
+from forge_core.files import replace_file
 from forge_core.protocols.run import Run
 from forge_train.directory import ANSWERS, SAMPLES
 from forge_train.hooks.periodic import Periodic, length_limit

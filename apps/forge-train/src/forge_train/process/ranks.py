@@ -32,9 +32,9 @@ from forge_core.terminal import Console
 from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import Launch
 from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
+from forge_parallel.torch_private import default_store
 from forge_train.process.logs import RunLog
 from forge_train.process.stop import Interrupted, Signals
-from forge_train.torch_private import default_store
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal

@@ -10,8 +10,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from forge_core.errors import ForgeError
+from forge_core.protocols.model import Topology
 from forge_core.protocols.run import RunState, StepResult
-from forge_core.protocols.topology import Topology
 
 if TYPE_CHECKING:
     from forge_ckpt.checkpoint.fence import Fence

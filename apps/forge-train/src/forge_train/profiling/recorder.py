@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, record_function
 
-from forge_core.durable_files import publish, sync_path
+from forge_core.files import publish, sync_path
 from forge_parallel.accelerator import note_allocations, notes_allocations, profiled, wait, write_allocations
 from forge_train.profiling.classes import CLOSING
 from forge_train.profiling.trace import ABOUT, WINDOW, snapshot_of, trace_of

@@ -6,7 +6,7 @@
     status              text, such as "finished" or "stopped: time limit"
     ended               ISO time of the end; lines of the metrics that are newer belong to a later start
     config              the resolved recipe: text, or a list of {"key", "value", "origin"}
-    machine, versions   mappings to text (`forge_train.report.facts`)
+    machine, versions   mappings to text (`machine`, `versions`)
     model               mapping to numbers or text, such as {"parameters": 7_300_000}
     unigram_entropy     nats per token of the training corpus
     bytes_per_token     evaluation set -> mean bytes of text per predicted token; gives bits per byte
@@ -17,20 +17,27 @@
     checkpoints         list of {"step", "path", "bytes"}
     warnings            list of text
 
-Curves and final numbers come from `metrics.jsonl` in the same directory, faults from its logs.
+Curves and final numbers come from `metrics.jsonl` in the same directory, faults from its logs. A report has neither
+the machine's name and addresses nor environment variables.
 """
 
 import json
+import os
+import platform
 import re
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forge_core.durable_files import replace_file
 from forge_core.errors import DataError
+from forge_core.files import replace_file
+from forge_core.machine import processor_name, usable_cores
 from forge_core.redaction import redacted, redacted_text
 from forge_core.terminal import size
 from forge_train.directory import previous
@@ -39,6 +46,11 @@ from forge_train.report.curves import limit
 from forge_train.report.html import document, embedded, heat, rows, section, static, swatch, table
 from forge_train.report.record import MOST_FAULTS, SUMMARY, RunRecord, is_run, read_record
 from forge_train.report.results import environment, mixture, overview, results
+
+if TYPE_CHECKING:
+    from forge_train.recipe.load import Resolved
+    from forge_train.run.run import Run
+
 
 REPORT = "report.html"
 
@@ -317,3 +329,108 @@ def _about(most: int, license_: str) -> str:
         f'<footer class="dim"><h2>About the curves</h2><p>{text}</p>'
         f"<details><summary>They are drawn by uPlot; its license</summary><pre>{escape(license_)}</pre></details></footer>"
     )
+
+
+def write_run_report(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) -> Path:
+    """Gathers the facts of a run and writes its report; rank 0 only."""
+    return write_report(
+        run.directory,
+        {
+            "name": run.job.job.name,
+            "status": reason,
+            "ended": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "config": resolved.origins(),
+            "machine": machine() | _processes(run),
+            "versions": versions() | commit(Path()),
+            "model": {
+                "parameters": run.training.parameters,
+                "layout": str(run.topology.layout),
+                "transforms": list(run.model.plan.names()),
+            },
+            "checkpoints": _stored_checkpoints(run.directory),
+            "warnings": [*warnings, *run.health.summary()],
+            **data_facts(run),
+        },
+    )
+
+
+def data_facts(run: "Run") -> dict[str, Any]:
+    """Returns the unigram entropy of the corpus, and the mean bytes of text per predicted token of each held-out set."""
+    sets = {name: found.predicted() for name, found in run.evaluations.items()}
+    known = {name: found for name, found in sets.items() if found is not None}
+    return {
+        "unigram_entropy": run.data.entropy(),
+        "bytes_per_token": {name: size / tokens for name, (tokens, size) in known.items() if size > 0},
+    }
+
+
+def _processes(run: "Run") -> dict[str, str]:
+    """Returns the device of rank 0, the number of processes, and the threads per process."""
+    import torch
+
+    from forge_parallel.accelerator import name
+
+    return {
+        "Device of rank 0": name(run.topology.device),
+        "Processes": str(run.topology.size),
+        "Threads per process": str(torch.get_num_threads()),
+    }
+
+
+def _stored_checkpoints(directory: Path) -> list[dict[str, Any]]:
+    """Returns the committed checkpoints in the run's directory; a remote store is not listed."""
+    return [
+        {
+            "path": folder.name,
+            "step": int(folder.name.split("-")[1]),
+            "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+        }
+        for folder in sorted((directory / "checkpoints").glob("step-*"))
+    ]
+
+
+_PACKAGES = ("torch", "numpy", "tokenizers", "pydantic")
+_OURS = (
+    "forge-train",
+    "forge-core",
+    "forge-parallel",
+    "forge-models",
+    "forge-data",
+    "forge-ckpt",
+    "forge-vlm",
+    "forge-interp",
+    "forge-lab",
+)
+
+
+def machine() -> dict[str, str]:
+    """Returns processor, cores, memory and operating system."""
+    found = {
+        "Processor": processor_name(),
+        "CPU cores": str(usable_cores()),
+        "System": f"{platform.system()} {platform.release()}",
+    }
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        found["Memory"] = size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python, of libraries that affect numbers, and of Forge."""
+    found = {"Python": platform.python_version()}
+    for name in (*_PACKAGES, *_OURS):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit(directory: Path) -> dict[str, str]:
+    """Returns the git commit of a directory, with `-dirty` if files differ from it; empty outside a repository or without git."""
+    command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return {"Commit of the working directory": told.stdout.strip()} if told.returncode == 0 else {}

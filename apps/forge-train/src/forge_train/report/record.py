@@ -12,7 +12,7 @@ from typing import Any
 
 from forge_core.config.tree import build, leaves
 from forge_core.errors import DataError
-from forge_core.lines import lines_of
+from forge_core.files import lines_of
 from forge_core.redaction import redacted, redacted_text
 from forge_train.directory import ANSWERS, RECIPE, ROUTING, SAMPLES, SIMILARITY
 from forge_train.report.curves import History

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_ckpt.world import from_rank_0
-from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
+from forge_core.files import replace_file
 from forge_core.layout import Layout
 from forge_core.protocols.checkpoint import World
 from forge_parallel.accelerator import is_out_of_memory

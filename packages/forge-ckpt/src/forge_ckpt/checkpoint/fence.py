@@ -15,10 +15,9 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from forge_ckpt.errors import Superseded
 from forge_ckpt.format.names import OWNER, SAVING
 from forge_ckpt.world import from_rank_0
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, Superseded
 from forge_core.protocols.checkpoint import Store, World
 
 

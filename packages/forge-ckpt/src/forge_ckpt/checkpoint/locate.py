@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from forge_ckpt.errors import Damaged, NewerFormat
 from forge_ckpt.format.manifest import Manifest
 from forge_ckpt.format.names import MANIFEST, committed, is_safe, marked
 from forge_ckpt.store.local import MARKER, LocalStore
 from forge_ckpt.store.objects import is_url
 from forge_ckpt.store.remote import RemoteStore
 from forge_ckpt.world import SingleProcessWorld, from_rank_0
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, Damaged, NewerFormat
 from forge_core.protocols.checkpoint import Store, World
 
 CHECKPOINTS = "checkpoints"

@@ -13,13 +13,12 @@ import torch
 
 from forge_ckpt.checkpoint.locate import AnyStore, resolve
 from forge_ckpt.checkpoint.verification import agreed_fault, hidden_file, open_manifest
-from forge_ckpt.errors import Damaged, NewerFormat
 from forge_ckpt.format.codec import decode
 from forge_ckpt.format.manifest import CHUNK_BYTES, Manifest, TensorInfo, meeting
 from forge_ckpt.format.names import DAMAGED, SUPERSEDED, committed, free_name
 from forge_ckpt.format.tensor_bytes import DTYPES, DoubleBuffer, copy_box, dtype_name
 from forge_ckpt.world import SingleProcessWorld, describe_error, from_rank_0
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, Damaged, NewerFormat
 from forge_core.protocols.checkpoint import Piece, Store, World
 
 _log = logging.getLogger(__name__)

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from forge_ckpt.checkpoint.verification import agreed_fault, manifest_bytes, open_manifest
-from forge_ckpt.errors import Damaged
 from forge_ckpt.format.codec import decode, meta_of
 from forge_ckpt.format.names import REMOVED, SAVING, Committed, committed, free_name
 from forge_ckpt.world import from_rank_0
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, Damaged
 from forge_core.protocols.checkpoint import Store, World
 
 _HOUR = 3600.0

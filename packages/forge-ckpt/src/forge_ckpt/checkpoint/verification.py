@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forge_ckpt.errors import Damaged
 from forge_ckpt.format import codec
 from forge_ckpt.format.manifest import CHUNK_BYTES, Manifest
 from forge_ckpt.format.names import MANIFEST, committed
 from forge_ckpt.format.rank_files import checksum
 from forge_ckpt.world import describe_error
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, Damaged
 from forge_core.machine import usable_cores
 from forge_core.protocols.checkpoint import Store, World
 

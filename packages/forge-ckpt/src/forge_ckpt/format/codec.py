@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from forge_ckpt.errors import Damaged, NewerFormat
 from forge_ckpt.format.manifest import Manifest, TensorInfo, build, check_tensor, is_whole, need
 from forge_ckpt.format.names import MANIFEST, is_safe
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, Damaged, NewerFormat
 
 FORMAT, VERSION = "forge-checkpoint", 1
 MAX_BYTES = 256 << 20

@@ -16,7 +16,7 @@ from typing import Any
 
 from forge_core.config.tree import TOO_DEEP, Keys, Table, build, is_too_deep, join
 from forge_core.errors import ConfigError, Fault
-from forge_core.lines import lines_of
+from forge_core.files import lines_of
 
 
 def read_toml(path: Path) -> Table:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from forge_core.protocols.model import (
         AttentionCore,
         AveragingOptimizer,
+        Context,
         ExpertDispatcher,
         ExpertStack,
         Head,
@@ -47,11 +48,11 @@ if TYPE_CHECKING:
         Optimizer,
         PackedCore,
         PositionedCore,
+        Topology,
         TrainableModel,
         Transform,
     )
     from forge_core.protocols.run import Evaluation, Hook, HookRequests, Job, Run, RunState, Step, StepResult, Tracker
-    from forge_core.protocols.topology import Context, Topology
     from forge_core.protocols.weights import Converter, HfModel, StoredTensor, Weights, WeightsInfo
 
 __all__ = [

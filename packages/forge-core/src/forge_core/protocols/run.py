@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 from forge_core.batch import Batch
 from forge_core.component import Component
 from forge_core.protocols.data import EvaluationSet, Stream
-from forge_core.protocols.model import Objective, Optimizer
-from forge_core.protocols.topology import Topology
+from forge_core.protocols.model import Objective, Optimizer, Topology
 
 if TYPE_CHECKING:
     from rich.console import Console

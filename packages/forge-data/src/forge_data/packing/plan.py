@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forge_core.durable_files import publish, sync_path
 from forge_core.errors import DataError
+from forge_core.files import publish, sync_path
 from forge_core.protocols.data import Source, SourceWithItems
 from forge_data.packing.concatenation import RowWindows
 from forge_data.sources.scan import place_of, refuse_falling

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from forge_core.durable_files import publish, sync, write_file
 from forge_core.errors import DataError
+from forge_core.files import publish, sync, write_file
 from forge_core.protocols.data import Tokenizer
 from forge_data.sources.records import CorpusPart, Document, Skips, Wanted, part_as_json, part_from_json, read_part
 from forge_data.storage import npy

@@ -13,8 +13,8 @@ from typing import IO, NamedTuple, Self
 
 import numpy as np
 
-from forge_core.durable_files import publish, sync
 from forge_core.errors import DataError
+from forge_core.files import publish, sync
 from forge_data.sources.store import FORMAT, MANIFEST
 from forge_data.sources.token_files import TokenFiles, TokenFilesInfo, integers, read_heads, same_dtype
 from forge_data.storage import npy

@@ -17,8 +17,8 @@ from typing import Self
 import numpy as np
 import xxhash
 
-from forge_core.durable_files import publish, sync
 from forge_core.errors import DataError
+from forge_core.files import publish, sync
 from forge_data.sources.token_files import TokenFiles, TokenFilesInfo, integers, same_dtype
 from forge_data.storage.document_ends import Listed, blocks_of, distinct
 from forge_data.storage.files import File, find, find_one, neighbors, read_bytes

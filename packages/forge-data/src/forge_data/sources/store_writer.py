@@ -12,8 +12,8 @@ from typing import Self
 import numpy as np
 import xxhash
 
-from forge_core.durable_files import publish, sync, sync_path, write_file
 from forge_core.errors import DataError
+from forge_core.files import publish, sync, sync_path, write_file
 from forge_core.protocols.data import Tokenizer
 from forge_data.sources.store import COUNTS, DTYPES, MANIFEST, TOKENIZER, FileEntry, ShardEntry, StoreManifest, TokenizerEntry
 from forge_data.storage.workspace import Partial

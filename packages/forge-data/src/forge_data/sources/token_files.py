@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from forge_core.errors import DataError
-from forge_core.lines import lines_of
+from forge_core.files import lines_of
 from forge_data.storage.checksums import TOKEN_BLOCK, TOKEN_BLOCKS, sampled_ranges
 from forge_data.storage.document_ends import Delimited, Documents, Ends, Listed
 from forge_data.storage.files import File, find, neighbors, read_bytes, read_each

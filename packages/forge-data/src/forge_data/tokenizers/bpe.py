@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from forge_core.durable_files import replace_file
 from forge_core.errors import DataError
+from forge_core.files import replace_file
 from forge_core.protocols.data import SourceContext, Texts
 from forge_data.sources.text import text_files
 from forge_data.storage.workspace import locked

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from forge_core.errors import ForgeError
-from forge_core.lines import lines_of
+from forge_core.files import lines_of
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for

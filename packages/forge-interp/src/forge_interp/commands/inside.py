@@ -17,8 +17,8 @@ from annotated_types import Ge, Gt, MinLen
 
 from forge_core.batch import Batch
 from forge_core.component import FREE
-from forge_core.durable_files import replace_file
 from forge_core.errors import Fault, ForgeError, did_you_mean
+from forge_core.files import replace_file
 from forge_core.layout import Layout
 from forge_core.protocols.run import Run
 from forge_train.directory import INSIDE, SIMILARITY
@@ -149,7 +149,7 @@ class Inside(Periodic):
         self, run: Run, found: "Look", attention: Mapping[str, tuple[float, float, float]], kind: str
     ) -> dict[str, float]:
         """Returns the statistics by `blocks.N/NAME`; writes the data that later looks compare with."""
-        from forge_interp.kernel_similarity import gram, gram_cka, gram_rank
+        from forge_interp.similarity import gram, gram_cka, gram_rank
 
         folder = run.directory / INSIDE
         products = {block: gram(stream) for block, stream in found.streams.items()}
@@ -233,7 +233,7 @@ def inside_can_be_measured(job: "Job", layout: Layout | None) -> Iterator[Fault]
 def similarity_maps(now: "Mapping[str, Tensor]", first: "Mapping[str, Tensor]") -> list[dict[str, Any]]:
     """Returns heat maps of the CKA of all pairs of layers of a look, and of its layers with those of the first look, from the
     Gram matrices by block; empty for fewer than two layers."""
-    from forge_interp.kernel_similarity import gram_cka_pairs
+    from forge_interp.similarity import gram_cka_pairs
 
     if len(now) < 2:
         return []

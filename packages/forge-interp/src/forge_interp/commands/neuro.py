@@ -233,7 +233,7 @@ def _write(
 
     import numpy as np
 
-    from forge_core.durable_files import replace_file
+    from forge_core.files import replace_file
     from forge_interp.heat_maps import write_heat_map
 
     if output is None:

@@ -146,7 +146,7 @@ class CaptureRequest(NamedTuple):
         """
         from forge_interp.captures import select_taps
         from forge_interp.commands.inputs import integers, positions_of, rows_of_text
-        from forge_interp.recorder import record
+        from forge_interp.store import record
         from forge_train.inference.stored import load_model, open_weights
 
         opened = open_weights(self.model, registry, self.weights)
@@ -163,7 +163,7 @@ class CaptureRequest(NamedTuple):
         import torch
 
         from forge_interp.commands.ranks_store import in_dtype, record_sharded
-        from forge_interp.recorder import fingerprint_of
+        from forge_interp.store import fingerprint_of
         from forge_parallel.launch import process_group
         from forge_train.inference.stored import load_sharded_model, recipe_to_generate, stored_parameters
         from forge_train.process.ranks import content_of
@@ -186,7 +186,7 @@ class CaptureRequest(NamedTuple):
     ) -> dict[str, Any]:
         from forge_core.errors import ForgeError
         from forge_interp.commands.inputs import row_count
-        from forge_interp.recorder import row_bytes
+        from forge_interp.store import row_bytes
 
         count = row_count(rows, positions)
         size, budget = count * row_bytes(infos, heads), self.limits["budget"]

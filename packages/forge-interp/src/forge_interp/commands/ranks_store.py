@@ -22,8 +22,7 @@ from forge_core.protocols.checkpoint import World
 from forge_core.protocols.model import LossTerms
 from forge_interp.captures import select_taps
 from forge_interp.commands.ranks import GatheredValues, LocalShares, Shares
-from forge_interp.recorder import check_inputs, facts_of, stored
-from forge_interp.store import MANIFEST, SHARD_BYTES, ActivationManifest, ShardWriter
+from forge_interp.store import MANIFEST, SHARD_BYTES, ActivationManifest, ShardWriter, check_inputs, facts_of, stored
 from forge_interp.tap_names import InterpError, TapInfo
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.topology import Topology
@@ -163,7 +162,7 @@ def record_sharded(
     shard_bytes: int = SHARD_BYTES,
     report: Callable[[int], None] | None = None,
 ) -> None:
-    """Collective: does what `forge_interp.recorder.record` does, for a model in any layout.
+    """Collective: does what `forge_interp.store.record` does, for a model in any layout.
 
     Args:
         model: sharded model.

@@ -136,8 +136,7 @@ def _stores(
     from tempfile import TemporaryDirectory
 
     from forge_interp.commands.inputs import positions_of, rows_of_text
-    from forge_interp.recorder import record
-    from forge_interp.store import ActivationStore, is_store
+    from forge_interp.store import ActivationStore, is_store, record
     from forge_train.inference.stored import load_model, open_weights
 
     with TemporaryDirectory() as scratch:

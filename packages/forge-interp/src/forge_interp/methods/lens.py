@@ -156,7 +156,7 @@ class TunedLens(NamedTuple):
         """
         from safetensors.torch import save
 
-        from forge_core.durable_files import replace_file
+        from forge_core.files import replace_file
 
         try:
             replace_file(path, save({name: value.contiguous() for name, value in self._asdict().items()}, facts))

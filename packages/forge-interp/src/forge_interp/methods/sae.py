@@ -50,7 +50,7 @@ class SAE(NamedTuple):
         """
         from safetensors.torch import save
 
-        from forge_core.durable_files import replace_file
+        from forge_core.files import replace_file
 
         tensors = {name: value.contiguous() for name, value in self._asdict().items() if isinstance(value, Tensor)}
         try:

@@ -21,7 +21,7 @@ from forge_core.exports import lazy_exports
 if TYPE_CHECKING:
     from forge_models.blocks.attention import Attention, LatentAttention
     from forge_models.blocks.attention_core import LocalAttention
-    from forge_models.blocks.block import Block
+    from forge_models.blocks.block import Block, MTPModule, MTPModules
     from forge_models.blocks.cache import KVCache, LayerCache
     from forge_models.blocks.head import ChunkedCrossEntropy, Head
     from forge_models.blocks.layers import MLP, Embedding, GatedMLP, LayerNorm, Linear, RMSNorm, linear_specs
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from forge_models.blocks.moe.experts import Experts
     from forge_models.blocks.moe.layer import ExpertLayer
     from forge_models.blocks.moe.routers import Hash, Router, Routing, SigmoidTopK, SoftmaxTopK
-    from forge_models.blocks.mtp import MTPModule, MTPModules
     from forge_models.blocks.rope import Rotary
 
 __all__ = [

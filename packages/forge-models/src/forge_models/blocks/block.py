@@ -1,11 +1,28 @@
-"""One block of a decoder."""
+"""One block of a decoder, and multi-token prediction (MTP; DeepSeek-V3, 2024, section 2.2), for training and for drafting.
+
+With h^0 the residual stream after the last block and t the tokens of a row, module k = 1, 2, ... computes at position i
+
+    h^k_i = block_k(projection_k [norm(h^(k-1)_i) ; norm(embedding(t_(i+k)))])
+
+and predicts t_(i+k+1) from norm_k(h^k_i) with the model's head. The modules share the model's embedding and head; each has its
+own norms, projection and block. The minimized loss is
+
+    sum of nll / D  +  weight / depth * sum over k of (sum of module k's nll / D)
+
+with D the number of next-token labels in the whole step. The paper also divides each module's loss by the length of the row, not
+by the smaller number of labels of that module. Every layout therefore gives the same numbers without further communication.
+"""
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from forge_core.specs import ModuleSpec
+from forge_core.protocols.model import LossTerms
+from forge_core.specs import Dim, ModuleSpec, TensorSpec
+from forge_models.autograd import with_gradient_of
 from forge_models.blocks.cache import LayerCache
+from forge_models.blocks.layers import Embedding, Linear, linear_specs
 from forge_models.blocks.moe.layer import ExpertLayer
 from forge_models.blocks.rope import Rotation
 from forge_models.inner_values import tap
@@ -82,3 +99,83 @@ class Block(nn.Module):
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
     return x if norm is None else norm(x)
+
+
+STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
+
+
+class MTPModule(nn.Module):
+    """MTP module k; its block is built like the block of layer `layers + k - 1`."""
+
+    def __init__(self, shape: DecoderShape, depth: int) -> None:
+        super().__init__()
+        norm: Any = shape.norm
+        self.std = shape.init_std
+        self.stream_norm: nn.Module = norm.build(shape.dim)
+        self.token_norm: nn.Module = norm.build(shape.dim)
+        self.projection = Linear(2 * shape.dim, shape.dim)
+        self.block = Block(shape, shape.layers + depth - 1)
+        self.norm: nn.Module = norm.build(shape.dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        embedded: Tensor,
+        rotation: Rotation,
+        attention_mask: Any,
+        cache: LayerCache | None = None,
+        token_mask: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """h^(k-1) and embedded t_(i+k), each (B, T, dim) -> (h^k, its norm for the head, router statistics or None).
+
+        The other arguments are those of a block.
+        """
+        x = self.projection(torch.cat((self.stream_norm(x), self.token_norm(embedded)), dim=-1))
+        router_stats: Tensor | None = None
+        if self.block.sparse:
+            x, router_stats = self.block(x, rotation, attention_mask, cache, token_mask, tokens)
+        else:
+            x = self.block(x, rotation, attention_mask, cache)
+        return x, tap("norm", self.norm(x)), router_stats
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """Returns the specs of the projection; norms and block describe themselves."""
+        return linear_specs("projection", self.projection, ("embed", None), self.std)
+
+    def module_specs(self) -> dict[str, ModuleSpec]:
+        """Returns the layout of projection and norms, which strategies may shard along the sequence."""
+        norms = ("stream_norm", "token_norm", "norm")
+        pair: tuple[Dim, ...] = ("batch", "sequence", None)
+        return {"projection": ModuleSpec((pair,), (STREAM,))} | {name: ModuleSpec((STREAM,), (STREAM,)) for name in norms}
+
+
+class MTPModules(nn.Module):
+    """All MTP modules of a decoder.
+
+    `embed` shares the model's embedding table, because the last pipeline stage may have no other copy of it. `weight` is the
+    loss weight of the current step.
+    """
+
+    def __init__(self, shape: DecoderShape, embed: Embedding) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = shape.mtp_weight
+        self.embed = Embedding(shape.vocab_size, shape.dim)
+        self.embed.weight = embed.weight
+        self.depths = nn.ModuleDict({str(k): MTPModule(shape, k) for k in range(1, shape.mtp_depth + 1)})
+
+    def at_step(self, step: int, steps: int) -> None:
+        """Sets the loss weight for optimizer step `step` of a run of `steps` steps."""
+        schedule: Any = self.shape.mtp_schedule
+        factor = 1.0 if schedule is None else schedule.build(steps)(step)
+        self.weight = self.shape.mtp_weight * factor
+
+    def add_gradient(self, terms: LossTerms, mtp_terms: list[LossTerms]) -> LossTerms:
+        """Returns `terms` with the gradient of all MTP losses added to `sum`; the value of `sum` does not change.
+
+        The metrics `mtp_1`, ... are the unweighted losses of each depth.
+        """
+        mtp_loss = sum((one.sum for one in mtp_terms[1:]), mtp_terms[0].sum) * (self.weight / len(mtp_terms))
+        metrics = {f"mtp_{k}": one.sum.detach() for k, one in enumerate(mtp_terms, 1)}
+        return terms._replace(sum=with_gradient_of(terms.sum, mtp_loss), metrics={**terms.metrics, **metrics})

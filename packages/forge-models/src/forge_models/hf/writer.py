@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.durable_files import publish, sync_path
+from forge_core.files import publish, sync_path
 from forge_core.protocols.weights import Weights
 from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import CONFIG, Unsupported

@@ -20,8 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from forge_core.batch import Batch
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_core.protocols.model import ExpertDispatcher, LossTerms, Objective, Optimizer, Transform
-from forge_core.protocols.topology import Context
+from forge_core.protocols.model import Context, ExpertDispatcher, LossTerms, Objective, Optimizer, Transform
 from forge_parallel.dryrun.fake_world import Accelerator, FusedAttention, Weightless, evenly, fake_world
 from forge_parallel.dryrun.lower_bounds import Bound, bounds
 from forge_parallel.dryrun.memory import GRADIENTS, Ledger, held

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.errors import LayoutError
-from forge_core.protocols.model import AttentionCore, ExpertDispatcher, PositionedTokens, Transform
-from forge_core.protocols.topology import Context
+from forge_core.protocols.model import AttentionCore, Context, ExpertDispatcher, PositionedTokens, Transform
 from forge_parallel.model.plan import Order
 from forge_parallel.placement.collectives import Ranks
 from forge_parallel.torch_private import (

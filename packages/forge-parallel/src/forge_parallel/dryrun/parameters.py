@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from forge_core.protocols.model import Transform
-from forge_core.protocols.topology import Context
+from forge_core.protocols.model import Context, Transform
 from forge_parallel.dryrun.estimate import Workload
 from forge_parallel.dryrun.fake_world import Weightless, fake_world
 from forge_parallel.dryrun.memory import held

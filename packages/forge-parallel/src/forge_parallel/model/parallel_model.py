@@ -26,7 +26,7 @@ from forge_parallel.torch_private import look_at_parameters_again
 
 @dataclass(frozen=True)
 class Context:
-    """One part of the model on one rank; see `forge_core.protocols.topology.Context`."""
+    """One part of the model on one rank; see `forge_core.protocols.model.Context`."""
 
     specs: Specs
     topology: Topology

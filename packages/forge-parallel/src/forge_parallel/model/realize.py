@@ -5,7 +5,7 @@ tensor initialized exactly once. No transform can be applied later.
 
 Initial weights as a function of (seed, global name): the same in every layout on one type of device.
 
-`forge_core.draws` defines the random stream of every element. A rank draws only the blocks that overlap its shard; the full
+`forge_core.specs` defines the random stream of every element. A rank draws only the blocks that overlap its shard; the full
 tensor never exists. (torch's CPU generator keeps only 32 bits of a seed, too few for the blocks of a large model.)
 """
 
@@ -18,9 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from forge_core.draws import BLOCK, device_seed, key_of, philox, row_name
 from forge_core.errors import PlanError
-from forge_core.specs import Init, Specs, TensorSpec
+from forge_core.specs import BLOCK, Init, Specs, TensorSpec, device_seed, key_of, philox, row_name
 from forge_parallel import accelerator
 from forge_parallel.model.parallel_model import DTYPES, Context, ParallelModel
 from forge_parallel.model.plan import Plan

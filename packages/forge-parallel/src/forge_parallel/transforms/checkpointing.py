@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from forge_core.errors import PlanError
 
 if TYPE_CHECKING:
-    from forge_core.protocols.topology import Context
+    from forge_core.protocols.model import Context
 
 aten = torch.ops.aten
 _log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from forge_parallel.torch_private import within_budget
 from forge_parallel.transforms.checkpointing import inside
 
 if TYPE_CHECKING:
-    from forge_core.protocols.topology import Context
+    from forge_core.protocols.model import Context
 
 
 def compile_blocks(part: nn.Module, context: "Context", *, fullgraph: bool, mode: str, budget: float) -> None:

@@ -31,7 +31,7 @@ from forge_parallel.placement.shares import apart
 from forge_parallel.torch_private import base_of, before_backward, end_forward, expect_views_from_units, in_backward, tree_iter
 
 if TYPE_CHECKING:
-    from forge_core.protocols.topology import Context
+    from forge_core.protocols.model import Context
 
 
 def shard(part: nn.Module, context: "Context", *, reshard: bool | None, offload: bool) -> None:

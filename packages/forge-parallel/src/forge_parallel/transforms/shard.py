@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from forge_core.protocols.topology import Context
+    from forge_core.protocols.model import Context
 
 _STATED = "a run no longer chooses by itself: leave the key out, or state what `forge-train plan --device` recommends"
 

@@ -22,9 +22,9 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from forge_core.component import Component, fields_of
-from forge_core.durable_files import replace_file
 from forge_core.errors import BrokenPlugin, ForgeError
 from forge_core.features import Use, interact, used
+from forge_core.files import replace_file
 from forge_core.layout import Layout
 from forge_core.protocols.run import Job
 from forge_core.registry import Registry

@@ -18,8 +18,8 @@ from typing import IO, Any
 import numpy as np
 import xxhash
 
-from forge_core.durable_files import publish, sync, sync_path, write_file
 from forge_core.errors import DataError
+from forge_core.files import publish, sync, sync_path, write_file
 from forge_core.protocols.data import SourceContext, Tokenizer
 from forge_data.sources.records import Skips, in_split, name_skipped, skipped_file
 from forge_data.sources.store_writer import StoreWriter, dtype_for

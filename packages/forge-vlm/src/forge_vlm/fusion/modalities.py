@@ -15,7 +15,7 @@ from forge_core.specs import ModuleSpec, TensorSpec
 from forge_models.blocks.attention import HEADS, KV_HEADS, STREAM, Attention
 from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.moe.layer import ExpertLayer
-from forge_models.blocks.moe.losses import RowIndex
+from forge_models.blocks.moe.routers import RowIndex
 from forge_models.blocks.rope import Rotation
 from forge_models.inner_values import inside, tap
 from forge_models.shape import BlockContext, DecoderShape, MoEShape

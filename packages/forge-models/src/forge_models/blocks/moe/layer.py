@@ -13,8 +13,7 @@ from forge_models.autograd import attach
 from forge_models.blocks.layers import MLP, STREAM
 from forge_models.blocks.moe.dispatch import LocalDispatch, limited
 from forge_models.blocks.moe.experts import Experts
-from forge_models.blocks.moe.losses import RowIndex, entropy, loads, pooled, probability_sums, weighted
-from forge_models.blocks.moe.routers import Biased
+from forge_models.blocks.moe.routers import Biased, RowIndex, entropy, loads, pooled, probability_sums, weighted
 from forge_models.inner_values import tap
 from forge_models.shape import BlockContext, MoEShape, RouterContext
 

@@ -31,7 +31,7 @@ from forge_parallel.transforms.context.rows import (
 from forge_parallel.transforms.context.ulysses import UlyssesAttention
 
 if TYPE_CHECKING:
-    from forge_core.protocols.topology import Context
+    from forge_core.protocols.model import Context
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from forge_core.batch import Batch
-    from forge_core.protocols.topology import Context
+    from forge_core.protocols.model import Context
 
 Kind = Literal["all_gather", "ring", "ulysses"]
 

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from forge_core.errors import PlanError
-from forge_core.protocols.model import ExpertDispatcher
-from forge_core.protocols.topology import Context, Topology
+from forge_core.protocols.model import Context, ExpertDispatcher, Topology
 from forge_parallel.placement.collectives import GatherWide, Ranks, all_gather, all_to_all, all_to_all_single, evenly, functional
 from forge_parallel.placement.shares import chunk, stacks
 

@@ -13,7 +13,7 @@ from forge_parallel.model.plan import Order
 if TYPE_CHECKING:
     from torch import nn
 
-    from forge_core.protocols.topology import Context
+    from forge_core.protocols.model import Context
 
 Kind = Literal["all_to_all", "all_gather", "hierarchical"]
 

@@ -17,7 +17,7 @@ from forge_parallel.transforms.float8.layers import candidates, check_experts, c
 from forge_parallel.transforms.tensor.rules import Role, ancestors, tensor_parallel_rules
 
 if TYPE_CHECKING:
-    from forge_core.protocols.topology import Context
+    from forge_core.protocols.model import Context
     from forge_parallel.transforms.float8.linear import Casting
 
 

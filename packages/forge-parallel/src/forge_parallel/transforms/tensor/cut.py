@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from forge_core.errors import PlanError
-from forge_core.protocols.topology import Context, Topology
+from forge_core.protocols.model import Context, Topology
 from forge_core.specs import Specs
 from forge_parallel.accelerator import shares_memory
 from forge_parallel.placement.collectives import Ranks, all_gather

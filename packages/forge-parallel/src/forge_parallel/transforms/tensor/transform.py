@@ -11,7 +11,7 @@ from forge_parallel.model.plan import Order
 if TYPE_CHECKING:
     from torch import nn
 
-    from forge_core.protocols.topology import Context
+    from forge_core.protocols.model import Context
     from forge_core.specs import Specs
     from forge_parallel.transforms.tensor.rules import Rules
 
