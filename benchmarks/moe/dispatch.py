@@ -34,7 +34,7 @@ from forge_models.blocks.moe.experts import Experts
 from forge_models.components.decoder import DecoderConfig
 from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.placement.topology import Topology
-from forge_parallel.transforms.expert.dispatchers import open_dispatcher
+from forge_parallel.transforms.dispatchers import open_dispatcher
 
 
 class Border(TorchDispatchMode):

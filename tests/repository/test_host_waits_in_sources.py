@@ -29,11 +29,11 @@ ALLOWED = {
         1,
         "the kernel `loop`, where no grouped product takes precision or width",
     ),
-    "forge_parallel/transforms/expert/dispatchers.py AllGatherDispatcher: tolist": (
+    "forge_parallel/transforms/dispatchers.py AllGatherDispatcher: tolist": (
         1,
         "ranks may have different numbers of tokens",
     ),
-    "forge_parallel/transforms/expert/dispatchers.py on_host: tolist": (
+    "forge_parallel/transforms/dispatchers.py on_host: tolist": (
         1,
         "rows that travel are counted on the host by the collective",
     ),

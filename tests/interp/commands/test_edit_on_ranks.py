@@ -18,7 +18,7 @@ from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.context.transform import ContextParallel
-from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.expert import ExpertParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel

@@ -25,8 +25,8 @@ from forge_parallel.optim.optimizers import AdamW8bitConfig, AdamWConfig, MuonCo
 from forge_parallel.sections import Parallel, PipelineConfig, Precision
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.context.transform import ContextParallel, Kind
-from forge_parallel.transforms.expert.transform import ExpertParallel
-from forge_parallel.transforms.expert.transform import Kind as Dispatcher
+from forge_parallel.transforms.expert import ExpertParallel
+from forge_parallel.transforms.expert import Kind as Dispatcher
 from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard

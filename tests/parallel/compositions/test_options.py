@@ -12,7 +12,7 @@ from forge_core.registry import Registry
 from forge_parallel.checks import compositions_are_proven, options_are_declared
 from forge_parallel.pipeline.schedules import Interleaved, ZeroBubbleV
 from forge_parallel.sections import Parallel, PipelineConfig, Precision
-from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.expert import ExpertParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 from parallel.compositions.rows import names

@@ -30,7 +30,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import begin_statistics, clip_grad_norm
 from forge_parallel.step.step import Step, local_batch
 from forge_parallel.transforms.context.transform import ContextParallel
-from forge_parallel.transforms.expert.transform import ExpertParallel, Kind
+from forge_parallel.transforms.expert import ExpertParallel, Kind
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel

@@ -18,7 +18,7 @@ from forge_core.protocols.model import ExpertDispatcher
 from forge_models.blocks.moe.dispatch import LocalDispatch
 from forge_parallel.placement.collectives import Ranks
 from forge_parallel.placement.topology import Topology
-from forge_parallel.transforms.expert.dispatchers import AllGatherDispatcher, AllToAllDispatcher, Route, open_dispatcher
+from forge_parallel.transforms.dispatchers import AllGatherDispatcher, AllToAllDispatcher, Route, open_dispatcher
 from harness.pool import World
 from harness.siblings import fast
 

@@ -19,8 +19,8 @@ from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
-from forge_parallel.transforms.expert.dispatchers import open_dispatcher
-from forge_parallel.transforms.expert.transform import ExpertParallel, Kind
+from forge_parallel.transforms.dispatchers import open_dispatcher
+from forge_parallel.transforms.expert import ExpertParallel, Kind
 from forge_parallel.transforms.shard import FullyShard
 from harness.pool import World
 

@@ -27,7 +27,7 @@ from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.expert import ExpertParallel
 from forge_parallel.transforms.float8 import conversion
 from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.recompute import Recompute

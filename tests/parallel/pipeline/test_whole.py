@@ -13,7 +13,7 @@ from forge_models.generation import GenerationError, Sampling, generate
 from forge_models.shape import Rope
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.context.transform import ContextParallel
-from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.expert import ExpertParallel
 from forge_parallel.transforms.tensor.transform import TensorParallel
 from harness.pool import World
 from harness.siblings import fast

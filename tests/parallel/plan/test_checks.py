@@ -20,7 +20,7 @@ from forge_parallel.checks import (
 )
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.context.transform import ContextParallel
-from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.expert import ExpertParallel
 from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard

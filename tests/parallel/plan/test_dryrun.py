@@ -31,7 +31,7 @@ from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.context.transform import ContextParallel
-from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.expert import ExpertParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel

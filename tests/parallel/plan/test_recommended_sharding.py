@@ -19,7 +19,7 @@ from forge_parallel.model.realize import Blueprint
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import Action, OneForwardOneBackward
-from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.expert import ExpertParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel

@@ -20,7 +20,7 @@ from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import OneForwardOneBackward
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.expert import ExpertParallel
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, share, synthetic

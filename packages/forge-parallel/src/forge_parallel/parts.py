@@ -6,7 +6,7 @@ PARTS = {
         "float8": "forge_parallel.transforms.float8.transform:Float8",
         "tensor": "forge_parallel.transforms.tensor.transform:TensorParallel",
         "context": "forge_parallel.transforms.context.transform:ContextParallel",
-        "expert": "forge_parallel.transforms.expert.transform:ExpertParallel",
+        "expert": "forge_parallel.transforms.expert:ExpertParallel",
         "recompute": "forge_parallel.transforms.recompute:Recompute",
         "compile": "forge_parallel.transforms.compile:Compile",
     },

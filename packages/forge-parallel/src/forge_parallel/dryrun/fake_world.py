@@ -29,7 +29,7 @@ from forge_parallel.torch_private import (
     forget_meshes,
     tree_leaves,
 )
-from forge_parallel.transforms.expert.dispatchers import AllGatherDispatcher, AllToAllDispatcher, Route, Run
+from forge_parallel.transforms.dispatchers import AllGatherDispatcher, AllToAllDispatcher, Route, Run
 
 aten = torch.ops.aten
 ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)

@@ -20,8 +20,8 @@ from forge_core.exports import lazy_exports
 if TYPE_CHECKING:
     from forge_parallel.transforms.compile import Compile
     from forge_parallel.transforms.context.transform import ContextParallel
-    from forge_parallel.transforms.expert.dispatchers import AllGatherDispatcher, AllToAllDispatcher
-    from forge_parallel.transforms.expert.transform import ExpertParallel
+    from forge_parallel.transforms.dispatchers import AllGatherDispatcher, AllToAllDispatcher
+    from forge_parallel.transforms.expert import ExpertParallel
     from forge_parallel.transforms.float8.transform import Float8
     from forge_parallel.transforms.recompute import Recompute
     from forge_parallel.transforms.shard import FullyShard

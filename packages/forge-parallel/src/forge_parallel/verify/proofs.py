@@ -32,7 +32,7 @@ from forge_parallel.model.plan import default_transforms
 from forge_parallel.optim.optimizers import PROVEN
 from forge_parallel.sections import Parallel, Precision
 from forge_parallel.transforms.context.transform import ContextParallel
-from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.expert import ExpertParallel
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
 

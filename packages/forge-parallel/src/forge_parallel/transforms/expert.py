@@ -1,4 +1,4 @@
-"""The transform `expert`: expert parallelism. See `expert.dispatchers`."""
+"""The transform `expert`: expert parallelism. See `dispatchers`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -54,7 +54,7 @@ class ExpertParallel(Component, Transform):
             PlanError: a layer has no dispatcher to replace, experts cannot be split evenly, or ranks per node do not divide ep.
         """
         if context.topology.layout.ep * context.topology.layout.etp > 1:
-            from forge_parallel.transforms.expert.dispatchers import share_experts
+            from forge_parallel.transforms.dispatchers import share_experts
 
             share_experts(part, context, dispatcher=self.dispatcher, ranks_per_node=self.ranks_per_node, overlap=self.overlap)
         return part

@@ -1,1 +1,0 @@
-"""Expert parallelism: tokens are sent to the ranks that hold their experts."""
