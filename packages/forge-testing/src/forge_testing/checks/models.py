@@ -26,7 +26,7 @@ class ModelChecks:
     @staticmethod
     def check_shape(component: Any) -> None:
         """Checks that `shape`, if strategies can read it before the model is built, agrees with `specs()`."""
-        shape = getattr(component, "shape", None)
+        shape: Any = getattr(component, "shape", None)
         if not hasattr(shape, "units"):
             return
         module, specs = _described(component)
