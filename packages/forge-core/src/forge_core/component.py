@@ -65,7 +65,7 @@ class Component:
     """
 
     implementation: ClassVar[Any] = None
-    """`module:name` of the class or function that `build` calls, or None; imported by the first `build`."""
+    """Module and name, separated by a colon, of the class or function that `build` calls; imported by the first `build`."""
     keeps_state: ClassVar[bool] = False
     """True for hooks, which change during a run: `build` returns a copy for each run. All other components are frozen."""
 
