@@ -17,7 +17,7 @@ from forge_parallel.checks import optimizer_takes_parts
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_testing import conforms
-from forge_testing.checks import parallel as kit
+from forge_testing.checks.parallel import Held, OptimizerChecks
 
 PLUGINS = '''
 from dataclasses import dataclass
@@ -121,7 +121,7 @@ def test_e6_an_optimizer_that_does_not_say_how_it_treats_parts_is_refused_in_a_l
 def test_e6_the_library_refuses_it_too_and_builds_it_on_one_rank(plugins: Any) -> None:
     def model(layout: str) -> Any:
         tensors = {"norm.weight": torch.nn.Parameter(torch.ones(7))}
-        return SimpleNamespace(topology=SimpleNamespace(layout=Layout.parse(layout)), trainable=kit.Held(tensors).trainable)
+        return SimpleNamespace(topology=SimpleNamespace(layout=Layout.parse(layout)), trainable=Held(tensors).trainable)
 
     with pytest.raises(PlanError, match=r"Muon does not say how it treats parts of parameters, .* dp2"):
         optimizers.build_optimizer(plugins("Muon")(), model("dp2"))
@@ -145,16 +145,16 @@ def test_e6_a_word_that_means_nothing_is_refused() -> None:
 @pytest.mark.parametrize("name", ["Muon", "Lamb", "Global"])
 def test_e6_a_false_claim_is_found(plugins: Any, name: str, claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cls = plugins(name)
-    kit.check_parts(cls())  # it claims nothing yet
+    OptimizerChecks.check_parts(cls())  # it claims nothing yet
     monkeypatch.setattr(cls, "shards", claim, raising=False)
     with pytest.raises(AssertionError, match=f"says '{claim}', but .* in parts differs"):
-        kit.check_parts(cls())
+        OptimizerChecks.check_parts(cls())
 
 
 def test_e6_true_claims_pass(plugins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins("Plain"), "shards", "elementwise", raising=False)
-    kit.check_parts(plugins("Plain")())
-    kit.check_parts(AdamWConfig(lr=0.1))
+    OptimizerChecks.check_parts(plugins("Plain")())
+    OptimizerChecks.check_parts(AdamWConfig(lr=0.1))
 
 
 def test_e6_every_optimizer_of_ours_says_how_it_treats_parts() -> None:
