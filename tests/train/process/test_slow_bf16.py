@@ -88,8 +88,8 @@ def test_w14_w13_a_run_tells_threads_and_slow_bf16(
             torch_build.BuildFacts(
                 seen=True, version="2.13.0+cu130", cuda="13.0", driver=(12, 4), error="The NVIDIA driver is too old"
             ),
-            "driver: supports CUDA 12.4 at most; needed: CUDA 13.0 or newer, for torch built for 13.0. What to do: a newer "
-            "driver, or a torch for this one: pip install torch --index-url https://download.pytorch.org/whl/cu124",
+            "driver: supports CUDA 12.4 at most; needed: CUDA 13.0 or newer, for torch built for 13.0. What to do: install "
+            "a newer driver, or a torch for this one: pip install torch --index-url https://download.pytorch.org/whl/cu124",
         ),
     ],
     ids=["a wheel without CUDA", "a driver that is too old"],
