@@ -72,6 +72,12 @@ class Undocumented(Component):
     factor: int = 2
     def build(self, dim):
         return self.factor
+
+@dataclass(frozen=True, kw_only=True)
+class Look(Component):
+    """Builds a hook."""
+    def build(self):
+        return None
 '''
 CHECKS = '''
 """Checks of norms."""
@@ -154,6 +160,13 @@ def test_without_the_checks_a_part_does_not_conform(registry: Registry) -> None:
     for absent in (["forge-testing"], ["forge-models"], ["forge-models", "forge-testing"]):
         registry.entries = [item for item in whole if item.distribution not in absent]
         assert said(registry, "good") == {"checks": f"{missing} {' '.join(absent)}"}
+    registry.entries = [
+        *whole,
+        entry("forge.hooks", "some", "kit_parts:Look"),
+        entry("forge.hooks", "look", "x:y", "forge-interp"),
+    ]
+    hook = examine(registry.entries[-2], registry).problems
+    assert [item.message for item in hook] == ["the checks of forge.hooks are not installed: pip install forge-train"]
     registry.entries = [item for item in whole if item.group != conformance.GROUP]
     registry.entries.append(entry(conformance.GROUP, "forge.mlps", "kit_checks", "forge-testing"))
     assert examine(registry.find("forge.norms", "good"), registry).lines() == ["forge.norms parts:good: no checks"]

@@ -45,6 +45,13 @@ class Thawed(Component):
         return Counts()
 
 
+class Undecorated(Hook):
+    """A hook whose author forgot the decorator."""
+
+    every: int = 1
+    """Steps between two looks."""
+
+
 @dataclass(kw_only=True)
 class Hides(Hook):
     """A hook with a key that is a method of hooks."""
@@ -71,14 +78,22 @@ def test_each_run_has_a_hook_of_its_own() -> None:
     assert first.build().steps == []
 
 
+def test_a_hook_that_changes_a_list_of_its_keys_changes_its_own() -> None:
+    component = Counts(labels=["a"])
+    component.build().labels.append("b")
+    assert component.build().labels == component.labels == ["a"]
+
+
 def test_what_a_hook_remembers_is_no_key() -> None:
     assert [info.name for info in fields_of(Counts)] == ["every", "labels"]
     assert not [report.problems for report in diagnose(hooks(Counts), conform=True) if report.problems]
 
 
-def test_a_frozen_hook_is_refused_since_a_run_changes_it() -> None:
-    with pytest.raises(BrokenPlugin, match=r"hook 'frozen' of sample 1\.0 .*is frozen: .*@dataclass\(kw_only=True\)"):
-        hooks(Frozen).load("forge.hooks", "frozen")
+@pytest.mark.parametrize(("cls", "fault"), [(Frozen, "frozen"), (Undecorated, "not a dataclass")])
+def test_a_hook_that_is_frozen_or_no_dataclass_is_refused_with_the_right_decorator(cls: type, fault: str) -> None:
+    name = cls.__name__.lower()
+    with pytest.raises(BrokenPlugin, match=rf"hook '{name}' of sample 1\.0 .*is {fault}: decorate .*@dataclass\(kw_only=True\)"):
+        hooks(cls).load("forge.hooks", name)
 
 
 @pytest.mark.parametrize(

@@ -171,11 +171,13 @@ def _origin(cls: type) -> str:
 
 def decorator_fault(cls: type[Component]) -> str:
     """Returns why the dataclass decorator of a component is wrong; empty if it is right."""
-    is_frozen = cast("Any", cls).__dataclass_params__.frozen
-    if is_frozen == cls.keeps_state:
-        arguments = "kw_only=True" if cls.keeps_state else "frozen=True, kw_only=True"
-        return f"is {'' if is_frozen else 'not '}frozen: decorate it with @dataclass({arguments})"
-    return ""
+    if "__dataclass_fields__" not in vars(cls):
+        fault = "not a dataclass"
+    elif (is_frozen := cast("Any", cls).__dataclass_params__.frozen) == cls.keeps_state:
+        fault = "frozen" if is_frozen else "not frozen"
+    else:
+        return ""
+    return f"is {fault}: decorate it with @dataclass({'' if cls.keeps_state else 'frozen=True, '}kw_only=True)"
 
 
 def class_name(component: Any) -> str:

@@ -237,12 +237,9 @@ def conforms(name: str, group: str | None = None) -> None:
 def _missing(group: str, registry: Registry) -> str:
     """Returns the distributions of Forge that the checks of a group need and that are not installed, since a test would pass
     without checking; empty if there is none, or if the group is not Forge's."""
-    homes = [home for home, groups in HOMES.items() if group in groups]
-    if not homes:
-        return ""
+    home = next((home for home, groups in HOMES.items() if group in groups), None)
     installed = {canonical(entry.distribution) for entry in registry.entries}
-    absent = [homes[0]] if installed.isdisjoint(homes) else []
-    return " ".join([*absent, *([] if CHECKS in installed else [CHECKS])])
+    return "" if home is None else " ".join(name for name in (home, CHECKS) if name not in installed)
 
 
 def _failure(check: Check, examples: list[Any]) -> str | None:

@@ -81,19 +81,20 @@ HOMES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
             *("forge.models", "forge.attentions", "forge.mlps", "forge.norms", "forge.routers", "forge.objectives"),
             "forge.converters",
         ),
-        "forge-interp": ("forge.hooks", "forge.commands"),
         "forge-parallel": ("forge.transforms", "forge.pipeline_schedules", "forge.optimizers"),
+        "forge-train": (
+            *("forge.schedules", "forge.hooks", "forge.trackers", "forge.converters", "forge.presets", "forge.commands"),
+        ),
+        "forge-interp": ("forge.hooks", "forge.commands"),
         "forge-vlm": (
             *("forge.models", "forge.fusions", "forge.encoders", "forge.adapters", "forge.hooks", "forge.sources"),
             *("forge.hf_models", "forge.presets"),
         ),
         "forge-lab": ("forge.commands",),
-        "forge-train": (
-            *("forge.schedules", "forge.hooks", "forge.trackers", "forge.converters", "forge.presets", "forge.commands"),
-        ),
     }
 )
-"""Groups in which each distribution of Forge has parts, so that the error for an unknown name can say what to install."""
+"""Groups in which each distribution of Forge has parts, so that the error for an unknown name can say what to install. The first
+distribution with a group defines it; the checks of the group need this distribution."""
 
 FORGE = frozenset({"forge-core", "forge-testing", *HOMES})
 """The distributions of Forge."""
@@ -377,9 +378,7 @@ def _conform(entry: Entry, loaded: Any) -> None:
         return
     if not (inspect.isclass(loaded) and issubclass(loaded, Component)):
         raise refuse("is not a forge_core.component.Component")
-    if "__dataclass_fields__" not in vars(loaded):
-        raise refuse("is not a dataclass: decorate it with @dataclass(frozen=True, kw_only=True)")
-    if loaded.keeps_state and (fault := decorator_fault(loaded)):
+    if (fault := decorator_fault(loaded)) and (loaded.keeps_state or "__dataclass_fields__" not in vars(loaded)):
         raise refuse(fault)
     fields_of(loaded)  # raises if a field's type cannot be resolved; the caller adds the plugin's name
     if loaded.build is Component.build:

@@ -234,7 +234,6 @@ class Tasks(Periodic):
         return (cls(tasks=["forge_example"], folder=str(folder), every=2),)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._index: Any = None
 
     def _open(self) -> Any:

@@ -64,7 +64,6 @@ class Machine(Periodic):
         return (cls(every=2),)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.since = 0.0
         self.wrong: set[tuple[int, str]] = set()
 

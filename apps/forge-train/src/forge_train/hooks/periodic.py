@@ -29,12 +29,10 @@ class Periodic(Hook):
     """
 
     leisurely = False
+    left = False
+    acted = -1
 
     every: int
-
-    def __post_init__(self) -> None:
-        self.acted = -1
-        self.left = False
 
     def start(self, run: Run) -> None:
         """Acts if a stop request interrupted the action in an earlier start."""

@@ -158,7 +158,6 @@ class Answers(Periodic):
     """Weights to use: the model's, or their average of hook `ema`."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.asked: dict[str, list[Question]] = {}
 
     def check(self, run: Run) -> None:

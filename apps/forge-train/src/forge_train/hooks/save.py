@@ -16,7 +16,6 @@ class Save(Periodic):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.every = 0
         self.left_out = False
 

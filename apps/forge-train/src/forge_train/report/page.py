@@ -6,7 +6,7 @@
     status              text, such as "finished" or "stopped: time limit"
     ended               ISO time of the end; lines of the metrics that are newer belong to a later start
     config              the resolved recipe: text, or a list of {"key", "value", "origin"}
-    machine, versions   mappings to text (`machine`, `versions`)
+    machine, versions   mappings to text, see the functions of these names
     model               mapping to numbers or text, such as {"parameters": 7_300_000}
     unigram_entropy     nats per token of the training corpus
     bytes_per_token     evaluation set -> mean bytes of text per predicted token; gives bits per byte
@@ -17,8 +17,8 @@
     checkpoints         list of {"step", "path", "bytes"}
     warnings            list of text
 
-Curves and final numbers come from `metrics.jsonl` in the same directory, faults from its logs. A report has neither
-the machine's name and addresses nor environment variables.
+Curves and final numbers come from `metrics.jsonl` in the same directory, faults from its logs. A report
+contains neither the machine's name and addresses nor environment variables.
 """
 
 import json

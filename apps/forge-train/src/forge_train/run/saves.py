@@ -1,9 +1,7 @@
 """When and how a run's checkpoints are written: while training waits, or in the background.
 
 A save that fails does not end a run: the next one tries again. Only the last save must succeed, unless the run was asked to stop
-and too little time is left for a save.
-
-Estimates from earlier saves whether the time left after a stop signal is enough for another save.
+and too little time is left for a save, which `Grace` estimates from earlier saves.
 
 A scheduler sends a signal before it ends a job, and kills the job after a grace period. Neither a killed save nor a skipped save
 does harm, but a killed run has no exit code that makes the scheduler start it again.

@@ -1,6 +1,5 @@
-"""What a start decides, what is trained, how far it has come, and what hooks request.
-
-Per-parameter settings of a recipe: `[parameters]` and `[[train.stages]]`.
+"""What a start decides, what is trained, how far it has come, and what hooks request. `settings_in` returns the
+settings of single parameters: those of `[parameters]` and `[[train.stages]]`.
 """
 
 import time

@@ -1,14 +1,13 @@
-"""The typed recipe for checks and hooks.
+"""Interfaces between the trainer, its hooks and its trackers, and the typed recipe that checks and hooks read.
 
-These protocols have the keys that packages read from each other's sections. The package that owns a section has a derived
-protocol with all keys. Components are open to plugins, so their type is `Any`.
-
-What the trainer, its hooks and its trackers agree on.
+The protocols of the recipe have the keys that packages read from each other's sections. The package that owns a section has a
+derived protocol with all keys. Components are open to plugins, so their type is `Any`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
@@ -363,8 +362,8 @@ class Hook(Component):
     observes: bool = False
 
     def build(self) -> Self:
-        """Returns a new hook with the same keys, so that nothing passes from one run of a recipe to another."""
-        return cast(Self, replace(cast(Any, self)))
+        """Returns a new hook with copies of the keys, so that nothing passes from one run of a recipe to another."""
+        return type(self)(**{key.name: deepcopy(getattr(self, key.name)) for key in fields(cast(Any, self)) if key.init})
 
     def check(self, run: Run) -> None:
         """Once, before the run takes over its directory: raises a ForgeError when the hook cannot work with this run."""

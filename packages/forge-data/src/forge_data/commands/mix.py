@@ -1,8 +1,7 @@
-"""Reads the parts of a recipe that its data depend on, without the trainer's schema.
+"""Implements `data mix --plan`: tokens and epochs of every source in every phase, before the run.
 
-Implements `data mix --plan`: tokens and epochs of every source in every phase, before the run.
-
-Counts come from the actual draws, not from the weights: they are what the run will read.
+Counts come from the actual draws, not from the weights: they are what the run will read. `read_recipe` reads the parts of a
+recipe on which its data depend, without the trainer's schema.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,15 +1,11 @@
-"""A `Source` that reads token files of any format in place.
+"""A `Source` that reads token files of any format in place, and the formats of llm.c and datatrove.
 
-Token files of llm.c: 256 int32 (magic, version, number of tokens, zeros), then uint16 or uint32 ids.
+llm.c: a header of 256 int32 (magic, version, number of tokens, zeros), then uint16 or uint32 ids. Writers put the end-of-text
+token *before* each document and begin a new file at any token, so a document may continue in the next file.
 
-Writers put the end-of-text token *before* each document and begin a new file at any token, so a document may continue in
-the next file.
-
-Token files of datatrove: `NAME.ds` holds raw ids, `NAME.ds.index` the uint64 document ends, counted in tokens.
-
-The last end is the number of tokens, so the bytes per id follow from file size and index. `NAME.ds.metadata` holds the
-tokenizer's name and the same number. A loss mask (`NAME.ds.loss`, one byte per token) is not applied, so a file that has
-one is refused unless `ignore_loss_mask` is set.
+datatrove: `NAME.ds` holds raw ids, `NAME.ds.index` the uint64 document ends, counted in tokens. The last end is the number of
+tokens, so the bytes per id follow from file size and index. `NAME.ds.metadata` holds the tokenizer's name and the same number. A
+loss mask (`NAME.ds.loss`, one byte per token) is not applied, so a file that has one is refused unless `ignore_loss_mask` is set.
 """
 
 import struct

@@ -71,7 +71,6 @@ class Inside(Periodic):
     """Number of evenly spaced tokens of these rows to compare. The run's directory stores tokens^2 numbers per layer."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.last = -1
         self.saved: list[int] = []
         self.looks, self.seconds = 0, 0.0

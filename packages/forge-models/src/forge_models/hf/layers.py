@@ -1,10 +1,10 @@
-"""Attention in a `config.json`: windows of layers, and multi-head latent attention.
+"""Layers in a `config.json`: windows of attention, multi-head latent attention, and experts.
 
 DeepSeek rotates neighboring dimensions (0, 1), (2, 3), ...; Forge rotates dimension i with i + width / 2. The rows of rotated
 dimensions therefore have a different order: Forge has the even rows of the checkpoint, then its odd rows, in the queries of every
 head and in the shared key.
 
-Experts in a `config.json`, and their names in a checkpoint, which has one tensor per expert while Forge stacks them.
+A checkpoint has one tensor per expert, while Forge stacks experts; `ExpertNames` has the names of both.
 """
 
 from collections.abc import Callable, Mapping

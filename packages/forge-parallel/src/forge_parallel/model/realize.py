@@ -3,9 +3,8 @@
 Transforms are applied to the blueprint on the meta device, in the order of the plan. Only then is memory allocated and every
 tensor initialized exactly once. No transform can be applied later.
 
-Initial weights as a function of (seed, global name): the same in every layout on one type of device.
-
-`forge_core.specs` defines the random stream of every element. A rank draws only the blocks that overlap its shard; the full
+Initial weights are a function of (seed, global name), the same in every layout on one type of device. `forge_core.specs` defines
+the random stream of every element. A rank draws only the blocks that overlap its shard; the full
 tensor never exists. (torch's CPU generator keeps only 32 bits of a seed, too few for the blocks of a large model.)
 """
 

@@ -3,9 +3,8 @@
 torch implements the orders. This file has the properties that are needed before torch is imported, so that `check` can refuse a
 recipe without it.
 
-Simulates a pipeline schedule with given costs: how long ranks wait for each other. Does not import torch.
-
-Communication costs nothing here, so only the schedule matters. For M micro-batches on p ranks, forward cost 1 and backward cost
+`simulate` computes how long ranks wait for each other, given the costs of forward and backward. Communication costs nothing, so
+only the schedule matters. For M micro-batches on p ranks, forward cost 1 and backward cost
 2, the idle time relative to the working time is (p - 1) / M for GPipe and 1F1B, and (p - 1) / (v M) for interleaved 1F1B with v
 stages per rank (Narayanan et al., 2021).
 """

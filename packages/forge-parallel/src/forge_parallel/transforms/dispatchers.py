@@ -1,4 +1,4 @@
-"""Dispatchers: send tokens to the ranks that hold their experts, and send results back.
+"""Expert parallelism: stacked experts are sharded over ranks, and dispatchers send tokens to the ranks that hold their experts.
 
 A token is sent at most once to each rank, and the results that come back are summed. The two directions are each other's
 transpose, so each is the gradient of the other:
@@ -6,7 +6,7 @@ transpose, so each is the gradient of the other:
     spread   (N, ...) -> rows received here      token t is copied to every rank that has one of its experts
     collect  rows received here -> (N, ...)      the ranks' results for token t are sent back and summed
 
-Applies expert parallelism to a model: shards stacked experts over ranks, and replaces the layers' dispatchers.
+`share_experts` applies this to a model: it shards the experts and replaces the dispatchers of the layers.
 """
 
 from collections.abc import Callable

@@ -14,6 +14,14 @@ from forge_vlm.context import AdapterContext
 IMAGES = 3
 
 
+def _check_alone(module: Any, images: Any) -> None:
+    """Checks that the output for each image (1, ...) equals that of the same image in the batch (IMAGES, ...)."""
+    with torch.no_grad():
+        together = module(images)
+        for at in range(IMAGES):
+            modules.same(module(images[at : at + 1]), together[at : at + 1], f"image {at} alone and with others")
+
+
 class EncoderChecks:
     """Checks of every encoder: each image becomes the declared features, independently, and all parameters are described."""
 
@@ -50,10 +58,7 @@ class EncoderChecks:
     def check_images(component: Any) -> None:
         """The features of an image do not depend on the other images of the batch."""
         encoder, images = _built(component)
-        with torch.no_grad():
-            together = encoder(images)
-            for at in range(IMAGES):
-                modules.same(encoder(images[at : at + 1]), together[at : at + 1], f"image {at} alone and with others")
+        _check_alone(encoder, images)
 
     @staticmethod
     def check_weights(component: Any) -> None:
@@ -92,7 +97,6 @@ def _built(component: Any) -> Any:
     return modules.part(component.build), modules.drawn(IMAGES, *component.input_shape)
 
 
-ADAPTER_IMAGES = 3
 CONTEXT = AdapterContext(width=8, tokens=16, dim=12)
 
 
@@ -109,7 +113,7 @@ class AdapterChecks:
     def check_tokens(component: Any) -> None:
         """The module maps (N, n, width) to (N, tokens(n), dim)."""
         adapter, x = _built_adapter(component)
-        found, said = tuple(adapter(x).shape), (ADAPTER_IMAGES, component.tokens(CONTEXT.tokens), CONTEXT.dim)
+        found, said = tuple(adapter(x).shape), (IMAGES, component.tokens(CONTEXT.tokens), CONTEXT.dim)
         assert found == said, f"the adapter returns the shape {found}; tokens({CONTEXT.tokens}) means {said}"
 
     @staticmethod
@@ -122,10 +126,7 @@ class AdapterChecks:
     def check_images(component: Any) -> None:
         """The tokens of an image do not depend on the other images of the batch."""
         adapter, x = _built_adapter(component)
-        with torch.no_grad():
-            together = adapter(x)
-            for at in range(ADAPTER_IMAGES):
-                modules.same(adapter(x[at : at + 1]), together[at : at + 1], f"image {at} alone and with others")
+        _check_alone(adapter, x)
 
     @staticmethod
     def check_all_features(component: Any) -> None:
@@ -152,7 +153,7 @@ class AdapterChecks:
 
 
 def _built_adapter(component: Any) -> Any:
-    return modules.part(lambda: component.build(CONTEXT)), modules.drawn(ADAPTER_IMAGES, CONTEXT.tokens, CONTEXT.width)
+    return modules.part(lambda: component.build(CONTEXT)), modules.drawn(IMAGES, CONTEXT.tokens, CONTEXT.width)
 
 
 LENGTH = 16

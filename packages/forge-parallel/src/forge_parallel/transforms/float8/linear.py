@@ -1,14 +1,12 @@
-"""Float8 linear layers: a subclass of a layer's class, whose three matrix products are in float8.
+"""Float8 linear layers, and weights that FSDP gathers in float8. Imports torchao; `conversion.require_torchao` checks it first.
 
-Products and casts are torchao's. In addition, ranks that hold parts of one operand, of its features (tensor parallelism) or of
-its tokens (context parallelism), cast them with a common scale, so that results equal those of one process. Imports torchao,
-which `conversion.require_torchao` must check first.
+`Float8Linear` is a subclass of a layer's class, whose three matrix products are in float8. Products and casts are torchao's. In
+addition, ranks that hold parts of one operand, of its features (tensor parallelism) or of its tokens (context parallelism), cast
+them with a common scale, so that results equal those of one process.
 
-Weights that FSDP shards in the state's dtype and gathers in float8: half the bytes of bf16.
-
-A tensor subclass wraps the rank's shard (`plain`), because FSDP asks the tensor how to gather it. The result equals, bit for bit,
-a weight that is gathered in the compute dtype and then cast: rounded to that dtype first, with one scale for the whole weight.
-Imports torchao, which `conversion.require_torchao` must check first.
+`Float8Shard` is a weight that FSDP shards in the dtype of the state and gathers in float8, half the bytes of bf16. This subclass
+wraps the rank's shard (`plain`), because FSDP asks the tensor how to gather it. The result equals, bit for bit, a weight that is
+gathered in the compute dtype and then cast: rounded to that dtype first, with one scale for the whole weight.
 """
 
 from collections.abc import Iterable, Sequence
