@@ -23,10 +23,10 @@ if how.startswith("mends") and life != "0" or how == "well":
     sys.exit(0)
 if rank != 2:
     if how.endswith("follow"):
-        time.sleep(0.5)
+        time.sleep(0.0 if how.startswith("first") else 0.5)
         os._exit(5)
     time.sleep(1000)
-time.sleep(0.2)
+time.sleep(0.6 if how.startswith("first") else 0.2)
 kind = how.split()[-1] if not how.endswith("follow") else "SIGKILL"
 if kind == "SIGKILL":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -68,6 +68,7 @@ CAUSES = {
     "import": Ended(1, "rank 2 ended with exit code 1 without a message", 2),
     "refused": Ended(2, "rank 2 exit code 2: a wrong key", 2),
     "all follow": Ended(-9, "rank 2 was ended by SIGKILL", 2),
+    "first all follow": Ended(-9, "rank 2 was ended by SIGKILL", 2),  # the rank that failed may take longer to end
 }
 
 
