@@ -72,7 +72,7 @@ BAD = {
         (Part(make=KeepsTensors), "is not JSON"),
         (Part(make=KeepsTuples), "reads back from JSON as"),
         (Part(make=KeepsNan), "is not JSON"),
-        (Part(make=Forgets), "has the state {'seen': 0}"),
+        (Part(make=Forgets), "state\\(\\) returns {'seen': 0}"),
     ],
     "check_protocol": [
         (Part(make=Reaches), "uses training of the run"),

@@ -31,18 +31,18 @@ def needs(least, make):
 BAD = {
     "check_factors": [
         (Part(make=lambda steps: lambda step: float("nan") if step == 7 else 1.0), "factor of step 7 of 1000 is nan"),
-        (Part(make=lambda steps: lambda step: 0.5 - step / steps), "the weights would climb"),
+        (Part(make=lambda steps: lambda step: 0.5 - step / steps), "the weights would move uphill"),
         (Part(make=lambda steps: lambda step: 0.0), "nothing is trained"),
         (Part(make=lambda steps: lambda step: "1"), "factor of step 0 of 1000 is '1'"),
     ],
     "check_fits": [
-        (needs(0, refuses), "has nothing against a run of 1 steps, but `build` refuses it"),
-        (needs(5, lambda steps: lambda step: 1.0), "takes a run of 1 steps, in spite of the fault"),
+        (needs(0, refuses), "accepts a run of 1 steps, but `build` refuses it"),
+        (needs(5, lambda steps: lambda step: 1.0), "accepts a run of 1 steps, but `faults` reports"),
         (needs(0, lambda steps: lambda step: 1 - 2.0 * (step == 22)), "factor of step 22 of 23 is -1.0"),
     ],
     "check_resume": [(Part(make=counting), "a run that resumes at step 1 of 1000 has factor 1.0")],
     "check_beyond": [
-        (Part(make=lambda steps: lambda step: 1 - 2 * (step == steps)), "the end, is -1"),
-        (Part(make=listed), "the end, has no answer"),
+        (Part(make=lambda steps: lambda step: 1 - 2 * (step == steps)), "the step after the last one, [0-9]+, is -1"),
+        (Part(make=listed), "the step after the last one, [0-9]+, has no factor"),
     ],
 }

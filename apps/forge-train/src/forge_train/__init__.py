@@ -9,7 +9,7 @@
     print(reason, list(read_metrics(run.directory / "metrics.jsonl"))[-1])
 
 The command `forge-train run debug` does the same, in any number of processes. Importing this package imports no torch. Further
-fronts: `forge_train.recipe`, `.run`, `.inference` and `.formats`.
+fronts: `forge_train.recipe`, `.run`, `.hooks`, `.inference` and `.formats`.
 """
 
 from typing import TYPE_CHECKING

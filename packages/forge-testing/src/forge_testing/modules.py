@@ -159,7 +159,7 @@ def causal(run: Callable[[Tensor], Tensor], x: Tensor, other: Tensor) -> None:
 
 
 def idles(module: nn.Module, given: tuple[int, ...], made: tuple[int, ...]) -> None:
-    """Asserts that an empty batch (0, *given) returns (0, *made), and that every parameter has a gradient of zero.
+    """Checks that an empty batch (0, *given) returns (0, *made), and that every parameter has a gradient of zero.
 
     Ranks without images then run the same collectives as other ranks.
     """

@@ -110,7 +110,7 @@ class HfModelChecks:
 
     @staticmethod
     def check_holds(component: Any) -> None:
-        """A model that is written and read back has the same tensors, bit for bit, and the same logits."""
+        """Checks that a model that is written and read back has the same tensors, bit for bit, and the same logits."""
         for place, weights in _written(component):
             back = component.build().read(place)
             wanted, found = weights.read(list(weights.tensors)), back.read(list(back.tensors))
@@ -121,7 +121,7 @@ class HfModelChecks:
 
     @staticmethod
     def check_reference(component: Any) -> None:
-        """The logits equal those of the reference library."""
+        """Checks that the logits equal those of the reference library."""
         from forge_models.hf.streamed_forward import fixed_rows
 
         for place, weights in _written(component):
@@ -132,12 +132,12 @@ class HfModelChecks:
 
     @staticmethod
     def check_refuses(component: Any) -> None:
-        """`misfits` reports a text decoder."""
+        """Checks that `misfits` reports a text decoder."""
         assert component.build().misfits(modules.small()), "misfits accepts a text decoder"
 
     @staticmethod
     def check_foreign(component: Any) -> None:
-        """Reading a missing folder, an empty folder or an unknown model raises a ForgeError."""
+        """Checks that reading a missing folder, an empty folder or an unknown model raises a ForgeError."""
         from forge_core.errors import ForgeError
 
         with TemporaryDirectory(prefix="forge-hf-") as folder:

@@ -21,7 +21,7 @@ class TransformChecks:
 
     @staticmethod
     def check_place(component: Any) -> None:
-        """`name`, `phase`, `axes`, `needs` and `plane` have valid values."""
+        """Checks that `name`, `phase`, `axes`, `needs` and `plane` have valid values."""
         from forge_core.features import Plane
         from forge_core.layout import SIZES
         from forge_parallel.model.plan import Order
@@ -38,7 +38,7 @@ class TransformChecks:
 
     @staticmethod
     def check_options(component: Any) -> None:
-        """Every option declares for all its values whether they must be proven (Feature) or why not (Neutral)."""
+        """Checks that every option declares for all values whether they must be proven (Feature) or why not (Neutral)."""
         from forge_core.features import undeclared
 
         silent = [f"{name} ({', '.join(map(repr, values))})" if values else name for name, values in undeclared(type(component))]
@@ -56,7 +56,7 @@ class PipelineScheduleChecks:
 
     @staticmethod
     def check_order(component: Any) -> None:
-        """Every stage runs one forward and one backward per micro-batch, whole or in two halves, on the stage's rank."""
+        """Checks that each stage runs one forward and one backward per micro-batch, whole or in two halves, on its rank."""
         from forge_parallel.pipeline.schedules import placement
 
         for schedule, ranks, count in _accepted(component):
@@ -80,7 +80,7 @@ class PipelineScheduleChecks:
 
     @staticmethod
     def check_ends(component: Any) -> None:
-        """The schedule does not deadlock, and its bubble is not larger than GPipe's."""
+        """Checks that the schedule does not deadlock, and that its bubble is not larger than GPipe's."""
         from forge_parallel.pipeline.schedules import placement, simulate
 
         for schedule, ranks, count in _accepted(component):
@@ -90,7 +90,7 @@ class PipelineScheduleChecks:
 
     @staticmethod
     def check_refusals(component: Any) -> None:
-        """`refusal` accepts one micro-batch per stage, and refuses zero micro-batches."""
+        """Checks that `refusal` accepts one micro-batch per stage, and refuses zero micro-batches."""
         schedule = component.build()
         for ranks in RANKS:
             count = ranks * schedule.stages_per_rank
@@ -145,7 +145,7 @@ class OptimizerChecks:
 
     @staticmethod
     def check_skip(component: Any) -> None:
-        """If `skip` is 1, no bit of weights and state changes, even if gradients are not finite; if it is 0, weights change."""
+        """Checks that no bit of weights and state changes if `skip` is 1, even with infinite gradients."""
         import torch
 
         held, optimizer = _made(component, _drawn(0))
@@ -163,7 +163,7 @@ class OptimizerChecks:
 
     @staticmethod
     def check_zero_grad(component: Any) -> None:
-        """`zero_grad` leaves no gradient to which the next step would add."""
+        """Checks that `zero_grad` leaves no gradient to which the next step would add."""
         held, optimizer = _made(component, _drawn(0))
         _step(held, optimizer, _drawn(1), 0)
         left = [name for name, tensor in held.items() if tensor.grad is not None and bool(tensor.grad.any())]
@@ -171,7 +171,7 @@ class OptimizerChecks:
 
     @staticmethod
     def check_decay(component: Any) -> None:
-        """Embeddings, norms and biases are not decayed: without a gradient they do not change, whatever the weight decay is."""
+        """Checks that embeddings, norms and biases are not decayed: without a gradient they do not change."""
         import torch
 
         start = _drawn(0)
@@ -187,7 +187,7 @@ class OptimizerChecks:
 
     @staticmethod
     def check_factor(component: Any) -> None:
-        """`set_factor` multiplies the peak rate: with 0 nothing changes, and the factor of an earlier call does not matter."""
+        """Checks that `set_factor` multiplies the peak rate: with 0 nothing changes, and earlier factors have no effect."""
         import torch
 
         made = [_made(component, _drawn(0)) for _ in range(3)]
@@ -204,7 +204,7 @@ class OptimizerChecks:
 
     @staticmethod
     def check_resume(component: Any) -> None:
-        """Weights and `state()` are complete: an optimizer that is restored from both continues bit for bit."""
+        """Checks that weights and `state()` are complete: an optimizer restored from both continues bit for bit."""
         import torch
 
         held, optimizer = _made(component, _drawn(0))
@@ -225,7 +225,7 @@ class OptimizerChecks:
 
     @staticmethod
     def check_parts(component: Any) -> None:
-        """An optimizer that declares `elementwise` or `blocks` updates whole tensors, and their rows on four ranks, equally."""
+        """Checks that an optimizer that declares `elementwise` or `blocks` updates shards of four ranks like whole tensors."""
         claim = getattr(component, "shards", None)
         if claim not in ("elementwise", "blocks"):
             return

@@ -25,7 +25,7 @@ class HookChecks:
         assert read == state, f"state() {state} reads back from JSON as {read}"
         other = component.build()
         other.load_state(read)
-        assert dict(other.state()) == state, f"a hook that is given the state {state} has the state {dict(other.state())}"
+        assert dict(other.state()) == state, f"after load_state({state}), state() returns {dict(other.state())}"
 
     @staticmethod
     def check_protocol(component: Any) -> None:
@@ -34,9 +34,9 @@ class HookChecks:
         from forge_testing.runs import run_with
 
         observes = getattr(component.build(), "observes", False)
-        assert type(observes) is bool, f"observes is {observes!r}; say True of a hook that only looks, else False"
+        assert type(observes) is bool, f"observes is {observes!r}; set True if the hook only reads the run, else False"
         beyond = run_with(component).beyond
-        assert not beyond, f"uses {', '.join(sorted(beyond))} of the run, which forge_core.protocols.run.Run does not offer"
+        assert not beyond, f"uses {', '.join(sorted(beyond))} of the run, which forge_core.protocols.run.Run does not declare"
 
     @staticmethod
     def check_result(component: Any) -> None:
@@ -59,18 +59,18 @@ class ScheduleChecks:
 
     @staticmethod
     def check_factors(component: Any) -> None:
-        """Each step of a run has a finite factor of at least 0, as a float; not all are 0."""
+        """Checks that each step of a run has a finite factor of at least 0, and that not all factors are 0."""
         for steps in STEPS:
             factor = component.build(steps)
             values = [factor(step) for step in range(steps)]
             for step, value in enumerate(values):
                 assert isinstance(value, float | int) and isfinite(value), f"factor of step {step} of {steps} is {value!r}"
-                assert value >= 0, f"factor of step {step} of {steps} is {value}: the weights would climb"
+                assert value >= 0, f"factor of step {step} of {steps} is {value}, so the weights would move uphill"
             assert any(values), f"every factor of {steps} steps is 0: nothing is trained"
 
     @staticmethod
     def check_resume(component: Any) -> None:
-        """A run that resumes at any step has the factors that it would have had: nothing is kept from call to call."""
+        """Checks that a run that resumes at any step has the same factors: no call depends on earlier calls."""
         for steps in STEPS:
             first = component.build(steps)
             wanted = [first(step) for step in range(steps)]
@@ -80,13 +80,13 @@ class ScheduleChecks:
 
     @staticmethod
     def check_beyond(component: Any) -> None:
-        """What is asked about the step after the last one has an answer: reports and plans draw the whole curve."""
+        """Checks that the step after the last one has a factor, because reports and plans draw the whole curve."""
         for steps in STEPS:
             try:
                 value = component.build(steps)(steps)
             except Exception as error:
-                raise AssertionError(f"factor of step {steps} of {steps}, the end, has no answer: {error!r}") from error
-            assert isfinite(value) and value >= 0, f"factor of step {steps} of {steps}, the end, is {value!r}"
+                raise AssertionError(f"the step after the last one, {steps}, has no factor: {error!r}") from error
+            assert isfinite(value) and value >= 0, f"the factor of the step after the last one, {steps}, is {value!r}"
 
     @staticmethod
     def check_fits(component: Any) -> None:
@@ -100,9 +100,9 @@ class ScheduleChecks:
             try:
                 factor = component.build(steps)
             except ForgeError as error:
-                assert found, f"`faults` has nothing against a run of {steps} steps, but `build` refuses it: {error}"
+                assert found, f"`faults` accepts a run of {steps} steps, but `build` refuses it: {error}"
                 continue
-            assert not found, f"`build` takes a run of {steps} steps, in spite of the fault {found[0]}"
+            assert not found, f"`build` accepts a run of {steps} steps, but `faults` reports {found[0]}"
             for step in range(steps):
                 value = factor(step)
                 assert isfinite(value) and value >= 0, f"factor of step {step} of {steps} is {value!r}"
@@ -122,7 +122,7 @@ class TrackerChecks:
 
     @staticmethod
     def check_before_rewind(component: Any) -> None:
-        """Until `rewind` an older job may still work in the run's directory: nothing is written there."""
+        """Checks that nothing is written before `rewind`, because an older job may still use the run's directory."""
         from forge_testing.runs import unstarted_run
 
         with unstarted_run() as run:
@@ -131,11 +131,11 @@ class TrackerChecks:
             assert not left, f"writes {', '.join(left)} before rewind"
             tracker.close()
             left = sorted(path.name for path in run.directory.rglob("*"))
-            assert not left, f"writes {', '.join(left)} at close, although it was never told to begin"
+            assert not left, f"writes {', '.join(left)} at close, although `rewind` was never called"
 
     @staticmethod
     def check_numbers(component: Any) -> None:
-        """Whole numbers, fractions, infinities and NaN are taken, and the caller's values stay as they are."""
+        """Checks that integers, fractions, infinities and NaN are accepted, and that the caller's values do not change."""
         from forge_testing.runs import unstarted_run
 
         with unstarted_run() as run:
@@ -149,7 +149,7 @@ class TrackerChecks:
 
     @staticmethod
     def check_resume(component: Any) -> None:
-        """A later start in the same directory goes on after a step that was written already."""
+        """Checks that a later start in the same directory continues after steps that were written already."""
         from forge_testing.runs import unstarted_run
 
         with unstarted_run() as run:
@@ -162,7 +162,7 @@ class TrackerChecks:
 
     @staticmethod
     def check_protocol(component: Any) -> None:
-        """It uses of the run only what `forge_core.protocols.run.Run` offers."""
+        """Checks that the tracker uses only attributes of the run that `forge_core.protocols.run.Run` declares."""
         from forge_testing.runs import unstarted_run
 
         with unstarted_run() as run:
@@ -171,4 +171,4 @@ class TrackerChecks:
             tracker.write(1, VALUES)
             tracker.close()
             beyond = run.beyond
-            assert not beyond, f"uses {', '.join(sorted(beyond))} of the run, which forge_core.protocols.run.Run does not offer"
+            assert not beyond, f"uses {', '.join(sorted(beyond))} of the run, which forge_core.protocols.run.Run does not declare"

@@ -27,7 +27,7 @@ class EncoderChecks:
 
     @staticmethod
     def check_specs(component: Any) -> None:
-        """`tensor_specs()` describes every parameter of the module built on the meta device; `blocks` names modules of it."""
+        """Checks that `tensor_specs()` describes every parameter of the meta module, and that `blocks` names modules of it."""
         module: Any = modules.on_meta(component.build)
         modules.agree(module, modules.specs_of(module))
         paths = {path for path, _ in module.named_modules()}
@@ -36,33 +36,33 @@ class EncoderChecks:
 
     @staticmethod
     def check_features(component: Any) -> None:
-        """The module maps images (N, *input_shape) to features (N, tokens, width)."""
+        """Checks that the module maps images (N, *input_shape) to features (N, tokens, width)."""
         encoder, images = _built(component)
         found, said = tuple(encoder(images).shape), (IMAGES, component.tokens, component.width)
         assert found == said, f"the encoder returns the shape {found}; tokens and width mean {said}"
 
     @staticmethod
     def check_no_image(component: Any) -> None:
-        """An empty batch (0, *input_shape) returns (0, tokens, width), with gradients of zero, so that ranks without images run
-        the same collectives."""
+        """Checks that an empty batch (0, *input_shape) returns (0, tokens, width), with gradients of zero: all ranks run the
+        same collectives."""
         encoder, _ = _built(component)
         modules.idles(encoder, component.input_shape, (component.tokens, component.width))
 
     @staticmethod
     def check_statistics(component: Any) -> None:
-        """`mean` and `std` have one number per channel."""
+        """Checks that `mean` and `std` have one number per channel."""
         counts = len(component.mean), len(component.std)
         assert counts == (component.channels,) * 2, f"mean and std have {counts} numbers for {component.channels} channels"
 
     @staticmethod
     def check_images(component: Any) -> None:
-        """The features of an image do not depend on the other images of the batch."""
+        """Checks that the features of an image do not depend on the other images of the batch."""
         encoder, images = _built(component)
         _check_alone(encoder, images)
 
     @staticmethod
     def check_weights(component: Any) -> None:
-        """`weights()`, if defined, has the tensors of the module under their names, with their shapes."""
+        """Checks that `weights()`, if defined, has the tensors of the module under their names, with their shapes."""
         if not hasattr(component, "weights"):
             return
         stored = component.weights()
@@ -81,13 +81,13 @@ class EncoderChecks:
 
     @staticmethod
     def check_deterministic(component: Any) -> None:
-        """In evaluation the same images produce the same bits."""
+        """Checks that in evaluation the same images produce the same bits."""
         encoder, images = _built(component)
         modules.repeats(lambda: encoder(images))
 
     @staticmethod
     def check_gradients(component: Any) -> None:
-        """Every parameter has a finite gradient."""
+        """Checks that every parameter has a finite gradient."""
         encoder, images = _built(component)
         if any(True for _ in encoder.parameters()):
             modules.learns(encoder, lambda: encoder(images))
@@ -105,32 +105,32 @@ class AdapterChecks:
 
     @staticmethod
     def check_specs(component: Any) -> None:
-        """`tensor_specs()` describes every parameter of the module built on the meta device."""
+        """Checks that `tensor_specs()` describes every parameter of the module built on the meta device."""
         module = modules.on_meta(lambda: component.build(CONTEXT))
         modules.agree(module, modules.specs_of(module))
 
     @staticmethod
     def check_tokens(component: Any) -> None:
-        """The module maps (N, n, width) to (N, tokens(n), dim)."""
+        """Checks that the module maps (N, n, width) to (N, tokens(n), dim)."""
         adapter, x = _built_adapter(component)
         found, said = tuple(adapter(x).shape), (IMAGES, component.tokens(CONTEXT.tokens), CONTEXT.dim)
         assert found == said, f"the adapter returns the shape {found}; tokens({CONTEXT.tokens}) means {said}"
 
     @staticmethod
     def check_no_image(component: Any) -> None:
-        """An empty batch returns an empty batch, with gradients of zero, so that all ranks run the same collectives."""
+        """Checks that an empty batch returns an empty batch, with gradients of zero: all ranks run the same collectives."""
         adapter, x = _built_adapter(component)
         modules.idles(adapter, tuple(x.shape[1:]), (component.tokens(CONTEXT.tokens), CONTEXT.dim))
 
     @staticmethod
     def check_images(component: Any) -> None:
-        """The tokens of an image do not depend on the other images of the batch."""
+        """Checks that the tokens of an image do not depend on the other images of the batch."""
         adapter, x = _built_adapter(component)
         _check_alone(adapter, x)
 
     @staticmethod
     def check_all_features(component: Any) -> None:
-        """Every feature influences the tokens."""
+        """Checks that every feature influences the tokens."""
         adapter, x = _built_adapter(component)
         with torch.no_grad():
             whole = adapter(x)
@@ -141,13 +141,13 @@ class AdapterChecks:
 
     @staticmethod
     def check_deterministic(component: Any) -> None:
-        """In evaluation the same features produce the same bits."""
+        """Checks that in evaluation the same features produce the same bits."""
         adapter, x = _built_adapter(component)
         modules.repeats(lambda: adapter(x))
 
     @staticmethod
     def check_gradients(component: Any) -> None:
-        """Every parameter has a finite gradient."""
+        """Checks that every parameter has a finite gradient."""
         adapter, x = _built_adapter(component)
         modules.learns(adapter, lambda: adapter(x))
 
@@ -164,19 +164,19 @@ class FusionChecks:
 
     @staticmethod
     def check_specs(component: Any) -> None:
-        """`specs()` of the model describes every parameter of the module built on the meta device."""
+        """Checks that `specs()` of the model describes every parameter of the module built on the meta device."""
         module: Any = modules.on_meta(model_of(component).build)
         modules.agree(module, module.specs().tensors)
 
     @staticmethod
     def check_feature(component: Any) -> None:
-        """`feature` names the combination that must be tested in layouts."""
+        """Checks that `feature` names the combination that must be tested in layouts."""
         assert isinstance(component.feature, str), "feature is not a string"
         assert component.feature.startswith("fusion_"), f"feature {component.feature!r} does not begin with 'fusion_'"
 
     @staticmethod
     def check_images_count(component: Any) -> None:
-        """An image changes the logits of later tokens in its row, and no other row."""
+        """Checks that an image changes the logits of later tokens in its row, and no other row."""
         model, inputs = _built_fusion(component)
         with torch.no_grad():
             one = model(**inputs)
@@ -186,7 +186,7 @@ class FusionChecks:
 
     @staticmethod
     def check_causality(component: Any) -> None:
-        """In evaluation a token depends on no later text."""
+        """Checks that in evaluation a token depends on no later text."""
         model, inputs = _built_fusion(component)
         changed = {**inputs, "x": inputs["x"].clone()}
         changed["x"][:, -2] = 3 + changed["x"][:, -2] % 3
@@ -196,7 +196,7 @@ class FusionChecks:
 
     @staticmethod
     def check_text(component: Any) -> None:
-        """Text needs no images; an unused image changes nothing."""
+        """Checks that text needs no images, and that an unused image changes nothing."""
         model, inputs = _built_fusion(component)
         text = torch.arange(2, 2 + LENGTH).expand(2, -1)
         with torch.no_grad():
@@ -205,7 +205,7 @@ class FusionChecks:
 
     @staticmethod
     def check_gradients(component: Any) -> None:
-        """In training every parameter has a gradient, with and without images, so that ranks run the same collectives."""
+        """Checks that every parameter has a gradient in training, with and without images: ranks run the same collectives."""
         model, inputs = _built_fusion(component)
         model.train()
         for given in (inputs, {"x": torch.arange(2, 2 + LENGTH).expand(2, -1)}):
