@@ -22,9 +22,9 @@ import torch
 from forge_core.registry import Registry
 from forge_train.directory import claim, run_directory
 from forge_train.process.ranks import JobRanks
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.run.loop import fit
-from forge_train.run.start import start
+from forge_train.run.start import start_run
 
 WARM = 5
 
@@ -56,10 +56,10 @@ class Timed:
 def measure(recipe: str, steps: int, overrides: list[str], folder: Path) -> dict[str, Any]:
     registry = Registry()
     chosen = [f"--job.dir={folder}", f"--train.max_steps={steps}", "--hooks=[]", *overrides]
-    resolved = load(recipe, chosen, 1, registry)
+    resolved = load_recipe(recipe, chosen, 1, registry)
     directory = run_directory(resolved.job)
     claim(directory)
-    run = start(resolved, JobRanks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    run = start_run(resolved, JobRanks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     timed = Timed(run.data)
     run.training.data = timed  # type: ignore[assignment]
     fit(run)

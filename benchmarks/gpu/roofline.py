@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from forge_core.registry import Registry
 from forge_models.flops import count_flops
 from forge_models.shape import DecoderShape
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.recipe.schema import Job
 
 
@@ -114,7 +114,7 @@ def main() -> None:
     registry = Registry()
     for name in parser.parse_args().presets or PRESETS:
         world, wanted = PRESETS[name]
-        loaded = load(name, world=world, registry=registry)
+        loaded = load_recipe(name, world=world, registry=registry)
         gpu = GPUS["h200" if "h200" in name else "h100"]
         found = list(parts(loaded.job, gpu, world))
         total, shown = sum(part.seconds for part in found), sum(part.seconds for part in found if not part.hidden)

@@ -18,7 +18,7 @@ from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.model.plan import Plan
 from forge_parallel.transforms.context.transform import ContextParallel, Kind
 from forge_train.plan import plan_of
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 
 LAYOUTS = "dp8,dp64,hsdp8x8,hsdp2x1,dp512,tp2,tp8,dp8tp8,cp2,cp8,dp8cp4,dp2cp4tp2"
 KINDS = ",".join(get_args(Kind))
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--even", action="store_true")
     options = parser.parse_args()
     registry = Registry()
-    job = load(options.shape, registry=registry).job
+    job = load_recipe(options.shape, registry=registry).job
     heads = f"{'axis':12} {'collective':14} {'calls':>6} {'sent MiB':>10} {'least MiB':>10} {'ratio':>7}"
     print(f"{'layout':>20} {'micro-batches':>13}  {heads}")
     for text in options.layouts.split(","):

@@ -22,7 +22,7 @@ from forge_parallel.optim.optimizers import MuonConfig
 from forge_parallel.optim.whole_matrices import matrices_of, overlap
 from forge_parallel.placement.boxes import span_on
 from forge_train.plan import plan_of
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 
 
 @dataclass
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny model")
     options = parser.parse_args()
     registry = Registry()
-    job: Any = load("debug" if options.smoke else options.shape, registry=registry).job
+    job: Any = load_recipe("debug" if options.smoke else options.shape, registry=registry).job
     layers = min(options.layers, job.model.layers)
     (alone,), _ = measured(job, Layout(), registry, layers)
     print(

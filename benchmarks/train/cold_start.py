@@ -24,20 +24,20 @@ def child(recipe: str) -> None:
     from forge_core.registry import Registry
     from forge_train.directory import claim, run_directory
     from forge_train.process.ranks import JobRanks
-    from forge_train.recipe.load import load
+    from forge_train.recipe.load import load_recipe
 
     registry = Registry()
-    resolved = load(recipe, ["--train.max_steps=1", "--schedule.name=constant", "--hooks=[]"], 1, registry)
+    resolved = load_recipe(recipe, ["--train.max_steps=1", "--schedule.name=constant", "--hooks=[]"], 1, registry)
     directory = run_directory(resolved.job)
     claim(directory)
     stamps.append(time.time())
 
     stamps.append(time.time())
     from forge_train.run.loop import fit
-    from forge_train.run.start import start
+    from forge_train.run.start import start_run
 
     stamps.append(time.time())
-    run = start(resolved, JobRanks())
+    run = start_run(resolved, JobRanks())
     stamps.append(time.time())
     fit(run)
     stamps.append(time.time())

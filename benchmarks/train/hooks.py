@@ -21,10 +21,10 @@ import torch
 from forge_core.registry import Registry
 from forge_parallel.step.reduce import clip_grad_norm
 from forge_train.process.ranks import JobRanks
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
-from forge_train.run.start import start
+from forge_train.run.start import start_run
 
 RECIPE = """
 [model]
@@ -69,8 +69,8 @@ def assembled(directory: Path, smoke: bool, threads: int) -> tuple[Run, dict[str
     recipe = directory / "recipe.toml"
     recipe.write_text(RECIPE.format(**sizes, threads=threads))
     registry = Registry()
-    resolved = load(recipe, [f"--job.dir={directory / 'run'}"], 1, registry)
-    run = start(resolved, JobRanks())
+    resolved = load_recipe(recipe, [f"--job.dir={directory / 'run'}"], 1, registry)
+    run = start_run(resolved, JobRanks())
     hooks = {}
     for name, table in HOOKS.items():
         settings = {key: value for key, value in table.items() if key != "name"}
@@ -84,9 +84,9 @@ def looped(run: Run, hooks: Sequence[Any], steps: int) -> float:
     """Seconds of some steps of the loop; hooks do not start or finish in them."""
     quiet = [_Running(hook) for hook in hooks]
     run.hooks[:], run.stop.max_steps = quiet, run.state.step + steps  # type: ignore[assignment]
-    start = time.perf_counter()
+    began = time.perf_counter()
     fit(run)
-    return time.perf_counter() - start
+    return time.perf_counter() - began
 
 
 class _Running:
@@ -108,7 +108,7 @@ class _Running:
 def bare(run: Run, steps: int) -> float:
     """Seconds of step and update alone."""
     drawn = run.data.from_cursor(run.state.cursor)
-    start = time.perf_counter()
+    began = time.perf_counter()
     for _ in range(steps):
         batches, _ = next(drawn)
         result = run.step(batches)
@@ -116,7 +116,7 @@ def bare(run: Run, steps: int) -> float:
         run.optimizer.step(result.skip)
         run.optimizer.zero_grad()
         result.numbers()
-    return time.perf_counter() - start
+    return time.perf_counter() - began
 
 
 def main() -> None:

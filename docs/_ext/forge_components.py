@@ -19,7 +19,7 @@ from forge_core.component import fields_of
 from forge_core.config.fields import describe_shape, shape_of, written
 from forge_core.config.toml import value_text
 from forge_core.registry import GROUPS, Registry
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.recipe.schema import Job
 
 
@@ -65,7 +65,7 @@ class Presets(SphinxDirective):
             facts = dict(line.split(": ", 1) for line in head if re.match(r"(Parameters|Active|GPUs): ", line))
             sized = next((number for number, line in enumerate(head) if line.startswith("Parameters: ")), len(head))
             what = " ".join(head[:sized])
-            job: Any = load(entry.name, registry=registry).job
+            job: Any = load_recipe(entry.name, registry=registry).job
             tokens = job.train.global_batch * job.data.sequence_length
             lines.append(
                 f"| `{entry.name}` | {cell(what)} | {facts.get('Parameters', '')} | {facts.get('GPUs', 'any')} | {tokens:,} |"

@@ -17,7 +17,7 @@ from core.judge import accepts
 from forge_core.config.descriptions import json_schema
 from forge_core.registry import Entry, Registry, installed
 from forge_train import cli
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.recipe.schema import Job
 
 Result = subprocess.CompletedProcess[str]
@@ -192,7 +192,7 @@ def test_show_gives_a_recipe_that_loads_to_the_same_job(forge: Callable[..., Res
     assert result.returncode == 0
     (tmp_path / "again.toml").write_text(result.stdout)
     registry = Registry()
-    assert load("again.toml", [], None, registry).job == load("debug", ["--optimizer.lr=0.125"], None, registry).job
+    assert load_recipe("again.toml", [], None, registry).job == load_recipe("debug", ["--optimizer.lr=0.125"], None, registry).job
     noted = forge("config", "show", "debug", "--optimizer.lr=0.125", "--origins").stdout
     assert "lr = 0.125  # --optimizer.lr\n" in noted
     assert tomllib.loads(noted) == tomllib.loads(result.stdout)
@@ -216,7 +216,7 @@ def test_schema_is_torch_free_and_accepts_every_preset(forge: Callable[..., Resu
     schema = json.loads((tmp_path / "schema.json").read_text())
     assert schema == json_schema(Job, Registry())
     for preset in PRESETS:
-        resolved = load(preset)
+        resolved = load_recipe(preset)
         assert accepts(schema, tomllib.loads(resolved.as_toml()))
         for file in resolved.files:
             assert accepts(schema, tomllib.loads(file.read_text()))

@@ -10,7 +10,7 @@ import pytest
 from forge_core.errors import Fault
 from forge_core.redaction import HIDDEN, redacted, redacted_fault, redacted_text, redacted_url, secret
 from forge_core.registry import Registry
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 
 SCHEMES = ("http", "https", "s3", "gs", "az", "redis", "postgresql+psycopg", "git+https")
 PLACES = ("host.example/data/x.jsonl", "127.0.0.1:8977/x", "[::1]:80/a/b", "bucket/shard-00001.tar", "host:8080")
@@ -164,7 +164,7 @@ def test_no_key_of_forge_loses_its_text() -> None:
     """Enumerates every preset: what a checkpoint keeps of a recipe without secrets is the recipe."""
     registry = Registry()
     for name in registry.names("forge.presets"):
-        recipe = load(name, (), None, registry).as_json()
+        recipe = load_recipe(name, (), None, registry).as_json()
         assert redacted(recipe) == json.loads(json.dumps(recipe))
 
 

@@ -15,7 +15,7 @@ from forge_core.errors import ConfigError, PluginConflict
 from forge_core.plugins import diagnose
 from forge_core.registry import GROUPS, Registry
 from forge_train.cli import root
-from forge_train.recipe.load import Resolved, load
+from forge_train.recipe.load import Recipe, load_recipe
 
 
 def install(site: Path, name: str, points: dict[str, dict[str, str]]) -> None:
@@ -41,7 +41,7 @@ def test_trials_d7_a_wheel_that_claims_every_name_of_every_group_changes_nothing
     before = Registry()
     own = {group: {entry.name: "rival:Thing" for entry in before.of(group) if entry.is_forge} for group in GROUPS}
     offered = {group: before.names(group) for group in GROUPS}
-    presets = {name: load(name, (), 2, before) for name in ("debug", "debug-moe", "debug-cross")}
+    presets = {name: load_recipe(name, (), 2, before) for name in ("debug", "debug-moe", "debug-cross")}
     (site / "rival.py").write_text("raise ImportError('never asked for')\n")
     install(site, "rival", own)
     after = Registry()
@@ -53,7 +53,7 @@ def test_trials_d7_a_wheel_that_claims_every_name_of_every_group_changes_nothing
             assert after.find(group, name).is_forge, (group, name)
             assert after.find(group, f"rival:{name}").distribution == "rival"
     for name, resolved in presets.items():
-        again = load(name, (), 2, after)
+        again = load_recipe(name, (), 2, after)
         assert again.job == resolved.job and again.as_toml() == resolved.as_toml() and again.used == resolved.used
         assert all("rival" in warning for warning in set(again.warnings) - set(resolved.warnings)), "its checks cannot run"
     assert set(root(after).commands) >= set(root(before).commands)
@@ -111,12 +111,12 @@ def rival(site: Path) -> Registry:
     return Registry()
 
 
-def chosen(resolved: Resolved, key: str, registry: Registry) -> str:
+def chosen(resolved: Recipe, key: str, registry: Registry) -> str:
     return registry.find(*resolved.outcome.chosen[key]).qualified
 
 
 def test_trials_d7_in_its_own_presets_and_defaults_a_distribution_means_its_own(rival: Registry, tmp_path: Path) -> None:
-    found = load("rival:debug", (), None, rival)  # its base is Forge's `debug`, and not itself
+    found = load_recipe("rival:debug", (), None, rival)  # its base is Forge's `debug`, and not itself
     expected = {
         "optimizer": "rival:adamw",
         "hooks.0": "rival:save",
@@ -129,19 +129,19 @@ def test_trials_d7_in_its_own_presets_and_defaults_a_distribution_means_its_own(
     assert {key: chosen(found, key, rival) for key in expected} == expected
     assert found.job.optimizer.rate == 2.0 and found.job.transforms["recompute"].rate == 4.0
     (tmp_path / "again.toml").write_text(found.as_toml())
-    again = load(str(tmp_path / "again.toml"), (), None, rival)
+    again = load_recipe(str(tmp_path / "again.toml"), (), None, rival)
     assert again.job == found.job and again.as_toml() == found.as_toml(), "in a user's file, the whole names say the same"
-    assert load("mine", (), None, rival).job.optimizer.rate == 5.0, "a file that a preset names belongs to it"
+    assert load_recipe("mine", (), None, rival).job.optimizer.rate == 5.0, "a file that a preset names belongs to it"
 
 
 def test_trials_d7_in_a_users_recipe_a_name_is_forges(rival: Registry, tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text('base = "rival:debug"\n[optimizer]\nname = "adamw"\nlr = 0.5\n[[hooks]]\nname = "save"\n')
-    found = load(str(recipe), (), None, rival)
+    found = load_recipe(str(recipe), (), None, rival)
     assert chosen(found, "optimizer", rival) == "forge-parallel:adamw" and found.job.optimizer.lr == 0.5
     assert chosen(found, "hooks.0", rival) == "forge-train:save"
     recipe.write_text('base = "debug"\n[model]\nattention = { name = "holder", norm = { name = "rmsnorm" } }\n')
-    found = load(str(recipe), ["--hooks=[{name='shared'}]"], None, rival)
+    found = load_recipe(str(recipe), ["--hooks=[{name='shared'}]"], None, rival)
     assert chosen(found, "model.attention.norm", rival) == "forge-models:rmsnorm", "written by the user, not a default"
     assert found.tree.items["optimizer"].items["name"].value == "adamw" and chosen(found, "hooks.0", rival) == "rival:shared"  # type: ignore[union-attr]
 
@@ -154,4 +154,4 @@ def test_trials_d7_only_what_two_others_claim_is_a_conflict(rival: Registry, sit
         registry.find("forge.hooks", "shared")
     assert registry.find("forge.hooks", "shared", owner="rival").distribution == "rival"
     with pytest.raises(ConfigError, match="claimed by other"):
-        load("debug", ["--hooks=[{name='shared'}]"], None, registry)
+        load_recipe("debug", ["--hooks=[{name='shared'}]"], None, registry)

@@ -10,7 +10,7 @@ from forge_lab.sweep.files import Outcome
 from forge_lab.sweep.grid import Sweep, read_sweep
 from forge_train.directory import keep_recipe
 from forge_train.process.stop import REQUEUE
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.trackers import METRICS, JsonlTracker
 
 METRIC = "evaluation/held_out/loss"
@@ -20,7 +20,7 @@ def write_run(
     recipe: Path | str, loss: Callable[[Any, int], float], step: int | None = None, overrides: Sequence[str] = ()
 ) -> Path:
     """Leaves a run of this recipe that reached `step`; its directory."""
-    resolved = load(recipe, overrides)
+    resolved = load_recipe(recipe, overrides)
     folder, train_keys = Path(str(resolved.job.job.dir)), resolved.job.train
     step = step or train_keys.max_steps
     folder.mkdir(parents=True, exist_ok=True)

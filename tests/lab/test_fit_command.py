@@ -14,7 +14,7 @@ from forge_lab.scaling.runs import gather
 from forge_lab.sweep.files import write_recipes
 from forge_train.cli import main
 from forge_train.plan import run_size
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.trackers import METRICS, JsonlTracker
 from lab.fake_runs import METRIC, FakeRuns, run_all, sweep_of, write_run
 from lab.test_law import CHINCHILLA
@@ -72,7 +72,7 @@ def test_runs_of_a_sweep_have_their_own_sizes(ladder: Path) -> None:
     ],
 )
 def test_tokens_follow_the_phases_of_the_data(phases: str, tokens: int) -> None:
-    found = run_size(load("debug", [f"--data.phases={phases}"]).job)
+    found = run_size(load_recipe("debug", [f"--data.phases={phases}"]).job)
     assert found.tokens == tokens
     # 6 P + 6 L H (Dk + Dv) T a token, of the rows' own length T; 2 layers of 4 heads of 16 and 16.
     matrix = found.parameters - 320 * 64 - 5 * 64
@@ -84,13 +84,13 @@ def test_tokens_follow_the_phases_of_the_data(phases: str, tokens: int) -> None:
 
 def run_ffn(dim: int) -> int:
     """Width of the MLP that the decoder's own configuration gives."""
-    shape = load("debug", [f"--model.dim={dim}"]).job.model.shape  # type: ignore[attr-defined]
+    shape = load_recipe("debug", [f"--model.dim={dim}"]).job.model.shape  # type: ignore[attr-defined]
     return shape.ffn_dim
 
 
 def test_products_of_images_are_not_guessed() -> None:
     """How many images a run has is not known before its data: the rule of thumb stands, as where nothing is declared."""
-    found = run_size(load("debug-joint", []).job)
+    found = run_size(load_recipe("debug-joint", []).job)
     assert found.flops == 6 * found.parameters * found.tokens and found.blocks is found.active is None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from forge_lab.sweep.files import write_recipes
 from forge_lab.sweep.results import BEST, LINES, PAGE, collect_results, write_page, write_results
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from lab.fake_runs import METRIC, FakeRuns, run_all, sweep_of
 
 GRID = """
@@ -69,7 +69,7 @@ def test_lines_are_json_and_the_best_recipe_can_be_run_elsewhere(trained: Any, t
     assert [line["rank"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert lines[0]["values"] == {"optimizer.lr": 2e-3, "model.dim": 64} and lines[0][METRIC] == pytest.approx(3.1)
     assert lines[0]["tokens"] == lines[0]["planned_tokens"] == 30 * 8 * 64
-    best = load(tmp_path / "sweep" / BEST, (), 1)
+    best = load_recipe(tmp_path / "sweep" / BEST, (), 1)
     assert (best.job.job.name, best.job.job.dir) == ("grid-best", None)
     mine, theirs = best.as_json(), trained.resolved["lr=0.002_dim=64"].as_json()
     assert {key: value for key, value in mine.items() if key != "job"} == {k: v for k, v in theirs.items() if k != "job"}

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from forge_core.registry import Registry
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.run.loop import fit
 from harness.pool import World
 from rehearsal.ranks import own_device
@@ -105,7 +105,7 @@ def test_a_hook_that_reads_every_step_makes_the_device_stand_still_in_each(devic
 def test_the_hooks_are_those_of_presets(tmp_path: Path) -> None:
     recipe, settings = _recipe(tmp_path, TINY, STEPS)
     registry = Registry()
-    ours = load(recipe, settings, 1, registry).job.hooks
+    ours = load_recipe(recipe, settings, 1, registry).job.hooks
     for preset in ("20m", "1b", "70b"):
-        assert load(preset, [], 8, registry).job.hooks == ours, preset
+        assert load_recipe(preset, [], 8, registry).job.hooks == ours, preset
     assert next(hook for hook in ours if hasattr(hook, "every")).every == EVERY

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import ConfigError
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "_ext"))
 import forge_today
@@ -20,6 +20,6 @@ def test_the_tables_of_the_readme_are_those_of_today() -> None:
 @pytest.mark.parametrize("entry", forge_today.refused(), ids=lambda entry: entry["what"])
 def test_what_the_readme_calls_refused_is_refused(entry: dict) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(entry.get("recipe", "debug"), entry["overrides"], entry.get("world", 1))
+        load_recipe(entry.get("recipe", "debug"), entry["overrides"], entry.get("world", 1))
     assert entry["says"] in str(caught.value)
-    assert load(entry.get("recipe", "debug"), [], 1), "the recipe itself has no fault"
+    assert load_recipe(entry.get("recipe", "debug"), [], 1), "the recipe itself has no fault"

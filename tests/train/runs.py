@@ -12,10 +12,10 @@ from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch, read_launcher
 from forge_parallel.model.parallel_model import full
 from forge_train.process.ranks import JobRanks
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
-from forge_train.run.start import start
+from forge_train.run.start import start_run
 
 TINY = """
 [job]
@@ -98,8 +98,8 @@ def prepared(recipe: Path, overrides: list[str], device: torch.device = CPU) -> 
     """The assembled run of this rank, recording."""
     registry = Registry()
     where = read_launcher(os.environ) if torch.distributed.is_initialized() else Launch()
-    resolved = load(recipe, overrides, where.size, registry)
-    run = start(resolved, JobRanks(where, device))
+    resolved = load_recipe(recipe, overrides, where.size, registry)
+    run = start_run(resolved, JobRanks(where, device))
     recorder = Recorder()
     run.hooks.append(recorder)
     run.training.step = Recording(run.step, recorder.samples)  # type: ignore[assignment]

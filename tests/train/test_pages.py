@@ -25,7 +25,7 @@ from forge_parallel.model.plan import Order, Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_testing import conforms
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from harness.fronts import DISTRIBUTIONS, FRONTS, example_of
 
 ROOT = Path(__file__).parents[2]
@@ -155,7 +155,7 @@ def test_recipes_of_the_pages_have_no_fault(everything) -> None:
     recipes = [name for page in PAGES for name, text in files_of(page) if name.endswith(".toml") and "[project]" not in text]
     assert set(recipes) >= {"rsqrt.toml", "largest.toml", "small.toml", "reglu.toml", "mine.toml"}
     for name in recipes:
-        load(everything / name, [], 1)
+        load_recipe(everything / name, [], 1)
     fragments = [text for page in PAGES for text in blocks(page, "toml") if not text.startswith("# ")]
     assert len(fragments) > 5
     llama = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
@@ -163,11 +163,11 @@ def test_recipes_of_the_pages_have_no_fault(everything) -> None:
     (everything / "exported" / "config.json").write_text(json.dumps(llama | {"intermediate_size": 128, "rms_norm_eps": 1e-5}))
     for number, text in enumerate(fragments):
         (everything / f"fragment-{number}.toml").write_text(f'base = "debug"\n\n{text}')
-        load(everything / f"fragment-{number}.toml")
+        load_recipe(everything / f"fragment-{number}.toml")
 
 
 def test_the_feed_forward_part_of_the_page(everything) -> None:
-    job = load(everything / "reglu.toml").job
+    job = load_recipe(everything / "reglu.toml").job
     layout = Layout()
     model = realize(Blueprint.of(job.model.build), Plan.of([], layout), Topology.of(layout, torch.device("cpu")), 7)
     mlp = next(module for name, module in model.part.named_modules() if name.endswith("blocks.1.mlp"))

@@ -7,7 +7,7 @@ from forge_core.errors import ConfigError
 from forge_core.registry import Registry
 from forge_parallel.verify import proofs
 from forge_parallel.verify.parity import share, synthetic
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from harness.pool import World
 from parallel.compositions import generate
 from parallel.compositions.rows import FUSIONS, case_of
@@ -69,7 +69,7 @@ def test_rows_of_one_case_have_none_one_and_two_images() -> None:
 @pytest.mark.parametrize("preset", ["debug-joint", "debug-cross", "debug-mot"])
 def test_trials_h_what_check_says_of_a_fusion_under_tp_works(preset: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        load(preset, ["--parallel.tp=2"], 2, Registry())
+        load_recipe(preset, ["--parallel.tp=2"], 2, Registry())
     (fault,) = [fault for fault in refusal.value.faults if fault.key == "model.fusion"]
     assert "remove it" not in str(fault) and "transforms.tensor.sequence_parallel = false" in str(fault)
-    assert load(preset, ["--parallel.tp=2", "--transforms.tensor.sequence_parallel=false"], 2, Registry()).layout
+    assert load_recipe(preset, ["--parallel.tp=2", "--transforms.tensor.sequence_parallel=false"], 2, Registry()).layout

@@ -11,7 +11,7 @@ import torch
 
 import forge_vlm.presets
 from forge_core.registry import Registry
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 
 FOLDER = Path(forge_vlm.presets.__file__).parent
 EVERY = sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -59,11 +59,11 @@ def test_every_fusion_has_presets() -> None:
 @pytest.mark.parametrize("name", CLOSED)
 def test_parameters_and_worlds_are_those_stated(name: str, registry: Registry) -> None:
     with torch.device("meta"):
-        model = load(name, registry=registry).job.model.build()
+        model = load_recipe(name, registry=registry).job.model.build()
     assert sum(p.numel() for p in model.parameters()) == CLOSED[name] == stated(name, "Parameters")[0]
     worlds = stated(name, "GPUs")
     for world in worlds:
-        layout = load(name, world=world, registry=registry).layout
+        layout = load_recipe(name, world=world, registry=registry).layout
         assert layout is not None and layout.dp_shard == world
     assert 16 * CLOSED[name] / worlds[0] < 50e9, "weights, gradients and states of the smallest world leave room on 80 GB"
 
@@ -71,7 +71,7 @@ def test_parameters_and_worlds_are_those_stated(name: str, registry: Registry) -
 @pytest.mark.parametrize("size", ["debug", "7b"])
 @pytest.mark.parametrize("name", FUSIONS)
 def test_presets_choose_their_fusion(size: str, name: str, registry: Registry) -> None:
-    fusion = load(f"{size}-{name}", registry=registry).job.model.fusion
+    fusion = load_recipe(f"{size}-{name}", registry=registry).job.model.fusion
     assert type(fusion) is registry.load("forge.fusions", FUSIONS[name])
 
 

@@ -14,7 +14,7 @@ from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.verify.proofs import features, unproven
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.run.weights import InitialWeights
 from train.runs import prepared
 from vlm.encoders.test_published import siglip, stored
@@ -24,7 +24,7 @@ VIT = "{name='vit', size=8, patch=4, dim=16, layers=1, heads=2}"
 
 def recipe(*words: str, world: int = 1, encoder: str = VIT) -> Any:
     fusion = [] if any("fusion" in word for word in words) else ["--model.fusion={name='mot'}"]
-    return load("debug", ["--model.name=vlm", f"--model.encoder={encoder}", *fusion, *words], world, Registry()).job
+    return load_recipe("debug", ["--model.name=vlm", f"--model.encoder={encoder}", *fusion, *words], world, Registry()).job
 
 
 def test_a_tower_in_a_run_has_the_weights_of_its_folder(tmp_path: Path) -> None:

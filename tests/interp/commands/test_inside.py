@@ -21,7 +21,7 @@ from forge_interp.commands.inside import Inside, agreement
 from forge_interp.methods.probes import effective_rank
 from forge_interp.similarity import Moments, gram, gram_cka, gram_rank, unbiased_cka
 from forge_train.inference.stored import load_model, open_weights
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.report.charts import FAMILIES
 from forge_train.report.page import report
 from forge_train.run.loop import fit
@@ -257,7 +257,7 @@ def test_what_cannot_be_measured_is_refused(recipe: Path, overrides: list[str], 
         overrides = []
     given = overrides if "hooks" in str(overrides) else [hooks(), *overrides]
     with pytest.raises(ForgeError, match=match):
-        load(recipe, given, 2 if "parallel" in str(overrides) else 1, Registry())
+        load_recipe(recipe, given, 2 if "parallel" in str(overrides) else 1, Registry())
 
 
 def test_measures_of_products_are_those_of_the_rows() -> None:

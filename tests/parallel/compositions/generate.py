@@ -27,7 +27,7 @@ from forge_parallel.optim.optimizers import PROVEN
 from forge_parallel.sections import Parallel, Precision
 from forge_parallel.verify import proofs
 from forge_parallel.verify.proofs import DEFAULTS, features
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from parallel.compositions.rows import LOW, job_of, layout_of
 
 Row = frozenset[str]
@@ -156,7 +156,7 @@ def declared_features() -> set[str]:
 @cache
 def _base() -> tuple[Any, list[Any]]:
     registry = Registry()
-    job = load("debug", ["--hooks=[]", "--train.global_batch=1", "--train.micro_batch=1"], 1, registry).job
+    job = load_recipe("debug", ["--hooks=[]", "--train.global_batch=1", "--train.micro_batch=1"], 1, registry).job
     entries = [entry for entry in registry.of("forge.checks") if entry.distribution != "forge-data"]
     return job, [registry.load_entry(entry) for entry in entries if entry.name != "compositions_are_proven"]
 

@@ -20,7 +20,7 @@ from forge_core.registry import Registry
 from forge_parallel.verify import proofs
 from forge_parallel.verify.parity import Measurement, compare
 from forge_parallel.verify.proofs import features
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from harness.closeness import below
 from harness.pool import World
 from parallel.compositions import generate
@@ -92,7 +92,7 @@ def test_three_axes_and_more_equal_one_process(world: World, row: frozenset[str]
 
 
 def test_every_row_is_a_recipe_with_just_its_features() -> None:
-    base = load("debug", ["--hooks=[]"], 1, Registry()).job
+    base = load_recipe("debug", ["--hooks=[]"], 1, Registry()).job
     for kind, rows in ROWS.items():
         for row in rows:
             assert {use.name for use in features(job_of(row, base), layout_of(row))} == row
@@ -105,7 +105,7 @@ def test_every_row_is_a_recipe_with_just_its_features() -> None:
 
 def test_every_pair_that_is_offered_is_proven() -> None:
     """What no row has is refused by a check, or named with its reason; what fp64 can show is shown in fp64."""
-    base = load("debug", ["--hooks=[]"], 1, Registry()).job
+    base = load_recipe("debug", ["--hooks=[]"], 1, Registry()).job
     shown = {pair for kind in proofs.TESTS for row in ROWS[kind] for pair in generate.pairs_of(row)}
     names = generate.declared_features() - generate.ON_GPUS
     assert {frozenset([name]) for name in names} <= shown

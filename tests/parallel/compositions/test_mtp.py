@@ -17,7 +17,7 @@ from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import GPipe, OneForwardOneBackward, ZeroBubbleV
 from forge_parallel.pipeline.stages import StageSplit
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from parallel.compositions.rows import DECODER, names
 
 
@@ -49,11 +49,11 @@ def test_depth_two_is_refused_with_split_backwards() -> None:
     assert cut(ZeroBubbleV(), depth=1, split="1,1,1,1").last is False
     recipe = ["--model.mtp.depth=2", "--parallel.pp=2", "--parallel.pipeline.schedule={name='zbv'}", "--model.layers=4"]
     with pytest.raises(ConfigError) as refusal:
-        load("debug", [*recipe, "--hooks=[]"], 2, Registry())
+        load_recipe("debug", [*recipe, "--hooks=[]"], 2, Registry())
     assert {fault.key for fault in refusal.value.faults} == {"model.mtp.depth"}
-    resolved = load("debug", ["--model.mtp.depth=2"], 1, Registry())
+    resolved = load_recipe("debug", ["--model.mtp.depth=2"], 1, Registry())
     assert "mtp" in names(resolved.job, Layout())
-    assert "mtp" not in names(load("debug", [], 1, Registry()).job, Layout())
+    assert "mtp" not in names(load_recipe("debug", [], 1, Registry()).job, Layout())
 
 
 @pytest.mark.slow

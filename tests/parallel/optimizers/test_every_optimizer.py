@@ -15,7 +15,7 @@ from forge_parallel.optim.optimizers import PROVEN
 from forge_parallel.verify.parity import Case, compare
 from forge_parallel.verify.proofs import features
 from forge_testing.checks.parallel import SHAPES, Held
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from harness.pool import World
 from parallel.compositions.rows import DECODER, EXPERTS, VOCAB, measured
 from parallel.one_process import alone
@@ -41,7 +41,7 @@ def test_it_equals_one_process(world: World, name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_one_whose_elements_depend_on_others_is_a_feature_by_its_name(name: str) -> None:
-    job = load("debug", [f"--optimizer.name={name}", "--schedule.name=constant", "--parallel.dp_shard=2"], 2, REGISTRY).job
+    job = load_recipe("debug", [f"--optimizer.name={name}", "--schedule.name=constant", "--parallel.dp_shard=2"], 2, REGISTRY).job
     used = {use.name for use in features(job, Layout.parse("dp2")) if use.plane == "optimizer"}
     assert used == ({name} if job.optimizer.shards in PROVEN else set())
 

@@ -23,7 +23,7 @@ from forge_parallel.sections import PipelineConfig
 from forge_parallel.step.step import Step
 from forge_parallel.verify.parity import Measurement, compare, share, synthetic
 from forge_parallel.verify.proofs import features
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from harness.pool import World
 from parallel.compositions.rows import CPU, DECODER, case_of, job_of, layout_of, measured, precision_of, schedule_of
 
@@ -284,7 +284,7 @@ def test_a_tied_copy_on_another_stage_is_frozen_with_its_original(world: World) 
 
 def test_a_stage_that_freezes_uses_the_feature_of_frozen_parameters() -> None:
     def used(*stages: TrainingStage) -> list[str]:
-        job = job_of(frozenset({"dp_shard"}), load("debug", [], None, Registry()).job)
+        job = job_of(frozenset({"dp_shard"}), load_recipe("debug", [], None, Registry()).job)
         job = replace(job, train=replace(job.train, stages=list(stages)))
         return [use.key for use in features(job, layout_of(frozenset({"dp_shard"}))) if use.name == "frozen"]
 

@@ -17,7 +17,7 @@ from forge_core.config.validation import walk
 from forge_core.errors import CheckpointError, ConfigError
 from forge_core.registry import GROUPS, Registry
 from forge_core.trust import trust_file
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.recipe.schema import Job
 from forge_train.run.loop import fit
 from forge_train.run.resume import compare_recipes
@@ -136,7 +136,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resumed(folder: Path, *overrides: str, change: Any = None) -> Any:
     """What the comparison says about the checkpoint of `folder`, its facts changed by `change`."""
     registry = Registry()
-    resolved = load(
+    resolved = load_recipe(
         folder / "tiny.toml",
         [f"--job.dir={folder / 'run'}", "--train.max_steps=2", "--schedule.warmup=0", *overrides],
         1,
@@ -296,7 +296,7 @@ def test_fault_50_another_version_of_a_plugin_is_listed(trained: Path) -> None:
 
 def test_w2_every_leaf_of_a_resolved_recipe_has_a_class(trained: Path) -> None:
     """No key of a real recipe falls outside of what fields declare."""
-    resolved = load("demo", [], 1, Registry())
+    resolved = load_recipe("demo", [], 1, Registry())
     fields = resolved.outcome.fields
     for key, _, _ in leaves(resolved.tree):
         at = key

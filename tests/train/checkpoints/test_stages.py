@@ -12,7 +12,7 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_train.commands import parity
 from forge_train.plan import dry_run
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.run.loop import fit
 from harness.pool import World
 from train.checkpoints.test_optimizer_resume import CONSTANT, LION, OPTIMIZERS, chosen
@@ -178,13 +178,13 @@ def test_stages_that_do_not_follow_each_other_are_refused_by_check(recipe: Path,
     assert old in recipe.read_text()
     recipe.write_text(recipe.read_text().replace(old, new))
     with pytest.raises(ConfigError, match=message):
-        load(recipe, ["--train.max_steps=8"], 1, Registry())
+        load_recipe(recipe, ["--train.max_steps=8"], 1, Registry())
 
 
 def test_a_stage_behind_the_end_of_the_run_is_told_and_not_refused(recipe: Path) -> None:
-    said = load(recipe, ["--train.max_steps=4"], 1, Registry()).warnings
+    said = load_recipe(recipe, ["--train.max_steps=4"], 1, Registry()).warnings
     assert any("the next stage begins at step 4, but the run ends at train.max_steps = 4" in str(one) for one in said)
-    assert not any("stages" in str(one) for one in load(recipe, ["--train.max_steps=8"], 1, Registry()).warnings)
+    assert not any("stages" in str(one) for one in load_recipe(recipe, ["--train.max_steps=8"], 1, Registry()).warnings)
 
 
 def test_a_misspelled_name_is_refused_before_anything_starts(recipe: Path, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_plan_counts_what_any_stage_trains(recipe: Path, tmp_path: Path) -> No
     layout, registry = Layout.parse("1"), Registry()
 
     def state(path: Path) -> int:
-        (found,) = dry_run(load(path, ["--train.max_steps=8"], 1, registry).job, layout, registry, 1).ranks
+        (found,) = dry_run(load_recipe(path, ["--train.max_steps=8"], 1, registry).job, layout, registry, 1).ranks
         return found.optimizer
 
     plain, less = tmp_path / "plain.toml", tmp_path / "less.toml"

@@ -15,7 +15,7 @@ from forge_core.errors import ConfigError, Fault, ForgeError
 from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
 from forge_train.plan import dry_run
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.recipe.schema import Job
 
 REGISTRY = Registry()
@@ -148,11 +148,11 @@ def asked(recipe: Path, seed: int) -> tuple[list[Fault], Job | None, Layout | No
     told = f"--world {world} {' '.join(written(keys))}"
     faults: list[Fault] = []
     try:
-        resolved = load(recipe, written(keys), world, REGISTRY)
+        resolved = load_recipe(recipe, written(keys), world, REGISTRY)
     except ConfigError as error:
         faults = list(error.faults)
         try:
-            resolved = load(recipe, written(keys), None, REGISTRY)
+            resolved = load_recipe(recipe, written(keys), None, REGISTRY)
         except ConfigError:
             return faults, None, None, told
     parallel = resolved.job.parallel

@@ -17,7 +17,7 @@ import pytest
 from forge_core.config.tree import leaves
 from forge_core.errors import ConfigError, ForgeError, MissingFile
 from forge_core.registry import Registry
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from train.runs import TINY, prepared
 
 REGISTRY = Registry()
@@ -71,7 +71,7 @@ ONLY_A_START_KNOWS = re.compile(r"is not a key of this recipe, nor of the checkp
 @cache
 def keys(recipe: Path) -> tuple[tuple[str, Any], ...]:
     """Every key of the recipe with its value, defaults included."""
-    return tuple((key, value) for key, value, _ in leaves(load(recipe, SMALL, 1, REGISTRY).tree))
+    return tuple((key, value) for key, value, _ in leaves(load_recipe(recipe, SMALL, 1, REGISTRY).tree))
 
 
 def kind_of(value: Any) -> type:
@@ -118,12 +118,12 @@ def disagreement(recipe: Path, seed: int, folder: Path) -> str:
     overrides = [f"--job.dir={folder / 'run'}", *drawn(seed, keys(recipe))]
     told = f"seed {seed}: {' '.join(overrides[1:])}"
     try:
-        load(recipe, overrides, 1, REGISTRY)
+        load_recipe(recipe, overrides, 1, REGISTRY)
     except ConfigError as refusal:
         assert refusal.faults, told
         return f"{told}: check refuses, and the directory exists" if (folder / "run").exists() else ""
     try:
-        load(recipe, overrides, 1, REGISTRY, here=True)
+        load_recipe(recipe, overrides, 1, REGISTRY, here=True)
     except ConfigError as refusal:
         others = [fault for fault in refusal.faults if not isinstance(fault, MissingFile)]
         return f"{told}: a run that starts here refuses {others[0]}" if others else ""
@@ -161,7 +161,7 @@ def test_generated_recipes_are_of_both_kinds(recipe: Path) -> None:
     refused = 0
     for seed in range(40):
         try:
-            load(recipe, drawn(seed, keys(recipe)), 1, REGISTRY)
+            load_recipe(recipe, drawn(seed, keys(recipe)), 1, REGISTRY)
         except ConfigError:
             refused += 1
     assert 10 <= refused <= 30

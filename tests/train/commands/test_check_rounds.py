@@ -9,7 +9,7 @@ from forge_core.config.tree import Table
 from forge_core.config.validation import PartialRecipe, run_checks
 from forge_core.errors import ConfigError, Fault, RecipeWarning
 from forge_core.registry import Entry, Registry
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from train.runs import TINY
 
 REGISTRY = Registry()
@@ -23,7 +23,7 @@ def tiny(tmp_path: Path) -> Path:
 
 def faults(recipe: Path, world: int, *overrides: str) -> dict[str, Fault]:
     with pytest.raises(ConfigError) as refusal:
-        load(recipe, overrides, world, REGISTRY, here=True)
+        load_recipe(recipe, overrides, world, REGISTRY, here=True)
     return {fault.key: fault for fault in refusal.value.faults}
 
 
@@ -89,37 +89,39 @@ def test_m1_files_that_are_there_are_no_fault(tiny: Path, tmp_path: Path) -> Non
     several = [{"name": "megatron", "path": f"{tmp_path}/corpus_text_document"}, {"name": "text", "path": f"{tmp_path}/*.idx"}]
     several += [{"name": "text", "path": "s3://bucket/all"}, {"name": "huggingface", "path": "someone/corpus"}]
     listed = ", ".join(f"{{name='{one['name']}', path='{one['path']}'}}" for one in several)
-    load(tiny, [text], 1, REGISTRY, here=True)
-    load(tiny, [f"--data.sources=[{listed}]"], 1, REGISTRY, here=True)
+    load_recipe(tiny, [text], 1, REGISTRY, here=True)
+    load_recipe(tiny, [f"--data.sources=[{listed}]"], 1, REGISTRY, here=True)
     bpe = f"--data.tokenizer={{name='bpe', path='{tmp_path}/vocabulary.json'}}"
-    load(tiny, [bpe], 1, REGISTRY, here=True)
+    load_recipe(tiny, [bpe], 1, REGISTRY, here=True)
     (tmp_path / "vocabulary.json").write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 61}]}')
     assert "62 ids" in faults(tiny, 1, bpe)["data.tokenizer.name"].message
 
 
 def test_m1_a_file_that_is_absent_stops_a_run_here_and_is_told_of_elsewhere(tiny: Path) -> None:
     gone = ["--data.sources=[{name='store', path='/no/such'}]"]
-    (warning,) = load(tiny, gone, 1, REGISTRY).warnings
+    (warning,) = load_recipe(tiny, gone, 1, REGISTRY).warnings
     assert "data.sources.0.path" in warning and "/no/such" in warning
-    (warning,) = load("7b", [], 64, REGISTRY).warnings
+    (warning,) = load_recipe("7b", [], 64, REGISTRY).warnings
     assert "corpus" in warning, "a preset's placeholder"
 
 
 def test_trials_h_a_plan_which_reads_no_data_does_not_miss_a_corpus(tiny: Path) -> None:
-    assert load("7b", [], 64, REGISTRY, here=None).warnings == ()
-    (warning,) = load(tiny, ["--hooks=[]", "--data.sources=[{name='store', path='/no/such'}]"], 1, REGISTRY, here=None).warnings
+    assert load_recipe("7b", [], 64, REGISTRY, here=None).warnings == ()
+    (warning,) = load_recipe(
+        tiny, ["--hooks=[]", "--data.sources=[{name='store', path='/no/such'}]"], 1, REGISTRY, here=None
+    ).warnings
     assert "no checkpoint" in warning
 
 
 def test_m1_a_run_that_saves_nothing_is_warned_of(tiny: Path) -> None:
-    assert load(tiny, [], 1, REGISTRY).warnings == ()
-    (warning,) = load(tiny, ["--hooks=[]"], 1, REGISTRY).warnings
+    assert load_recipe(tiny, [], 1, REGISTRY).warnings == ()
+    (warning,) = load_recipe(tiny, ["--hooks=[]"], 1, REGISTRY).warnings
     assert "no checkpoint" in warning and "hooks" in warning
 
 
 def test_m1_a_tokenizer_that_may_learn_too_much_is_warned_of(tiny: Path) -> None:
     text = ["--data.tokenizer={name='bpe', vocab_size=300}", "--data.sources=[{name='stdlib'}]"]
-    (warning,) = load(tiny, text, 1, REGISTRY).warnings
+    (warning,) = load_recipe(tiny, text, 1, REGISTRY).warnings
     assert "data.tokenizer.vocab_size" in warning
 
 
@@ -144,7 +146,7 @@ def test_a_check_ends_where_it_asks_for_what_is_wrong_and_keeps_what_it_found(mo
 def test_e7_a_sample_that_the_model_cannot_take_is_refused_before_training(tiny: Path) -> None:
     found = faults(tiny, 1, "--hooks.1.name=sample", "--hooks.1.max_tokens=32")
     assert "max_length = 32" in found["hooks.1.max_tokens"].message
-    assert load(tiny, ["--hooks.1.name=sample", "--hooks.1.max_tokens=31"], 1, REGISTRY)
+    assert load_recipe(tiny, ["--hooks.1.name=sample", "--hooks.1.max_tokens=31"], 1, REGISTRY)
 
 
 @pytest.mark.parametrize(("policy", "named"), [("selective", True), ("full", False)])
@@ -203,7 +205,7 @@ def test_trials_200_bad_recipes_are_refused_alike_and_in_one_round(tiny: Path) -
         said = []
         for here in (False, True):
             with pytest.raises(ConfigError) as refusal:
-                load(tiny, overrides, 2, REGISTRY, here=here)
+                load_recipe(tiny, overrides, 2, REGISTRY, here=here)
             said.append(sorted(str(fault) for fault in refusal.value.faults))
         assert said[0] == said[1], overrides
         named = {fault.key for fault in refusal.value.faults}
@@ -267,4 +269,4 @@ def test_data_from_which_no_step_can_be_made_are_refused_before_a_run(
     tiny: Path, overrides: tuple[str, ...], key: str, words: str
 ) -> None:
     assert words in faults(tiny, 1, *overrides)[key].message
-    assert load(tiny, ["--data.sources.0.tokens=17"], 1, REGISTRY)
+    assert load_recipe(tiny, ["--data.sources.0.tokens=17"], 1, REGISTRY)

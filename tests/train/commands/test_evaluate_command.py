@@ -17,7 +17,7 @@ from forge_train.cli import main
 from forge_train.hooks.evaluation import bits_per_byte
 from forge_train.inference.evaluation import Score, recipe_for, scores
 from forge_train.inference.stored import load_model, open_weights
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.report.page import data_facts
 from forge_train.run.loop import fit
 from harness.pool import World
@@ -41,7 +41,7 @@ def reference(checkpoint: Path, recipe: Path) -> tuple[float, int]:
     """Loss and count of tokens by torch's own cross-entropy over logits of the whole model, in fp64."""
     weights = open_weights(checkpoint, Registry())
     model = load_model(weights, torch.device("cpu")).double()
-    job = load(recipe).job
+    job = load_recipe(recipe).job
     total, count = 0.0, 0
     for batch in evaluation(job.data, workspace=checkpoint.parent / "elsewhere")["held"].batches(0, 1, 3):
         logits = model(batch.tokens, positions=batch.positions, documents=batch.documents)
@@ -128,7 +128,7 @@ def test_trials_c3_bits_per_byte_are_of_the_text_that_is_predicted(packing: str,
     model: Any = load_model(open_weights(tmp_path / "run", Registry()), torch.device("cpu")).double()
     bits, count, size = 0.0, 0, 0
     with torch.no_grad():
-        for batch in evaluation(load(recipe).job.data, workspace=tmp_path / "elsewhere")["held"].batches(0, 1, 3):
+        for batch in evaluation(load_recipe(recipe).job.data, workspace=tmp_path / "elsewhere")["held"].batches(0, 1, 3):
             logits = model(batch.tokens, positions=batch.positions, documents=batch.documents)
             loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="none")
             bits += loss.sum().item() / math.log(2)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import ConfigError
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 
 HOOKS = '--hooks=[{name="log",every=1},{name="save"},{name="sample",prompts=["def "],max_tokens=4}]'
 FEW = ["--schedule.name=constant", "--data.sequence_length=32", "--train.micro_batch=2", "--data.evaluation={}", HOOKS]
@@ -82,6 +82,6 @@ def test_the_preset_under_torchrun_goes_on_alone(tmp_path: Path) -> None:
 )
 def test_a_recipe_that_cannot_share_its_experts_is_refused(given: list[str], world: int, messages: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        load("debug-moe", ["--train.micro_batch=1", *given], world)
+        load_recipe("debug-moe", ["--train.micro_batch=1", *given], world)
     for message in messages:
         assert message in str(refusal.value)

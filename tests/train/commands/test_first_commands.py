@@ -13,7 +13,7 @@ import pytest
 from forge_core.component import Slot, fields_of
 from forge_train.cli import main
 from forge_train.commands.options import recipe_keys
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.recipe.schema import Job
 
 Say = Callable[..., tuple[int, str]]
@@ -60,9 +60,11 @@ def test_m3_a_run_and_its_checkpoint_are_sides_too(say: Say, tmp_path: Path) -> 
     from forge_core.protocols.checkpoint import Piece
 
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.toml").write_text(load("debug", ["--optimizer.lr=0.25"]).as_toml())
+    (tmp_path / "run" / "config.toml").write_text(load_recipe("debug", ["--optimizer.lr=0.25"]).as_toml())
     piece = Piece("x", (2,), (0,), torch.zeros(2), True)
-    save(LocalStore(tmp_path / "run" / "checkpoints"), [piece], {"config": load("debug").as_json()}, 3, SingleProcessWorld())
+    save(
+        LocalStore(tmp_path / "run" / "checkpoints"), [piece], {"config": load_recipe("debug").as_json()}, 3, SingleProcessWorld()
+    )
     assert say("config", "diff", "debug", "run")[0] == 1
     for side in ("run/checkpoints", "run/checkpoints/step-00000003"):
         assert say("config", "diff", "debug", side) == (0, "no difference\n")
@@ -125,7 +127,7 @@ def test_every_key_of_a_recipe_is_offered(tmp_path: Path) -> None:
     for info in fields_of(Job):
         slot = any(isinstance(item, Slot) for item in getattr(info.type, "__metadata__", ()))
         assert any(key.startswith(f"{info.name}.") or key == info.name for key in offered) or not slot, info.name
-    assert load("debug", [f"--{key}={value}" for key, value in {"train.max_steps": 3, "optimizer.name": "adamw"}.items()])
+    assert load_recipe("debug", [f"--{key}={value}" for key, value in {"train.max_steps": 3, "optimizer.name": "adamw"}.items()])
     assert {"train.max_steps", "optimizer.name", "model.attention.name", "checkpoint.every"} <= offered
 
 

@@ -13,7 +13,7 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_train.commands.plan import draw, listed
 from forge_train.plan import dry_run, groups_of, placed_parameters
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from train.commands.test_cli import ENVIRONMENT, forge
 from train.runs import TINY
 
@@ -79,7 +79,7 @@ def test_experts_in_a_plan() -> None:
     """The map names the places that experts borrow; what travels to them has an axis of its own and a stated assumption."""
     registry = Registry()
     keys = ["--parallel.ep=2", "--train.micro_batch=1", "--train.global_batch=4", "--model.layers=2"]
-    resolved = load("debug-moe", keys, 4, registry)
+    resolved = load_recipe("debug-moe", keys, 4, registry)
     assert resolved.layout is not None
     planning = dry_run(resolved.job, resolved.layout, registry, per_node=2, ranks=[3])
     page = io.StringIO()
@@ -165,7 +165,7 @@ def test_every_parameter_is_shown_and_their_bytes_are_those_of_the_plan(
 ) -> None:
     """The same figures from two roads: parameters one by one, and the dry run's sum over a real step."""
     registry = Registry()
-    resolved = load(str(here / "tiny.toml"), overrides, world, registry)
+    resolved = load_recipe(str(here / "tiny.toml"), overrides, world, registry)
     assert resolved.layout is not None
     held = placed_parameters(resolved.job, resolved.layout, registry)
     ranks = dry_run(resolved.job, resolved.layout, registry, per_node=8).ranks

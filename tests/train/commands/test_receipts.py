@@ -12,7 +12,7 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_parallel.checks import compositions_are_proven
 from forge_parallel.verify import proofs
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 
 PLUGIN = '''
 """A feed-forward part of somebody else."""
@@ -45,12 +45,12 @@ def keys(tmp_path: Path) -> list[str]:
 
 def refused(keys: list[str]) -> str:
     with pytest.raises(ConfigError) as refusal:
-        load("debug", keys, 2, Registry())
+        load_recipe("debug", keys, 2, Registry())
     return str(refusal.value)
 
 
 def test_a_part_of_a_plugin_is_refused_in_a_layout_until_a_receipt_shows_it(keys: list[str], tmp_path: Path) -> None:
-    assert load("debug", keys[:-1], 1, Registry()), "on one process there is nothing to prove"
+    assert load_recipe("debug", keys[:-1], 1, Registry()), "on one process there is nothing to prove"
     message = refused(keys)
     assert "model.mlp of mine.py" in message and "--layouts dp2 --record DIR" in message
     folder = tmp_path / "proofs"
@@ -62,10 +62,10 @@ def test_a_part_of_a_plugin_is_refused_in_a_layout_until_a_receipt_shows_it(keys
     assert receipt.layout == "dp2" and receipt.mode == "fp64"
     assert set(receipt.features) == {"dp_shard", "accumulate", "mine.py:Squared"}
     given = f"--parallel.proofs=['{folder}']"
-    job = load("debug", [*keys, given], 2, Registry()).job
+    job = load_recipe("debug", [*keys, given], 2, Registry()).job
     assert list(compositions_are_proven(job, Layout.parse("dp2"))) == []
     with pytest.raises(ConfigError, match=r"model\.mlp of mine\.py.*parallel\.tp = 2|parallel\.tp = 2.*model\.mlp of mine\.py"):
-        load("debug", [*keys[:-1], "--parallel.tp=2", given], 2, Registry())
+        load_recipe("debug", [*keys[:-1], "--parallel.tp=2", given], 2, Registry())
 
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.py").write_text(PLUGIN + "# another file of the same name")

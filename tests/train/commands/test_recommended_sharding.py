@@ -22,7 +22,7 @@ from forge_parallel.model.realize import Blueprint
 from forge_parallel.transforms.shard import reduce_of
 from forge_train.commands.plan import draw
 from forge_train.plan import dry_run, plan_of
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.run.resume import compare_recipes
 from harness.pool import World
 from train.runs import TINY, train
@@ -31,7 +31,7 @@ GIB = 1 << 30
 
 
 def recommended(recipe: Any, world: int, memory: int, *keys: str) -> Recommendation | None:
-    resolved = load(recipe, keys, world, Registry())
+    resolved = load_recipe(recipe, keys, world, Registry())
     assert resolved.layout is not None
     return recommend(resolved.job, resolved.layout, lambda: Blueprint.of(resolved.job.model.build), memory)
 
@@ -64,7 +64,7 @@ def test_presets_state_what_is_recommended_for_their_gpus(preset: str, world: in
     """70b: whole gradients are 4 x 70.6e9 = 282 GB and whole weights 141 GB, more than any of these GPUs. 8b: 32 GB and 14 GB on
     top of 64 GB / 8 of state and about 45 GB of activations, which an H200 has room for."""
     data = "--data.sources.0.path=."
-    shard = load(preset, [data], world, Registry()).job.transforms["shard"]
+    shard = load_recipe(preset, [data], world, Registry()).job.transforms["shard"]
     assert (shard.reduce, shard.reshard) == expected == values(recommended(preset, world, ACCELERATORS[gpu].memory, data))
 
 
@@ -104,7 +104,7 @@ def test_what_no_test_proves_is_not_recommended(recipe: Path, monkeypatch: pytes
 
 
 def test_every_recommendation_is_proven(recipe: Path) -> None:
-    resolved = load(recipe, (), 4, Registry())
+    resolved = load_recipe(recipe, (), 4, Registry())
     found = recommended(recipe, 4, 0)
     assert resolved.layout is not None and found is not None
     for option in found.proven:
@@ -112,12 +112,12 @@ def test_every_recommendation_is_proven(recipe: Path) -> None:
             f"--transforms.shard.reduce={option.reduce}",
             f"--transforms.shard.reshard={json.dumps(option.reshard or 'none')}",
         ]
-        job = load(recipe, keys, 4, Registry()).job
+        job = load_recipe(recipe, keys, 4, Registry()).job
         assert list(compositions_are_proven(job, resolved.layout)) == []
 
 
 def test_a_person_copies_what_is_recommended_and_a_program_reads_it(recipe: Path, tmp_path: Path) -> None:
-    resolved = load(recipe, (), 2, Registry())
+    resolved = load_recipe(recipe, (), 2, Registry())
     assert resolved.layout is not None
     pages = []
     for gpu in (None, ACCELERATORS["h200"]):
@@ -134,7 +134,7 @@ def test_a_person_copies_what_is_recommended_and_a_program_reads_it(recipe: Path
     start = page.index("  [transforms.shard]")
     lines = page[start:].splitlines()[:3]
     (tmp_path / "copied.toml").write_text(TINY + "\n" + "\n".join(lines) + "\n")
-    shard = load(tmp_path / "copied.toml", (), 2, Registry()).job.transforms["shard"]
+    shard = load_recipe(tmp_path / "copied.toml", (), 2, Registry()).job.transforms["shard"]
     assert (shard.reduce, shard.reshard) == (told["best"]["reduce"], told["best"]["reshard"]) == ("last", False)
     tight = recommended(recipe, 2, 1000)
     assert tight is not None and not tight.fits and values(tight) == ("each", None)
@@ -145,14 +145,14 @@ def test_a_person_copies_what_is_recommended_and_a_program_reads_it(recipe: Path
 )
 def test_a_recipe_that_leaves_it_to_the_run_is_refused(recipe: Path, key: str, reason: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        load(recipe, [f"--transforms.shard.{key}=auto"], 2, Registry())
+        load_recipe(recipe, [f"--transforms.shard.{key}=auto"], 2, Registry())
     (fault,) = refusal.value.faults
     assert fault.key == f"transforms.shard.{key}"
     assert "a run no longer chooses by itself: leave the key out" in fault.hint and reason in fault.hint
 
 
 def test_a_plan_tells_a_checkpoint_how_gradients_are_summed(recipe: Path) -> None:
-    resolved = load(recipe, ["--transforms.shard.reduce=each"], 2, Registry())
+    resolved = load_recipe(recipe, ["--transforms.shard.reduce=each"], 2, Registry())
     assert resolved.layout is not None
     assert reduce_of(plan_of(resolved.job, resolved.layout, Registry())) == "each"
     assert reduce_of(Plan.of([], Layout())) is None
@@ -160,9 +160,9 @@ def test_a_plan_tells_a_checkpoint_how_gradients_are_summed(recipe: Path) -> Non
 
 def test_checkpoints_of_runs_that_chose_are_resumed_with_the_value_that_they_record(recipe: Path) -> None:
     """Earlier versions stored `auto` in the recipe of a checkpoint, and under `reduce` the value that the run chose."""
-    now = load(recipe, ["--transforms.shard.reduce=each"], 2, Registry())
+    now = load_recipe(recipe, ["--transforms.shard.reduce=each"], 2, Registry())
     for chosen, expected in (("each", ()), ("last", ('transforms.shard.reduce was "last", is "each"',))):
-        config = load(recipe, ["--transforms.shard.reduce=each"], 2, Registry()).as_json()
+        config = load_recipe(recipe, ["--transforms.shard.reduce=each"], 2, Registry()).as_json()
         config["transforms"]["shard"] |= {"reduce": "auto", "reshard": "auto"}
         meta = {"config": config, "reduce": chosen, "anchors": {"train.global_batch": now.job.train.global_batch}}
         meta["anchors"]["data.sequence_length"] = now.job.data.sequence_length
@@ -186,7 +186,7 @@ def test_what_is_weighed_is_what_the_recipe_says(monkeypatch: pytest.MonkeyPatch
     loads, needs = [], sharding.needs
     monkeypatch.setattr(sharding, "needs", lambda *given: loads.append(given[2]) or needs(*given))
     monkeypatch.setattr(sharding, "compositions_are_proven", lambda *_: iter(()))
-    job = load("debug-moe", ["--transforms.shard.reduce=last"], 2, Registry()).job
+    job = load_recipe("debug-moe", ["--transforms.shard.reduce=last"], 2, Registry()).job
     for layout, offload in (("dp2", False), ("1", True)):
         given = replace(job, transforms={"shard": replace(job.transforms["shard"], offload=offload)})
         assert recommend(given, Layout.parse(layout), lambda: Blueprint.of(job.model.build), 10**12) is not None
@@ -198,6 +198,6 @@ def test_what_is_weighed_is_what_the_recipe_says(monkeypatch: pytest.MonkeyPatch
 def test_experts_that_are_sharded_apart_get_a_recommendation() -> None:
     """tp alone shards nothing of a dense model; experts of its ranks see different tokens."""
     for preset, expected in (("debug", False), ("debug-moe", True)):
-        job = load(preset, ["--transforms.shard.reduce=last"], 2, Registry()).job
+        job = load_recipe(preset, ["--transforms.shard.reduce=last"], 2, Registry()).job
         found = recommend(job, Layout(tp=2), partial(Blueprint.of, job.model.build), 10**12)
         assert (found is not None) is expected

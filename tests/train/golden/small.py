@@ -6,7 +6,7 @@ from typing import Any
 
 from forge_core.config.toml import to_toml
 from forge_core.registry import Registry
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 
 STEPS = 20
 WIDTHS = {"dim": 64, "layers": 2, "heads": 4, "head_dim": 16, "ffn_dim": 96, "vocab_size": 257, "max_length": 64}
@@ -27,7 +27,7 @@ def small(name: str, folder: Path) -> Path:
     """The recipe of a small preset, written to a folder with its text. Warm-up and decay keep their share of the run, and the
     rate is one that moves a model of this width."""
     (folder / "text.txt").write_text(" ".join(f"{number} and {number + 1} is {2 * number + 1}." for number in range(600)))
-    values: dict[str, Any] = load(name).as_json()
+    values: dict[str, Any] = load_recipe(name).as_json()
     model, train, schedule = values["model"], values["train"], values["schedule"]
     grouped = model["kv_heads"] not in ("none", model["heads"])
     model |= WIDTHS | {"kv_heads": 2 if grouped else 4}

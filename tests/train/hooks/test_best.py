@@ -23,7 +23,7 @@ from forge_parallel.launch.watch import Watch
 from forge_train.hooks.evaluation import Best, EarlyStop, Improvement
 from forge_train.hooks.save import Save
 from forge_train.process.stop import Stop
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.run.loop import fit
 from forge_train.run.training import Clock, Requests
 from harness.pool import World
@@ -246,7 +246,7 @@ def test_hooks_that_could_never_act_are_refused(tmp_path: Path, hooks: str, says
     path = tmp_path / "wrong.toml"
     path.write_text(TINY.replace('[[hooks]]\nname = "save"\n', f"[[hooks]]\n{hooks}\n{TAIL}"))
     with pytest.raises(ForgeError) as refused:
-        load(path, [], 1, Registry())
+        load_recipe(path, [], 1, Registry())
     assert says in str(refused.value)
 
 

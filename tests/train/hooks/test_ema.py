@@ -16,7 +16,7 @@ from forge_train.hooks.weights import Ema, EmaConfig
 from forge_train.inference.evaluation import recipe_for, scores
 from forge_train.inference.stored import open_weights
 from forge_train.plan import dry_run
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import CPU, TINY, prepared
@@ -211,7 +211,7 @@ def test_hooks_in_an_order_that_cannot_work_are_refused(tmp_path: Path, hooks: s
     path.write_text(TINY.replace('[[hooks]]\nname = "save"\n', hooks + HOOKS[HOOKS.index("\n[data.evaluation") :]))
     averaging = ["--optimizer.name=schedule_free_adamw", "--schedule.name=constant"] if says == "averages already" else []
     with pytest.raises(ForgeError, match=says) as refused:
-        load(path, averaging, 1, Registry())
+        load_recipe(path, averaging, 1, Registry())
     assert key in str(refused.value)
 
 
@@ -229,7 +229,7 @@ def test_a_plan_counts_it(recipe: Path, tmp_path: Path) -> None:
     plain.write_text(TINY)
     registry, found = Registry(), []
     for which in (plain, recipe):
-        resolved = load(which, [], 2, registry)
+        resolved = load_recipe(which, [], 2, registry)
         assert resolved.layout is not None
         found.append(dry_run(resolved.job, resolved.layout, registry, 2))
     without, with_it = (plan.ranks[0] for plan in found)

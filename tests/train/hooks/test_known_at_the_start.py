@@ -15,7 +15,7 @@ from forge_data.loading.evaluation import Question
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_train.hooks.evaluation import Evaluate, Tasks
 from forge_train.hooks.samples import Answers, Sample
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from train.runs import TINY
 
 BYTES = TINY.replace("vocab_size = 61", "vocab_size = 257") + '\n[data.tokenizer]\nname = "bytes"\n'
@@ -40,7 +40,7 @@ def run_of(length: int, **more: Any) -> Any:
 def test_trials_c1_prompts_that_cannot_be_continued_are_refused_by_check(keys: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(BYTES + f'\n[[hooks]]\nname = "sample"\nmax_tokens = 10\n{keys}\n')
     with pytest.raises(ConfigError, match=said):
-        load(tmp_path / "tiny.toml", [], 1, Registry())
+        load_recipe(tmp_path / "tiny.toml", [], 1, Registry())
 
 
 def test_prompts_whose_length_only_the_tokenizer_knows_are_refused_at_the_start() -> None:

@@ -20,10 +20,10 @@ from forge_train.commands.run import run_recipe
 from forge_train.process.logs import logging_of
 from forge_train.process.ranks import JobRanks
 from forge_train.process.stop import RolledBackTooOften, TrainingError
-from forge_train.recipe.load import Resolved, load
+from forge_train.recipe.load import Recipe, load_recipe
 from forge_train.run.loop import fit, train
 from forge_train.run.run import Run
-from forge_train.run.start import Back, start
+from forge_train.run.start import Back, start_run
 from forge_train.trackers import METRICS, read_metrics
 from harness.pool import World
 from harness.siblings import fast
@@ -79,12 +79,12 @@ class Noted:
                 yield batches, after
 
 
-def read(folder: Path, settings: list[str]) -> tuple[Resolved, JobRanks]:
+def read(folder: Path, settings: list[str]) -> tuple[Recipe, JobRanks]:
     """The recipe, and this process among its ranks."""
     recipe = folder / f"tiny-{os.environ.get('RANK', '0')}.toml"
     recipe.write_text(TINY)
     where = read_launcher(os.environ) if torch.distributed.is_initialized() else Launch()
-    return load(recipe, [f"--job.dir={folder}/run", *settings], where.size), JobRanks(where)
+    return load_recipe(recipe, [f"--job.dir={folder}/run", *settings], where.size), JobRanks(where)
 
 
 def spoiled(run: Run, factor: float = 1.0, **data: list[int]) -> Run:
@@ -97,14 +97,14 @@ def spoiled(run: Run, factor: float = 1.0, **data: list[int]) -> Run:
 
 def build(folder: Path, settings: list[str], factor: float = 1.0, **data: list[int]) -> Run:
     """A run that is spoiled."""
-    return spoiled(start(*read(folder, settings)), factor, **data)
+    return spoiled(start_run(*read(folder, settings)), factor, **data)
 
 
 def trained(folder: Path, settings: list[str], spoil: Callable[[Run, Back | None], Run]) -> tuple[Run, str]:
     """Trains with rollbacks; `spoil` changes the run of each start."""
 
-    def started(recipe: Resolved, ranks: JobRanks, *, fresh: bool, back: Back | None) -> Run:
-        return spoil(start(recipe, ranks, fresh=fresh, back=back), back)
+    def started(recipe: Recipe, ranks: JobRanks, *, fresh: bool, back: Back | None) -> Run:
+        return spoil(start_run(recipe, ranks, fresh=fresh, back=back), back)
 
     with mock.patch("forge_train.run.loop.start", started):
         return train(*read(folder, settings))
@@ -183,9 +183,9 @@ def test_a_start_after_a_rollback_has_the_time_of_a_start(tmp_path: Path) -> Non
     recipe, ranks = read(tmp_path, [*POLICY, "--parallel.timeout=77", "--parallel.step_timeout=33"])
     timeouts: list[float] = []
 
-    def started(recipe: Resolved, ranks: JobRanks, *, fresh: bool, back: Back | None) -> Run:
+    def started(recipe: Recipe, ranks: JobRanks, *, fresh: bool, back: Back | None) -> Run:
         timeouts.append(ranks.watch.timeout)
-        return spoiled(start(recipe, ranks, fresh=fresh, back=back), torch.inf, bad=[5, 6])
+        return spoiled(start_run(recipe, ranks, fresh=fresh, back=back), torch.inf, bad=[5, 6])
 
     with mock.patch("forge_train.run.loop.start", started):
         run, _ = train(recipe, ranks)

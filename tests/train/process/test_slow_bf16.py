@@ -16,8 +16,8 @@ from forge_train.cli import main
 from forge_train.doctor import speed, torch_build
 from forge_train.doctor.speed import CPU_SECONDS, CPU_SIZE, bf16_remark, cpu_speed
 from forge_train.process.ranks import JobRanks
-from forge_train.recipe.load import load
-from forge_train.run.start import start
+from forge_train.recipe.load import load_recipe
+from forge_train.run.start import start_run
 from train.runs import TINY
 
 
@@ -68,8 +68,8 @@ def test_w14_w13_a_run_tells_threads_and_slow_bf16(
     recipe = tmp_path / "tiny.toml"
     recipe.write_text(TINY.replace("threads = 1\n", ""))
     registry, said = Registry(), StringIO()
-    resolved = load(recipe, [f"--job.dir={tmp_path / 'run'}", f"--precision.compute={compute}"], 1, registry)
-    start(resolved, JobRanks(console=Console(file=said, width=500)))
+    resolved = load_recipe(recipe, [f"--job.dir={tmp_path / 'run'}", f"--precision.compute={compute}"], 1, registry)
+    start_run(resolved, JobRanks(console=Console(file=said, width=500)))
     text = said.getvalue()
     assert text.startswith("cpu: 1 thread per process (OMP_NUM_THREADS)\n")
     assert ("1 GFLOP/s in bf16, 5 in fp32, 5 times as fast" in text) == (compute == "bf16")
@@ -104,8 +104,8 @@ def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_says_why_and_what_to_do(
     recipe = tmp_path / "tiny.toml"
     recipe.write_text(TINY)
     registry, said = Registry(), StringIO()
-    resolved = load(recipe, [f"--job.dir={tmp_path / 'run'}"], 1, registry)
-    start(resolved, JobRanks(console=Console(file=said, width=500)))
+    resolved = load_recipe(recipe, [f"--job.dir={tmp_path / 'run'}"], 1, registry)
+    start_run(resolved, JobRanks(console=Console(file=said, width=500)))
     assert "warning: this machine shows a GPU, but torch cannot use it, and all work runs on the CPU" in said.getvalue()
     assert f"\n  {why}\n" in said.getvalue()
 

@@ -25,11 +25,11 @@ from forge_train.directory import OWNED, RECIPE, move_aside, previous
 from forge_train.directory import RESTARTS_FILE as PROGRESS
 from forge_train.process.logs import logging_of
 from forge_train.process.ranks import JobRanks
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.run import saves
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
-from forge_train.run.start import start
+from forge_train.run.start import start_run
 from forge_train.trackers import read_metrics
 from train.runs import TINY, digest, prepared, train
 
@@ -291,8 +291,8 @@ class Looking:
 def begun(here: Path, *overrides: str) -> Run:
     """A run that has taken its directory over with --fresh, and not trained yet."""
     registry = Registry()
-    resolved = load(here / "tiny.toml", list(overrides), 1, registry)
-    return start(resolved, JobRanks(), fresh=True)
+    resolved = load_recipe(here / "tiny.toml", list(overrides), 1, registry)
+    return start_run(resolved, JobRanks(), fresh=True)
 
 
 def test_w1_a_fresh_start_that_dies_leaves_the_old_run_and_says_how_to_go_on_with_it(here: Path) -> None:

@@ -17,7 +17,7 @@ from forge_parallel.launch.environment import read_launcher
 from forge_train.commands.run import run_recipe
 from forge_train.process.logs import logging_of
 from forge_train.process.ranks import OWN_KEYS, content_of
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from harness.pool import World
 from train.runs import TINY
 
@@ -153,10 +153,10 @@ def test_trials_f1_what_counts_of_a_recipe(folder: Path) -> None:
     registry = Registry()
 
     def content(*overrides: str) -> dict[str, str]:
-        return content_of(load(str(folder / "tiny.toml"), overrides, 2, registry), registry)
+        return content_of(load_recipe(str(folder / "tiny.toml"), overrides, 2, registry), registry)
 
     first = content(f"--hooks=[{{name='{folder / 'mine.py'}:Fails'}}]")
-    resolved = load(str(folder / "tiny.toml"), [f"--hooks=[{{name='{folder / 'mine.py'}:Fails'}}]"], 2, registry)
+    resolved = load_recipe(str(folder / "tiny.toml"), [f"--hooks=[{{name='{folder / 'mine.py'}:Fails'}}]"], 2, registry)
     keys = {key for key, _, _ in leaves(resolved.tree)}
     assert keys - OWN_KEYS == keys & first.keys() and keys >= OWN_KEYS
     assert content(f"--hooks=[{{name='{folder / 'copy' / 'mine.py'}:Fails'}}]") == first, "the same file in another place"

@@ -15,7 +15,7 @@ from forge_core.protocols.run import Hook
 from forge_train.hooks.profile import Profile
 from forge_train.profiling.summary import Summary, summarize
 from forge_train.profiling.trace import chosen_traces, read_trace, windows
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.run.loop import fit
 from forge_train.trackers import METRICS
 from forge_train.trackers import read_metrics as metrics_of
@@ -201,10 +201,10 @@ def test_a_signal_to_one_rank_opens_the_same_window_on_all(
 )
 def test_windows_that_cannot_be_are_refused(recipe: Path, keys: str, says: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        load(recipe, [f"--hooks=[{{name='profile', {keys}}}, {{name='save'}}]"], 1)
+        load_recipe(recipe, [f"--hooks=[{{name='profile', {keys}}}, {{name='save'}}]"], 1)
     assert says in str(refused.value) and "hooks.0" in str(refused.value)
 
 
 def test_two_profilers_are_refused(recipe: Path) -> None:
     with pytest.raises(ConfigError, match=r"hooks\.1\.name: 'profile' is listed twice"):
-        load(recipe, ["--hooks=[{name='profile', at=[2], steps=1}, {name='profile', at=[6], steps=1}, {name='save'}]"], 1)
+        load_recipe(recipe, ["--hooks=[{name='profile', at=[2], steps=1}, {name='profile', at=[6], steps=1}, {name='save'}]"], 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge_data.loading.evaluation import evaluation
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def entropy(counts: Counter[int]) -> float:
 @pytest.mark.slow
 def test_the_held_out_loss_is_far_below_the_unigram_entropy(ran: tuple[Path, str]) -> None:
     directory, _ = ran
-    held_out = evaluation(load("demo").job.data, workspace=directory / "data")["held_out"]
+    held_out = evaluation(load_recipe("demo").job.data, workspace=directory / "data")["held_out"]
     counts: Counter[int] = Counter()
     for batch in held_out.batches(0, 1, 16):
         counts.update(batch.labels[batch.labels >= 0].tolist())

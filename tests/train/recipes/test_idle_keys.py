@@ -8,7 +8,7 @@ import pytest
 from forge_core.errors import ConfigError
 from forge_core.registry import Registry
 from forge_train.recipe.checks import SWITCHES
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from train.runs import TINY
 
 ON = {
@@ -42,16 +42,16 @@ def recipe(tmp_path: Path) -> Path:
 def test_a_key_without_effect_is_refused(recipe: Path, given: str) -> None:
     key = given.partition("=")[0]
     with pytest.raises(ConfigError, match=rf"{key}: has no effect without [\s\S]*remove this key"):
-        load(recipe, [f"--{given}"], 1, Registry())
-    load(recipe, [f"--{given}", *ON[key.partition(".")[0]]], 1, Registry())
+        load_recipe(recipe, [f"--{given}"], 1, Registry())
+    load_recipe(recipe, [f"--{given}", *ON[key.partition(".")[0]]], 1, Registry())
 
 
 def test_defaults_are_never_refused(recipe: Path) -> None:
-    load(recipe, ["--checkpoint.saver=process", "--train.max_rollbacks=3", "--start.section=model"], 1, Registry())
+    load_recipe(recipe, ["--checkpoint.saver=process", "--train.max_rollbacks=3", "--start.section=model"], 1, Registry())
 
 
 def test_every_key_of_a_switch_is_tried(recipe: Path) -> None:
-    job = load(recipe, [], 1, Registry()).job
+    job = load_recipe(recipe, [], 1, Registry()).job
     keys = set()
     for switch in SWITCHES:
         names = switch.keys or tuple(field.name for field in fields(getattr(job, switch.section)))

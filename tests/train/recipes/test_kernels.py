@@ -7,7 +7,7 @@ import pytest
 from forge_core.errors import ConfigError, ForgeError
 from forge_core.registry import Registry
 from forge_train.recipe import checks
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from train.runs import TINY, prepared
 
 
@@ -18,17 +18,17 @@ def test_trials_d13_a_kernel_for_gpus_is_refused_on_a_cpu(core: str, tmp_path: P
     recipe, said = tmp_path / "tiny.toml", f"model.attention.core: '{core}' needs a CUDA device"
     monkeypatch.setattr(checks, "has_accelerator", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (warning,) = [each for each in load(recipe, given, 1, Registry()).warnings if "attention.core" in each]
+    (warning,) = [each for each in load_recipe(recipe, given, 1, Registry()).warnings if "attention.core" in each]
     assert said in warning and "this machine has no visible one" in warning, "a check may be for a run elsewhere"
     with pytest.raises(ConfigError, match=said):
-        load(recipe, given, 1, Registry(), here=True)
+        load_recipe(recipe, given, 1, Registry(), here=True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match=f"{said}, and CUDA_VISIBLE_DEVICES hides all of them"):
-        load(recipe, given, 1, Registry())
+        load_recipe(recipe, given, 1, Registry())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(checks, "has_accelerator", lambda: True)  # shown, and torch cannot use it
-    assert not any("attention.core" in each for each in load(recipe, given, 1, Registry()).warnings)
+    assert not any("attention.core" in each for each in load_recipe(recipe, given, 1, Registry()).warnings)
     with pytest.raises(ForgeError, match=f"model.attention.core = '{core}' needs a CUDA device, and this is cpu"):
         prepared(recipe, given)
     assert not (tmp_path / "run").exists()
-    assert not load(recipe, given[:1], 1, Registry(), here=True).warnings
+    assert not load_recipe(recipe, given[:1], 1, Registry(), here=True).warnings

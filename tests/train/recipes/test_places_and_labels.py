@@ -16,7 +16,7 @@ from forge_data.components import RandomTokens
 from forge_data.loading.stream import open_stream
 from forge_data.section import Data, Phase
 from forge_data.tokenizers.bytes import ByteTokenizer
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from train.runs import TINY
 
 REGISTRY = Registry()
@@ -83,7 +83,7 @@ def faults_of(tmp_path: Path, *overrides: str, recipe: str = TINY) -> dict[str, 
     found = []
     for here in (False, True):
         with pytest.raises(ConfigError) as refused:
-            load(tmp_path / "tiny.toml", overrides, 1, REGISTRY, here=here)
+            load_recipe(tmp_path / "tiny.toml", overrides, 1, REGISTRY, here=here)
         found.append({fault.key: fault for fault in refused.value.faults})
     assert found[0] == found[1]
     return found[0]

@@ -13,7 +13,7 @@ from forge_core.config.descriptions import json_schema
 from forge_core.errors import ConfigError
 from forge_core.registry import Registry
 from forge_models.flops import count_flops
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.recipe.schema import Job
 
 FOLDER = Path(forge_train.presets.__file__).parent
@@ -63,10 +63,10 @@ def test_the_sizes_that_are_promised_exist() -> None:
 def test_parameters_are_those_stated(name: str, registry: Registry) -> None:
     model = tomllib.loads((FOLDER / f"{name}.toml").read_text())["model"]
     assert stated(name, "Parameters") == [closed_form(model)]
-    assert count_flops(load(name, registry=registry).job.model.shape).parameters == closed_form(model)
+    assert count_flops(load_recipe(name, registry=registry).job.model.shape).parameters == closed_form(model)
     assert closed_form(model) == PUBLISHED.get(name, closed_form(model))
     if "moe" in model:
-        found = count_flops(load(name, registry=registry).job.model.shape).active
+        found = count_flops(load_recipe(name, registry=registry).job.model.shape).active
         assert stated(name, "Active") == [closed_form(model, active=True)] == [found]
 
 
@@ -74,14 +74,14 @@ def test_parameters_are_those_stated(name: str, registry: Registry) -> None:
 def test_check_takes_the_stated_worlds_and_refuses_others(name: str, registry: Registry) -> None:
     worlds = stated(name, "GPUs")
     for world in worlds:
-        layout = load(name, world=world, registry=registry).layout
+        layout = load_recipe(name, world=world, registry=registry).layout
         assert layout is not None and layout.dp_shard == world
-        assert layout.ep == load(name, registry=registry).job.parallel.ep
-    assert load(name, ["--parallel.dp_replicate=2"], worlds[-1], registry).layout is not None
+        assert layout.ep == load_recipe(name, registry=registry).job.parallel.ep
+    assert load_recipe(name, ["--parallel.dp_replicate=2"], worlds[-1], registry).layout is not None
     for world, key in ((3 * worlds[0], "train.global_batch"), (2 * worlds[-1], None)):
         with pytest.raises(ConfigError) as refusal:
-            load(name, world=world, registry=registry)
-        job = load(name, registry=registry).job
+            load_recipe(name, world=world, registry=registry)
+        job = load_recipe(name, registry=registry).job
         larger = "train.global_batch" if job.train.global_batch % world else "train.micro_batch"
         assert [fault.key for fault in refusal.value.faults] == [key or larger]
 
@@ -91,14 +91,14 @@ def test_state_fits_from_the_smallest_stated_world_on(name: str, registry: Regis
     """Weights, gradients and two moments, in fp32 16 bytes a parameter and in bf16 8, in half of a GPU's memory; half as many
     GPUs would not do, or are not a node."""
     (parameters,), worlds = stated(name, "Parameters"), stated(name, "GPUs")
-    each = {"fp32": 16, "bf16": 8}[load(name, registry=registry).job.precision.state] * parameters / worlds[0]
+    each = {"fp32": 16, "bf16": 8}[load_recipe(name, registry=registry).job.precision.state] * parameters / worlds[0]
     assert each <= MEMORY[name] / 2
     assert worlds[0] == 1 or 2 * each > MEMORY[name] / 2 or (name.startswith("8b-") and worlds[0] == 8)
 
 
 @pytest.mark.parametrize("name", SIZED)
 def test_a_run_is_about_twenty_tokens_a_parameter(name: str, registry: Registry) -> None:
-    job = load(name, registry=registry).job
+    job = load_recipe(name, registry=registry).job
     tokens = job.train.max_steps * job.train.global_batch * job.data.sequence_length
     assert tokens == pytest.approx(20 * count_flops(job.model.shape).active, rel=0.05)
     if name in ("7b", "8x7b", "13b", "30b", "70b"):
@@ -107,7 +107,7 @@ def test_a_run_is_about_twenty_tokens_a_parameter(name: str, registry: Registry)
 
 @pytest.mark.parametrize("name", SIZED)
 def test_the_user_gives_the_data(name: str, registry: Registry) -> None:
-    job = load(name, ["--data.sources.0.path=elsewhere"], registry=registry).job
+    job = load_recipe(name, ["--data.sources.0.path=elsewhere"], registry=registry).job
     assert [source.path for source in job.data.sources] == ["elsewhere"]
 
 

@@ -13,7 +13,7 @@ from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_models.hf.reader import Folder
 from forge_train.formats.forge import ForgeWeights
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.run.loop import fit
 from models.hf.command_line import WORDS, run
 from train.runs import prepared
@@ -109,5 +109,5 @@ FAULTS = {
 @pytest.mark.parametrize("key", FAULTS)
 def test_what_does_not_fit_is_named(recipe: Path, key: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        load(str(recipe), FAULTS[key], 1, Registry())
+        load_recipe(str(recipe), FAULTS[key], 1, Registry())
     assert key in {fault.key for fault in refusal.value.faults}

@@ -17,7 +17,7 @@ from forge_parallel.pipeline.schedules import ZeroBubbleV
 from forge_parallel.placement.topology import Topology
 from forge_train.cli import main
 from forge_train.inference.stored import fill_from
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from harness.pool import World
 from train.runs import TINY, train
 
@@ -89,7 +89,7 @@ def _until(recipe: Path, overrides: list[str], steps: int) -> dict[str, Any]:
 )
 def test_a_recipe_that_cannot_be_cut_is_refused_before_it_starts(recipe: Path, given: list[str], messages: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        load(recipe, given, 4 if "--parallel.pp=4" in given else 2)
+        load_recipe(recipe, given, 4 if "--parallel.pp=4" in given else 2)
     for message in messages:
         assert message in str(refusal.value)
 

@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from forge_train.inference.stored import load_model, open_weights
     from forge_train.process.ranks import JobRanks
     from forge_train.process.stop import TrainingError
-    from forge_train.recipe.load import Resolved
-    from forge_train.recipe.load import load as load_recipe
+    from forge_train.recipe.load import Recipe, load_recipe
     from forge_train.recipe.schema import Job
     from forge_train.run.loop import fit, train
     from forge_train.run.run import Run
-    from forge_train.run.start import start as start_run
+    from forge_train.run.start import start_run
     from forge_train.schedules import Constant, Cosine, CosineRestarts, InverseSqrt, Linear, MultiStep, Rex, Unscheduled, Wsd
     from forge_train.trackers import Jsonl, JsonlTracker, TensorBoard, Wandb, read_metrics
 
@@ -42,7 +41,7 @@ __all__ = [
     "JsonlTracker",
     "Linear",
     "MultiStep",
-    "Resolved",
+    "Recipe",
     "Rex",
     "Run",
     "StepResult",

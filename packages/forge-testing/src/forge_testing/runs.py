@@ -14,9 +14,9 @@ from forge_core.config.tree import plain
 from forge_core.protocols.run import Hook, Run
 from forge_core.registry import Registry
 from forge_train.process.ranks import JobRanks
-from forge_train.recipe.load import Resolved, load
+from forge_train.recipe.load import Recipe, load_recipe
 from forge_train.run.loop import fit
-from forge_train.run.start import start
+from forge_train.run.start import start_run
 
 RECIPE = """
 [job]
@@ -181,9 +181,9 @@ def unstarted_run() -> "Iterator[Any]":
     with TemporaryDirectory(prefix="forge-run-") as folder:
         directory = Path(folder) / "run"
         directory.mkdir()
-        resolved = _resolved(Path(folder), Registry())
+        recipe = _resolved(Path(folder), Registry())
         beyond: set[str] = set()
-        run = _Watched(_Place(directory, resolved.job, plain(resolved.tree)), beyond)
+        run = _Watched(_Place(directory, recipe.job, plain(recipe.tree)), beyond)
         object.__setattr__(run, "beyond", beyond)
         yield run
 
@@ -208,8 +208,8 @@ def _run(hook: Hook | None) -> Trained:
     trained, threads = Trained(), torch.get_num_threads()
     with torch.random.fork_rng(devices=()), TemporaryDirectory(prefix="forge-run-") as folder:
         registry = Registry()
-        resolved = _resolved(Path(folder), registry)
-        run = start(resolved, JobRanks())
+        recipe = _resolved(Path(folder), registry)
+        run = start_run(recipe, JobRanks())
         run.hooks[:] = [] if hook is None else [_Passes(hook, trained.beyond)]
         for watched in run.hooks:
             watched.check(run)
@@ -222,9 +222,9 @@ def _run(hook: Hook | None) -> Trained:
     return trained
 
 
-def _resolved(folder: Path, registry: Registry) -> Resolved:
+def _resolved(folder: Path, registry: Registry) -> Recipe:
     """Loads the recipe, after writing it and its data to a folder."""
     recipe, talk = folder / "trial.toml", folder / "talk.jsonl"
     recipe.write_text(RECIPE)
     talk.write_text(TALK)
-    return load(str(recipe), [f"--job.dir={folder}/run", f"--data.evaluation.talk.path={talk}"], 1, registry)
+    return load_recipe(str(recipe), [f"--job.dir={folder}/run", f"--data.evaluation.talk.path={talk}"], 1, registry)

@@ -13,7 +13,7 @@ from forge_lab.sweep.files import SWEEP_FILE, finite
 from forge_lab.sweep.grid import OURS
 from forge_train.directory import RECIPE
 from forge_train.plan import run_size
-from forge_train.recipe.load import Resolved, load
+from forge_train.recipe.load import Recipe, load_recipe
 from forge_train.trackers import METRICS, read_metrics
 
 Counted = Literal["all", "blocks", "active"]
@@ -74,11 +74,11 @@ def gather(
             found.append((place.resolve().name, place, False))
         else:
             raise DataError(f"{place} has neither {SWEEP_FILE} of a sweep nor {RECIPE} of a run; give such a directory")
-    resolved = [path.resolve() for _, path, _ in found]
-    if twice := [str(path) for index, path in enumerate(resolved) if path in resolved[:index]]:
+    recipe = [path.resolve() for _, path, _ in found]
+    if twice := [str(path) for index, path in enumerate(recipe) if path in recipe[:index]]:
         raise DataError(f"{twice[0]} is given twice; give each run once")
     metric = metric or next(iter(metrics), DEFAULT)
-    kept: list[tuple[FittedRun, Resolved]] = []
+    kept: list[tuple[FittedRun, Recipe]] = []
     left_out: list[tuple[str, str]] = []
     for name, path, of_sweep in found:
         reason, pair = _run(name, path, metric, counted, unfinished, registry)
@@ -94,14 +94,14 @@ def gather(
 
 def _run(
     name: str, path: Path, metric: str, counted: Counted, unfinished: bool, registry: Registry
-) -> tuple[str, tuple[FittedRun, Resolved] | None]:
+) -> tuple[str, tuple[FittedRun, Recipe] | None]:
     """Returns ("", run) if the run is usable, else (reason, None)."""
     if not (path / RECIPE).is_file():
         return "it has not begun", None
-    resolved = load(read_recipe(path / RECIPE), (), None, registry)
+    recipe = load_recipe(read_recipe(path / RECIPE), (), None, registry)
     entries = read_metrics(path / METRICS)
     step = max((entry["step"] for entry in entries), default=0)
-    steps = resolved.job.train.max_steps
+    steps = recipe.job.train.max_steps
     if step < steps and not unfinished:
         return f"it is at step {step} of {steps}: the end of a schedule lowers the loss (--unfinished includes it)", None
     at_end = [entry for entry in entries if entry["step"] == step or unfinished]
@@ -112,17 +112,17 @@ def _run(
     loss, at = values[-1]
     if finite(loss) is None or loss <= 0:
         return f"its {metric} is {loss}", None
-    size = run_size(resolved.job)
+    size = run_size(recipe.job)
     parameters = {"all": size.parameters, "blocks": size.blocks, "active": size.active}[counted]
     if parameters is None:
         return f"its model does not report these parameters (--parameters {counted})", None
     tokens = max((int(entry["tokens"]) for entry in entries if "tokens" in entry and entry["step"] <= at), default=0)
     if tokens <= 0 or parameters <= 0:
         return f"it has {parameters} parameters and {tokens} tokens", None
-    return "", (FittedRun(name, parameters, tokens, float(loss)), resolved)
+    return "", (FittedRun(name, parameters, tokens, float(loss)), recipe)
 
 
-def _refuse_same(kept: Sequence[tuple[FittedRun, Resolved]]) -> None:
+def _refuse_same(kept: Sequence[tuple[FittedRun, Recipe]]) -> None:
     seen: dict[str, str] = {}
     for run, resolved in kept:
         recipe = json.dumps(_without_place(resolved.as_json()), sort_keys=True, default=str)
@@ -142,10 +142,10 @@ def _without_place(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tuned(kept: Sequence[tuple[FittedRun, Resolved]], left_out: list[tuple[str, str]], metric: str) -> GatheredRuns:
+def _tuned(kept: Sequence[tuple[FittedRun, Recipe]], left_out: list[tuple[str, str]], metric: str) -> GatheredRuns:
     best: dict[tuple[int, int, int], FittedRun] = {}
-    for run, resolved in kept:
-        key = run.parameters, run.tokens, resolved.job.job.seed
+    for run, recipe in kept:
+        key = run.parameters, run.tokens, recipe.job.job.seed
         other = best.get(key)
         if other is None or run.loss < other.loss:
             best[key] = run

@@ -17,7 +17,7 @@ from forge_core.registry import Registry
 from forge_lab.sweep.grid import OURS, Sweep
 from forge_lab.sweep.points import Point
 from forge_train.directory import RECIPE
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.trackers import METRICS, read_metrics
 
 SWEEP_FILE = "sweep.json"
@@ -75,7 +75,7 @@ def _changed(sweep: Sweep, point: Point, registry: Registry) -> list[str]:
     path, now = sweep.recipe_of(point), sweep.resolved[point.name]
     if not (sweep.folder(point) / RECIPE).is_file() or not path.is_file() or path.read_text(encoding="utf-8") == now.as_toml():
         return []
-    found = changes(load(read_toml(path), (), None, registry).outcome, now.outcome, registry)
+    found = changes(load_recipe(read_toml(path), (), None, registry).outcome, now.outcome, registry)
     return [str(change) for change in found if change.key_class != LAYOUT and change.key not in OURS]
 
 

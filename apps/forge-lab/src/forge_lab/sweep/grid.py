@@ -14,7 +14,7 @@ from forge_core.errors import ConfigError, Fault, did_you_mean
 from forge_core.registry import Registry
 from forge_lab.sweep.points import SEED, Axis, Grid, Point, Search, axes_of, grid, named, sample_points
 from forge_train.recipe.checks import final_metrics
-from forge_train.recipe.load import Resolved, load
+from forge_train.recipe.load import Recipe, load_recipe
 
 MOST = 1000
 """Maximum number of points of a sweep."""
@@ -42,7 +42,7 @@ class Sweep:
     grid: Grid
     recipe: str
     points: tuple[Point, ...]
-    resolved: dict[str, Resolved]
+    resolved: dict[str, Recipe]
     warnings: tuple[str, ...] = field(default=())
 
     def folder(self, point: Point) -> Path:
@@ -110,7 +110,7 @@ def _recipe(given: str, tree: Table, folder: Path, registry: Registry) -> tuple[
     """Returns the recipe as the commands accept it, or "" and the faults if it cannot be loaded."""
     try:
         path = find_recipe(given, registry, "recipe", origin_at(tree, "recipe"), folder)
-        load(path, (), None, registry)
+        load_recipe(path, (), None, registry)
     except ConfigError as refusal:
         return "", list(refusal.faults)
     return (given if not (given.endswith(".toml") or "/" in given) else str(path)), []
@@ -179,7 +179,7 @@ def _seeds(made: Grid, recipe: str, overrides: Sequence[str], registry: Registry
     if made.search.repeats == 1:
         return ()
     try:
-        first = load(recipe, overrides, None, registry).job.job.seed
+        first = load_recipe(recipe, overrides, None, registry).job.job.seed
     except ConfigError:
         return ()  # the checks of the points report the faults of the overrides
     return range(first, first + made.search.repeats)
@@ -193,9 +193,9 @@ def _checked(
     points: Sequence[Point],
     tree: Table,
     registry: Registry,
-) -> tuple[dict[str, Resolved], list[str], list[Fault]]:
+) -> tuple[dict[str, Recipe], list[str], list[Fault]]:
     """Returns the recipe of every point by name, the warnings, and the faults: each once, with the first point that has it."""
-    resolved: dict[str, Resolved] = {}
+    resolved: dict[str, Recipe] = {}
     warnings: list[str] = []
     faults: dict[tuple[str, str], tuple[Fault, list[str]]] = {}
     if made.search.repeats > 1:  # the given seed is the first of the repeats
@@ -203,7 +203,7 @@ def _checked(
     for point in points:
         where = [f"--job.name={point.name}", f"--job.dir={target / 'points' / point.name}"]
         try:
-            found = load(recipe, [*overrides, *point.overrides(), *where], made.processes, registry)
+            found = load_recipe(recipe, [*overrides, *point.overrides(), *where], made.processes, registry)
         except ConfigError as refusal:
             told: list[Fault] = list(refusal.faults)
         else:
@@ -216,7 +216,7 @@ def _checked(
     return resolved, warnings, [_told(fault, names, len(points), keys, tree) for fault, names in faults.values()]
 
 
-def _point_faults(made: Grid, found: Resolved) -> Iterator[Fault]:
+def _point_faults(made: Grid, found: Recipe) -> Iterator[Fault]:
     """Yields faults of a point's recipe that only matter to the sweep: a metric that is not measured, a rung after the end."""
     known = final_metrics(found.job)
     if known is not None and made.search.metric not in known:

@@ -19,7 +19,7 @@ from forge_lab.sweep.files import Outcome
 from forge_lab.sweep.grid import Sweep
 from forge_lab.sweep.points import SEED, Point
 from forge_train.plan import RunSize, run_size
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.report.html import document, rows
 from forge_train.report.page import REPORT
 
@@ -113,7 +113,7 @@ def write_results(sweep: Sweep, found: Results, registry: Registry | None = None
     replace_file(sweep.directory / LINES, lines.encode())
     if found.best is not None:
         overrides = ["--job.dir=none", f"--job.name={sweep.file.stem}-best"]
-        recipe = load(read_toml(sweep.recipe_of(found.best.point)), overrides, None, registry)
+        recipe = load_recipe(read_toml(sweep.recipe_of(found.best.point)), overrides, None, registry)
         head = f"# The best point of {sweep.file.name}: {found.best.point.name}\n"
         replace_file(sweep.directory / BEST, (head + recipe.as_toml()).encode())
 

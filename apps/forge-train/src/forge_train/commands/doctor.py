@@ -38,7 +38,7 @@ def doctor(
     from forge_train.doctor.runner import ACCEPTANCE, QUICK, chosen, examine_all
     from forge_train.doctor.step import DoctorSettings, exit_code
     from forge_train.doctor.torch_build import sees_gpu
-    from forge_train.recipe.load import load
+    from forge_train.recipe.load import load_recipe
 
     require_single_process("doctor")
     console = Console(as_json=as_json)
@@ -46,7 +46,7 @@ def doctor(
         raise ForgeError(f"--directory {directory}: this folder does not exist; create it first")
     old = read_report(compare) if compare else None
     recipe = recipe or ("350m" if sees_gpu() else "debug")
-    load(recipe, context.args)  # reports faults of the recipe once rather than in every step
+    load_recipe(recipe, context.args)  # reports faults of the recipe once rather than in every step
     settings = DoctorSettings(recipe, tuple(context.args), str(directory.resolve()), minutes, acceptance)
     steps = chosen(ACCEPTANCE if acceptance or only else QUICK, only)
     steps = [replace(step, seconds=step.seconds + 60 * minutes) if step.name == "endurance" else step for step in steps]

@@ -41,7 +41,7 @@ def evaluate(
     from forge_train.inference.evaluation import recipe_for, scores
     from forge_train.inference.stored import open_weights
     from forge_train.process.ranks import content_of, on_ranks
-    from forge_train.recipe.load import load
+    from forge_train.recipe.load import load_recipe
 
     registry, where, console = Registry(), read_launcher(os.environ), Console(as_json=as_json)
     first = where.rank == 0
@@ -77,7 +77,7 @@ def evaluate(
 
     def evaluate_sets() -> None:
         if recipe is not None:
-            load(recipe, (), None, registry)  # allows the recipe's Python files to run, also if the weights name them
+            load_recipe(recipe, (), None, registry)  # allows the recipe's Python files to run, also if the weights name them
         opened = open_weights(checkpoint, registry, weights)
         resolved = recipe_for(opened, recipe, context.args, where.size, registry)
         device = process_group.init_process_groups(

@@ -46,7 +46,7 @@ def parity(
     from forge_parallel.launch.local_processes import spawn_local
     from forge_parallel.verify.parity import compare, within_rounding
     from forge_parallel.verify.proofs import TOLERANCE
-    from forge_train.recipe.load import load
+    from forge_train.recipe.load import load_recipe
 
     console = Console(as_json=as_json)
     if mode not in TOLERANCE:
@@ -57,7 +57,7 @@ def parity(
             raise ForgeError(
                 f"--rows {rows} must be a multiple of {micro_batch} (--micro-batch) * {layout.data} (data ranks of {text})"
             )
-    job = load(recipe, context.args).job
+    job = load_recipe(recipe, context.args).job
     refuse_layouts(recipe, context.args, parsed, mode, rows, micro_batch, length)
     for text, layout in parsed.items():
         if layout.pp > 1:
@@ -144,11 +144,11 @@ def rank(
     from forge_parallel.optim.groups import NO_SETTINGS
     from forge_parallel.verify.parity import Case, measure
     from forge_train.plan import plan_of
-    from forge_train.recipe.load import load
+    from forge_train.recipe.load import load_recipe
     from forge_train.run.training import narrow_of
 
     registry = Registry()
-    job = load(recipe, overrides, None, registry).job
+    job = load_recipe(recipe, overrides, None, registry).job
     if exact:
         job = replace(job, transforms={name: part for name, part in job.transforms.items() if name != FLOAT8})
     at = Layout.parse(layout)
@@ -184,7 +184,7 @@ def refuse_layouts(
     """
     from forge_core.errors import ConfigError, ForgeError
     from forge_parallel.checks import UNPROVEN
-    from forge_train.recipe.load import load
+    from forge_train.recipe.load import load_recipe
 
     batch = {"train.global_batch": rows, "train.micro_batch": micro_batch, "data.sequence_length": length}
     precision = {"precision.compute": mode, "precision.state": mode}
@@ -193,7 +193,7 @@ def refuse_layouts(
         ours = {**batch, **precision, **{f"parallel.{axis}": size for axis, size in layout.sizes().items()}}
         theirs = [override for override in overrides if override.removeprefix("--").partition("=")[0] not in ours]
         try:
-            load(recipe, [*theirs, *(f"--{key}={value}" for key, value in ours.items())], layout.world)
+            load_recipe(recipe, [*theirs, *(f"--{key}={value}" for key, value in ours.items())], layout.world)
         except ConfigError as cause:
             faults = [fault for fault in cause.faults if fault.key.startswith(_OF_LAYOUTS) and UNPROVEN not in fault.message]
             messages += [f"{text}: {fault.key}: {fault.message}" + (f"; {fault.hint}" if fault.hint else "") for fault in faults]

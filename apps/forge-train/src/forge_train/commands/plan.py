@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forge_parallel.dryrun.sharding import Recommendation
     from forge_parallel.dryrun.traffic import Flow
     from forge_train.plan import DryRun
-    from forge_train.recipe.load import Resolved
+    from forge_train.recipe.load import Recipe
 
 
 def plan(
@@ -54,12 +54,12 @@ def plan(
     from forge_core.registry import Registry
     from forge_core.terminal import Console
     from forge_train.commands.options import require_single_process
-    from forge_train.recipe.load import load
+    from forge_train.recipe.load import load_recipe
 
     require_single_process("plan")
     registry = Registry()
     console = Console(as_json=as_json)
-    resolved = load(recipe, context.args, world, registry, here=None)
+    resolved = load_recipe(recipe, context.args, world, registry, here=None)
     for warning in resolved.warnings:
         console.note(f"warning: {warning}")
     assert resolved.layout is not None, "a world was given"
@@ -81,7 +81,7 @@ def plan(
 
 
 def _show_modules(
-    resolved: "Resolved", registry: "Registry", ranks: tuple[int, ...], recipe: str, console: "Console", as_json: bool
+    resolved: "Recipe", registry: "Registry", ranks: tuple[int, ...], recipe: str, console: "Console", as_json: bool
 ) -> None:
     from dataclasses import asdict
 

@@ -16,7 +16,7 @@ from forge_core.errors import CheckpointError, ForgeError
 from forge_core.registry import Registry
 from forge_core.terminal import Console
 from forge_train.commands.options import OverridesCommand, RecipePath
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 from forge_train.recipe.schema import Job
 
 
@@ -31,7 +31,7 @@ def check(
 
     registry = Registry()
     console = Console(as_json=as_json)
-    resolved = load(recipe, context.args, world, registry)
+    resolved = load_recipe(recipe, context.args, world, registry)
     warnings = list(resolved.warnings)
     if resolved.job.precision.compute == "bf16":
         from forge_core.machine import slow_bf16
@@ -89,7 +89,7 @@ def show(
     from forge_core.redaction import redacted, redacted_text
 
     console = Console(as_json=as_json)
-    resolved = load(recipe, context.args)
+    resolved = load_recipe(recipe, context.args)
     text = resolved.as_toml(origins=origins).rstrip("\n")
     if redacted_text(text) != text:
         console.note("secrets are hidden, so the recipe shown here does not load to the same run")
@@ -117,7 +117,7 @@ def explain(
     overrides = list(context.args)
     if key.startswith("-"):  # an override: the argument KEY is optional
         overrides, key = [key, *overrides], ""
-    resolved = load(recipe, overrides, None, registry)
+    resolved = load_recipe(recipe, overrides, None, registry)
     found = [replace(item, value=redacted(item.value, item.key)) for item in explain_key(resolved.outcome, registry, key)]
     if as_json:
         console.document([vars(item) for item in found])
@@ -190,7 +190,7 @@ def prepare(
     from forge_train.directory import claim, run_directory
 
     console = Console(as_json=as_json)
-    job = load(recipe, context.args, None, Registry()).job
+    job = load_recipe(recipe, context.args, None, Registry()).job
     directory = run_directory(job)
     claim(directory)
     workspace = directory / "data"
@@ -228,10 +228,10 @@ def _outcome(given: str, overrides: Sequence[str], registry: Registry) -> Resolu
 
     path = Path(given)
     if path.is_dir() and (path / RECIPE).is_file():
-        return load(read_toml(path / RECIPE), overrides, None, registry).outcome
+        return load_recipe(read_toml(path / RECIPE), overrides, None, registry).outcome
     if path.is_dir() and not overrides and not any(path.glob("*.toml")):
         return _recorded(path, registry)
-    return load(given, overrides, None, registry).outcome
+    return load_recipe(given, overrides, None, registry).outcome
 
 
 def _recorded(path: Path, registry: Registry) -> Resolution:

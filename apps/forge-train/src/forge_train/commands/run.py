@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forge_train.process.logs import RunLog
     from forge_train.process.ranks import JobRanks
     from forge_train.process.stop import Signals
-    from forge_train.recipe.load import Resolved
+    from forge_train.recipe.load import Recipe
     from forge_train.run.run import Run
 
 
@@ -63,12 +63,12 @@ def run_recipe(
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_train.process.stop import Signals
-    from forge_train.recipe.load import load
+    from forge_train.recipe.load import load_recipe
 
     registry, signals = Registry(), signals or Signals()
     resolved, unread = None, None
     try:
-        resolved = load(recipe, overrides, where.size, registry, here=True)
+        resolved = load_recipe(recipe, overrides, where.size, registry, here=True)
     except Exception as cause:  # noqa: BLE001 (the other ranks must be informed of any error)
         if where.size == 1 and isinstance(cause, ForgeError):  # no other ranks, so torch is not needed
             log.say(cause)
@@ -112,7 +112,7 @@ def run_recipe(
         return conclude(error, ranks.watch, log.say)
 
 
-def _train(recipe: "Resolved", ranks: "JobRanks", fresh: bool) -> int:
+def _train(recipe: "Recipe", ranks: "JobRanks", fresh: bool) -> int:
     """Trains a recipe and returns the exit code of this rank."""
     from rich.console import Console
 
@@ -139,10 +139,10 @@ def _train(recipe: "Resolved", ranks: "JobRanks", fresh: bool) -> int:
     return REQUEUE
 
 
-def _conclude(run: "Run", resolved: "Resolved", reason: str) -> None:
+def _conclude(run: "Run", recipe: "Recipe", reason: str) -> None:
     """Writes the report and prints its path."""
     from forge_train.report.page import write_run_report
 
-    report = write_run_report(run, resolved, reason, list(resolved.warnings))
+    report = write_run_report(run, recipe, reason, list(recipe.warnings))
     assert run.console is not None
     run.console.print(f"{reason} after step {run.state.step}; report: {report}", highlight=False, soft_wrap=True)

@@ -189,11 +189,11 @@ def upcycle(
     from forge_models.upcycle import Upcycled
     from forge_train.commands.options import require_single_process
     from forge_train.inference.stored import open_weights
-    from forge_train.recipe.load import load
+    from forge_train.recipe.load import load_recipe
 
     require_single_process("upcycle")
     registry = Registry()
-    model: Any = load(recipe, registry=registry).job.model
+    model: Any = load_recipe(recipe, registry=registry).job.model
     if getattr(model, "moe", None) is None:
         raise ForgeError(f"{recipe} has no [model.moe], which defines the experts; add it")
     console, dense = Console(), open_weights(source, registry)

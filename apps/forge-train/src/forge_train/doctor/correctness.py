@@ -21,7 +21,7 @@ from forge_parallel.verify.proofs import TOLERANCE
 from forge_train.doctor.measure import device, fastest, wait
 from forge_train.doctor.step import Check, DoctorSettings, Skip
 from forge_train.plan import plan_of
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 
 _MEMORY_SHARE = 0.9
 _MEMORY_CHUNK = 1 << 30
@@ -211,7 +211,7 @@ def _as_on_a_cpu(model: ParallelModel, seed: int) -> None:
 def _measured(preset: str, here: torch.device, micro_batch: int, precision: str, float8: str = "") -> Measurement:
     registry = Registry()
     transforms = (f"--transforms.float8.emulate={float8}",) if float8 else ()
-    job = load(preset, [*_SMALL, *transforms], None, registry).job
+    job = load_recipe(preset, [*_SMALL, *transforms], None, registry).job
 
     def optimizer(model: ParallelModel) -> Optimizer:
         # Built before anything is measured, and it keeps no copy of the weights until its first step.

@@ -91,9 +91,9 @@ def checkpoints(settings: DoctorSettings) -> int:
     Counts weights and both moments of AdamW, 4 bytes each; checkpoints kept by `keep_hours` are not counted.
     """
     from forge_models.flops import counts_of
-    from forge_train.recipe.load import load
+    from forge_train.recipe.load import load_recipe
 
-    job = load(settings.recipe, settings.overrides).job
+    job = load_recipe(settings.recipe, settings.overrides).job
     counts = counts_of(job.model)
     if counts is None or job.checkpoint.store.build(Path(settings.directory)).free() is None:  # behind a URL
         return _LEAST_ROOM

@@ -12,7 +12,7 @@ from forge_parallel.accelerator import FLOAT8, float8_fault, name
 from forge_train.doctor.measure import device, fastest
 from forge_train.doctor.peaks import Peak, peak
 from forge_train.doctor.step import Check, DoctorSettings
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 
 _MATMUL_SQUARE = 8192
 _CPU_MATMUL_SQUARE, _CPU_MATMUL_ROWS = 512, 256
@@ -102,7 +102,7 @@ def _float8(here: torch.device, known: Peak | None, told: str) -> Check:
 
 def shapes(settings: DoctorSettings) -> dict[tuple[int, int], int]:
     """Returns (outputs, inputs) of each kind of matrix in the recipe's model -> rows per micro-batch, or per expert."""
-    job = load(settings.recipe, settings.overrides).job
+    job = load_recipe(settings.recipe, settings.overrides).job
     shape = getattr(job.model, "shape", None)
     if shape is None:
         return {}

@@ -59,9 +59,9 @@ class BuildFacts:
 
 def examine_torch(settings: DoctorSettings) -> Iterator[Check]:
     """Step `torch`: collects facts about torch and the driver, and checks them."""
-    from forge_train.recipe.load import load
+    from forge_train.recipe.load import load_recipe
 
-    return judge(facts(("forge.transforms", "float8") in load(settings.recipe, settings.overrides).used))
+    return judge(facts(("forge.transforms", "float8") in load_recipe(settings.recipe, settings.overrides).used))
 
 
 def faults() -> list[str]:

@@ -23,9 +23,9 @@ from forge_train.doctor.measure import device, wait
 from forge_train.doctor.peaks import peak
 from forge_train.doctor.step import Check, DoctorSettings, Skip
 from forge_train.process.ranks import JobRanks
-from forge_train.recipe.load import Resolved, load
+from forge_train.recipe.load import Recipe, load_recipe
 from forge_train.run.loop import fit
-from forge_train.run.start import start
+from forge_train.run.start import start_run
 
 _STEPS, _CPU_STEPS = 20, 6
 _WARM = 3
@@ -70,22 +70,22 @@ def examine_training(settings: DoctorSettings) -> Iterator[Check]:
     """Step `training`: trains the recipe for some steps; checks losses, speed and memory."""
     here = _device()
     steps = _CPU_STEPS if here.type == "cpu" else _STEPS
-    resolved, watching = _trained(settings, here, steps)
-    yield _losses(resolved, watching.losses)
+    recipe, watching = _trained(settings, here, steps)
+    yield _losses(recipe, watching.losses)
     timed = sorted(watching.seconds[_WARM:])
     middle = timed[len(timed) // 2]
-    train, length = resolved.job.train, resolved.job.data.sequence_length
+    train, length = recipe.job.train, recipe.job.data.sequence_length
     rate = train.global_batch * length / middle
     yield Check("tokens per second", "PASS", rate, "tokens/s", "report only", "", "higher")
     yield Check("first step", "PASS", watching.seconds[0], "s", "report only; includes compilation")
-    yield _used(resolved, rate, length, here)
+    yield _used(recipe, rate, length, here)
     if watching.warned:
         waits = max(watching.waits[_WARM:])
         yield Check(
             "waits of the host in a step", "PASS", float(waits), "", "report only: 0 for a dense model, 1 per layer with experts"
         )
     if watching.peak is not None:
-        yield _memory(resolved, watching.peak)
+        yield _memory(recipe, watching.peak)
 
 
 def endure(settings: DoctorSettings) -> Iterator[Check]:
@@ -93,8 +93,8 @@ def endure(settings: DoctorSettings) -> Iterator[Check]:
     if not settings.minutes:
         raise Skip("--minutes is not set", "set --minutes 30")
     here = _device()
-    resolved, watching = _trained(settings, here, 10**7, 60 * settings.minutes)
-    yield _losses(resolved, watching.losses)
+    recipe, watching = _trained(settings, here, 10**7, 60 * settings.minutes)
+    yield _losses(recipe, watching.losses)
     timed = sorted(watching.seconds[_WARM:] or watching.seconds)
     middle, last = timed[len(timed) // 2], timed[min(len(timed) - 1, len(timed) * 99 // 100)]
     name, expected = "99th percentile of a step over the median", f"{_JITTER} at most"
@@ -110,11 +110,11 @@ def _device() -> torch.device:
     return here if here.type == "cpu" else torch.device(here.type, 0)
 
 
-def _trained(settings: DoctorSettings, here: torch.device, steps: int, limit: float = 0.0) -> tuple[Resolved, Watching]:
+def _trained(settings: DoctorSettings, here: torch.device, steps: int, limit: float = 0.0) -> tuple[Recipe, Watching]:
     """Trains the recipe for some steps with random tokens, few micro-batches and no hooks, in a temporary folder."""
     registry, watching = Registry(), Watching(here, limit)
-    train = load(settings.recipe, settings.overrides, None, registry).job.train
-    vocabulary = getattr(load(settings.recipe, settings.overrides, None, registry).job.model, "vocab_size")  # noqa: B009
+    train = load_recipe(settings.recipe, settings.overrides, None, registry).job.train
+    vocabulary = getattr(load_recipe(settings.recipe, settings.overrides, None, registry).job.model, "vocab_size")  # noqa: B009
     with tempfile.TemporaryDirectory(prefix=".forge-doctor-", dir=settings.directory) as folder:
         changes = [
             f"--job.dir={Path(folder) / 'run'}",
@@ -124,10 +124,10 @@ def _trained(settings: DoctorSettings, here: torch.device, steps: int, limit: fl
             f"--train.global_batch={_MICRO_BATCHES * train.micro_batch}",
             "--schedule.name=constant",
         ]
-        resolved = load(settings.recipe, [*settings.overrides, *changes], 1, registry)
+        recipe = load_recipe(settings.recipe, [*settings.overrides, *changes], 1, registry)
         if here.index is not None:
             use(here.index)
-        run = start(resolved, JobRanks(device=here))
+        run = start_run(recipe, JobRanks(device=here))
         run.hooks.append(watching)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -138,13 +138,13 @@ def _trained(settings: DoctorSettings, here: torch.device, steps: int, limit: fl
             watching.peak = take_peaks(here).get("device_memory")
             for tracker in run.trackers:
                 tracker.close()
-    return resolved, watching
+    return recipe, watching
 
 
-def _losses(resolved: Resolved, losses: list[float]) -> Check:
+def _losses(recipe: Recipe, losses: list[float]) -> Check:
     """Checks losses: tokens are uniformly random, so the best loss is the logarithm of the vocabulary size, and a new model is
     slightly worse."""
-    best = math.log(getattr(resolved.job.model, "vocab_size"))  # noqa: B009 (a plugin's model may call it otherwise)
+    best = math.log(getattr(recipe.job.model, "vocab_size"))  # noqa: B009 (a plugin's model may call it otherwise)
     expected = f"within {_NEAR:.0%} of {best:.3f}, the entropy of its random tokens, in every step"
     wrong = [index for index, loss in enumerate(losses) if not abs(loss - best) <= _NEAR * best]
     if wrong:
@@ -154,15 +154,15 @@ def _losses(resolved: Resolved, losses: list[float]) -> Check:
     return Check("loss", "PASS", losses[-1], "nats per token", expected)
 
 
-def _used(resolved: Resolved, rate: float, length: int, here: torch.device) -> Check:
+def _used(recipe: Recipe, rate: float, length: int, here: torch.device) -> Check:
     """Checks MFU: the share of the device's peak used for matrix products of the model."""
     from forge_models.flops import CONVENTION, counts_of
 
-    label, counts = "MFU", counts_of(resolved.job.model)
+    label, counts = "MFU", counts_of(recipe.job.model)
     known = None if here.type == "cpu" else peak(name(here))
     if counts is None or known is None:
         return Check(label, "SKIPPED", "the peak of this device is not known" if counts else "the model declares no products")
-    most = known.bf16 if resolved.job.precision.compute == "bf16" else known.fp32
+    most = known.bf16 if recipe.job.precision.compute == "bf16" else known.fp32
     share = rate * counts.training(length) / most
     expected = f"{_MFU:.0%} at least; {CONVENTION}"
     if share < _MFU:
@@ -171,12 +171,12 @@ def _used(resolved: Resolved, rate: float, length: int, here: torch.device) -> C
     return Check(label, "PASS", 100 * share, "%", expected, "", "higher")
 
 
-def _memory(resolved: Resolved, peak_bytes: int) -> Check:
+def _memory(recipe: Recipe, peak_bytes: int) -> Check:
     """Compares peak memory with a dry run of the same recipe."""
     from forge_train.plan import dry_run
 
-    assert resolved.layout is not None, "it was loaded for one process"
-    plan = dry_run(resolved.job, resolved.layout, Registry(), 1)
+    assert recipe.layout is not None, "it was loaded for one process"
+    plan = dry_run(recipe.job, recipe.layout, Registry(), 1)
     wanted = sum(plan.ranks[0].peak.values())
     expected = f"{size(wanted)} by forge-train plan, and at most {_MEMORY - 1:.0%} more"
     if peak_bytes > _MEMORY * wanted:

@@ -18,7 +18,7 @@ from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights, Weigh
 from forge_core.registry import Registry
 from forge_models.hf.reader import DTYPES, INDEX, SINGLE
 from forge_train.formats.forge import TOKENIZER, copy_tokenizer, job_of, table_of
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 
 DESCRIPTION = "forge"
 """Key of a file's metadata with the description of the model, as JSON."""
@@ -199,7 +199,7 @@ def model_of(description: Mapping[str, Any] | None, recipe: str | None, origin: 
         ForgeError: there is neither, or the description names a Python file that the user did not allow.
     """
     if recipe is not None:
-        return load(recipe, registry=Registry()).job.model
+        return load_recipe(recipe, registry=Registry()).job.model
     if description is None or "model" not in description:
         raise ForgeError(f"{origin} has no description of the model of its tensors; pass --recipe with a [model] that fits")
     return job_of({"config": {"model": description["model"]}}, Registry(), "model", origin=str(origin)).model

@@ -21,7 +21,7 @@ from forge_train.hooks.evaluation import bits_per_byte, perplexity
 from forge_train.inference.stored import load_sharded_model
 from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.process.ranks import rank_zero_first
-from forge_train.recipe.load import Resolved, load
+from forge_train.recipe.load import Recipe, load_recipe
 
 _SECTIONS = ("job", "model", "data", "train", "precision", "schedule", "objective", "transforms")
 """Sections that determine the loss; hooks, checkpoints and the layout of the training run do not."""
@@ -45,7 +45,7 @@ class Score:
     tokens: int
 
 
-def recipe_for(weights: Weights, recipe: str | None, overrides: Sequence[str], world: int, registry: Registry) -> Resolved:
+def recipe_for(weights: Weights, recipe: str | None, overrides: Sequence[str], world: int, registry: Registry) -> Recipe:
     """Returns the recipe for evaluating weights: their own recipe or another one, always with the weights' own model.
 
     Args:
@@ -59,7 +59,7 @@ def recipe_for(weights: Weights, recipe: str | None, overrides: Sequence[str], w
         ForgeError: there is no recipe, or the recipe has faults or no [data.evaluation].
     """
     origin = weights.facts.origin if recipe is None else recipe
-    values: dict[str, Any] = dict(weights.facts.recipe) if recipe is None else load(recipe, (), None, registry).as_json()
+    values: dict[str, Any] = dict(weights.facts.recipe) if recipe is None else load_recipe(recipe, (), None, registry).as_json()
     if "data" not in values:
         raise ForgeError(f"{origin} has no recipe with [data]; pass --recipe RECIPE")
     chosen = {name: values[name] for name in _SECTIONS if name in values}
@@ -70,7 +70,7 @@ def recipe_for(weights: Weights, recipe: str | None, overrides: Sequence[str], w
     chosen["train"] = {**chosen["train"], "global_batch": micro_batch * world}
     tree = build(chosen, (), lambda _: origin, Path.cwd())
     assert isinstance(tree, Table)
-    resolved = load(tree, overrides, world, registry)
+    resolved = load_recipe(tree, overrides, world, registry)
     if not resolved.job.data.evaluation:
         raise ForgeError(
             f"{origin} has no held-out set; add a set, such as --data.evaluation.mine.name=text "
@@ -80,14 +80,14 @@ def recipe_for(weights: Weights, recipe: str | None, overrides: Sequence[str], w
 
 
 def scores(
-    weights: Weights, resolved: Resolved, device: torch.device, registry: Registry, say: Callable[[str], None]
+    weights: Weights, recipe: Recipe, device: torch.device, registry: Registry, say: Callable[[str], None]
 ) -> Iterator[Score]:
     """Collective: evaluates the held-out sets of the recipe one after the other; every rank gets the same results.
 
     Raises:
         ForgeError: a set cannot be read or has another tokenizer, or the weights do not fit the model.
     """
-    job, layout = resolved.job, resolved.layout
+    job, layout = recipe.job, recipe.layout
     assert layout is not None
     with rank_zero_first(ProcessGroupWorld() if layout.world > 1 else SingleProcessWorld()):
         try:
@@ -98,7 +98,7 @@ def scores(
         vocab_size = getattr(job.model, "vocab_size", None)
         shape: dict[str, Any] = {"workspace": workspace, "vocab_size": vocab_size, "model": job.model, "report": say}
         sets = evaluation(job.data, tokenizer=tokenizer, **shape)
-    model = load_sharded_model(weights, resolved, device, registry)
+    model = load_sharded_model(weights, recipe, device, registry)
     topology, step = model.topology, Step(model, job.objective.build())
     for name, held_out in sets.items():
         result = step.evaluate(held_out.batches(topology.data_rank, topology.data_size, job.train.micro_batch))

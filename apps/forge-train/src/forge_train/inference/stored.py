@@ -19,7 +19,7 @@ from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_train.formats.forge import table_of
 from forge_train.plan import plan_of
-from forge_train.recipe.load import Resolved, load
+from forge_train.recipe.load import Recipe, load_recipe
 
 HF_CONFIG = "config.json"
 DCP_METADATA = ".metadata"
@@ -104,7 +104,7 @@ _SECTIONS = ("parallel", "transforms", "precision")
 _COMPUTES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
-def recipe_to_generate(weights: Weights, overrides: Sequence[str], world: int, registry: Registry) -> Resolved:
+def recipe_to_generate(weights: Weights, overrides: Sequence[str], world: int, registry: Registry) -> Recipe:
     """Returns a recipe with only the weights' model, in their widest dtype, as on one process, and with the layout of
     `--parallel.AXIS=N`; by default, the model is sharded over data ranks.
 
@@ -129,21 +129,21 @@ def recipe_to_generate(weights: Weights, overrides: Sequence[str], world: int, r
     }
     tree = build(values, (), lambda _: weights.facts.origin, Path.cwd())
     assert isinstance(tree, Table)
-    resolved = load(tree, overrides, world, registry)
+    recipe = load_recipe(tree, overrides, world, registry)
     for override in overrides:
         key = override.removeprefix("--").partition("=")[0]
         if override.startswith("--") and key.partition(".")[0] not in _SECTIONS:
             raise ForgeError(f"--{key} has no effect here: only [{'], ['.join(_SECTIONS)}] determine the layout; remove it")
-    return resolved
+    return recipe
 
 
-def load_sharded_model(weights: Weights, resolved: Resolved, device: torch.device, registry: Registry) -> ParallelModel:
+def load_sharded_model(weights: Weights, recipe: Recipe, device: torch.device, registry: Registry) -> ParallelModel:
     """Collective: builds the model of a recipe over all ranks; each rank reads only its own shards of the weights.
 
     Raises:
         ForgeError: the weights do not fit the model.
     """
-    job, layout = resolved.job, resolved.layout
+    job, layout = recipe.job, recipe.layout
     assert layout is not None
     precision = (job.precision.compute, job.precision.state)
     topology = Topology.of(layout, device)

@@ -39,7 +39,7 @@ from forge_train.process.stop import Interrupted, Signals
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from forge_train.recipe.load import Resolved
+    from forge_train.recipe.load import Recipe
 
 _forge_log = logging.getLogger("forge")
 
@@ -217,7 +217,7 @@ class JobRanks:
             self.console.print(redacted_text(message), highlight=False, soft_wrap=True)
 
 
-def content_of(resolved: "Resolved", registry: Registry) -> dict[str, str]:
+def content_of(recipe: "Recipe", registry: Registry) -> dict[str, str]:
     """Returns what must be equal on all ranks, by key: the resolved recipe except `OWN_KEYS`, and the distribution, version and
     code of each component.
 
@@ -225,12 +225,12 @@ def content_of(resolved: "Resolved", registry: Registry) -> dict[str, str]:
     without showing them.
     """
     content = {}
-    for key, value, _ in leaves(resolved.tree):
+    for key, value, _ in leaves(recipe.tree):
         if key not in OWN_KEYS:
             shown, whole = (json.dumps(item, default=str) for item in (redacted(value, key), value))
             hidden = f" #{sha256(whole.encode()).hexdigest()[:12]}" if shown != whole else ""
             content[key] = _without_folders(shown) + hidden
-    for entry in (registry.find(group, name) for group, name in resolved.used):
+    for entry in (registry.find(group, name) for group, name in recipe.used):
         content[f"{entry.group.removeprefix('forge.')} {_without_folders(entry.name)}"] = f"{entry.distribution} {entry.version}"
         if canonical(entry.distribution) not in _OWN and ".py:" not in entry.target:
             content |= {f"code of {entry.target.partition(':')[0]}": _digest(_files_of(entry.target.partition(".")[0]))}

@@ -27,7 +27,7 @@ from forge_core.terminal import Console
 from forge_parallel.launch.environment import DEVICE, read_launcher
 from forge_train.directory import NO_PROGRESS_FILE, RESTARTS_FILE
 from forge_train.process.stop import FAULTY, FOLLOWS, FULL, heard
-from forge_train.recipe.load import load
+from forge_train.recipe.load import load_recipe
 
 MOST_RESTARTS = 3
 
@@ -82,7 +82,7 @@ def supervised(recipe: str, overrides: Sequence[str], fresh: bool, processes: in
 def unfit(recipe: str, overrides: Sequence[str], size: int) -> str:
     """Returns why a run cannot continue with `size` ranks; empty if it can, with the same losses."""
     try:
-        job = load(recipe, overrides, size, Registry()).job
+        job = load_recipe(recipe, overrides, size, Registry()).job
     except ForgeError as refusal:
         return "; ".join(map(str, refusal.faults)) if isinstance(refusal, ConfigError) else str(refusal)
     depends = getattr(job.model, "layout_dependent", ())

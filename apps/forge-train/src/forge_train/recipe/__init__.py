@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_train.recipe.load import Resolved
-    from forge_train.recipe.load import load as load_recipe
+    from forge_train.recipe.load import Recipe, load_recipe
     from forge_train.recipe.schema import Job, JobSection, Start, Train
 
-__all__ = ["Job", "JobSection", "Resolved", "Start", "Train", "load_recipe"]
+__all__ = ["Job", "JobSection", "Recipe", "Start", "Train", "load_recipe"]
 __getattr__, __dir__ = lazy_exports(__name__)

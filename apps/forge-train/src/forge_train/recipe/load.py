@@ -21,7 +21,7 @@ _HEADER = "# The resolved recipe: every key with the value that it had. It is co
 
 
 @dataclass(frozen=True)
-class Resolved:
+class Recipe:
     """A recipe without faults.
 
     Attributes:
@@ -58,14 +58,14 @@ class Resolved:
         return ("" if origins else _HEADER) + to_toml(plain(self.tree), notes)
 
 
-def load(
+def load_recipe(
     recipe: str | Path | Table,
     overrides: Sequence[str] = (),
     world: int | None = None,
     registry: Registry | None = None,
     *,
     here: bool | None = False,
-) -> Resolved:
+) -> Recipe:
     """Reads and checks a recipe with its bases and overrides.
 
     Args:
@@ -106,7 +106,7 @@ def load(
     if faults:
         raise ConfigError(_once(faults))
     used = tuple(dict.fromkeys(outcome.used))
-    return Resolved(outcome.value, outcome.tree, layout, used, outcome, layered.files, tuple(warnings), registry)
+    return Recipe(outcome.value, outcome.tree, layout, used, outcome, layered.files, tuple(warnings), registry)
 
 
 def without_auto(stored: Table, reduce: str | None = None) -> Table:

@@ -48,7 +48,7 @@ from forge_train.report.record import MOST_FAULTS, SUMMARY, RunRecord, is_run, r
 from forge_train.report.results import environment, mixture, overview, results
 
 if TYPE_CHECKING:
-    from forge_train.recipe.load import Resolved
+    from forge_train.recipe.load import Recipe
     from forge_train.run.run import Run
 
 
@@ -331,7 +331,7 @@ def _about(most: int, license_: str) -> str:
     )
 
 
-def write_run_report(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) -> Path:
+def write_run_report(run: "Run", recipe: "Recipe", reason: str, warnings: list[str]) -> Path:
     """Gathers the facts of a run and writes its report; rank 0 only."""
     return write_report(
         run.directory,
@@ -339,7 +339,7 @@ def write_run_report(run: "Run", resolved: "Resolved", reason: str, warnings: li
             "name": run.job.job.name,
             "status": reason,
             "ended": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "config": resolved.origins(),
+            "config": recipe.origins(),
             "machine": machine() | _processes(run),
             "versions": versions() | commit(Path()),
             "model": {

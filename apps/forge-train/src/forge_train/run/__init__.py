@@ -20,7 +20,7 @@ from forge_core.exports import lazy_exports
 if TYPE_CHECKING:
     from forge_train.run.loop import fit, train
     from forge_train.run.run import Run
-    from forge_train.run.start import start as start_run
+    from forge_train.run.start import start_run
     from forge_train.run.training import Decided, State, Training
 
 __all__ = ["Decided", "Run", "State", "Training", "fit", "start_run", "train"]

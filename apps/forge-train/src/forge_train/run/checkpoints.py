@@ -35,7 +35,7 @@ from forge_parallel.placement.boxes import local_box
 from forge_parallel.transforms.shard import reduce_of
 from forge_parallel.verify.state import not_finite
 from forge_train.process.stop import TrainingError
-from forge_train.recipe.load import Resolved
+from forge_train.recipe.load import Recipe
 from forge_train.run.health import Health
 from forge_train.run.resume import anchors
 from forge_train.run.training import Clock, Decided, OptimizerSpec, Requests, Training
@@ -323,12 +323,12 @@ def _begin(model: ParallelModel, optimizer: Optimizer, spec: OptimizerSpec, name
 HookState = tuple[str, Any]
 
 
-def build_hooks(resolved: Resolved, registry: Registry) -> list[Hook]:
+def build_hooks(recipe: Recipe, registry: Registry) -> list[Hook]:
     """The hooks of a recipe, each with the key of its state."""
     hooks: list[Hook] = []
-    for index, component in enumerate(resolved.job.hooks):
+    for index, component in enumerate(recipe.job.hooks):
         hook = component.build()
-        hook.state_key = _registered(registry.find(*resolved.outcome.chosen[f"hooks.{index}"]))
+        hook.state_key = _registered(registry.find(*recipe.outcome.chosen[f"hooks.{index}"]))
         hooks.append(hook)
     return hooks
 

@@ -20,10 +20,10 @@ from forge_train.run.health import RollBack
 from forge_train.run.micro_batch import note_out_of_memory
 from forge_train.run.observers import rescue
 from forge_train.run.run import DATA, Run
-from forge_train.run.start import Back, start
+from forge_train.run.start import Back, start_run
 
 if TYPE_CHECKING:
-    from forge_train.recipe.load import Resolved
+    from forge_train.recipe.load import Recipe
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def periodic_gc(every: int | None) -> Iterator[Callable[[int], None]]:
             gc.enable()
 
 
-def train(recipe: "Resolved", ranks: JobRanks, *, fresh: bool = False) -> tuple[Run, str]:
+def train(recipe: "Recipe", ranks: JobRanks, *, fresh: bool = False) -> tuple[Run, str]:
     """Collective: starts a run and trains it, and starts it again after each rollback.
 
     Returns:
@@ -103,7 +103,7 @@ def train(recipe: "Resolved", ranks: JobRanks, *, fresh: bool = False) -> tuple[
         watch.timeout = parallel.timeout  # the timeout of a step may be in force
         limit(watch.timeout, ranks.device)
         with ranks.signals.at_once() if back is None else nullcontext():
-            run = start(recipe, ranks, fresh=fresh and back is None, back=back)
+            run = start_run(recipe, ranks, fresh=fresh and back is None, back=back)
         watch.limits = LearnedLimits(parallel.least_timeout, waiting=(DATA,))
         try:
             return run, fit(run)

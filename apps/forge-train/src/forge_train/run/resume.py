@@ -22,7 +22,7 @@ from forge_train.recipe.load import without_auto
 from forge_train.recipe.schema import Job
 
 if TYPE_CHECKING:
-    from forge_train.recipe.load import Resolved
+    from forge_train.recipe.load import Recipe
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ def anchors(job: Job) -> dict[str, int]:
     return {"train.global_batch": job.train.global_batch, "data.sequence_length": job.data.sequence_length}
 
 
-def check_resume(found: VerifiedCheckpoint, resolved: "Resolved", registry: Registry, data: Stream) -> tuple[str, ...]:
+def check_resume(found: VerifiedCheckpoint, recipe: "Recipe", registry: Registry, data: Stream) -> tuple[str, ...]:
     """Compares a checkpoint with the recipe, components and data position of a resume; returns the allowed differences.
 
     Raises:
         ConfigError: an entry of `checkpoint.allow` is not a key.
         CheckpointError: a difference changes what is trained; the message lists all such differences.
     """
-    compared = compare_recipes(found.meta, resolved, registry)
+    compared = compare_recipes(found.meta, recipe, registry)
     faults, ways = [*compared.anchored, *compared.refused.values()], ["restore the values"]
     if not compared.anchored:  # else the data position is already known to differ
         try:
@@ -72,24 +72,24 @@ def check_resume(found: VerifiedCheckpoint, resolved: "Resolved", registry: Regi
     )
 
 
-def check_without_checkpoint(resolved: "Resolved") -> tuple[str, ...]:
+def check_without_checkpoint(recipe: "Recipe") -> tuple[str, ...]:
     """Checks `checkpoint.allow` if there is no checkpoint; returns no differences.
 
     Raises:
         ConfigError: an entry of `checkpoint.allow` is not a key.
     """
-    _refuse_unknown(resolved, keys_of(resolved.outcome))
+    _refuse_unknown(recipe, keys_of(recipe.outcome))
     return ()
 
 
-def compare_recipes(meta: Mapping[str, Any], resolved: "Resolved", registry: Registry) -> RecipeDifferences:
+def compare_recipes(meta: Mapping[str, Any], recipe: "Recipe", registry: Registry) -> RecipeDifferences:
     """Compares the metadata of a checkpoint with a recipe. A checkpoint without a recipe is accepted with a note.
 
     Raises:
         ConfigError: an entry of `checkpoint.allow` is not a key.
     """
     old = dict(meta.get("anchors", {}))
-    fixed = {key: (old.get(key), value) for key, value in anchors(resolved.job).items() if old.get(key) != value}
+    fixed = {key: (old.get(key), value) for key, value in anchors(recipe.job).items() if old.get(key) != value}
     anchored = tuple(
         f"{key} was {was}, is {now}: the data position would refer to other samples" for key, (was, now) in fixed.items()
     )
@@ -99,19 +99,19 @@ def compare_recipes(meta: Mapping[str, Any], resolved: "Resolved", registry: Reg
     tree = build(dict(config), (), lambda _: "checkpoint", Path.cwd())
     assert isinstance(tree, Table)
     tree = without_auto(tree, meta.get("reduce"))
-    before, now = walk(Job, tree, registry), resolved.outcome
+    before, now = walk(Job, tree, registry), recipe.outcome
     gone = vanished(tree, before)
     found = {change.key: change for change in _other_distributions(meta, now, before, registry)}
     found |= {change.key: change for change in changes(before, now, registry) if change.key not in fixed}
     # Keys that an earlier start allowed may no longer exist in the recipe or in the checkpoint.
     earlier = allowed_keys(config.get("checkpoint", {}).get("allow", ()))
-    _refuse_unknown(resolved, {*keys_of(now), *keys_of(before), *gone, *found, *earlier})
-    allowed = allowed_keys(resolved.job.checkpoint.allow)
+    _refuse_unknown(recipe, {*keys_of(now), *keys_of(before), *gone, *found, *earlier})
+    allowed = allowed_keys(recipe.job.checkpoint.allow)
     stopped = {key: change for key, change in found.items() if change.key_class is KeyClass.IDENTITY and key not in allowed}
     noted = [str(change) for key, change in found.items() if key not in stopped and not key.startswith("checkpoint.allow")]
     noted += [f"{key} was {value!r}; this version does not have this key" for key, value in gone.items()]
     return RecipeDifferences(
-        anchored, {key: str(change) for key, change in stopped.items()}, (*noted, *_other_versions(meta, resolved, registry))
+        anchored, {key: str(change) for key, change in stopped.items()}, (*noted, *_other_versions(meta, recipe, registry))
     )
 
 
@@ -120,10 +120,10 @@ def allowed_keys(allow: Any) -> tuple[str, ...]:
     return (allow,) if isinstance(allow, str) else tuple(allow)
 
 
-def _refuse_unknown(resolved: "Resolved", known: Collection[str]) -> None:
+def _refuse_unknown(recipe: "Recipe", known: Collection[str]) -> None:
     """Raises a ConfigError that lists each entry of `checkpoint.allow` that is not a key."""
-    origin = origin_at(resolved.tree, "checkpoint.allow")
-    unknown = [key for key in allowed_keys(resolved.job.checkpoint.allow) if key not in known]
+    origin = origin_at(recipe.tree, "checkpoint.allow")
+    unknown = [key for key in allowed_keys(recipe.job.checkpoint.allow) if key not in known]
     message = "{!r} is not a key of this recipe, nor of the checkpoint"
     if unknown:
         raise ConfigError(
@@ -146,8 +146,8 @@ def _other_distributions(meta: Mapping[str, Any], now: Resolution, before: Resol
     return found
 
 
-def _other_versions(meta: Mapping[str, Any], resolved: "Resolved", registry: Registry) -> list[str]:
+def _other_versions(meta: Mapping[str, Any], recipe: "Recipe", registry: Registry) -> list[str]:
     """Returns the distributions and files whose version has changed."""
-    sides = (meta.get("plugins", ()), registry.used(resolved.used))
+    sides = (meta.get("plugins", ()), registry.used(recipe.used))
     old, new = ({item["distribution"]: item["version"] for item in side} for side in sides)
     return [f"{name} was {old[name]}, is {version}" for name, version in new.items() if old.get(name, version) != version]

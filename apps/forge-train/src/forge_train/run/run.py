@@ -40,7 +40,7 @@ DATA = "data"
 
 @dataclass
 class Run:
-    """One start of a run. `forge_train.run.start.start` builds it; hooks read it.
+    """One start of a run. `forge_train.run.start.start_run` builds it; hooks read it.
 
     Attributes:
         decided: what the start decided.

@@ -55,7 +55,7 @@ from forge_train.run.weights import InitialWeights, facts_of_checkpoint, facts_o
 from forge_train.trackers import METRICS, JsonlTracker, SafeTracker
 
 if TYPE_CHECKING:
-    from forge_train.recipe.load import Resolved
+    from forge_train.recipe.load import Recipe
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Surroundings:
     back: Back | None
 
 
-def start(recipe: "Resolved", ranks: JobRanks, *, fresh: bool = False, back: Back | None = None) -> Run:
+def start_run(recipe: "Recipe", ranks: JobRanks, *, fresh: bool = False, back: Back | None = None) -> Run:
     """Collective: builds the run of a recipe on this rank; the process group is open.
 
     Args:
@@ -128,7 +128,7 @@ def start(recipe: "Resolved", ranks: JobRanks, *, fresh: bool = False, back: Bac
     return run
 
 
-def look(recipe: "Resolved", ranks: JobRanks, fresh: bool, back: Back | None) -> Surroundings:
+def look(recipe: "Recipe", ranks: JobRanks, fresh: bool, back: Back | None) -> Surroundings:
     """Collective: looks at machine, directory, data and checkpoints. Writes nothing but prepared data.
 
     Raises:
@@ -188,7 +188,7 @@ def look(recipe: "Resolved", ranks: JobRanks, fresh: bool, back: Back | None) ->
     )
 
 
-def decide(recipe: "Resolved", seen: Surroundings, ranks: JobRanks) -> Decided:
+def decide(recipe: "Recipe", seen: Surroundings, ranks: JobRanks) -> Decided:
     """Collective: decides everything on the meta device: plan, optimizer settings, schedule, hooks. Allocates and writes nothing.
 
     Raises:

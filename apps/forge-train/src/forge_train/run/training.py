@@ -24,7 +24,7 @@ from forge_parallel.step.timing import StepTimer
 from forge_train.recipe.schema import Job
 
 if TYPE_CHECKING:
-    from forge_train.recipe.load import Resolved
+    from forge_train.recipe.load import Recipe
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Decided:
         differences: accepted differences between the recipe and the checkpoint that the run resumes from.
     """
 
-    recipe: "Resolved"
+    recipe: "Recipe"
     job: Job
     directory: Path
     topology: Topology

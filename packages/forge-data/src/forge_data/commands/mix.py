@@ -44,7 +44,7 @@ class TrainKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class DataRecipe:
     """The keys of a recipe that its data depend on."""
 
     job: JobKeys = field(default_factory=JobKeys)
@@ -57,20 +57,20 @@ class Recipe:
         return (Path(self.job.dir) if self.job.dir else Path("runs") / self.job.name) / "data"
 
 
-def read_recipe(recipe: str | Path | Table, overrides: Sequence[str] = ()) -> Recipe:
+def read_recipe(recipe: str | Path | Table, overrides: Sequence[str] = ()) -> DataRecipe:
     """Reads a recipe from a TOML file, a preset, or a parsed tree; a tree does not allow Python files to run.
 
     Raises:
         ConfigError: the sections `job`, `data` or `train` have faults; the error lists all of them.
     """
     registry = Registry()
-    layered = load_layers(recipe, overrides, Recipe, registry)
+    layered = load_layers(recipe, overrides, DataRecipe, registry)
     if layered.faults:
         raise ConfigError(layered.faults)
     return _resolved(layered.tree, registry)
 
 
-def recipe_of(tables: Mapping[str, Any], origin: str) -> Recipe:
+def recipe_of(tables: Mapping[str, Any], origin: str) -> DataRecipe:
     """Returns the recipe in plain tables, as stored in a checkpoint; `origin` is its name in messages.
 
     Raises:
@@ -83,13 +83,13 @@ def recipe_of(tables: Mapping[str, Any], origin: str) -> Recipe:
     return _resolved(tree, Registry())
 
 
-def _resolved(tree: Table, registry: Registry) -> Recipe:
+def _resolved(tree: Table, registry: Registry) -> DataRecipe:
     tables = {name: tree.items[name] for name in ("job", "data", "train") if name in tree.items}
     for name, section in (("job", JobKeys), ("train", TrainKeys)):
         if isinstance(table := tables.get(name), Table):
             known = section.__dataclass_fields__
             tables[name] = Table({key: item for key, item in table.items.items() if key in known}, table.origin)
-    return resolve(Recipe, Table(tables, tree.origin), registry).value
+    return resolve(DataRecipe, Table(tables, tree.origin), registry).value
 
 
 MANY_EPOCHS = 4

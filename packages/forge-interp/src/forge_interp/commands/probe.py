@@ -95,14 +95,14 @@ def _list(model: str, overrides: list[str], registry: "Registry", console: "Cons
     from forge_core.errors import ForgeError
     from forge_interp.tap_names import known, taps
     from forge_train.inference.stored import open_weights
-    from forge_train.recipe.load import load
+    from forge_train.recipe.load import load_recipe
 
     if Path(model).exists() and Path(model).suffix != ".toml":
         if overrides:
             raise ForgeError(f"{overrides[0]} has no effect on stored weights; remove it, or give a recipe")
         component: Any = open_weights(Path(model), registry).model
     else:
-        component = load(model, overrides, None, registry).job.model
+        component = load_recipe(model, overrides, None, registry).job.model
     with torch.device("meta"):
         built = component.build()
     every = taps(built)
