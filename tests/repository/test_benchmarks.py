@@ -66,7 +66,7 @@ def test_a_roofline_counts_the_products_that_published_shapes_have(script):
     gpu = roofline.Gpu()
     seconds = {}
     for name, (world, _) in roofline.PRESETS.items():
-        job = roofline.load(name, world=world).job
+        job = roofline.load_recipe(name, world=world).job
         seconds[name] = {part.name: part.seconds for part in roofline.parts(job, gpu, world)}
     assert seconds["8b-h200"]["products of blocks (bf16)"] == pytest.approx(6 * 32 * 218_103_808 / gpu.bf16)
     assert seconds["8b-h200-fp8"]["products of blocks (float8)"] == pytest.approx(6 * 32 * 218_103_808 / gpu.float8)

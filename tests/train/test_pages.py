@@ -117,18 +117,18 @@ def test_trials_h_every_part_of_the_page_passes_the_line_that_the_page_gives(plu
     conforms(f"./{part}", group)
 
 
-def test_trials_h_the_page_has_every_group_with_its_arguments_and_every_phase() -> None:
+def test_trials_h_the_page_has_every_group_with_its_arguments_and_every_order() -> None:
     page = (ROOT / "docs/writing-a-plugin.md").read_text()
     rows = dict(re.findall(r"^\| `(forge\.\w+)` \|[^|]*\| *([^|]*?) *\|", page, flags=re.MULTILINE))
     assert {name: tuple(re.findall(r"`(\w+)`", given)) for name, given in rows.items()} == {
         group.name: group.build for group in GROUPS.values() if group.build is not None
     }
     assert all(f"`{name}`" in page for name, group in GROUPS.items() if group.build is None)
-    phases = dict(re.findall(r"^\| (\d) \|[^|]*\| `(\w+)` \|", page, flags=re.MULTILINE))
+    orders = dict(re.findall(r"^\| (\d) \|[^|]*\| `(\w+)` \|", page, flags=re.MULTILINE))
     registry = Registry()
     parts = {entry.name: registry.load_entry(entry) for entry in registry.of("forge.transforms") if entry.is_forge}
-    assert {int(number): name for number, name in phases.items()} == {int(part.phase): name for name, part in parts.items()}
-    assert len(phases) == len(Order)
+    assert {int(number): name for number, name in orders.items()} == {int(part.order): name for name, part in parts.items()}
+    assert len(orders) == len(Order)
     for module, attribute in re.findall(r"`(forge_\w+(?:\.\w+)+)\.(\w+)", page):
         assert hasattr(import_module(module), attribute) or find_spec(f"{module}.{attribute}"), (module, attribute)
 

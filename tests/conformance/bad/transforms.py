@@ -10,7 +10,7 @@ from forge_core.features import Feature
 
 
 def placed(**changed: Any) -> Part:
-    given = {"name": "mine", "phase": 4, "axes": frozenset(), "needs": frozenset(), "plane": "graph"} | changed
+    given = {"name": "mine", "order": 4, "axes": frozenset(), "needs": frozenset(), "plane": "graph"} | changed
     return Part(make=lambda: SimpleNamespace(**given))
 
 
@@ -34,7 +34,7 @@ OPTIONS = [(Silent(), "neither Feature nor Neutral: every"), (HalfSaid(), r"neit
 BAD = {
     "check_place": [
         (placed(name=""), "name is ''"),
-        (placed(phase=9), "phase is 9; phases are QUANTIZE"),
+        (placed(order=9), "order is 9; it is one of QUANTIZE"),
         (placed(axes=frozenset({"zz"})), "claims axes zz"),
         (placed(plane="color"), "plane is 'color'"),
         (placed(needs=frozenset({"mine"})), "needs itself"),

@@ -241,7 +241,7 @@ def test_the_gate_sees_a_tie_that_is_forgotten(world: World, what: str) -> None:
 class Halved(Transform):
     """Cuts the head in half and nothing else."""
 
-    name, phase, axes = "halved", 0, frozenset[str]()
+    name, order, axes = "halved", 0, frozenset[str]()
 
     def apply(self, part: Any, context: Any) -> Any:
         if part.head is not None:

@@ -21,7 +21,7 @@ from parallel.tiny import TiedTiny, Tiny
 @dataclass(frozen=True)
 class Probe(Transform):
     name: str
-    phase: int
+    order: int
     axes: frozenset[str] = frozenset()
     seen: list[str] = field(default_factory=list)
 
@@ -31,9 +31,9 @@ class Probe(Transform):
         return part
 
 
-def test_a_plan_applies_in_phase_order_whatever_the_order_given() -> None:
+def test_a_plan_applies_transforms_by_their_order() -> None:
     seen: list[str] = []
-    given = [Probe(phase.name, phase, seen=seen) for phase in (Order.SHARD, Order.QUANTIZE, Order.COMPILE, Order.TENSOR)]
+    given = [Probe(order.name, order, seen=seen) for order in (Order.SHARD, Order.QUANTIZE, Order.COMPILE, Order.TENSOR)]
     layout = Layout()
     realize(Blueprint.of(Tiny), Plan.of(given, layout), Topology(layout, torch.device("cpu")), 0)
     assert seen == ["QUANTIZE", "TENSOR", "COMPILE", "SHARD"]
@@ -43,6 +43,7 @@ def test_a_plan_applies_in_phase_order_whatever_the_order_given() -> None:
     ("transforms", "layout", "names"),
     [
         ([Probe("a", Order.TENSOR), Probe("b", Order.TENSOR)], "1", ("'a'", "'b'", "TENSOR")),
+        ([Probe("a", 9), Probe("b", 9)], "1", ("'a'", "'b'", "order 9")),
         ([Probe("a", Order.TENSOR, frozenset({"tp"})), Probe("b", Order.SHARD, frozenset({"tp"}))], "tp2", ("'a'", "'b'", "tp")),
         ([FullyShard()], "dp2tp2", ("parallel.tp = 2", "transforms.tensor")),
         ([], "dp2", ("dp_shard", "transforms.shard")),

@@ -215,8 +215,8 @@ class ExpertDispatcher(Protocol):
         x: "Tensor",
         experts: "Tensor",
         weights: "Tensor",
-        run: "Callable[[Tensor, Tensor], Tensor]",
-        count: int,
+        expert_fn: "Callable[[Tensor, Tensor], Tensor]",
+        num_experts: int,
         slots: int | None = None,
         overlap_with: "Callable[[], Tensor] | None" = None,
     ) -> "Tensor":
@@ -226,9 +226,9 @@ class ExpertDispatcher(Protocol):
             x: (N, embed) tokens.
             experts: (N, top_k) int64 expert of each slot; -1 = dropped.
             weights: (N, top_k) combine weights.
-            run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order. The tokens may have
-                further rows at the end that belong to no expert; their outputs are ignored.
-            count: number of experts in the layer.
+            expert_fn: (tokens sorted by expert, tokens per expert (num_experts,) int64) -> outputs in the same order. The tokens
+                may have further rows at the end that belong to no expert; their outputs are ignored.
+            num_experts: number of experts in the layer.
             slots: number of slots that are not dropped, if the host knows it.
             overlap_with: computes (N, embed) to add, such as the output of shared experts; called once, during communication.
         """
@@ -237,13 +237,13 @@ class ExpertDispatcher(Protocol):
 
 @runtime_checkable
 class ExpertStack(Protocol):
-    """A module of stacked experts, without collectives: the `run` of a dispatcher.
+    """A module of stacked experts, without collectives: the `expert_fn` of a dispatcher.
 
     A strategy that multiplies in another number format overrides `products` in a subclass of the module's class.
     """
 
     def forward(self, tokens: "Tensor", counts: "Tensor") -> "Tensor":
-        """See `run` of `ExpertDispatcher`."""
+        """See `expert_fn` of `ExpertDispatcher`."""
         ...
 
     def products(self, tokens: "Tensor", counts: "Tensor") -> "Callable[[Tensor, Tensor], Tensor]":
@@ -429,7 +429,7 @@ class Transform(Protocol):
     """One strategy. Derive from this class and override what the strategy changes; the default methods do nothing.
 
     Attributes:
-        phase: order among the transforms.
+        order: place among the transforms.
         axes: mesh axes that it claims.
         needs: transforms that the plan must also contain if one of these axes is larger than 1.
         whole_backward: it does not support pipelines that split the backward of a block.
@@ -437,7 +437,7 @@ class Transform(Protocol):
     """
 
     name: str
-    phase: int
+    order: int
     axes: frozenset[str]
     needs: frozenset[str] = frozenset()
     whole_backward: bool = False

@@ -85,7 +85,9 @@ class Shares:
         at, layout = model.topology.coordinates, model.topology.layout
         self.tp, self.tp_rank, self.cp, self.cp_rank = layout.tp, at["tp"], layout.cp, at["cp"]
         self.answers = not alike or model.topology.data_rank == 0
-        self.order = next((one.order(layout.cp) for one in model.plan.transforms if isinstance(one, ContextParallel)), None)
+        self.order = next(
+            (one.sequence_order(layout.cp) for one in model.plan.transforms if isinstance(one, ContextParallel)), None
+        )
         self.counts = [0] * len(model.parts)
         self.running: _Running | None = None
 

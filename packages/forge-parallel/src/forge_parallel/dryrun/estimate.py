@@ -178,7 +178,7 @@ def _run(
     workload: Workload, plan: Plan, rank: int, metrics: Sequence[str], *, accelerator: Accelerator | None, device: torch.device
 ) -> tuple[Estimate, tuple[str, ...]]:
     """Returns the estimate of one rank and the names of the metrics that it computed."""
-    kept = [transform for transform in plan.transforms if transform.phase != Order.COMPILE]
+    kept = [transform for transform in plan.transforms if transform.order != Order.COMPILE]
     told = [] if accelerator is None else [FusedAttention()]
     with fake_world(plan.layout.world, rank), ExitStack() as stack:
         topology = Topology.of(plan.layout, device)
@@ -224,7 +224,7 @@ class _Watch(Transform):
     metrics: list[str]
     steps: list[_Notes] = field(default_factory=list)
     name: str = "watch"
-    phase: int = max(Order) + 1
+    order: int = max(Order) + 1
     axes: frozenset[str] = frozenset()
 
     def apply(self, part: nn.Module, context: Context) -> nn.Module:

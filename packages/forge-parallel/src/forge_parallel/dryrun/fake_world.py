@@ -29,7 +29,7 @@ from forge_parallel.torch_private import (
     forget_meshes,
     tree_leaves,
 )
-from forge_parallel.transforms.dispatchers import AllGatherDispatcher, AllToAllDispatcher, Route, Run
+from forge_parallel.transforms.dispatchers import AllGatherDispatcher, AllToAllDispatcher, ExpertFunction, Route
 
 aten = torch.ops.aten
 ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
@@ -157,14 +157,14 @@ class _AsMany:
         x: Tensor,
         experts: Tensor,
         weights: Tensor,
-        run: Run,
-        count: int,
+        expert_fn: ExpertFunction,
+        num_experts: int,
         slots: int | None = None,
         overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """See `ExpertDispatcher`."""
         numbers = [[number] * self.everyone.ranks.size for number in (len(x), -1 if slots is None else slots)]
-        return replace(self.everyone, read=lambda _: numbers)(x, experts, weights, run, count, slots, overlap_with)
+        return replace(self.everyone, read=lambda _: numbers)(x, experts, weights, expert_fn, num_experts, slots, overlap_with)
 
 
 @dataclass(frozen=True)
@@ -180,19 +180,20 @@ class _EvenLoad:
         x: Tensor,
         experts: Tensor,
         weights: Tensor,
-        run: Run,
-        count: int,
+        expert_fn: ExpertFunction,
+        num_experts: int,
         slots: int | None = None,
         overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """See `ExpertDispatcher`."""
-        own_slots = _slots(len(x), self.experts, self.present, count, experts.shape[1]) if slots is None else slots
+        own_slots = _slots(len(x), self.experts, self.present, num_experts, experts.shape[1]) if slots is None else slots
 
         def run_evenly(rows: Tensor, _: Any) -> Tensor:
             total = min(own_slots, len(rows))
-            return run(rows, _told([total // count + (expert < total % count) for expert in range(count)], rows.device))
+            each, rest = divmod(total, num_experts)
+            return expert_fn(rows, _told([each + (expert < rest) for expert in range(num_experts)], rows.device))
 
-        return self.local(x, experts, weights, run_evenly, count, slots, overlap_with)
+        return self.local(x, experts, weights, run_evenly, num_experts, slots, overlap_with)
 
 
 def _told(numbers: list[int], device: torch.device) -> Tensor:
@@ -259,7 +260,7 @@ class FusedAttention(Transform):
     """The first transform of the plan, so that other transforms wrap the attention core of a GPU."""
 
     name: str = "fused_attention"
-    phase: int = min(Order) - 1
+    order: int = min(Order) - 1
     axes: frozenset[str] = frozenset()
 
     def apply(self, part: nn.Module, context: Context) -> nn.Module:

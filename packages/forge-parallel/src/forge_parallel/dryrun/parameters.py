@@ -70,7 +70,7 @@ class _WithoutMemory(Transform):
 
     stack: ExitStack
     name: str = "without_memory"
-    phase: int = max(Order) + 1
+    order: int = max(Order) + 1
     axes: frozenset[str] = field(default_factory=frozenset)
 
     def apply(self, part: nn.Module, context: Context) -> nn.Module:

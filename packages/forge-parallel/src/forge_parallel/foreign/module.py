@@ -406,7 +406,7 @@ def lay_out(
     chosen = _transforms(skeleton, layout, transforms, tp_plan, example)
     if layout.data > 1:
         refuse_batch_statistics(skeleton.module)
-    recomputes = any(transform.phase == Order.RECOMPUTE for transform in chosen)
+    recomputes = any(transform.order == Order.RECOMPUTE for transform in chosen)
     seen = watch(skeleton.module, example) if layout.data > 1 or layout.pp > 1 or recomputes else None
     specs = describe(skeleton.module, _blocks(skeleton.module, layout, chosen, blocks, seen))
     if layout.pp > 1:
@@ -448,7 +448,7 @@ def _blocks(
     sharded = layout.data > 1
     blocks = find_blocks(module, seen) if given is None else given
     refuse_blocks(module, blocks, seen, sharded and layout.pp == 1)
-    needing = [transform.name for transform in transforms if transform.phase in (Order.RECOMPUTE, Order.COMPILE)]
+    needing = [transform.name for transform in transforms if transform.order in (Order.RECOMPUTE, Order.COMPILE)]
     needing += ["pp"] if layout.pp > 1 else []
     if needing and not blocks:
         raise PlanError(
@@ -457,7 +457,7 @@ def _blocks(
         )
     if sharded:
         refuse_changes(module, blocks, seen, "FSDP2 needs a block's unmodified inputs to detect the end of its backward")
-    if any(transform.phase == Order.RECOMPUTE for transform in transforms):
+    if any(transform.order == Order.RECOMPUTE for transform in transforms):
         refuse_changes(module, blocks, seen, "recomputation runs a block again with the same inputs", later=True)
     return blocks
 

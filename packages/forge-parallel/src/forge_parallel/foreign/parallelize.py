@@ -7,7 +7,7 @@
         model.clip_grad_norm_(1.0)
         optimizer.step(); optimizer.zero_grad()
 
-Transforms are applied in the order of their phases, not in the order of the list.
+Transforms are applied by their `order`, whatever the order of the list.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

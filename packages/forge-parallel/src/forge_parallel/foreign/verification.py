@@ -119,7 +119,7 @@ class _Probe:
     def laid_out(self, layout: Layout, device: torch.device | str | None, draws: bool) -> ParallelizedModule:
         """Returns the module parallelized in a layout."""
         left_out = {Order.QUANTIZE, Order.COMPILE} | ({Order.RECOMPUTE} if draws else set())
-        kept = [item for item in self.transforms if item.phase not in left_out]
+        kept = [item for item in self.transforms if item.order not in left_out]
         chosen = [replace(item, offload=False) if isinstance(item, FullyShard) else item for item in kept]
         source, dtype = self.source, DTYPES[self.width]
         pipeline = self.pipeline and replace(self.pipeline, split=BALANCED)

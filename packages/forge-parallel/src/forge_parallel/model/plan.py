@@ -51,19 +51,17 @@ class Plan:
 
     @classmethod
     def of(cls, transforms: Iterable[Transform], layout: Layout, pipeline: Pipeline | None = None) -> "Plan":
-        """Sorts transforms by phase. `pipeline` claims the axis pp, and is ignored if pp is 1.
+        """Sorts transforms by their order. `pipeline` claims the axis pp, and is ignored if pp is 1.
 
         Raises:
-            PlanError: two transforms have the same phase or claim the same axis, no transform claims an axis larger than 1, a
+            PlanError: two transforms have the same order or claim the same axis, no transform claims an axis larger than 1, a
                 transform that another one needs is missing, or the pipeline's schedule does not support a transform.
         """
-        ordered = sorted(transforms, key=lambda transform: transform.phase)
+        ordered = sorted(transforms, key=lambda transform: transform.order)
         for transform, other in pairwise(ordered):
-            if transform.phase == other.phase:
-                raise PlanError(
-                    f"transforms {transform.name!r} and {other.name!r} have the same phase {Order(transform.phase).name}; "
-                    "keep one of them"
-                )
+            if transform.order == other.order:
+                place = next((place.name for place in Order if place == transform.order), transform.order)
+                raise PlanError(f"transforms {transform.name!r} and {other.name!r} have the same order {place}; keep one of them")
         cut = pipeline if layout.pp > 1 else None
         for transform in ordered:
             if cut is not None and cut.schedule.splits_backward and transform.whole_backward:

@@ -21,7 +21,7 @@ class Compile(Component, Transform):
     """torch.compile, block by block; blocks of one shape share one graph."""
 
     name = "compile"
-    phase = Order.COMPILE
+    order = Order.COMPILE
     axes = frozenset()
     plane = "graph"
     # Measured with split backwards: errors, hangs, and without donated buffers once a gradient that was wrong by 4e-3.

@@ -134,7 +134,7 @@ class Collect(torch.autograd.Function):
         return functional.wait_tensor(depart(grads[0], ctx.route)), None
 
 
-Run = Callable[[Tensor, Tensor], Tensor]
+ExpertFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -155,20 +155,20 @@ class AllToAllDispatcher:
         x: Tensor,
         experts: Tensor,
         weights: Tensor,
-        run: Run,
-        count: int,
+        expert_fn: ExpertFunction,
+        num_experts: int,
         slots: int | None = None,
         overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """See `ExpertDispatcher`; `run` receives the experts of this rank."""
-        share = count // self.ranks.size
+        """See `ExpertDispatcher`; `expert_fn` receives the experts of this rank."""
+        share = num_experts // self.ranks.size
         route = self.route(experts.div(share, rounding_mode="floor"), self.ranks)
         told = _told(experts, weights)
         under_way = depart(x, route), depart(told, route)
         added = overlap_with() if overlap_with is not None and self.overlap else None
         rows = Arrive.apply(x, under_way[0], route)
         arrived, chosen = _read(Arrive.apply(told, under_way[1], route))
-        results = self.inner(rows, _own(chosen, share, self.ranks), arrived, run, share, route.slots)
+        results = self.inner(rows, _own(chosen, share, self.ranks), arrived, expert_fn, share, route.slots)
         y = Collect.apply(results, route)
         if overlap_with is not None and added is None:
             added = overlap_with()
@@ -194,23 +194,23 @@ class AllGatherDispatcher:
         x: Tensor,
         experts: Tensor,
         weights: Tensor,
-        run: Run,
-        count: int,
+        expert_fn: ExpertFunction,
+        num_experts: int,
         slots: int | None = None,
         overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """See `ExpertDispatcher`; `run` receives the experts of this rank."""
+        """See `ExpertDispatcher`; `expert_fn` receives the experts of this rank."""
         lengths, known = self._agreed(x, -1 if slots is None else slots)
         more = (0, 0, 0, max(lengths) - len(x))
         rows = GatherWide.apply(F.pad(x, more), self.ranks)
         arrived, chosen = _read(GatherWide.apply(_told(F.pad(experts, more, value=-1), F.pad(weights, more)), self.ranks))
-        share, total = count, None
+        share, total = num_experts, None
         if self.divided:
-            share = count // self.ranks.size
+            share = num_experts // self.ranks.size
             chosen = _own(chosen, share, self.ranks)
         elif -1 not in known:
             total = sum(known)
-        results = self.inner(rows, chosen, arrived, run, share, total)
+        results = self.inner(rows, chosen, arrived, expert_fn, share, total)
         splits = evenly(results, self.ranks)
         sums = all_to_all(results, splits, splits, self.ranks).unflatten(0, (self.ranks.size, -1))
         wide = torch.promote_types(x.dtype, torch.float32)

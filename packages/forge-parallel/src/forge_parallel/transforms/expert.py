@@ -23,7 +23,7 @@ class ExpertParallel(Component, Transform):
     """Splits experts over `parallel.ep` ranks, to which tokens are sent, and each expert's width over `parallel.etp`."""
 
     name = "expert"
-    phase = Order.EXPERT
+    order = Order.EXPERT
     axes = frozenset({"ep", "etp"})
     needs = frozenset({"shard"})
     key_class: ClassVar = LAYOUT

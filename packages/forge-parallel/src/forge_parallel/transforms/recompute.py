@@ -25,7 +25,7 @@ class Recompute(Component, Transform):
     """
 
     name = "recompute"
-    phase = Order.RECOMPUTE
+    order = Order.RECOMPUTE
     axes = frozenset()
     plane = "graph"
     key_class: ClassVar = FREE

@@ -22,7 +22,7 @@ class FullyShard(Component, Transform):
     """Shards parameters, gradients and optimizer state over data ranks (FSDP2; with dp_replicate HSDP)."""
 
     name = "shard"
-    phase = Order.SHARD
+    order = Order.SHARD
     axes = frozenset({"dp_replicate", "dp_shard"})
     key_class: ClassVar = LAYOUT
     removed: ClassVar = {

@@ -21,7 +21,7 @@ class TransformChecks:
 
     @staticmethod
     def check_place(component: Any) -> None:
-        """Checks that `name`, `phase`, `axes`, `needs` and `plane` have valid values."""
+        """Checks that `name`, `order`, `axes`, `needs` and `plane` have valid values."""
         from forge_core.features import Plane
         from forge_core.layout import SIZES
         from forge_parallel.model.plan import Order
@@ -29,7 +29,7 @@ class TransformChecks:
         transform = component.build()
         axes, needs = frozenset(transform.axes), frozenset(transform.needs)
         assert isinstance(transform.name, str) and transform.name, f"name is {transform.name!r}; use the name of recipes"
-        assert transform.phase in list(Order), f"phase is {transform.phase!r}; phases are {', '.join(Order.__members__)}"
+        assert transform.order in list(Order), f"order is {transform.order!r}; it is one of {', '.join(Order.__members__)}"
         assert axes <= set(SIZES), f"claims axes {', '.join(sorted(axes - set(SIZES)))}; axes are {', '.join(SIZES)}"
         planes = typing.get_args(Plane)
         assert transform.plane in planes, f"plane is {transform.plane!r}; planes are {', '.join(planes)}"

@@ -22,8 +22,8 @@ class LocalDispatch:
         x: Tensor,
         experts: Tensor,
         weights: Tensor,
-        run: Callable[[Tensor, Tensor], Tensor],
-        count: int,
+        expert_fn: Callable[[Tensor, Tensor], Tensor],
+        num_experts: int,
         slots: int | None = None,
         overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
@@ -33,27 +33,27 @@ class LocalDispatch:
             x: (N, embed) tokens.
             experts: (N, top_k) int64 expert of each slot; -1 = dropped, which adds nothing.
             weights: (N, top_k) combine weights; the sum is computed in their dtype.
-            run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order. Rows after those of
-                the last expert belong to dropped slots; their outputs are not read.
-            count: number of experts in the layer.
+            expert_fn: (tokens sorted by expert, tokens per expert (num_experts,) int64) -> outputs in the same order. Rows after
+                those of the last expert belong to dropped slots; their outputs are not read.
+            num_experts: number of experts in the layer.
             slots: number of slots that are not dropped, if the host knows it; dropped slots then get no row.
             overlap_with: returns (N, embed), which is added to the result.
         """
         whole = slots == experts.numel()
         flat = experts.flatten()
-        keys, order = (flat if whole else flat.where(flat >= 0, count)).sort(stable=True)
+        keys, order = (flat if whole else flat.where(flat >= 0, num_experts)).sort(stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        counts = torch.searchsorted(keys, torch.arange(count + 1, device=keys.device)).diff()
+        counts = torch.searchsorted(keys, torch.arange(num_experts + 1, device=keys.device)).diff()
         if whole or slots is None:
             kept, at = None if whole else experts >= 0, places.view_as(experts)
             rows = _ToExperts.apply(x, order, at, kept)
-            y = _ToTokens.apply(run(rows, counts), weights, at, kept)
+            y = _ToTokens.apply(expert_fn(rows, counts), weights, at, kept)
         else:
             order, lengths = order[:slots], (experts >= 0).sum(1)
             by_token = torch.nonzero_static(flat >= 0, size=slots).squeeze(1)
             at = places[by_token]
             rows = _SomeToExperts.apply(x, order, at, lengths, experts.shape[1])
-            y = _SomeToTokens.apply(run(rows, counts), weights, order, by_token, at, lengths)
+            y = _SomeToTokens.apply(expert_fn(rows, counts), weights, order, by_token, at, lengths)
         return y if overlap_with is None else y + overlap_with()
 
 
@@ -111,23 +111,23 @@ class _ToTokens(torch.autograd.Function):
 
 
 @torch.no_grad()
-def limited(experts: Tensor, weights: Tensor, factor: float, count: int) -> Tensor:
+def limited(experts: Tensor, weights: Tensor, factor: float, num_experts: int) -> Tensor:
     """Returns `experts` with -1 for dropped slots (GShard, Lepikhin et al., 2020).
 
-    An expert keeps the ceil(factor * slots / count) slots with the largest weights, the earlier one among equals. Slots that
-    are already -1, those of padding, neither count nor use capacity. Does not synchronize with the device.
+    An expert keeps the ceil(factor * slots / num_experts) slots with the largest weights, the earlier one among equals. Slots
+    that are already -1, those of padding, neither count nor use capacity. Does not synchronize with the device.
 
     Args:
         experts: (N, top_k) int64 expert of each slot, or -1.
         weights: (N, top_k) combine weights.
         factor: capacity factor; 1 is enough if the load is even.
-        count: number of experts.
+        num_experts: number of experts.
     """
     flat = experts.flatten()
     by_weight = weights.flatten().argsort(descending=True, stable=True)
-    keys, order = flat.where(flat >= 0, count)[by_weight].sort(stable=True)
-    borders = torch.searchsorted(keys, torch.arange(count + 1, device=keys.device))
-    most = (borders[count].double() * (factor / count)).ceil()
+    keys, order = flat.where(flat >= 0, num_experts)[by_weight].sort(stable=True)
+    borders = torch.searchsorted(keys, torch.arange(num_experts + 1, device=keys.device))
+    most = (borders[num_experts].double() * (factor / num_experts)).ceil()
     place = torch.arange(len(keys), device=keys.device) - borders[keys]
     kept = torch.empty_like(flat, dtype=torch.bool).scatter_(0, by_weight[order], place < most)
     return experts.where(kept.view_as(experts), -1)

@@ -25,14 +25,16 @@ GROUPED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Experts(nn.Module):
-    """`count` feed-forward layers with hidden width `context.ffn_dim`."""
+    """`num_experts` feed-forward layers with hidden width `context.ffn_dim`."""
 
-    def __init__(self, context: BlockContext, count: int, activation: str, gated: bool, kernel: ExpertKernel = "auto") -> None:
+    def __init__(
+        self, context: BlockContext, num_experts: int, activation: str, gated: bool, kernel: ExpertKernel = "auto"
+    ) -> None:
         super().__init__()
         self.context, self.activation, self.kernel = context, activation, kernel
-        self.gate_proj = unfilled(count, context.ffn_dim, context.dim) if gated else None
-        self.up_proj = unfilled(count, context.ffn_dim, context.dim)
-        self.down_proj = unfilled(count, context.dim, context.ffn_dim)
+        self.gate_proj = unfilled(num_experts, context.ffn_dim, context.dim) if gated else None
+        self.up_proj = unfilled(num_experts, context.ffn_dim, context.dim)
+        self.down_proj = unfilled(num_experts, context.dim, context.ffn_dim)
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Tokens (n, dim) sorted by expert, counts[e] of them for expert e -> outputs (n, dim). Rows after the sum of all counts

@@ -231,16 +231,16 @@ class RowIndex(NamedTuple):
     total: int
 
 
-def loads(experts: Tensor, rows: "int | RowIndex", count: int) -> Tensor:
-    """Counts the slots of each row that chose each expert: `experts` (N, top_k) -> (rows, count) int64; -1 is not counted. If
-    `rows` is a number, all rows have equal length and follow each other."""
+def loads(experts: Tensor, rows: "int | RowIndex", num_experts: int) -> Tensor:
+    """Counts the slots of each row that chose each expert: `experts` (N, top_k) -> (rows, num_experts) int64; -1 is not counted.
+    If `rows` is a number, all rows have equal length and follow each other."""
     if isinstance(rows, RowIndex):
-        bins = rows.of.unsqueeze(1) * (count + 1) + experts.where(experts >= 0, count)
-        empty = experts.new_zeros(rows.total * (count + 1))
-        return empty.scatter_add_(0, bins.flatten(), torch.ones_like(bins).flatten()).view(rows.total, -1)[:, :count]
+        bins = rows.of.unsqueeze(1) * (num_experts + 1) + experts.where(experts >= 0, num_experts)
+        empty = experts.new_zeros(rows.total * (num_experts + 1))
+        return empty.scatter_add_(0, bins.flatten(), torch.ones_like(bins).flatten()).view(rows.total, -1)[:, :num_experts]
     slots = experts.view(rows, -1)
-    counted = slots.where(slots >= 0, count)
-    return slots.new_zeros(rows, count + 1).scatter_add_(1, counted, torch.ones_like(counted))[:, :count]
+    counted = slots.where(slots >= 0, num_experts)
+    return slots.new_zeros(rows, num_experts + 1).scatter_add_(1, counted, torch.ones_like(counted))[:, :num_experts]
 
 
 def probability_sums(routing: Routing, rows: "int | RowIndex", token_mask: Tensor | None) -> Tensor:

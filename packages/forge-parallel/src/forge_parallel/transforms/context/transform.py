@@ -27,7 +27,7 @@ class ContextParallel(Component, Transform):
     """
 
     name = "context"
-    phase = Order.CONTEXT
+    order = Order.CONTEXT
     axes = frozenset({"cp"})
     needs = frozenset({"shard"})
     key_class: ClassVar = LAYOUT
@@ -42,7 +42,7 @@ class ContextParallel(Component, Transform):
     `ring` passes them around while computing and never holds more than two blocks; `ulysses` exchanges heads for positions, and
     `parallel.cp` must divide the heads."""
 
-    def order(self, ranks: int) -> SequenceOrder:
+    def sequence_order(self, ranks: int) -> SequenceOrder:
         """Returns which positions each rank holds. Ulysses needs no balance, because it works on whole rows."""
         return SequenceOrder(ranks, balanced=self.kind != "ulysses")
 
@@ -57,7 +57,7 @@ class ContextParallel(Component, Transform):
         if ranks > 1:
             from forge_parallel.transforms.context.cores import replace_cores
 
-            replace_cores(part, context, self.kind, self.order(ranks))
+            replace_cores(part, context, self.kind, self.sequence_order(ranks))
         return part
 
     def local_batch(self, batch: "Batch", context: "Context") -> "Batch":
@@ -71,4 +71,4 @@ class ContextParallel(Component, Transform):
             return batch
         from forge_parallel.transforms.context.cores import cut_rows
 
-        return cut_rows(batch, self.order(ranks), context.topology.coordinates["cp"], self.kind)
+        return cut_rows(batch, self.sequence_order(ranks), context.topology.coordinates["cp"], self.kind)

@@ -25,7 +25,7 @@ class Float8(Component, Transform):
     """
 
     name = "float8"
-    phase = Order.QUANTIZE
+    order = Order.QUANTIZE
     axes = frozenset()
     plane = "numerics"
     products = "fp8"

@@ -21,7 +21,7 @@ class TensorParallel(Component, Transform):
     """Splits matrices over `parallel.tp` ranks along heads, hidden features and vocabulary (tensor parallelism)."""
 
     name = "tensor"
-    phase = Order.TENSOR
+    order = Order.TENSOR
     axes = frozenset({"tp"})
     key_class: ClassVar = LAYOUT
 
