@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from forge_core.protocols.model import AttentionCore
 from forge_interp.tap_names import INSIDE
-from forge_models.blocks import attention_core
-from forge_models.blocks.attention_core import LocalAttention
+from forge_models.blocks import attention
+from forge_models.blocks.attention import LocalAttention
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import LayerNormConfig, ReLU2, RMSNormConfig
@@ -61,7 +61,7 @@ def sdpa_calls(monkeypatch):
         calls.append((attn_mask, is_causal))
         return real(*args, attn_mask=attn_mask, is_causal=is_causal, **kwargs)
 
-    monkeypatch.setattr(attention_core.F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", spy)
     return calls
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forge_models.blocks.attention_core import LocalAttention
+from forge_models.blocks.attention import LocalAttention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -24,7 +24,7 @@ def _case(window: int | None, packed: bool) -> Any:
 
 def _kernels() -> dict[str, str]:
     """By situation, the name of what the core prepares."""
-    from forge_models.blocks.attention_core import LocalAttention
+    from forge_models.blocks.attention import LocalAttention
 
     found = {}
 
@@ -80,7 +80,7 @@ def test_the_kernel_fits_the_batch(devices: World) -> None:
 
 def _by_lengths(window: int | None, packed: bool) -> dict[str, Any]:
     """Output and gradients in bf16 by lengths, in fp64 by a mask, and the waits of the host."""
-    from forge_models.blocks.attention_core import LocalAttention
+    from forge_models.blocks.attention import LocalAttention
     from rehearsal.device.waits import counted
 
     documents, starts = _case(window, packed)

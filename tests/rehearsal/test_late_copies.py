@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge_ckpt.format.tensor_bytes import way_to
-from forge_parallel.step.timing import DeferredRead
+from forge_parallel.step.step import DeferredRead
 from harness.pool import World
 
 pytestmark = pytest.mark.rehearsal

@@ -102,7 +102,7 @@ def test_waits_are_counted(devices: World) -> None:
 
 
 def _sites() -> list[tuple[str, str, str]]:
-    from forge_models.blocks.attention_core import LocalAttention
+    from forge_models.blocks.attention import LocalAttention
     from rehearsal.device.waits import counted
 
     documents = torch.zeros(2, 4, dtype=torch.int32, device="cuda")
@@ -115,6 +115,6 @@ def _sites() -> list[tuple[str, str, str]]:
 def test_a_wait_belongs_to_the_innermost_line_of_forge(devices: World) -> None:
     (found,) = devices.run(_sites, 1, group=False)
     assert found == [
-        ("forge_models/blocks/attention_core.py", "boundaries", "nonzero"),
+        ("forge_models/blocks/attention.py", "boundaries", "nonzero"),
         ("torch", "", "device to host"),
     ]

@@ -41,7 +41,7 @@ name = "save"
 name = "progress"
 """
 """Of the presets that train; `log.every` is 10."""
-VERDICT = "forge_parallel/step/timing.py DeferredRead.numbers"
+VERDICT = "forge_parallel/step/step.py DeferredRead.numbers"
 BEHIND = f"{VERDICT}: event with work behind it"
 IDLE = f"{VERDICT}: synchronize"
 RUNS = {

@@ -23,7 +23,7 @@ COPIES = frozenset({"torch.tensor", "torch.as_tensor"})
 
 ALLOWED = {
     "forge_ckpt/format/tensor_bytes.py queued: synchronize": (1, "of the event of one chunk, when its buffer is needed"),
-    "forge_models/blocks/attention_core.py boundaries: nonzero": (1, "the kernel of variable lengths needs their number"),
+    "forge_models/blocks/attention.py boundaries: nonzero": (1, "the kernel of variable lengths needs their number"),
     "forge_models/blocks/moe/experts.py _few_busy: nonzero": (1, "only on a CPU"),
     "forge_models/blocks/moe/experts.py _products: tolist": (
         1,
@@ -45,11 +45,11 @@ ALLOWED = {
     "forge_parallel/optim/adamw8bit.py Blocks.numbers: torch.tensor": (1, "once, with the optimizer; no step makes one"),
     "forge_parallel/step/pipeline.py PipelineRunner._told: torch.tensor": (1, "in the first step only"),
     "forge_parallel/step/pipeline.py PipelineRunner._told: tolist": (1, "in the first step only"),
-    "forge_parallel/step/timing.py DeferredRead.numbers: synchronize": (
+    "forge_parallel/step/step.py DeferredRead.numbers: synchronize": (
         1,
         "the verdict of a step, read a step later",
     ),
-    "forge_parallel/step/timing.py DeferredRead.numbers: tolist": (1, "of memory of the host, once the numbers are there"),
+    "forge_parallel/step/step.py DeferredRead.numbers: tolist": (1, "of memory of the host, once the numbers are there"),
     "forge_parallel/step/step.py Step.evaluate: tolist": (1, "the result of a whole evaluation"),
 }
 """How often, and why."""

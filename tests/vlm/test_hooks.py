@@ -90,7 +90,7 @@ def test_loss_and_accuracy_of_a_modality_are_those_of_its_labels() -> None:
 
 
 def test_logits_exist_for_a_few_positions_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_models.blocks.logit_passes.chunk_rows", lambda *_: 7)
+    monkeypatch.setattr("forge_models.blocks.head.chunk_rows", lambda *_: 7)
     hidden, weight, seen = torch.randn(2, 8, 4), torch.randn(9, 4), []
 
     class Head:

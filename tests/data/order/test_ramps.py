@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from forge_data.components import RandomTokens
+from forge_data.loading.sample_order import Timeline
 from forge_data.order.mixture import ramp_draws
 from forge_data.order.phases import STAIRS, intervals_of
-from forge_data.order.timeline import Timeline
 from forge_data.section import Data, Phase
 
 

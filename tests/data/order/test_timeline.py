@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from forge_core.errors import ConfigError
 from forge_data.components import RandomTokens
+from forge_data.loading.sample_order import Timeline
 from forge_data.order.phases import STAIRS, PhaseInterval, faults_of, intervals_of, lr_scale_at, refuse_faults, tempered
-from forge_data.order.timeline import Timeline
 from forge_data.section import Data, Phase
 
 SHARES = st.integers(0, 9).map(lambda value: value / 10)

@@ -13,7 +13,7 @@ from forge_core.errors import DataError
 from forge_data.loading.rows import shift
 from forge_data.packing.concatenation import ConcatenatedPacking, places
 from forge_data.sources.store import StoreSource
-from forge_data.storage.document_ends import borders_in
+from forge_data.storage.shards import borders_in
 
 
 def expected(stream: list[int], ends: set[int], start: int, length: int) -> tuple[list[int], ...]:

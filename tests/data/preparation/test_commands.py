@@ -323,8 +323,8 @@ def verified(path: Path, vocab_size: int | None = None, **more: Any) -> dict[str
 
 
 def test_verify_finds_what_opening_cannot_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.storage.document_ends._WHOLE", 1)
-    monkeypatch.setattr("forge_data.storage.document_ends.CHECKED", 2)  # blocks: the first and the last
+    monkeypatch.setattr("forge_data.storage.shards._WHOLE", 1)
+    monkeypatch.setattr("forge_data.storage.shards.CHECKED", 2)  # blocks: the first and the last
     foreign.megatron(tmp_path / "m", [[[number % 9, 0]] for number in range(20_000)])
     assert verified(tmp_path / "m")["faults"] == []
     content = bytearray((tmp_path / "m.idx").read_bytes())

@@ -15,7 +15,7 @@ from forge_data.loading.stream import open_stream
 from forge_data.packing.plan import pieces_of
 from forge_data.section import Data
 from forge_data.sources.scan import portions
-from forge_data.storage import document_ends
+from forge_data.storage import shards
 
 DOCUMENTS = [[5] * 99 + [0], [6] * 399 + [0], [7] * 499 + [0]]
 
@@ -83,7 +83,7 @@ def test_w9_borders_of_megatron_are_checked_when_they_are_opened(tmp_path: Path,
 def test_w9_of_many_shards_those_between_are_checked_when_they_are_touched(
     tmp_path: Path, make_store: Any, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(document_ends, "CHECKED", 2)
+    monkeypatch.setattr(shards, "CHECKED", 2)
     if write == "store":
         path = make_store("store", [document[:-1] for document in DOCUMENTS] * 5, shard_tokens=1000)
         with_ends(path / "shard-00003.doc.npy", 128, [100, 50, 1000])
@@ -163,9 +163,9 @@ def test_w9_a_damaged_plan_is_refused(tmp_path: Path, make_store: Any) -> None:
 
 
 def test_w9_rows_of_an_index_that_was_only_sampled_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_ends, "_WHOLE", 1)
-    monkeypatch.setattr(document_ends, "_BLOCK", 2)
-    monkeypatch.setattr(document_ends, "CHECKED", 2)  # the first two documents and the last two
+    monkeypatch.setattr(shards, "_WHOLE", 1)
+    monkeypatch.setattr(shards, "_BLOCK", 2)
+    monkeypatch.setattr(shards, "CHECKED", 2)  # the first two documents and the last two
     path = foreign.datatrove(tmp_path / "a.ds", [[1] * 99 + [0] for _ in range(10)])
     with_ends(tmp_path / "a.ds.index", 40, [450])  # in the middle, before the end of the one before it
     source = opened(Datatrove(path=str(path)))
@@ -176,6 +176,6 @@ def test_w9_rows_of_an_index_that_was_only_sampled_are_looked_at(tmp_path: Path,
     with pytest.raises(DataError, match=r"a\.ds at token \d+: document ends do not ascend"):
         for _ in range(2):
             next(reading)
-    monkeypatch.setattr(document_ends, "_WHOLE", 100)
+    monkeypatch.setattr(shards, "_WHOLE", 100)
     with pytest.raises(DataError, match="document 5 ends before it begins"):
         opened(Datatrove(path=str(path)))

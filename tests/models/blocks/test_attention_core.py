@@ -6,8 +6,8 @@ from torch.nn.attention import flex_attention, varlen
 
 from forge_core.protocols.model import PositionedTokens
 from forge_models import accelerator
-from forge_models.blocks import attention_core as module
-from forge_models.blocks.attention_core import Boundaries, LocalAttention, mask, placed_mask
+from forge_models.blocks import attention as module
+from forge_models.blocks.attention import Boundaries, LocalAttention, mask, placed_mask
 from forge_models.components.attentions import GQA, MLA
 from harness.closeness import assert_no_farther
 
@@ -151,7 +151,7 @@ def test_on_an_accelerator_where_it_is_not_proven_flex_is_never_taken(monkeypatc
     accelerator._tell.cache_clear()
     there = torch.device(device)
     auto = LocalAttention()
-    monkeypatch.setattr("forge_models.blocks.attention_core.mask", lambda *given: given)
+    monkeypatch.setattr("forge_models.blocks.attention.mask", lambda *given: given)
     assert auto.prepare(None, 9, None, there) is None, "nothing to mask, nothing to say"
     assert auto.prepare(DOCUMENTS, 9, None, there) == (DOCUMENTS, 9, None, there)
     auto.prepare(DOCUMENTS, 9, None, there)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from forge_core.protocols.model import LossHead
-from forge_models.blocks import logit_passes
+from forge_models.blocks import head as loss_head
 from forge_models.blocks.head import ChunkedCrossEntropy
 from forge_models.objectives import CrossEntropy
 from harness.closeness import assert_no_farther, below
@@ -131,7 +131,7 @@ class Places(TorchDispatchMode):
 
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 4), (torch.float64, 4), (torch.bfloat16, 11)], ids=str)
 def test_the_last_backward_makes_no_second_gradient_of_the_projection(monkeypatch, dtype, rows):
-    monkeypatch.setattr(logit_passes, "CPU_BLOCK", 3 * 23)
+    monkeypatch.setattr(loss_head, "CPU_BLOCK", 3 * 23)
     hidden, weight, labels = problem(dtype=dtype)
     with Places(weight.shape) as forward:
         total, _, _ = ChunkedCrossEntropy(rows)(hidden, weight, labels, 0.0, None)
@@ -183,7 +183,7 @@ def test_logits_of_a_batch_never_exist_in_training(make, tokens):
 def test_blocks_of_a_chunk_change_no_gradient(monkeypatch, dtype, soft_cap):
     arguments = (*problem(dtype=dtype), 0.3, soft_cap)
     whole = gradients(ChunkedCrossEntropy(8), *arguments)
-    monkeypatch.setattr(logit_passes, "CPU_BLOCK", 3 * 23)  # 3 + 3 + 2 rows, then 3
+    monkeypatch.setattr(loss_head, "CPU_BLOCK", 3 * 23)  # 3 + 3 + 2 rows, then 3
     parts = gradients(ChunkedCrossEntropy(8), *arguments)
     for ours, theirs in zip(parts[:3], whole[:3], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6 if dtype != torch.float64 else 1e-14, atol=0)
@@ -191,7 +191,7 @@ def test_blocks_of_a_chunk_change_no_gradient(monkeypatch, dtype, soft_cap):
 
 
 def test_in_bf16_only_a_block_of_logits_is_in_fp32(monkeypatch):
-    monkeypatch.setattr(logit_passes, "CPU_BLOCK", 16 * 211)
+    monkeypatch.setattr(loss_head, "CPU_BLOCK", 16 * 211)
     hidden, weight, labels = problem(rows=96, dim=8, vocab=211, dtype=torch.bfloat16)
     with Wide() as seen:
         ChunkedCrossEntropy(64)(hidden, weight, labels, 0.1, None)[0].backward()
@@ -215,7 +215,7 @@ def test_on_an_accelerator_too_only_a_block_is_in_fp32(soft_cap):
 
 @pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 4), (torch.bfloat16, 2)], ids=str)
 def test_rows_of_a_chunk_follow_its_bytes(monkeypatch, dtype, chunks):
-    monkeypatch.setattr(logit_passes, "CHUNK_BYTES", 512 * 23 * 2)
+    monkeypatch.setattr(loss_head, "CHUNK_BYTES", 512 * 23 * 2)
     hidden, weight, labels = problem(rows=1024, dtype=dtype)
     with torch.no_grad(), Allocations() as seen:
         ChunkedCrossEntropy()(hidden, weight, labels, 0.0, None)
@@ -225,7 +225,7 @@ def test_rows_of_a_chunk_follow_its_bytes(monkeypatch, dtype, chunks):
 @pytest.mark.parametrize(("dim", "chunks"), [(6, 4), (256, 4), (512, 2), (1024, 1)])
 def test_rows_of_a_chunk_follow_the_width_too(monkeypatch, dim, chunks):
     """As many as the projection is wide, so that a chunk's logits are of its size; 256 at least."""
-    monkeypatch.setattr(logit_passes, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(loss_head, "CHUNK_BYTES", 0)
     hidden, weight, labels = problem(rows=1024, dim=dim, dtype=torch.float32)
     with torch.no_grad(), Allocations() as seen:
         ChunkedCrossEntropy()(hidden, weight, labels, 0.0, None)
@@ -298,7 +298,7 @@ def _split(head, hidden, weight, labels, z_loss, soft_cap):
 @pytest.mark.parametrize(("z_loss", "soft_cap"), [(0.0, None), (0.3, 2.0)])
 def test_fused_passes_equal_cross_entropy_in_fp64(monkeypatch, rows, z_loss, soft_cap, split):
     """What an accelerator has compiled, as it is written."""
-    monkeypatch.setattr(logit_passes, "_compiled", lambda function: function)
+    monkeypatch.setattr(loss_head, "_compiled", lambda function: function)
     head = ChunkedCrossEntropy(rows).compiled()
     assert head.fused and not ChunkedCrossEntropy(rows).fused
     arguments = (*problem(), z_loss, soft_cap)
@@ -308,7 +308,7 @@ def test_fused_passes_equal_cross_entropy_in_fp64(monkeypatch, rows, z_loss, sof
 
 
 def test_fused_passes_in_bf16_are_no_farther_than_those_of_operators(monkeypatch):
-    monkeypatch.setattr(logit_passes, "_compiled", lambda function: function)
+    monkeypatch.setattr(loss_head, "_compiled", lambda function: function)
     hidden, weight, labels = problem(rows=64, dim=16, vocab=300, dtype=torch.bfloat16)
     exact = gradients(naive, hidden.double(), weight.double(), labels, 0.1)
     plain = gradients(ChunkedCrossEntropy(16), hidden, weight, labels, 0.1)

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from forge_core.batch import IGNORE
-from forge_models.blocks import logit_passes
+from forge_models.blocks import head as loss_head
 from forge_models.blocks.head import ChunkedCrossEntropy, Head
 from forge_models.objectives import CrossEntropy
 from harness.closeness import assert_no_farther
@@ -64,7 +64,7 @@ def of_ranks(head, bounds, hidden, weight, labels, smoothing, z_loss, soft_cap):
 @pytest.mark.parametrize("given", ALL)
 def test_it_equals_torch_in_fp64(monkeypatch, given, rows, ranks, fused) -> None:
     """Whole and over ranks of 9, 9 and 5 words; by operators, and by what an accelerator has compiled, as it is written."""
-    monkeypatch.setattr(logit_passes, "_compiled", lambda function: function)
+    monkeypatch.setattr(loss_head, "_compiled", lambda function: function)
     arguments = (*problem(), *given)
     head = ChunkedCrossEntropy(rows, fused=fused)
     found = of_ranks(head, ((0, 9), (9, 18), (18, 23)), *arguments) if ranks > 1 else gradients(head, *arguments)
@@ -77,7 +77,7 @@ def test_it_equals_torch_in_fp64(monkeypatch, given, rows, ranks, fused) -> None
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 def test_blocks_of_a_chunk_equal_torch(monkeypatch, soft_cap, ranks) -> None:
     """A chunk of 8 rows in blocks of 3, the last one shorter; over ranks they are worked out twice."""
-    monkeypatch.setattr(logit_passes, "CPU_BLOCK", 3 * 23)
+    monkeypatch.setattr(loss_head, "CPU_BLOCK", 3 * 23)
     arguments = (*problem(), 0.1, 0.2, soft_cap)
     head = ChunkedCrossEntropy(8)
     found = of_ranks(head, ((0, 9), (9, 18), (18, 23)), *arguments) if ranks > 1 else gradients(head, *arguments)
@@ -118,7 +118,7 @@ def test_without_smoothing_nothing_is_computed_for_it(monkeypatch) -> None:
     hidden, weight, labels = problem()
     head(hidden, weight, labels, 0.1, None, 0.2)
     smoothed, shapes[:] = set(shapes), []
-    monkeypatch.setattr(logit_passes, "_of_all", None)
+    monkeypatch.setattr(loss_head, "_of_all", None)
     head(hidden, weight, labels, 0.1, None)
     assert (smoothed, set(shapes)) == ({5}, {3})
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from forge_models.blocks.head import ChunkedCrossEntropy
-from forge_models.blocks.logit_passes import LEAST, TILE, project
+from forge_models.blocks.head import LEAST, TILE, ChunkedCrossEntropy, project
 from harness.closeness import assert_no_farther, below
 
 HERE = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()

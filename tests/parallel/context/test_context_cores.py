@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import flex_attention
 
 from forge_core.layout import Layout
-from forge_models.blocks.attention_core import LocalAttention
+from forge_models.blocks.attention import LocalAttention
 from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.placement.collectives import Ranks
 from forge_parallel.transforms.context import flex_blocks, ring

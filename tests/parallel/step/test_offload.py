@@ -22,7 +22,7 @@ from forge_parallel.launch.process_group import alone
 from forge_parallel.model import realize as module
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, _allocate, realize
-from forge_parallel.optim.adamw import AdamW as FusedAdamW
+from forge_parallel.optim.elementwise import AdamW as FusedAdamW
 from forge_parallel.optim.elementwise import adamw_bf16
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.boxes import Box

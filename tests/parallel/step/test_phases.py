@@ -6,7 +6,7 @@ from time import perf_counter, sleep
 import pytest
 import torch
 
-from forge_parallel.step.timing import StepTimer
+from forge_parallel.step.step import StepTimer
 
 
 def test_times_are_those_of_the_clock_added_up_by_name() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge_core.protocols.model import LossHead
-from forge_models.blocks import logit_passes as chunking
+from forge_models.blocks import head as chunking
 from forge_models.blocks.head import ChunkedCrossEntropy
 from forge_parallel.dryrun.memory import Ledger
 from forge_parallel.placement.collectives import Ranks, all_gather

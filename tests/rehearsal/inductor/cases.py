@@ -126,7 +126,7 @@ def _update(component: Any, state: str, further: tuple[int, ...] = ()) -> Record
 
 def _flex() -> Record:
     """Documents of flex attention outside of a compiled block, with a soft cap."""
-    from forge_models.blocks.attention_core import LocalAttention
+    from forge_models.blocks.attention import LocalAttention
 
     core = LocalAttention("flex", capped=True)
     documents = _documents()

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from forge_core.layout import Layout
 from forge_parallel.launch.watch import Watch
-from forge_parallel.step.timing import StepTimer
+from forge_parallel.step.step import StepTimer
 from forge_train.hooks.evaluation import Evaluate
 from forge_train.hooks.metrics import Log, Utilization
 from forge_train.hooks.periodic import pause

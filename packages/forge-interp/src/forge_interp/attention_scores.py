@@ -13,7 +13,7 @@ from forge_core.protocols.model import PositionedTokens
 from forge_interp.captures import listening_to
 from forge_interp.selection import ForwardInputs
 from forge_interp.tap_names import InterpError, choose, layer_of, taps
-from forge_models.blocks.attention_core import LocalAttention, placed_mask
+from forge_models.blocks.attention import LocalAttention, placed_mask
 from forge_models.inner_values import is_from
 
 QUERY_CHUNK = 256

@@ -178,7 +178,7 @@ def predict(head: Any, hidden: "Tensor") -> "Tensor":
     """Returns (B, T) int64: the id with the largest logit. Logits are computed for a few positions at a time."""
     import torch
 
-    from forge_models.blocks.logit_passes import chunk_rows
+    from forge_models.blocks.head import chunk_rows
 
     rows, length, width = hidden.shape
     size = max(1, chunk_rows(head.weight.shape[0], width, hidden.element_size()) // max(1, rows))

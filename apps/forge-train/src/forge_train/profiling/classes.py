@@ -30,7 +30,7 @@ from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from forge_parallel.step.timing import PREFIX
+from forge_parallel.step.step import PREFIX
 from forge_train.profiling.trace import WINDOW, Enclosing, Event, Trace, innermost
 
 

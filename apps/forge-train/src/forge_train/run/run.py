@@ -20,8 +20,7 @@ from forge_parallel.launch.watch import Watch
 from forge_parallel.model.parallel_model import ParallelModel, other_weights
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import clip_grad_norm
-from forge_parallel.step.step import Step, StepResult
-from forge_parallel.step.timing import StepTimer
+from forge_parallel.step.step import Step, StepResult, StepTimer
 from forge_train.process.ranks import JobRanks
 from forge_train.process.stop import Stop, TrainingError
 from forge_train.recipe.schema import Job

@@ -28,8 +28,7 @@ from forge_parallel.accelerator import name
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.stages import apply, stage_at
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.step import Step
-from forge_parallel.step.timing import StepTimer
+from forge_parallel.step.step import Step, StepTimer
 from forge_train.directory import (
     CHECKPOINTS,
     elsewhere,

@@ -19,8 +19,7 @@ from forge_parallel.optim.groups import Settings
 from forge_parallel.optim.optimizers import build_optimizer
 from forge_parallel.optim.stages import settings_of
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.step import Step
-from forge_parallel.step.timing import StepTimer
+from forge_parallel.step.step import Step, StepTimer
 from forge_train.recipe.schema import Job
 
 if TYPE_CHECKING:

@@ -91,7 +91,7 @@ class Source(Protocol):
         ...
 
     def borders(self, starts: "np.ndarray", length: int) -> "tuple[np.ndarray, np.ndarray]":
-        """Returns the document ends in many windows. `forge_data.storage.document_ends.borders_in` computes them from an array
+        """Returns the document ends in many windows. `forge_data.storage.shards.borders_in` computes them from an array
         of ends.
 
         Args:

@@ -117,7 +117,7 @@ class StepItems:
     def __init__(self, items: Items, rows_of: Callable[[int], Sequence[Named]], steps: int | None, pin: bool) -> None:
         """
         Args:
-            items: loads the items.
+            items: loads the items; at least one source has some.
             rows_of: returns this rank's rows of a step.
             steps: number of steps; None if endless.
             pin: whether to copy items to page-locked memory.
@@ -127,8 +127,6 @@ class StepItems:
 
     def add(self, step: int, batches: list[Batch]) -> list[Batch]:
         """Returns the batches of a step with their items."""
-        if self._items.names is None:
-            return batches
         loading = self._begun.pop(step, None) or self._items.begin(self._rows_of(step))
         if self._steps is None or step + 1 < self._steps:
             self._begun = {step + 1: self._items.begin(self._rows_of(step + 1))}

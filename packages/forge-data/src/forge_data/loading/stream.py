@@ -244,10 +244,11 @@ class TrainingStream:
         make = self._made_ahead if self.data.loader_workers else self._made_here
         pin = accelerator.is_used()
         with closing(self._checksums(step)) as checksums, Items(self.reader.packings, self.data.workers) as items:
-            with_items = StepItems(items, self._rows_of, self.steps, pin)
+            with_items = StepItems(items, self._rows_of, self.steps, pin) if items.names else None
             for rows, after in make(step, positions):
                 batches = rows.batches(self.micro_batch, self._first_row(step), pin, self._sources(step))
-                batches = with_items.add(step, batches)
+                if with_items is not None:
+                    batches = with_items.add(step, batches)
                 del rows  # so that the next step can reuse its memory
                 step += 1
                 cursor = self._cursor(step, after)

@@ -22,7 +22,7 @@ from forge_core.files import publish, sync_path
 from forge_core.protocols.data import Source, SourceWithItems
 from forge_data.packing.concatenation import RowWindows
 from forge_data.sources.scan import place_of, refuse_falling
-from forge_data.storage.document_ends import blocks_of
+from forge_data.storage.shards import blocks_of
 from forge_data.storage.workspace import Partial, locked
 
 VERSION = 1

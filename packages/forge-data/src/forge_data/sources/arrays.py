@@ -18,9 +18,8 @@ from forge_core.files import publish, sync
 from forge_data.sources.store import FORMAT, MANIFEST
 from forge_data.sources.token_files import TokenFiles, TokenFilesInfo, integers, read_heads, same_dtype
 from forge_data.storage import npy
-from forge_data.storage.document_ends import Delimited
 from forge_data.storage.files import File, find, neighbors, read_bytes
-from forge_data.storage.shards import Shard, Shards
+from forge_data.storage.shards import Delimited, Shard, Shards
 from forge_data.storage.workspace import Partial
 
 SUFFIXES = (".npy", ".bin")

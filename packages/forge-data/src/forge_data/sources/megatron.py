@@ -20,9 +20,8 @@ import xxhash
 from forge_core.errors import DataError
 from forge_core.files import publish, sync
 from forge_data.sources.token_files import TokenFiles, TokenFilesInfo, integers, same_dtype
-from forge_data.storage.document_ends import Listed, blocks_of, distinct
 from forge_data.storage.files import File, find, find_one, neighbors, read_bytes
-from forge_data.storage.shards import Shard, Shards, map_file, refuse_shrunk
+from forge_data.storage.shards import Listed, Shard, Shards, blocks_of, distinct, map_file, refuse_shrunk
 from forge_data.storage.workspace import Partial
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -23,9 +23,8 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.storage import npy
 from forge_data.storage.checksums import TOKEN_BLOCK, TOKEN_BLOCKS, Checksum, edge_ranges, fault_of, sampled_ranges
-from forge_data.storage.document_ends import Ends, Listed
 from forge_data.storage.files import File, read_bytes
-from forge_data.storage.shards import Shard, Shards, map_file
+from forge_data.storage.shards import Ends, Listed, Shard, Shards, map_file
 
 FORMAT = "forge-token-store"
 VERSION = 1

@@ -19,9 +19,8 @@ import xxhash
 from forge_core.errors import DataError
 from forge_core.files import lines_of
 from forge_data.storage.checksums import TOKEN_BLOCK, TOKEN_BLOCKS, sampled_ranges
-from forge_data.storage.document_ends import Delimited, Documents, Ends, Listed
 from forge_data.storage.files import File, find, neighbors, read_bytes, read_each
-from forge_data.storage.shards import Shard, Shards, map_file
+from forge_data.storage.shards import Delimited, Documents, Ends, Listed, Shard, Shards, map_file
 
 SCANNED = 1 << 26
 """Tokens of the largest local corpus that is read completely when it is opened, to find its largest id. Of larger and remote

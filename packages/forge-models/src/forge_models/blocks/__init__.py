@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_models.blocks.attention import Attention, LatentAttention
-    from forge_models.blocks.attention_core import LocalAttention
+    from forge_models.blocks.attention import Attention, LatentAttention, LocalAttention
     from forge_models.blocks.block import Block, MTPModule, MTPModules
     from forge_models.blocks.cache import KVCache, LayerCache
     from forge_models.blocks.head import ChunkedCrossEntropy, Head

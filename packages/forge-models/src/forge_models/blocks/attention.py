@@ -1,19 +1,280 @@
-"""Attention of a block: grouped-query attention, and multi-head latent attention (DeepSeek-V2, 2024)."""
+"""Attention of a block: grouped-query attention, and multi-head latent attention (DeepSeek-V2, 2024), with its core.
 
+The core computes softmax(q k^T * scale + mask) v with the kernel that fits device, mask and soft cap: `LocalAttention` chooses
+among torch's fused kernels in the best order for each GPU, flex attention, and kernels of variable length. A mask lets a query
+see earlier keys in its window and its document.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from math import sqrt
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import attention
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
-from forge_core.protocols.model import AttentionCore
+from forge_core.protocols.model import AttentionCore, PositionedTokens
 from forge_core.specs import Dim, ModuleSpec, TensorSpec
-from forge_models.blocks.attention_core import LocalAttention
+from forge_models import accelerator
 from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.layers import Linear, linear_specs
 from forge_models.blocks.rope import Rotary, Rotation, magnitude, rotate
 from forge_models.inner_values import tap
 from forge_models.shape import AttentionKernel, BlockContext
+
+
+class LocalAttention:
+    """Attention with a kernel chosen by `kind`.
+
+    "auto" chooses on a CPU `scaled_dot_product_attention`, with a boolean mask for documents and windows (flex and varlen have no
+    backward there), and likewise on accelerators other than CUDA, for which no other kernel is proven. On CUDA it chooses torch's
+    causal kernels, in the fastest order for the device, if nothing else is masked; varlen, if the starts of documents are known
+    and the kernel supports dtype and width of heads; otherwise flex. None of these holds a T x T mask. With a soft cap, the
+    softmax is written out on a CPU, which has no fused kernel for it.
+    """
+
+    def __init__(self, kind: AttentionKernel = "auto", capped: bool = False, width: int | None = None) -> None:
+        """`capped` says that calls will have a soft cap. `width` is that of the heads of queries, keys and values; None if they
+        differ."""
+        self.kind: AttentionKernel = kind
+        self.capped = capped
+        self.width = width
+
+    def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:
+        """Returns what the kernel needs for this batch: a boolean mask (B or 1, 1, T, T) with True = visible, a `BlockMask`,
+        `Boundaries`, or for causal attention over whole rows None or the `KernelOrder` of this GPU's kernels.
+
+        Raises:
+            ValueError: the device does not support the kernel.
+        """
+        window = _hiding(window, length)
+        plain = documents is None and window is None
+        masks = self.capped or not plain
+        cuda = accelerator.has_flex(torch.device(device), masks and self.kind == "auto")
+        if not cuda and self.kind in ("flex", "varlen"):
+            raise ValueError(f"attention core {self.kind!r} needs a CUDA device; use 'auto' or 'sdpa'")
+        if self.kind == "varlen":
+            return boundaries(documents, length, window, device)
+        if self.kind == "flex" or (self.kind == "auto" and cuda and masks):
+            return block_mask(documents, length, window, device)
+        if plain:
+            return causal(device) if cuda and not self.capped else None
+        return mask(documents, length, window, device)
+
+    def prepare_packed(self, documents: Tensor | None, starts: Tensor | None, length: int, window: int | None, x: Tensor) -> Any:
+        """Like `prepare`, with the starts of documents (n,) int32 in the flattened rows, if known; `x` has q's dtype and
+        device."""
+        window = _hiding(window, length)
+        plain, known = documents is None and window is None, documents is None or starts is not None
+        fits = not (plain or self.capped) and takes_lengths(self.width, x.dtype, x.device)
+        if known and ((self.kind == "varlen" and accelerator.has_flex(x.device)) or (self.kind == "auto" and fits)):
+            return boundaries(documents, length, window, x.device, starts)
+        return self.prepare(documents, length, window, x.device)
+
+    def prepare_placed(self, queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Any:
+        """Returns what the kernel needs for queries and keys in any order: a boolean mask (B or 1, 1, T, S) or a `BlockMask`.
+
+        Raises:
+            ValueError: the kernel supports only whole rows, or the device does not support the kernel.
+        """
+        cuda = accelerator.has_flex(queries.places.device, self.kind == "auto")
+        if self.kind == "varlen":
+            raise ValueError("attention core 'varlen' takes whole rows only; use 'auto', 'flex' or 'sdpa'")
+        if not cuda and self.kind == "flex":
+            raise ValueError("attention core 'flex' needs a CUDA device; use 'auto' or 'sdpa'")
+        if self.kind == "sdpa" or not cuda:
+            return placed_mask(queries, keys, window)
+        return placed_block_mask(queries, keys, window)
+
+    def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Tensor:
+        """Returns the boolean mask (B, 1, T, extent) of queries at `slots` (B, T) over the first `extent` slots of a cache."""
+        distance = slots[:, :, None] - torch.arange(extent, device=slots.device)
+        return visible(distance, window).unsqueeze(1)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: Any, scale: float, soft_cap: float | None = None) -> Tensor:
+        """q (B, heads, T, head_dim), k (B, kv_heads, S, head_dim), v (B, kv_heads, S, width) -> (B, heads, T, width)."""
+        if isinstance(shared, Boundaries):
+            return varlen(q, k, v, shared, scale)
+        if isinstance(shared, KernelOrder):
+            if soft_cap is None:
+                return shared.attention(q, k, v, scale)
+            shared = None
+        if shared is not None and not isinstance(shared, Tensor):
+            if q.dtype != torch.float64:
+                return flex(q, k, v, shared, scale, soft_cap)
+            shared = dense(shared, q, k)  # flex has no fp64 kernel; fp64 serves comparisons, not speed
+        if soft_cap is not None:
+            return _written_out(q, k, v, shared, scale, soft_cap)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=shared, is_causal=shared is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def _hiding(window: int | None, length: int) -> int | None:
+    """Returns None for a window that hides nothing of a row, otherwise the window."""
+    return None if window is None or window >= length else window
+
+
+def _written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, soft_cap: float) -> Tensor:
+    """Computes the softmax in fp32 (fp64 for fp64) over capped scores; heads that share keys are one dimension of the product."""
+    if seen is None:
+        seen = mask(None, q.shape[2], None, q.device)
+    groups = q.unflatten(1, (k.shape[1], -1))
+    scores = (groups @ k.unsqueeze(2).transpose(-1, -2)) * scale
+    scores = soft_cap * (scores / soft_cap).tanh()
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    weights = wide.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(-1).to(q.dtype)
+    return (weights @ v.unsqueeze(2)).flatten(1, 2)
+
+
+class Boundaries(NamedTuple):
+    """Shared by variable-length kernels for a batch: starts (n,) int32 in the flattened rows, as in `Batch`."""
+
+    starts: Tensor
+    length: int
+    window: int | None
+
+
+class KernelOrder(NamedTuple):
+    """torch's fused kernels, the best first; a kernel that does not support a call is skipped."""
+
+    kernels: tuple[SDPBackend, ...]
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Computes causal attention over whole rows."""
+        with attention.sdpa_kernel(list(self.kernels), set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def causal(device: Any) -> KernelOrder | None:
+    """Returns the order of kernels for causal attention over whole rows on a device; None for torch's own order."""
+    return _order() if accelerator.is_hopper(torch.device(device)) else None
+
+
+@cache
+def _order() -> KernelOrder:
+    """Returns the order for Hopper GPUs, where torch would use FlashAttention-2, which was made for the previous generation.
+    cuDNN's kernels are about twice as fast there, and so is FlashAttention-3, which this call activates if it is installed."""
+    rest = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    if find_spec("flash_attn_interface") is not None and hasattr(attention, "activate_flash_attention_impl"):
+        attention.activate_flash_attention_impl("FA3")
+        return KernelOrder((SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *rest))
+    return KernelOrder((SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *rest))
+
+
+def takes_lengths(width: int | None, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a variable-length kernel supports heads of this width (FlashAttention: Ampere and later, 16 bits)."""
+    fits = width is not None and width <= 256 and width % 8 == 0
+    return fits and dtype in (torch.bfloat16, torch.float16) and accelerator.takes_lengths(device)
+
+
+@cache
+def _compiled(name: str) -> Callable[..., Any]:
+    from torch.nn.attention import flex_attention
+
+    return torch.compile(getattr(flex_attention, name), dynamic=False)
+
+
+def block_mask(documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:
+    """Returns a `BlockMask`. Compiled, because the eager function builds the whole T x T mask first."""
+
+    def sees(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = visible(q - k, window)
+        return seen if documents is None else seen & (documents[b, q] == documents[b, k])
+
+    rows = None if documents is None else documents.shape[0]
+    return _compiled("create_block_mask")(sees, rows, None, length, length, device=device)
+
+
+def placed_block_mask(queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Any:
+    """Returns a `BlockMask` for queries and keys in any order."""
+    places, documents = queries
+    key_places, key_documents = keys
+
+    def sees(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = visible(places[q] - key_places[k], window)
+        return seen if documents is None or key_documents is None else seen & (documents[b, q] == key_documents[b, k])
+
+    rows = None if documents is None else documents.shape[0]
+    lengths = len(places), len(key_places)
+    return _compiled("create_block_mask")(sees, rows, None, *lengths, device=places.device)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float, soft_cap: float | None) -> Tensor:
+    """Computes attention with a `BlockMask`."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return soft_cap * (score / soft_cap).tanh()  # type: ignore[operator]
+
+    run = flex_attention if torch.compiler.is_compiling() else _compiled("flex_attention")
+    cap = None if soft_cap is None else capped
+    return run(q, k, v, score_mod=cap, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def dense(blocks: Any, q: Tensor, k: Tensor) -> Tensor:
+    """Returns the boolean mask (B, 1, T, S) of a `BlockMask`."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    return create_mask(blocks.mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device=str(q.device))
+
+
+def boundaries(
+    documents: Tensor | None, length: int, window: int | None, device: Any, starts: Tensor | None = None
+) -> Boundaries:
+    """Returns the boundaries of documents, which must be runs of equal numbers. Without documents, each row is one. Without
+    `starts`, the host waits for the device to count them."""
+    if documents is None:
+        return Boundaries(torch.empty(0, dtype=torch.int32, device=device), length, window)
+    if starts is None:
+        begins = torch.ones_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        places = begins.flatten().nonzero().squeeze(1)  # its size is unknown on the host, so this synchronizes
+        starts = torch.cat((places, places.new_full((1,), documents.numel()))).to(torch.int32)
+    return Boundaries(starts, length, window)
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, shared: Boundaries, scale: float) -> Tensor:
+    """Computes attention within each document and window."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows, _, length, _ = q.shape
+    starts = shared.starts
+    if not starts.numel():
+        starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)
+    left = -1 if shared.window is None else shared.window - 1
+    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    shares = q.shape[1] != k.shape[1]
+    out = varlen_attn(
+        flat_q, flat_k, flat_v, starts, starts, length, length, scale=scale, window_size=(left, 0), enable_gqa=shares
+    )
+    assert isinstance(out, Tensor)
+    return out.unflatten(0, (rows, length)).transpose(1, 2)
+
+
+def visible(distance: Tensor, window: int | None) -> Tensor:
+    """Returns True where a query sees a key `distance` positions before it."""
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def mask(documents: Tensor | None, length: int, window: int | None, device: Any) -> Tensor:
+    """Returns the mask (B or 1, 1, T, T) of whole rows, bool, True = visible."""
+    row = PositionedTokens(torch.arange(length, device=device), documents)
+    return placed_mask(row, row, window)
+
+
+def placed_mask(queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Tensor:
+    """Returns the mask (B or 1, 1, T, S), bool, of T queries and S keys in any order."""
+    seen = visible(queries.places[:, None] - keys.places[None, :], window)
+    if queries.documents is None or keys.documents is None:
+        return seen[None, None]
+    return (seen & (queries.documents[:, :, None] == keys.documents[:, None, :])).unsqueeze(1)
+
 
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
 HEADS: tuple[Dim, ...] = ("batch", "sequence", "heads")

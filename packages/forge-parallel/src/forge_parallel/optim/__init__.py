@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_parallel.optim.adamw import AdamW
-    from forge_parallel.optim.elementwise import ElementwiseOptimizer, UpdateRule
+    from forge_parallel.optim.elementwise import AdamW, ElementwiseOptimizer, UpdateRule
     from forge_parallel.optim.groups import GroupedOptimizer, ParameterGroup, Parameters, Setting, Settings, TrainingStage
     from forge_parallel.optim.muon import Muon
     from forge_parallel.optim.optimizers import (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forge_core.errors import PlanError
 from forge_core.protocols.model import LaidOutModel, NamedTensor
-from forge_parallel.optim.adamw import AdamW
+from forge_parallel.optim.elementwise import AdamW
 from forge_parallel.optim.groups import HasTorchView
 from forge_parallel.optim.whole_matrices import Part, WholeMatrices
 

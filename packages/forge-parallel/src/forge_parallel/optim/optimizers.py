@@ -38,10 +38,10 @@ class AdamWConfig(Component):
     def build(self, model: "TrainableModel") -> "Optimizer":
         import torch
 
-        from forge_parallel.optim import adamw, elementwise
+        from forge_parallel.optim import elementwise
 
         low = {tensor.dtype for _, tensor, _ in model.trainable()} == {torch.bfloat16}
-        optimizer = elementwise.adamw_bf16 if low else adamw.AdamW
+        optimizer = elementwise.adamw_bf16 if low else elementwise.AdamW
         return optimizer(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 

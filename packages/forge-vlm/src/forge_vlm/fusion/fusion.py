@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from forge_core.batch import IGNORE
 from forge_core.errors import DataError
 from forge_models.autograd import attach
-from forge_models.blocks.attention_core import mask as causal_mask
+from forge_models.blocks.attention import mask as causal_mask
 from forge_models.blocks.block import Block
 from forge_models.blocks.cache import KVCache
 from forge_models.shape import DecoderShape
