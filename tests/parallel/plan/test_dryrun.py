@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.errors import ForgeError, LayoutError
 from forge_core.layout import Layout
+from forge_models.blocks import head
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.objectives import CrossEntropy
@@ -287,6 +288,36 @@ def test_the_peak_is_that_of_the_allocator(transforms: list[Any]) -> None:
     estimate = dry_run(workload, Plan.of(transforms, Layout()))
     standing = estimate.parameters + estimate.optimizer
     assert sum(estimate.peak.values()) - standing == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["1", "dp2", "tp2", "dp2tp2"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_blocks_of_the_loss_head_that_repeat_are_skipped(
+    monkeypatch: pytest.MonkeyPatch, compute: str, layout: str, smoothing: float
+) -> None:
+    """Chunks of 14 rows in blocks of 2; in the gradient of the projection, the last block is shorter. All numbers of the dry run
+    are those of one that skips nothing."""
+    blocks = 0
+    losses = head._losses
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal blocks
+        blocks += 1
+        return losses(*arguments)
+
+    monkeypatch.setattr(head, "_losses", counted)
+    monkeypatch.setattr(head, "chunk_rows", lambda *_: 14)
+    monkeypatch.setattr(head, "CPU_BLOCK", 2 * VOCAB)
+    objective = CrossEntropy(label_smoothing=smoothing).build()
+    workload = replace(MODELS["decoder"], objective=objective, compute=compute, micro_batches=2)
+    strategies = [FullyShard()] * ("dp" in layout) + [TensorParallel()] * ("tp" in layout)
+    plan = Plan.of(strategies, Layout.parse(layout))
+    fast, ran = dry_run(workload, plan), blocks
+    monkeypatch.setattr(head.ChunkedCrossEntropy, "for_dry_run", lambda self: self)
+    assert dry_run(workload, plan) == fast
+    if "tp" not in layout:  # where ranks share the vocabulary, they exchange whole chunks, and a chunk is one call
+        assert blocks - ran > ran * 3 / 2
 
 
 def test_the_peak_names_what_it_is_made_of() -> None:

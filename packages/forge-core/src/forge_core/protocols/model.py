@@ -287,7 +287,8 @@ class LossHead(Protocol):
     """Seam 3: projection to the vocabulary and cross-entropy in one function, so that full logits are never stored.
 
     A loss head may have a method `compiled()`, which returns the same loss head with compiled kernels. It is called if blocks
-    are compiled for an accelerator.
+    are compiled for an accelerator. It may have a method `for_dry_run()`, which returns a loss head with the same memory and the
+    same collectives in fewer operators; its values may be undefined. Dry runs call it.
     """
 
     def __call__(

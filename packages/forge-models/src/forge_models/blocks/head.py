@@ -18,7 +18,7 @@ s = sum(exp(c - m)), and the logit of the label if they have it; for smoothing a
 the largest m, L = M + log(sum(s * exp(m - M))), and the rest is as in one process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -310,12 +310,14 @@ class ChunkedCrossEntropy:
         first: index of the first row of the projection on this rank.
         gather: Collective: gathers (k, n) into (ranks, k, n); None if the projection is whole.
         fused: whether the operations on logits are compiled.
+        sampled: whether blocks in the middle of a chunk are skipped, see `for_dry_run`.
     """
 
     rows: int | None = None
     first: int = 0
     gather: Gather | None = None
     fused: bool = False
+    sampled: bool = False
 
     def split(self, first: int, gather: Gather) -> "ChunkedCrossEntropy":
         """Returns the loss head of a rank that holds rows of the projection from `first` on."""
@@ -324,6 +326,11 @@ class ChunkedCrossEntropy:
     def compiled(self) -> "ChunkedCrossEntropy":
         """Returns a loss head with three compiled passes over the logits of a chunk instead of one per operator."""
         return replace(self, fused=True)
+
+    def for_dry_run(self) -> "ChunkedCrossEntropy":
+        """Returns a loss head that allocates, keeps and exchanges the same, but skips blocks in the middle of a chunk where each
+        repeats the memory of the one before. Its values are undefined; a dry run has none."""
+        return replace(self, sampled=True)
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None, smoothing: float = 0.0
@@ -359,7 +366,7 @@ class _CrossEntropy(torch.autograd.Function):
         needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         (total, nll, z), hidden_grad, weight_grad = _chunked(hidden, weight, labels, z_loss, soft_cap, smoothing, head, needs)
         ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.sampled = weight.dtype, head.sampled
         ctx.mark_non_differentiable(nll, z)
         return total, nll, z
 
@@ -370,12 +377,12 @@ class _CrossEntropy(torch.autograd.Function):
         scale = grads[0]
         return (
             None if hidden_grad is None else hidden_grad * scale,
-            None if weight_grad is None else _scaled(weight_grad, scale, ctx.weight_dtype),
+            None if weight_grad is None else _scaled(weight_grad, scale, ctx.weight_dtype, ctx.sampled),
             *(None,) * 5,
         )
 
 
-def _scaled(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _scaled(total: Tensor, scale: Tensor, dtype: torch.dtype, sampled: bool = False) -> Tensor:
     """Returns `total` * `scale` in `dtype`, computed in the dtype of `scale`; in place if this is the last backward of the graph.
 
     Allocates nothing else of that size, because the gradient of the projection is the largest tensor of a model.
@@ -385,8 +392,8 @@ def _scaled(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if total.dtype == scale.dtype == dtype:
         return torch.mul(total, scale, out=result)
     size = block_rows(len(total), total.shape[1], total.device.type)
-    for part, out in zip(total.split(size), result.split(size), strict=True):
-        out.copy_(part.to(scale.dtype) * scale)
+    for at in _block_starts(len(total), size, sampled):
+        result[at : at + size].copy_(total[at : at + size].to(scale.dtype) * scale)
     return result
 
 
@@ -420,7 +427,7 @@ def _chunked(
         x = hidden[start : start + rows]
         products = project(x, weight, buffer[: x.shape[0]])
         step = size if head.gather is None else rows  # ranks exchange the numbers of a whole chunk
-        for at in range(0, len(x), step):
+        for at in _block_starts(len(x), step, head.sampled):
             part = products[at : at + step]
             here = slice(start + at, start + at + len(part))
             mine = labels[here] != IGNORE
@@ -441,6 +448,13 @@ def _chunked(
     target = nll if uniform is None else (1 - smoothing) * nll + smoothing * uniform
     total = (target + z_loss * z).sum()
     return (total, nll, z), hidden_grad, None if weight_sum is None else weight_sum.total
+
+
+def _block_starts(count: int, size: int, sampled: bool) -> Sequence[int]:
+    """Returns the first row of each block of `size` rows; if `sampled`, of the first three and of the last, which may be shorter.
+    The variables of a block live until the next one replaces them, so the third block is the first whose memory repeats."""
+    starts = range(0, count, size)
+    return (*starts[:3], starts[-1]) if sampled and len(starts) > 4 else starts
 
 
 def _losses(

@@ -235,6 +235,10 @@ class _Watch(Transform):
             layer: Any = part.get_submodule(path.rpartition(".")[0])
             if isinstance(getattr(layer, "dispatch", None), ExpertDispatcher):
                 layer.dispatch = evenly(layer.dispatch, _experts(part.get_submodule(path)))
+        for module in part.modules():
+            core: Any = getattr(module, "core", None)
+            if hasattr(core, "for_dry_run"):
+                module.core = core.for_dry_run()  # type: ignore[assignment]
         cast = "communication" if isinstance(part, FSDPModule) else "parameters in compute precision"
         part.register_forward_pre_hook(lambda *_: self._begins(cast))
         part.register_forward_hook(lambda *_: self._ends())
