@@ -3,21 +3,25 @@
 Expected are, in fp64, the same rows each alone and without padding.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from forge_core.batch import IGNORE, PADDING
 from forge_interp.attention_scores import capture_qk
 from forge_interp.captures import capture
-from forge_interp.edits import edit, mean, zero
-from forge_interp.methods.lens import lens_losses
+from forge_interp.edits import edit, mean, replace, zero
+from forge_interp.methods.lens import TunedLens, lens_losses, logit_lens
+from forge_interp.methods.sae import SAE, loss_recovered
 from forge_interp.similarity import Moments, unbiased_cka
 from forge_interp.store import ActivationStore, record
 from forge_interp.tap_names import InterpError
+from forge_models.components.experts import MoEConfig
 from forge_models.inner_values import listening
 
 LENGTHS = (5, 8, 2)
@@ -136,3 +140,78 @@ def test_losses_of_a_lens_leave_out_places_without_a_label(model: Any, rows: Ten
         for row, label, length in zip(rows, labels, LENGTHS, strict=True)
     )
     torch.testing.assert_close(lens_losses(model, rows, labels), sums / sum(LENGTHS), rtol=1e-12, atol=1e-12)
+
+
+def lens_of(model: Any) -> TunedLens:
+    """Maps that are neither the identity nor alike."""
+    generator = torch.Generator().manual_seed(3)
+    layers, dim = model.shape.layers, model.shape.dim
+    drawn = [torch.randn(*shape, generator=generator).double() for shape in ((layers, dim, dim), (layers, dim))]
+    return TunedLens(*(0.1 * each for each in drawn), torch.zeros(layers), torch.zeros(layers))
+
+
+@pytest.mark.parametrize("lens", ["logit", "tuned"])
+@pytest.mark.parametrize("positions", ["last", 1, [0, 1], "all"])
+def test_a_lens_leaves_out_what_the_mask_says(model: Any, rows: Tensor, lens: str, positions: Any) -> None:
+    read = partial(logit_lens if lens == "logit" else lens_of(model).logits, model)
+    singles = [read(row[None, :length], positions=positions) for row, length in zip(rows, LENGTHS, strict=True)]
+    found = read(rows, positions=positions, token_mask=MASK)
+    if positions == "all":
+        assert found.shape[:2] == (3, sum(LENGTHS)), "rows have different numbers of tokens"
+        wanted = torch.cat([single[:, 0] for single in singles], 1)
+    else:
+        wanted = torch.cat(singles, 1)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(read(rows, positions=positions, token_mask=MASK | True), read(rows, positions=positions))
+
+
+@pytest.mark.parametrize("lens", ["logit", "tuned"])
+def test_a_position_of_a_lens_that_is_padding_in_some_rows_is_refused(model: Any, rows: Tensor, lens: str) -> None:
+    read = partial(logit_lens if lens == "logit" else lens_of(model).logits, model)
+    for options in ({}, {"positions": [0, 4]}, {"positions": -1}):
+        with pytest.raises(InterpError, match=r"padding in row (0|2); give positions='last'"):
+            read(rows, **options, token_mask=MASK)
+    with pytest.raises(InterpError, match=r"token_mask \(3, 7\) .* tokens \(3, 8\)"):
+        read(rows, positions="last", token_mask=MASK[:, :7])
+
+
+def test_the_recovered_loss_is_of_tokens_only(model: Any, rows: Tensor) -> None:
+    generator = torch.Generator().manual_seed(4)
+    dim, latents = model.shape.dim, 48
+    encoder, decoder = (torch.randn(latents, dim, generator=generator).double() for _ in range(2))
+    sae = SAE(encoder, torch.zeros(latents).double(), decoder / 20, torch.zeros(dim).double(), 8)
+    labels = rows.roll(-1, 1)
+    name, clean, zeroed, rebuilt = "blocks.1.residual", 0.0, 0.0, 0.0
+
+    def summed(row: Tensor, label: Tensor) -> float:
+        return float(F.cross_entropy(model(row)[0].double(), label, reduction="sum"))
+
+    for row, label, length in zip(rows, labels, LENGTHS, strict=True):
+        row, label = row[None, :length], label[:length]
+        with torch.no_grad():
+            clean += summed(row, label)
+            with edit(model, name, zero()):
+                zeroed += summed(row, label)
+            with edit(model, name, replace(sae.reconstruct)):
+                rebuilt += summed(row, label)
+    wanted = (zeroed - rebuilt) / (zeroed - clean)
+    assert loss_recovered(model, name, sae, rows, labels, token_mask=MASK) == pytest.approx(wanted, rel=1e-12)
+    assert loss_recovered(model, name, sae, rows, labels) != pytest.approx(wanted, rel=1e-3), "padding counts without the mask"
+    ignored = labels.masked_fill(~MASK, IGNORE)
+    assert loss_recovered(model, name, sae, rows, ignored, token_mask=MASK) == pytest.approx(wanted, rel=1e-12)
+    with pytest.raises(InterpError, match=r"token_mask \(3, 7\) .* tokens \(3, 8\)"):
+        loss_recovered(model, name, sae, rows, labels, token_mask=MASK[:, :7])
+
+
+def test_experts_see_no_padding_under_a_lens(make: Any, rows: Tensor) -> None:
+    """With a capacity, tokens that are padding would take the places of tokens."""
+    model = make(layers=2, moe=MoEConfig(experts=2, top_k=1, capacity=0.6)).double()
+    rows = rows % model.shape.vocab_size
+    with torch.no_grad():
+        expected = model(rows, token_mask=MASK)
+    found = logit_lens(model, rows, positions="all", token_mask=MASK)[-1]
+    torch.testing.assert_close(found, expected[MASK], rtol=1e-12, atol=1e-12)
+    labels = rows.roll(-1, 1)
+    losses = lens_losses(model, rows, labels, token_mask=MASK)
+    wanted = F.cross_entropy(expected[MASK], labels[MASK])
+    torch.testing.assert_close(losses[-1], wanted, rtol=1e-12, atol=1e-12)

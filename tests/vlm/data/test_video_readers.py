@@ -86,7 +86,17 @@ def test_directories_of_frames_are_clips(tmp_path: Path) -> None:
         ({"video": "a", "times": [0, 1]}, "one time for each of 3 frames"),
         ({"video": "a", "times": [0, 2, 2]}, "times must be ascending"),
         ({"video": "a", "times": "soon"}, "times must be ascending"),
-        ({"video": "a", "times": [0, 1, 10**400]}, "times must be ascending"),
+        ({"video": "a", "times": [0, 1, 10**400]}, r"times\[2\] = 10+ is not a time"),
+        ({"video": "a", "times": [0, float("nan"), 2]}, r"times\[1\] = nan is not a time"),
+        ({"video": "a", "times": [0, 1, float("inf")]}, r"times\[2\] = inf is not a time"),
+        ({"video": "a", "times": [-0.5, 1, 2]}, r"times\[0\] = -0.5 is not a time .* 0 or more"),
+        ({"video": "a", "times": [0, True, 2]}, r"times\[1\] = True is not a time"),
+        ({"video": "a", "times": [0, "1", 2]}, r"times\[1\] = '1' is not a time"),
+        ({"video": "a", "times": [0, 1, 2, 3]}, "one time for each of 3 frames, but there are 4"),
+        ({"video": "a", "times": [2, 1, 0]}, r"times must be ascending, but times\[1\] = 1 follows 2"),
+        ({"video": "a", "fps": float("nan")}, "fps nan is not a positive number"),
+        ({"video": "a", "fps": True}, "fps True is not a positive number"),
+        ({"video": "a", "fps": 1e-320}, "fps 1e-320 is too small"),
         ({"video": "a", "fps": 10**400}, "is not a positive number"),
         ({"video": "a\0"}, "contains no frames"),
         ({"video": ""}, "contains no frames"),
@@ -163,3 +173,40 @@ def test_tables_that_do_not_fit_are_refused(tmp_path: Path, content: str, file: 
         opened(VideoCsv(path=str(tmp_path / "clips.csv"), file=file, **GIVEN), tmp_path / "w")
     with pytest.raises(DataError, match="is not a local file"):
         opened(VideoCsv(path=str(tmp_path / "none.csv"), **GIVEN), tmp_path / "w")
+
+
+@pytest.mark.parametrize(
+    ("reference", "fault"),
+    [
+        ("1.mp4#0,1,2@7", "frame 7 is not one of the selected frames 0,1,2"),
+        ("1.mp4#0,9@9", "only 1 of 2 frames"),
+        ("1.mp4#9@9", "only 0 of 1 frames"),
+        ("1.mp4#-1@-1", "has no frames '-1'"),
+        ("1.mp4#nan@nan", "has no frames 'nan'"),
+        ("1.mp4#2,0@0", "has no frames '2,0'"),
+        ("1.mp4#@0", "has no frames ''"),
+        ("1.mp4", "is not a reference to a frame"),
+    ],
+)
+def test_a_frame_that_a_clip_does_not_have_is_refused_by_name(tmp_path: Path, reference: str, fault: str) -> None:
+    video(tmp_path / "1.mp4", [0, 40, 80])
+    (tmp_path / "clips.csv").write_text("videoid,name\n1,one\n")
+    clips = VideoExamples(str(tmp_path / "clips.csv"), None, "{videoid}.mp4", "name", "image", 3, True)
+    assert clips.fetch("1.mp4#0,2@2") != clips.fetch("1.mp4#0,2@0")
+    with pytest.raises(DataError, match=fault) as refusal:
+        clips.fetch(reference)
+    assert "1.mp4" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("times", "fault"),
+    [
+        ([0.0, float("nan"), 2.0], r"times\[1\] = nan"),
+        ([0.0, 1.0, float("inf")], r"times\[2\] = inf"),
+        ([0.0, 2.0, 1.0], r"times\[2\] = 1.0 follows 2.0"),
+    ],
+)
+def test_frames_are_not_chosen_by_times_that_are_none(times: list[float], fault: str) -> None:
+    for count in (1, 2, 8):
+        with pytest.raises(DataError, match=fault):
+            choose_frames(times, count)

@@ -16,6 +16,22 @@ negative ones from the end of the row; in generation they are positions in the w
 the documents or the mask of a forward, and in generation from the lengths of the prompts and the rows that have stopped."""
 
 
+def mask_argument(tokens: Tensor, token_mask: Tensor | None) -> dict[str, Tensor]:
+    """Returns the keyword argument with which a model leaves out padding; none without a mask.
+
+    Raises:
+        InterpError: the mask is not (B, T) bool, as the tokens are (B, T).
+    """
+    if token_mask is None:
+        return {}
+    if token_mask.shape != tokens.shape or token_mask.dtype != torch.bool:
+        raise InterpError(
+            f"token_mask {tuple(token_mask.shape)} {token_mask.dtype} does not fit tokens {tuple(tokens.shape)}; give one bool "
+            "for each token, False for padding"
+        )
+    return {"token_mask": token_mask.to(tokens.device)}
+
+
 class ForwardInputs(NamedTuple):
     """Facts about a forward that are available before it begins.
 

@@ -85,6 +85,12 @@ DisableTorchFunction: Callable[[], AbstractContextManager[Any]] = torch._C.Disab
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` is the result of `torch.compile`, or its call is compiled in place. torch has no public name for this."""
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
 # The result of `load_state_dict`.
 IncompatibleKeys = nn.modules.module._IncompatibleKeys
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,38 +10,66 @@ from torch.nn import functional as F
 
 from forge_core.batch import IGNORE
 from forge_interp.captures import Captured, capture
+from forge_interp.selection import mask_argument
 from forge_interp.tap_names import InterpError
 from forge_models.generation import evaluating
 
+Unembed = Callable[[Tensor], Tensor]
+"""Stream (..., dim) after the last block -> logits (..., vocab)."""
+STREAMS = ["blocks.*.residual", "residual"]
+LensPositions = int | Sequence[int] | Literal["last", "all"]
+"""Positions at which a lens predicts: one integer or several, from 0 or negative from the end of the tokens; `last`, the last
+token of each row that is not padding; or `all`. With `all` and padding, results have (tokens,) in place of (B, n), row by row."""
+
 
 @torch.no_grad()
-def logit_lens(model: nn.Module, tokens: Tensor, positions: int | Sequence[int] = -1) -> Tensor:
+def logit_lens(model: nn.Module, tokens: Tensor, positions: LensPositions = -1, *, token_mask: Tensor | None = None) -> Tensor:
     """Returns (layers + 1, B, n, vocab): the model's final norm and head applied to the input stream of each block, and to the
     last stream, which gives the model's logits (nostalgebraist, 2020).
 
+    Args:
+        positions: see `LensPositions`.
+        token_mask: (B, T) bool, False for padding, as in `Batch.token_mask`; padding is left out. None = no row is padded.
+
     Raises:
-        InterpError: a position is beyond the tokens.
+        InterpError: a position is beyond the tokens or padding, or the mask does not fit the tokens.
     """
     decoder: Any = model
-    with capture(model, ["blocks.*.residual", "residual"], positions=positions) as seen:
-        model(tokens)
-    return torch.stack([decoder.head(decoder.norm(stream)) for stream in seen.values()])
+    return torch.stack([decoder.head(decoder.norm(stream)) for stream in _captured(model, tokens, positions, token_mask)])
+
+
+def _captured(model: nn.Module, tokens: Tensor, positions: LensPositions, token_mask: Tensor | None) -> list[Tensor]:
+    """Returns the input stream of each block and the last stream at some positions, (B, n, dim) each."""
+    mask = mask_argument(tokens, token_mask)
+    numbers = positions if isinstance(positions, Sequence) else [positions]
+    for position in numbers if token_mask is not None and not isinstance(positions, str) else ():
+        if -tokens.shape[1] <= position < tokens.shape[1] and not bool(token_mask[:, position].all()):  # type: ignore[index]
+            row = int((~token_mask[:, position]).nonzero()[0])  # type: ignore[index]
+            raise InterpError(
+                f"position {position} is padding in row {row}; give positions='last' for the last token of each row, or 'all'"
+            )
+    with capture(model, STREAMS, positions=positions) as seen:
+        model(tokens, **mask)
+    return list(seen.values())
 
 
 @torch.no_grad()
-def lens_losses(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+def lens_losses(model: nn.Module, tokens: Tensor, labels: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
     """Returns (layers + 1,) fp64: mean negative log-likelihood of the labels under the logit lens by layer; the last is the loss.
 
     Args:
         labels: (B, T), already shifted; -100 = no loss.
+        token_mask: (B, T) bool, False for padding, which has no loss. None = no row is padded, or padding has no labels.
+
+    Raises:
+        InterpError: the mask does not fit the tokens.
     """
     decoder: Any = model
-    with capture(model, ["blocks.*.residual", "residual"]) as seen:
-        model(tokens)
+    kept = torch.ones_like(tokens, dtype=torch.bool) if token_mask is None else token_mask
     losses = []
-    for stream in seen.values():
-        logits = decoder.head(decoder.norm(stream)).flatten(0, 1).double()
-        losses.append(F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE))
+    for stream in _captured(model, tokens, "all", token_mask):
+        logits = decoder.head(decoder.norm(stream)).flatten(0, -2).double()
+        losses.append(F.cross_entropy(logits, labels[kept], ignore_index=IGNORE))
     return torch.stack(losses)
 
 
@@ -114,11 +142,6 @@ def _linear_norm(norm: Any, stream: Tensor, direction: Tensor) -> tuple[Tensor, 
     return read - read.mean(1, keepdim=True), constant
 
 
-Unembed = Callable[[Tensor], Tensor]
-"""Stream (..., dim) after the last block -> logits (..., vocab)."""
-STREAMS = ["blocks.*.residual", "residual"]
-
-
 class TunedLens(NamedTuple):
     """Affine maps x + x A' + b of the input stream of each block.
 
@@ -139,12 +162,13 @@ class TunedLens(NamedTuple):
         return x + F.linear(x, self.weight[layer].to(x), self.bias[layer].to(x))
 
     @torch.no_grad()
-    def logits(self, model: nn.Module, tokens: Tensor, positions: int | Sequence[int] = -1) -> Tensor:
-        """Returns (layers + 1, B, n, vocab) logits, as `logit_lens`; the last ones are those of the model."""
+    def logits(
+        self, model: nn.Module, tokens: Tensor, positions: LensPositions = -1, *, token_mask: Tensor | None = None
+    ) -> Tensor:
+        """Returns (layers + 1, B, n, vocab) logits; the last ones are those of the model. Arguments and errors are those of
+        `logit_lens`."""
         decoder: Any = model
-        with capture(model, STREAMS, positions=positions) as seen:
-            model(tokens)
-        *streams, last = seen.values()
+        *streams, last = _captured(model, tokens, positions, token_mask)
         mapped = [self(layer, stream) for layer, stream in enumerate(streams)]
         return torch.stack([decoder.head(decoder.norm(stream)) for stream in (*mapped, last)])
 

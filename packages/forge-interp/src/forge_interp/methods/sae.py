@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge_core.batch import IGNORE
 from forge_interp.edits import edit, replace, zero
+from forge_interp.selection import mask_argument
 from forge_interp.store import ActivationStore
 from forge_interp.tap_names import InterpError, require_finite
 
@@ -177,16 +179,26 @@ def quality(sae: SAE, store: ActivationStore, name: str, start: int = 0, stop: i
 
 
 @torch.no_grad()
-def loss_recovered(model: nn.Module, name: str, sae: SAE, tokens: Tensor, labels: Tensor) -> float:
+def loss_recovered(
+    model: nn.Module, name: str, sae: SAE, tokens: Tensor, labels: Tensor, *, token_mask: Tensor | None = None
+) -> float:
     """Returns (zeroed - reconstructed) / (zeroed - clean), from the model's losses with an inner value set to zero, replaced by
     its reconstruction, and unchanged: 1 if the reconstruction has everything that the model uses.
 
     Args:
         labels: (B, T), already shifted; -100 = no loss.
+        token_mask: (B, T) bool, False for padding, as in `Batch.token_mask`; padding is not edited and has no loss. None = no row
+            is padded, or padding has no labels.
+
+    Raises:
+        InterpError: the mask does not fit the tokens.
     """
+    mask = mask_argument(tokens, token_mask)
+    if token_mask is not None:
+        labels = labels.masked_fill(~token_mask.to(labels.device), IGNORE)
 
     def loss() -> float:
-        return float(F.cross_entropy(model(tokens).flatten(0, 1).double(), labels.flatten()))
+        return float(F.cross_entropy(model(tokens, **mask).flatten(0, 1).double(), labels.flatten(), ignore_index=IGNORE))
 
     clean = loss()
     with edit(model, name, zero()):

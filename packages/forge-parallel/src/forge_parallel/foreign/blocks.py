@@ -15,7 +15,7 @@ from forge_core.errors import PlanError
 from forge_parallel.foreign.description import Example, called_hollow, computed, example_for, hollow
 from forge_parallel.foreign.forward import place
 from forge_parallel.foreign.weights import written
-from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, storage_key, tree_iter
+from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, is_compiled, storage_key, tree_iter
 
 
 @dataclass(frozen=True)
@@ -234,3 +234,17 @@ def _read_outside(module: nn.Module, path: str, seen: Seen | None) -> list[str]:
     """Returns the names of the parameters in `path` that are read while `path` is not running."""
     names = (name for name, _ in module.named_parameters() if name.startswith(f"{path}."))
     return [name for name in names if seen is not None and path not in seen.reads.get(name, (path,))]
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Refuses modules that are already compiled: their graphs are of whole parameters, and names of parameters differ.
+
+    Raises:
+        PlanError: a module was returned by `torch.compile`, or its `compile` was called.
+    """
+    for path, part in module.named_modules():
+        if is_compiled(part):
+            raise PlanError(
+                f"parallelize: {path or type(part).__name__} is already compiled; parallelize the module without torch.compile, "
+                "with transforms=[Compile()] for its blocks, or compile the result with torch.compile(model)"
+            )

@@ -1,6 +1,7 @@
 """A module of another code base, parallelized over ranks: the class that `parallelize` returns, and how it is built."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from forge_core.batch import Batch
 from forge_core.errors import PlanError
@@ -18,9 +18,10 @@ from forge_core.layout import Layout
 from forge_core.protocols.model import LossTerms
 from forge_core.specs import Specs
 from forge_parallel import accelerator
-from forge_parallel.foreign.blocks import Seen, find_blocks, refuse_blocks, refuse_changes, watch
+from forge_parallel.foreign.blocks import Seen, find_blocks, refuse_blocks, refuse_changes, refuse_compiled, watch
 from forge_parallel.foreign.description import Example, describe, example_for, guessed, rules_of
 from forge_parallel.foreign.pipeline import stage
+from forge_parallel.foreign.state import equal, local_values, mark_shares, refuse_pickle
 from forge_parallel.foreign.tensor_trace import follow
 from forge_parallel.foreign.weights import Skeleton, of_builder, of_module, refuse_narrow
 from forge_parallel.model.parallel_model import DTYPES, ParallelModel, gathered
@@ -66,6 +67,10 @@ class ParallelizedModule(ParallelModel, nn.Module):
         nn.Module.__init__(self)
         ParallelModel.__init__(self, **{field.name: getattr(model, field.name) for field in fields(ParallelModel)})
         self._again = again
+        if self.topology.layout.world > 1:
+            mark_shares(parameter for _, parameter in self.named_parameters())
+            for part in self.parts:
+                part.register_state_dict_post_hook(_mark_state)
         if self.cut is None:
             self._modules["module"] = self.parts[0]
             if self.topology.layout.world > 1:
@@ -147,6 +152,40 @@ class ParallelizedModule(ParallelModel, nn.Module):
                 "works on shards, write for part in model.parts: part.apply(fn)"
             )
         return super().apply(fn)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context around the backwards of a loop that accumulates gradients, as `DistributedDataParallel` has it.
+
+        Gradients have the same values as with it, but every backward reduces them into this rank's shares, so that `zero_grad`
+        removes all of them at any time. `step` reduces once for several micro-batches.
+
+        Raises:
+            PlanError: the layout has a pipeline, which accumulates in `step`.
+        """
+        if self.cut is not None:
+            raise PlanError(
+                "no_sync: a pipeline accumulates the gradients of its micro-batches itself; write "
+                "model.step(batches, loss, tokens) with all micro-batches of an optimizer step"
+            )
+        return nullcontext()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses `torch.save(model)` on several ranks."""
+        return refuse_pickle() if self.topology.layout.world > 1 else super().__reduce_ex__(protocol)
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for an attribute that this module does not have: says where the original module's attributes are."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            parts = self.__dict__.get("parts", ())
+            if not any(hasattr(part, name) for part in parts):
+                raise
+            if self.cut is None:
+                where = f"the parallelized module has it: write model.module.{name}, or pass model.module"
+            else:
+                where = "in a pipeline each rank has some stages of the module: look at model.parts"
+            raise AttributeError(f"{error}; {where}") from None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ParallelizedModule":
         """Called by `.to`, `.cuda`, `.half` and others: does nothing if nothing would change, otherwise refuses."""
@@ -276,6 +315,8 @@ class ParallelizedModule(ParallelModel, nn.Module):
             state = {name: tensor.to(dtype) for name, tensor in gathered(self, tensors).items()} | self._of_all_stages(buffers)
         else:
             state = tensors if keep_vars else {name: tensor.detach() for name, tensor in tensors.items()}
+            if self.topology.layout.world > 1:
+                mark_shares(state.values())
         return state | {copy: state[original] for copy, original in self.specs.ties.items() if original in state}
 
     def _of_all_stages(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -287,21 +328,24 @@ class ParallelizedModule(ParallelModel, nn.Module):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
-        """Copies whole tensors into this rank's shares, by the module's own names. Every rank passes all tensors; a tied one may
-        be under any of its names. Returns missing and unexpected names, like `nn.Module.load_state_dict`.
+        """Copies whole tensors into this rank's shares, by the module's own names. Every rank passes all tensors, or its own
+        `state_dict()`, for example after `torch.distributed.checkpoint.load`; a tied one may be under any of its names. Returns
+        missing and unexpected names, like `nn.Module.load_state_dict`.
 
         Raises:
-            PlanError: names differ and `strict` is set, shapes differ, tied tensors differ, or `assign` is set.
+            PlanError: names differ and `strict` is set, shapes differ, tied tensors differ, `assign` is set, or the state has
+                shares that another rank saved.
         """
         if assign:
             raise PlanError("load_state_dict: assign=True would replace shards by whole tensors; leave it out")
         state = dict(state_dict)
         for copy, original in self.specs.ties.items():
-            if copy in state and not torch.equal(tied := state.pop(copy), state.setdefault(original, tied)):
+            if copy in state and not equal(tied := state.pop(copy), state.setdefault(original, tied)):
                 raise PlanError(f"load_state_dict: {copy} and {original} are tied, but have different values in the state")
         tensors = dict(self.tensors())
         unknown = sorted(set(state) - set(self.specs.tensors))
-        missing = sorted((set(tensors) | set(self.shapes)) - set(state))
+        own = set(state) <= set(tensors)  # the other stages' tensors are missing on purpose
+        missing = sorted((set(tensors) if own else set(tensors) | set(self.shapes)) - set(state))
         if strict and unknown:
             raise PlanError(f"load_state_dict: the module has no {', '.join(unknown)}; remove them, or set strict=False")
         if strict and missing:
@@ -312,11 +356,15 @@ class ParallelizedModule(ParallelModel, nn.Module):
                 there = tuple(state[name].shape)
                 raise PlanError(f"load_state_dict: {name} has shape {shape} in the module, but {there} in the state")
         self.reshard()
-        for name in tensors.keys() & state.keys():
-            box = local_box(tensors[name])
-            value = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
-            box.local.copy_(box.within(value.reshape(box.shape)))
+        for name, tensor in tensors.items():  # in one order on all ranks, because reading a DTensor may be collective
+            if name in state:
+                local_box(tensor).local.copy_(local_values(name, state[name], tensor))
         return IncompatibleKeys(missing, unknown)
+
+
+def _mark_state(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Marks shares in a state that torch collected, for example of a module that contains the parallelized one."""
+    mark_shares(tensor for name, tensor in state.items() if name.startswith(prefix))
 
 
 @dataclass
@@ -400,6 +448,7 @@ def lay_out(
     place = torch.device(device) if device is not None else accelerator.current()
     topology = Topology.of(layout, place)
     skeleton = of_module(source, place) if isinstance(source, nn.Module) else of_builder(source, seed)
+    refuse_compiled(skeleton.module)
     prepare(skeleton.module)
     refuse_narrow(skeleton, DTYPES[compute])
     _lie_in_order(skeleton.module)

@@ -1,6 +1,7 @@
 """Runs the pipeline stages of one rank in the order of a torch schedule."""
 
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,9 @@ def _accumulate(part: nn.Module) -> None:
             after_backward(module)
 
 
+_WRAPPED = re.compile(r"[Ff]ailed to run (forward|stage backward)")
+"""The first line of the errors in which torch wraps what a stage raises; the rest lists shapes."""
+
 Agree = Callable[[list[str]], list[str]]
 
 
@@ -154,6 +158,7 @@ class PipelineRunner:
 
         Raises:
             PlanError: micro-batches differ in shape, or the schedule does not support their number.
+            Exception: what a stage raises, in place of the error in which torch wraps it; a note names the stage.
         """
         self._work = work = _Scored(divisor, batches)
         numbers = torch.arange(len(batches))
@@ -163,9 +168,12 @@ class PipelineRunner:
                 # The last stage returns the loss, so torch's loss function only returns its argument; the target is not used.
                 schedule.step(micro_batch=numbers, target=numbers)
         except RuntimeError as error:
-            if isinstance(error.__cause__, ForgeError):  # torch wraps what a stage raises
-                raise error.__cause__ from None
-            raise
+            cause, what = error.__cause__, str(error).strip().partition("\n")[0].rstrip(":")
+            if not isinstance(cause, Exception) or not _WRAPPED.search(what):
+                raise
+            if not isinstance(cause, ForgeError):
+                cause.add_note(what)
+            raise cause from None
         self._work = None
         return [terms for _, terms in sorted(work.terms.items())]
 

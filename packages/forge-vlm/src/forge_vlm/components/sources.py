@@ -226,8 +226,8 @@ class VideoFrames(VideoSource):
     format: ClassVar[str] = "video_frames"
 
     path: str
-    """A file, a directory, a pattern or a URL of JSON lines: `{ "video": DIRECTORY, "text": ..., "fps": 2 }`; `times`, in seconds
-    of the frames, can replace `fps`."""
+    """A file, a directory, a pattern or a URL of JSON lines: `{ "video": DIRECTORY, "text": ..., "fps": 2 }`; `times`, one for
+    each frame in ascending seconds from 0 on, can replace `fps`."""
     folder: str | None = None
     """Directory of the clips' directories; by default that of the file."""
     video: str = "video"

@@ -114,20 +114,32 @@ class FrameExamples:
             if not _is_number(fps) or fps <= 0:
                 raise BrokenRecord(f"{directory}: fps {fps!r} is not a positive number")
             times = [number / fps for number in range(len(files))]
-        if (
-            not isinstance(times, list)
-            or not all(map(_is_number, times))
-            or len(times) != len(files)
-            or any(after <= before for before, after in pairwise(times))
-        ):
-            raise BrokenRecord(f"{directory}: times must be ascending, with one time for each of {len(files)} frames")
+            if not isfinite(times[-1]):
+                raise BrokenRecord(f"{directory}: fps {fps!r} is too small, because the time of the last frame is not finite")
+        elif not isinstance(times, list) or len(times) != len(files):
+            there = f"there are {len(times)}" if isinstance(times, list) else f"times is {times!r}"
+            raise BrokenRecord(f"{directory}: times must be ascending, one time for each of {len(files)} frames, but {there}")
+        if fault := _fault_of(times):
+            raise BrokenRecord(f"{directory}: {fault}")
+        if times[0] < 0:
+            raise BrokenRecord(f"{directory}: times[0] = {times[0]!r} is not a time in seconds, 0 or more")
         return tuple((float(times[n]), f"{reference}/{files[n]}") for n in choose_frames(times, self._count))
+
+
+def _fault_of(times: Sequence[Any]) -> str | None:
+    """Says which of these times cannot be one of a clip's, and why; None if they are finite and ascending."""
+    for number, time in enumerate(times):
+        if not _is_number(time):
+            return f"times[{number}] = {time!r} is not a time in seconds"
+        if number and time <= times[number - 1]:
+            return f"times must be ascending, but times[{number}] = {time!r} follows {times[number - 1]!r}"
+    return None
 
 
 def _is_number(value: Any) -> bool:
     """Whether a JSON value is a number that is finite in fp64."""
     try:
-        return isinstance(value, int | float) and isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
     except OverflowError:
         return False
 
@@ -196,12 +208,19 @@ class VideoExamples:
         """Returns a frame as an uncompressed image file.
 
         Raises:
-            DataError: the clip does not exist any more, or cannot be decoded.
+            DataError: the clip does not exist any more, cannot be decoded, or does not have the frame.
         """
         name, _, place = reference.rpartition("#")
         numbers, _, wanted = place.rpartition("@")
-        frames = tuple(map(int, numbers.split(",")))
-        return self._frames(name, frames)[frames.index(int(wanted))]
+        if not name or not wanted:
+            raise DataError(f"{reference!r} is not a reference to a frame, such as clip.mp4#0,7,14@7; prepare the data again")
+        listed = numbers.split(",")
+        frames = tuple(int(number) for number in listed if number.isdecimal())
+        if len(frames) != len(listed) or any(after <= before for before, after in pairwise(frames)):
+            raise DataError(f"{name} has no frames {numbers!r}; frames are numbers from 0 on, ascending; prepare the data again")
+        if wanted not in listed:
+            raise DataError(f"{name}: frame {wanted} is not one of the selected frames {numbers}; prepare the data again")
+        return self._frames(name, frames)[listed.index(wanted)]
 
     def is_there(self, reference: str) -> bool:
         """Whether the clip's file exists."""
@@ -304,7 +323,12 @@ def choose_frames(times: Sequence[float], count: int) -> list[int]:
     Args:
         times: in seconds, ascending.
         count: maximum number of frames.
+
+    Raises:
+        DataError: a time is not finite, or times do not ascend.
     """
+    if fault := _fault_of(times):
+        raise DataError(f"frames cannot be chosen: {fault}; correct the times of the clip")
     if len(times) <= count:
         return list(range(len(times)))
     moments = np.linspace(times[0], times[-1], count) if count > 1 else [(times[0] + times[-1]) / 2]
