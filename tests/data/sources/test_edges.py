@@ -10,7 +10,7 @@ from forge_data.sources import megatron
 from forge_data.sources.arrays import ArrayWriter, open_tokens
 from forge_data.sources.megatron import HEAD, MAGIC, Index, open_megatron, pairs
 from forge_data.sources.records import grouped, ids_of, in_split
-from forge_data.storage import document_ends
+from forge_data.storage import shards
 from forge_data.storage.files import find_one
 
 
@@ -74,7 +74,7 @@ def test_the_list_of_documents_ends_with_the_last_sequence(tmp_path: Path) -> No
 def test_a_sequence_that_begins_elsewhere_is_found_in_every_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(document_ends, "_PART", 5)
+    monkeypatch.setattr(shards, "_PART", 5)
     pointers = [6 * each for each in range(10)]
     pointers[number] += 2
     path = dataset(tmp_path, [3] * 10, list(range(11)), [6 * each for each in range(10)])

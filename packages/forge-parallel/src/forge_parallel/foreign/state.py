@@ -41,18 +41,14 @@ def mark_shares(tensors: Iterable[Any]) -> None:
 def equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal; of DTensors that are sharded alike, this rank's shares. `torch.equal` would communicate with
     all ranks, also with those of other pipeline stages, which do not have these tensors."""
-    if (
-        isinstance(one, DTensor)
-        and isinstance(other, DTensor)
-        and (one.device_mesh, one.placements)
-        == (
-            other.device_mesh,
-            other.placements,
-        )
-    ):
+    if isinstance(one, DTensor) and isinstance(other, DTensor) and _sharding(one) == _sharding(other):
         return torch.equal(local_box(one).local, local_box(other).local)
     whole = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in (one, other)]
     return torch.equal(*whole)
+
+
+def _sharding(tensor: DTensor) -> tuple[Any, ...]:
+    return tensor.device_mesh, tensor.placements
 
 
 def local_values(name: str, value: Tensor, target: Tensor) -> Tensor:
