@@ -19,6 +19,7 @@ from forge_core.registry import Entry, Registry, installed
 from forge_train import cli
 from forge_train.recipe.load import load_recipe
 from forge_train.recipe.schema import Job
+from harness import commands
 
 Result = subprocess.CompletedProcess[str]
 PRESETS = [entry.name for entry in installed() if entry.group == "forge.presets"]
@@ -44,9 +45,7 @@ def forge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resu
 
     def run(*arguments: str, path: Path | None = None) -> Result:
         environment = {**os.environ, "COLUMNS": "200"} | ({"PYTHONPATH": str(path)} if path else {})
-        return subprocess.run(
-            [sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, env=environment, check=False, timeout=60
-        )
+        return commands.run("-c", PROBE, *arguments, env=environment, timeout=60, torch=False)
 
     return run
 

@@ -1,4 +1,4 @@
-"""Explanations, the schema for editors, plain words and the console."""
+"""Explanations, the schema for editors, plain words, the console, and quantities for people."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from forge_core.config.toml import to_toml
 from forge_core.config.tree import Table, build, plain
 from forge_core.config.validation import resolve, walk
 from forge_core.errors import ConfigError, Fault, ForgeError
-from forge_core.terminal import Console
+from forge_core.terminal import Console, clock, count, duration, size
 
 RECIPE = """
 [model]
@@ -199,3 +199,22 @@ def test_tables_are_tab_separated_off_a_terminal_and_colored_on_one(monkeypatch:
     plain_ = Terminal()
     Console(out=plain_).table(("name", "value"), [("x", 1)])
     assert "\x1b[3" not in plain_.getvalue() and "x" in plain_.getvalue()
+
+
+def test_sizes() -> None:
+    assert [size(count) for count in (0, 1023, 1024, 3 * 2**30 // 2, 5 * 2**50)] == [
+        "0 B",
+        "1,023 B",
+        "1.00 KiB",
+        "1.50 GiB",
+        "5,120.00 TiB",
+    ]
+
+
+def test_durations() -> None:
+    assert [duration(v) for v in (-1, 0.4, 45, 220, 3723)] == ["0 s", "0 s", "45 s", "3 min 40 s", "1 h 02 min"]
+    assert [clock(v) for v in (0.4, 220, 3723)] == ["0:00", "3:40", "1:02:03"]
+
+
+def test_counts() -> None:
+    assert [count(v) for v in (0, 950, 21300, 1.4e6, 2e9)] == ["0", "950", "21.3k", "1.4M", "2.0G"]

@@ -1,6 +1,5 @@
 """Benchmarks that only an accelerator or an idle machine can run in earnest: their logic, on a CPU and tiny."""
 
-import subprocess
 import sys
 from argparse import Namespace
 from importlib import import_module
@@ -11,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from forge_core.registry import Registry
+from harness import commands
 from harness.closeness import below
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -32,8 +32,7 @@ def script(monkeypatch):
 
 
 def run(*arguments):
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = commands.run(*map(str, arguments), timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

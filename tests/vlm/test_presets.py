@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 import forge_vlm.presets
 from forge_core.registry import Registry
 from forge_train.recipe.load import load_recipe
+from harness import commands
 
 FOLDER = Path(forge_vlm.presets.__file__).parent
 EVERY = sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -80,8 +79,7 @@ NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 
 def run(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "forge_train", "run", *arguments, f"--job.dir={folder}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=900, check=False)
+    done = commands.run("-m", "forge_train", "run", *arguments, f"--job.dir={folder}", cwd=folder, timeout=900)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ seed = 1
 """
 )
 EXPERTS = RECIPE.replace("[data]", "[model.moe]\nexperts = 4\nfirst_dense = 1\n\n[data]", 1)
+Whole = tuple[dict[str, Any], dict[int, dict[str, float]]]
 SAVE = '{name="save"}'
 LOOK = '{name="inside", every=2, rows=3, tokens=24'
 
@@ -63,6 +65,14 @@ def written(directory: Path) -> dict[int, dict[str, float]]:
 def recipe(tmp_path: Path) -> Path:
     (tmp_path / "tiny.toml").write_text(RECIPE)
     return tmp_path / "tiny.toml"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """What an uninterrupted run with the hook ended with, and what the hook logged."""
+    file = tmp_path_factory.mktemp("whole") / "tiny.toml"
+    file.write_text(RECIPE)
+    return run(file, "whole", hooks()), written(file.parent / "whole")
 
 
 def run(recipe: Path, name: str, *more: str) -> dict[str, Any]:
@@ -130,15 +140,15 @@ def lens_losses_with_documents(model: Any, batch: Any) -> list[float]:
         ]
 
 
-def test_a_run_with_it_is_the_run_without_it_also_when_it_is_cut_in_two(recipe: Path) -> None:
+def test_a_run_with_it_is_the_run_without_it_also_when_it_is_cut_in_two(recipe: Path, whole: Whole) -> None:
     without = run(recipe, "without", f"--hooks=[{SAVE}]")
-    whole = run(recipe, "whole", hooks())
-    assert whole["losses"] == without["losses"]
-    assert whole["weights"] == without["weights"]
+    ended, expected = whole[0], deepcopy(whole[1])
+    assert ended["losses"] == without["losses"]
+    assert ended["weights"] == without["weights"]
     run(recipe, "cut", hooks(), "--train.stop_at=5")
     rest = run(recipe, "cut", hooks())
     assert rest["weights"] == without["weights"]
-    found, expected = written(recipe.parent / "cut"), written(recipe.parent / "whole")
+    found = written(recipe.parent / "cut")
     assert found.pop(5)  # where it stopped, and what the look at step 6 has before it
     for values in (found[6], expected[6]):
         assert values.pop("inside/blocks.0/cka_previous")
@@ -149,14 +159,13 @@ def test_a_run_with_it_is_the_run_without_it_also_when_it_is_cut_in_two(recipe: 
     assert len(kept) <= 7
 
 
-def test_a_run_goes_back_to_what_its_checkpoint_was_compared_with(recipe: Path) -> None:
+def test_a_run_goes_back_to_what_its_checkpoint_was_compared_with(recipe: Path, whole: Whole) -> None:
     """Looks behind the checkpoint that a run goes on from are void."""
-    whole, cut = recipe.parent / "whole", recipe.parent / "cut"
-    run(recipe, "whole", hooks())
+    cut = recipe.parent / "cut"
     with pytest.raises(KeyboardInterrupt):
         interrupted(recipe, 5)
     run(recipe, "cut", hooks())  # from step 3, behind which there was a look already
-    assert written(cut) == written(whole)
+    assert written(cut) == whole[1]
     for file in (cut / "inside").iterdir():
         file.unlink()
     run(recipe, "cut", hooks(), "--train.max_steps=10")
@@ -181,9 +190,10 @@ def interrupted(recipe: Path, step: int) -> None:
     fit(made)
 
 
-def test_a_run_of_before_the_hook_moved_to_this_package_goes_on(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_before_the_hook_moved_to_this_package_goes_on(
+    recipe: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its checkpoint names forge-train as the distribution of the hook, and keeps the state of the hook under that name."""
-    run(recipe, "whole", hooks())
     today = list(installed())
     before = [replace(part, distribution="forge-train") if part.name == "inside" else part for part in today]
     with monkeypatch.context() as earlier:
@@ -197,7 +207,7 @@ def test_a_run_of_before_the_hook_moved_to_this_package_goes_on(recipe: Path, mo
     made, _ = prepared(recipe, [f"--job.dir={recipe.parent / 'cut'}", hooks()])
     assert next(hook.last for hook in made.hooks if isinstance(hook, Inside)) == 2
     fit(made)
-    found, expected = written(recipe.parent / "cut"), written(recipe.parent / "whole")
+    found, expected = written(recipe.parent / "cut"), whole[1]
     assert found[6]["inside/blocks.0/cka_first"] == expected[6]["inside/blocks.0/cka_first"]
     assert "inside/blocks.0/cka_previous" in found[4], "compared with the look of the checkpoint"
     facts = open_manifest(LocalStore(recipe.parent / "cut" / "checkpoints"), "step-00000006")[0].meta

@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from schedulefree import AdamWScheduleFree
 
 from forge_core.layout import Layout
+from forge_core.protocols.model import NamedTensor
 from forge_core.registry import Registry
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.parallel_model import ParallelModel, gathered
@@ -15,6 +18,7 @@ from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup, Settings
+from forge_parallel.optim.schedule_free import ScheduleFree
 from forge_parallel.placement.topology import Topology
 from forge_parallel.sections import PipelineConfig
 from forge_parallel.step.step import Step
@@ -120,3 +124,28 @@ def test_groups_in_a_layout_are_those_of_one_process(world: World, name: str) ->
     expected = ours(name, "1", "", True)
     for found in world.run(ours, 4, name, "dp2tp2", "", True):
         _equal(found, expected)
+
+
+LR, BETAS, EPS, DECAY = 3e-3, (0.85, 0.97), 1e-8, 0.2
+
+
+def test_steps_of_a_smaller_rate_weigh_as_much_in_the_mean_as_those_of_the_largest() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    ours, theirs = (start.clone().requires_grad_() for _ in range(2))
+    model: Any = SimpleNamespace(trainable=lambda: [NamedTensor("w", ours, "matrix")])
+    optimizer = ScheduleFree(model, LR, BETAS, EPS, DECAY)
+    other = AdamWScheduleFree([theirs], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False)
+    other.train()
+    for step in range(12):
+        factor = 1.0 if step < 4 else 0.3
+        gradient = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+        ours.grad, theirs.grad = gradient, gradient.clone()
+        optimizer.set_factor(factor)
+        other.param_groups[0]["lr"] = LR * factor
+        optimizer.step()
+        other.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    other.eval()
+    with optimizer.averaged():
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)

@@ -12,12 +12,13 @@ from torch.optim import _muon as theirs
 from forge_core.layout import Layout
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
+from forge_parallel.optim.groups import ParameterGroup
 from forge_parallel.optim.optimizers import MuonConfig
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from harness.siblings import fast
-from parallel.compositions.rows import DECODER, EXPERTS, VOCAB, measured
+from parallel.compositions.rows import DECODER, EXPERTS, VOCAB, case_of, measured
 from parallel.one_process import alone
 from parallel.tiny import VOCAB as FEW
 from parallel.tiny import Tiny, cross_entropy
@@ -139,3 +140,22 @@ def test_fused_matrices_and_the_other_conventions_equal_torch(world: World, layo
 
 def _fused(case: Case, layout: str) -> Measurement:
     return measure(case, Plan.of([FullyShard()], Layout.parse(layout)), CPU)
+
+
+HALVED = "blocks.*.attention.*"
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("1", 1), ("dp2", 2)])
+def test_half_the_rate_is_half_the_step(world: World, layout: str, ranks: int) -> None:
+    row = frozenset({"muon", "accumulate"} | ({"dp_shard"} if ranks > 1 else set()))
+    plain = replace(case_of(row), steps=1, rows=8, micro_batch=1)
+    whole = alone(measured, plain, "1", row)
+    groups = (ParameterGroup(match=HALVED, lr=0.5),)
+    for found in world.run(measured, ranks, replace(plain, groups=groups), layout, row):
+        halved = 0
+        for name, before in whole.initial.items():
+            factor = 0.5 if ".attention." in name else 1.0
+            halved += factor != 1
+            expected = before + factor * (whole.weights[name] - before)
+            torch.testing.assert_close(found.weights[name], expected, rtol=1e-9, atol=1e-11, msg=lambda t, n=name: f"{n}: {t}")
+        assert halved > 0

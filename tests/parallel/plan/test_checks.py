@@ -1,7 +1,8 @@
-"""Rules across sections: refused before torch is imported, with the keys that mend it."""
+"""Rules across sections, refused before torch is imported; and what ranks would refuse when they lay out the model."""
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,14 +10,22 @@ import pytest
 
 from forge_core.features import Use, interact
 from forge_core.layout import Layout
+from forge_models.components.attentions import GQA
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
+from forge_models.shape import Losses, Rope
 from forge_parallel.checks import (
     batch_fits,
     compiled_recompute_fits,
     compositions_are_proven,
+    float8_can_multiply,
     float8_fits,
+    left_to_the_start,
     nodes_fit,
     rows_can_be_cut,
+    rows_can_be_shared,
     sequence_can_be_cut,
+    tensors_can_be_cut,
 )
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.context.transform import ContextParallel
@@ -26,6 +35,7 @@ from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.proofs import unproven
+from forge_vlm.components.model import VLM
 from parallel.compositions.rows import decoder_of, names
 
 
@@ -191,3 +201,73 @@ def test_checks_import_no_torch() -> None:
     modules = "forge_parallel.checks, forge_parallel.model.plan, forge_parallel.launch.environment"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+DECODER = DecoderConfig(dim=32, heads=4, kv_heads=2, layers=2, ffn_dim=32, vocab_size=64)
+DYNAMIC = Rope(scaling="dynamic", factor=2.0, original_max_length=16)
+
+
+def keys(model: Any, layout: str, **transforms: Any) -> list[str]:
+    job = SimpleNamespace(model=model, transforms=transforms)
+    checks = (tensors_can_be_cut, rows_can_be_shared, float8_can_multiply)
+    return [fault.key for check in checks for fault in check(job, Layout.parse(layout))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "transforms", "found"),
+    [
+        ({}, "tp4", {}, []),
+        ({}, "tp8", {}, ["model.heads"]),
+        ({"heads": 6, "kv_heads": 3, "head_dim": 8}, "tp2", {}, ["model.kv_heads"]),
+        ({"heads": 6, "kv_heads": 2, "head_dim": 8}, "tp3", {}, ["model.kv_heads"]),
+        ({"ffn_dim": 3, "vocab_size": 5}, "tp4", {}, ["model.vocab_size", "model.ffn_dim"]),
+        ({"heads": 2, "ffn_dim": 3}, "tp4", {}, ["model.heads", "model.ffn_dim"]),
+        ({"moe": MoEConfig(experts=4, losses=Losses(sequence=0.1))}, "tp2", {}, ["model.moe.losses.sequence"]),
+        (
+            {"moe": MoEConfig(experts=4, losses=Losses(sequence=0.1))},
+            "tp2",
+            {"tensor": TensorParallel(sequence_parallel=False)},
+            [],
+        ),
+        ({"rope": DYNAMIC}, "cp2", {}, ["model.rope.scaling"]),
+        ({}, "cp4", {"context": ContextParallel(kind="ulysses")}, []),
+        ({}, "cp4tp2", {"context": ContextParallel(kind="ulysses")}, ["transforms.context.kind"]),
+        ({}, "cp8", {"context": ContextParallel(kind="ulysses")}, ["transforms.context.kind"]),
+        ({"attention": GQA(soft_cap=5.0)}, "cp2", {"context": ContextParallel(kind="ring")}, ["transforms.context.kind"]),
+        ({"attention": GQA(soft_cap=5.0)}, "cp2", {}, []),
+        ({}, "1", {"float8": Float8()}, []),
+        ({}, "tp4", {"float8": Float8()}, ["transforms.float8"]),
+        ({"kv_heads": 4}, "tp2", {"float8": Float8()}, []),
+        ({"ffn_dim": 40}, "1", {"float8": Float8()}, ["transforms.float8"]),
+        ({"ffn_dim": 40}, "1", {"float8": Float8(exclude=["*.mlp.*"])}, []),
+        ({}, "1", {"float8": Float8(include=["*.nothing"])}, ["transforms.float8"]),
+        ({}, "1", {"float8": Float8(exclude=["*"])}, ["transforms.float8"]),
+        ({}, "1", {"float8": Float8(experts=True)}, ["transforms.float8.experts"]),
+        ({"moe": MoEConfig(experts=4), "head_dim": 16}, "dp2tp2etp2", {"float8": Float8(experts=True)}, []),
+        (
+            {"moe": MoEConfig(experts=4, ffn_dim=16), "head_dim": 16},
+            "dp2tp2etp2",
+            {"float8": Float8(experts=True)},
+            ["transforms.float8.experts"],
+        ),
+    ],
+)
+def test_e7_what_ranks_would_refuse(changes: dict[str, Any], layout: str, transforms: dict[str, Any], found: list[str]) -> None:
+    assert keys(replace(DECODER, **changes), layout, **transforms) == found
+
+
+def test_e7_a_model_without_a_shape_is_judged_when_it_is_built() -> None:
+    assert keys(SimpleNamespace(), "dp2tp2cp2", float8=Float8(include=["nothing"])) == []
+    assert keys(SimpleNamespace(shape=(3, 4)), "dp2tp2cp2") == [], "a shape of another kind"
+
+
+def test_what_is_left_to_the_start_is_named() -> None:
+    def left(model: Any, layout: str, **transforms: Any) -> tuple[str, ...]:
+        return left_to_the_start(SimpleNamespace(model=model, transforms=transforms), Layout.parse(layout))
+
+    unknown = SimpleNamespace()
+    assert left(unknown, "dp2") == ()
+    assert left(unknown, "dp2tp2cp2", float8=Float8()) == ("parallel.tp", "parallel.cp", "transforms.float8")
+    assert left(DECODER, "dp2tp2cp2", float8=Float8()) == ()
+    images = VLM(dim=32, heads=4, layers=2, vocab_size=64)
+    assert left(images, "tp2", float8=Float8()) == ("transforms.float8",), "a fusion may add layers"

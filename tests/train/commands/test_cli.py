@@ -13,14 +13,14 @@ import pytest
 
 from forge_train.cli import main
 from forge_train.trackers import read_metrics
+from harness import commands
 from train.runs import TINY
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
 
 
 def forge(directory: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "forge_train", *arguments]
-    return subprocess.run(command, cwd=directory, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=120)
+    return commands.run("-m", "forge_train", *arguments, cwd=directory, env=ENVIRONMENT | environment)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Receipts: what a plugin brings is refused in a layout until somebody has measured it there, and again when code changes."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from forge_core.registry import Registry
 from forge_parallel.checks import compositions_are_proven
 from forge_parallel.verify import proofs
 from forge_train.recipe.load import load_recipe
+from harness import commands
 
 PLUGIN = '''
 """A feed-forward part of somebody else."""
@@ -54,8 +54,7 @@ def test_a_part_of_a_plugin_is_refused_in_a_layout_until_a_receipt_shows_it(keys
     message = refused(keys)
     assert "model.mlp of mine.py" in message and "--layouts dp2 --record DIR" in message
     folder = tmp_path / "proofs"
-    command = [sys.executable, "-m", "forge_train", "parity", "debug", *keys[:-1], "--layouts", "dp2", "--record", str(folder)]
-    measured = subprocess.run(command, capture_output=True, text=True, check=False)
+    measured = commands.run("-m", "forge_train", "parity", "debug", *keys[:-1], "--layouts", "dp2", "--record", str(folder))
     assert measured.returncode == 0, measured.stderr
     (file,) = folder.glob("*.json")
     (receipt,) = proofs.read(folder)

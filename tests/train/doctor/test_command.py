@@ -2,21 +2,19 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forge_train.doctor.runner import ACCEPTANCE, QUICK
+from harness import commands
 
 
 def said(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit code and the JSON document."""
-    command = [sys.executable, "-m", "forge_train", "doctor", *arguments, "--json"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False)
+    done = commands.run("-m", "forge_train", "doctor", *arguments, "--json", cwd=folder, env=environment, timeout=300)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 

@@ -27,31 +27,37 @@ def trained(folder: Path, fusion: str, *more: str) -> Path:
     return folder / "run"
 
 
-def test_a_joint_run_becomes_llava_and_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = trained(tmp_path, "joint_decoder")
-    assert run("convert", "--from", "forge", "--to", "hf", directory, tmp_path / "hf", "--json") == 0
+@pytest.fixture(scope="module")
+def joint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a joint run, which tests read only."""
+    return trained(tmp_path_factory.mktemp("joint"), "joint_decoder")
+
+
+def test_a_joint_run_becomes_llava_and_comes_back(joint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("convert", "--from", "forge", "--to", "hf", joint, tmp_path / "hf", "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert "largest difference from the format's own library" in said["notes"][-1]
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "llava"
     assert run("convert", "--from", "hf", "--to", "forge", tmp_path / "hf", tmp_path / "back") == 0
-    first, last = (open_weights(place, Registry()) for place in (directory, tmp_path / "back"))
+    first, last = (open_weights(place, Registry()) for place in (joint, tmp_path / "back"))
     before, after = first.read(list(first.tensors)), last.read(list(last.tensors))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_folder_that_computes_something_else_is_moved_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_computes_something_else_is_moved_away(
+    joint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The comparison looks at images: a tower that differs is found."""
     from forge_models.hf.converter import HfConverter
 
-    directory = trained(tmp_path, "joint_decoder")
     whole = HfConverter.reference
 
     def blind(self: HfConverter, path: Path, tokens: torch.Tensor, extras: dict[str, torch.Tensor]) -> torch.Tensor | str:
         return whole(self, path, tokens, {**extras, "images": -extras["images"]})
 
     monkeypatch.setattr(HfConverter, "reference", blind)
-    assert run("convert", "--from", "forge", "--to", "hf", directory, tmp_path / "hf") != 0
+    assert run("convert", "--from", "forge", "--to", "hf", joint, tmp_path / "hf") != 0
     assert (tmp_path / "hf.refused").is_dir()
     assert not (tmp_path / "hf").exists()
 
@@ -81,14 +87,13 @@ def test_other_fusions_are_exported_and_come_back(
     assert all(torch.equal(after[name], tensor) for name, tensor in first.read(list(after)).items())
 
 
-def test_a_run_starts_from_a_llava_folder(tmp_path: Path) -> None:
-    directory = trained(tmp_path, "joint_decoder")
-    assert run("convert", "--from", "forge", "--to", "hf", directory, tmp_path / "hf") == 0
+def test_a_run_starts_from_a_llava_folder(joint: Path, tmp_path: Path) -> None:
+    assert run("convert", "--from", "forge", "--to", "hf", joint, tmp_path / "hf") == 0
     words = [f"--job.dir={tmp_path / 'next'}", "--train.max_steps=3", "--model.name=vlm", "--model.max_length=64"]
     words += [f"--model.encoder={{name='clip', path='{tmp_path / 'hf'}'}}", "--model.fusion={name='joint_decoder'}"]
     words += [f"--start.weights={tmp_path / 'hf'}", "--start.exclude=['encoder.*']"]
-    training, _ = prepared(tmp_path / "tiny.toml", words)
-    wanted = open_weights(directory, Registry())
+    training, _ = prepared(joint.parent / "tiny.toml", words)
+    wanted = open_weights(joint, Registry())
     found = {name: tensor for name, tensor in training.model.tensors() if name in wanted.tensors}
     read = wanted.read(list(found))
     assert len(found) == len(wanted.tensors)
