@@ -1,13 +1,17 @@
 """`forge-train launch local|slurm|kubernetes RECIPE`: starts a run on this machine, or as a job of a cluster. No torch."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from forge_core.errors import ForgeError, LayoutError
+from forge_core.registry import Registry
 from forge_core.terminal import Console
 from forge_train.commands.options import OverridesCommand, RecipePath
 from forge_train.launch.cluster import check_run, load_cluster, split_overrides
+from forge_train.recipe.load import load_recipe
 
 launch = typer.Typer(
     add_completion=False,
@@ -98,16 +102,70 @@ def local(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept until the new run saves a checkpoint.")
     ] = False,
+    machines: Annotated[int, typer.Option("--machines", min=1, help="Machines on which this command is started.")] = 1,
+    machine: Annotated[int, typer.Option("--machine", min=0, help="Number of this machine, from 0.")] = 0,
+    address: Annotated[str, typer.Option("--address", help="Host name of machine 0.", show_default=False)] = "",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Free port of machine 0.")] = 29500,
+    attempt: Annotated[int, typer.Option("--attempt", min=0, help="Number of earlier starts of the job.")] = 0,
 ) -> None:
     """Start one rank per GPU of this machine; ranks restart together. Any key can be set: --optimizer.lr=1e-3
 
     The same as `forge-train run RECIPE --processes N`, with N counted. Refused recipes are refused before any rank starts. The
     ranks share the cores of the machine; signals reach all of them, and the exit code is that of the rank that failed first.
+
+    On several machines without a scheduler that starts ranks, start this command on each: --machines 2 --machine 0 --address HOST
+    and --machines 2 --machine 1 --address HOST. All of them have to be started again together.
     """
-    from forge_core.registry import Registry
-    from forge_train.process.restarts import devices, supervised
-    from forge_train.recipe.load import load_recipe
+    from forge_train.process.restarts import Machines, devices, supervised
 
     size = processes or max(1, devices())
-    load_recipe(recipe, context.args, size, Registry(), here=True)
-    raise typer.Exit(supervised(recipe, context.args, fresh, size, restarts, min_processes))
+    if machine >= machines:
+        raise LayoutError(f"--machine = {machine}, but --machines = {machines}: machines have the numbers 0 to {machines - 1}")
+    if machines > 1 and not address:
+        raise LayoutError(f"--machines = {machines} needs --address, the host name of machine 0")
+    load_recipe(recipe, context.args, size * machines, Registry(), here=True)
+    job = Machines(machines, machine, address, port, attempt) if address else None
+    raise typer.Exit(supervised(recipe, context.args, fresh, size, restarts, min_processes, job))
+
+
+@launch.command(cls=OverridesCommand, context_settings=_OPEN)
+def kubernetes(
+    context: typer.Context,
+    recipe: RecipePath,
+    cluster: _ClusterFile = None,
+    nodes: _Nodes = None,
+    gpus_per_node: _Gpus = None,
+    ranks_per_node: _Ranks = None,
+    image: _Image = None,
+    volume: Annotated[
+        str | None, typer.Option("--volume", help="PersistentVolumeClaim for the run's directory.", show_default=False)
+    ] = None,
+    kind: Annotated[str | None, typer.Option("--kind", help="jobset (default) or pytorchjob.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Write the manifest to this file.", show_default=False)] = None,
+) -> None:
+    """Print a manifest for kubectl: a JobSet or a PyTorchJob that resumes. Any key can be set: --optimizer.lr=1e-3
+
+    The manifest has the resolved recipe and one pod per node. All pods restart after a failure or a preemption, and resume from
+    the newest checkpoint on the volume; none restarts after a refusal. Use: ... | kubectl apply -f -
+
+    Keys of the cluster file can be set as well: --kubernetes.namespace=lab --kubernetes.memory=200Gi
+    """
+    from forge_train.launch.kubernetes import as_yaml, kubernetes_manifests
+
+    own, overrides = split_overrides(context.args)
+    options = {"nodes": nodes, "gpus_per_node": gpus_per_node, "ranks_per_node": ranks_per_node}
+    layers = [*_layer("kubernetes", **options, volume=volume, kind=kind), *_layer("container", image=image), *own]
+    described = load_cluster(cluster, layers)
+    resolved = load_recipe(recipe, overrides, described.kubernetes.nodes * described.kubernetes.ranks, Registry())
+    console = Console()
+    for warning in resolved.warnings:
+        console.note(f"warning: {warning}")
+    text = as_yaml(kubernetes_manifests(resolved, described))
+    if output is None:
+        console.text(text.rstrip("\n"))
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as cause:
+        raise ForgeError(f"the manifest cannot be written to {output}: {cause.strerror}; choose another --output") from cause
+    console.text(f"wrote {output}; start the run with `kubectl apply -f {output}`")
