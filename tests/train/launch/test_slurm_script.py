@@ -150,7 +150,7 @@ def test_fault_32_the_signal_is_not_that_of_the_profiler(tmp_path: Path, slurm: 
 def test_fault_31_a_canceled_job_saves_and_is_not_requeued(tmp_path: Path, slurm: FakeSlurm, state: str) -> None:
     """A preempted job is completing as well: SLURM has requeued it itself."""
     code, output = signaled(tmp_path, slurm, signal.SIGTERM, STATE=state)
-    assert code == 75 and "not requeued here" in output
+    assert code == 75 and "canceled or requeued this job itself" in output
     assert slurm.calls("scontrol") == []
 
 

@@ -69,7 +69,7 @@ told="$(date +%FT%T) job $job ended with code $code"
 if [ "$again" = yes ]; then
   case "$(timeout 60 squeue --noheader --jobs="$job" --format=%T)" in
     CANCEL* | COMPLETING*) # by scancel: it stays canceled. By a preemption: SLURM has already requeued it.
-      echo "$told; SLURM ends this job, so it is not requeued here" ;;
+      echo "$told; SLURM has canceled or requeued this job itself" ;;
     *)
       if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {limit} ]; then
         echo "$told; not requeued again after {limit} requeues (slurm.max_requeues). Submit it again to continue" >&2
