@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from forge_core.errors import ForgeError
+from forge_core.files import lines_of
 from forge_train.launch.cluster import TASK, CheckedRun
 from forge_train.launch.slurm import COMMENT
 
@@ -94,7 +95,7 @@ def _refuse_second(run: CheckedRun, seconds: float) -> None:
         raise ForgeError(
             f"squeue failed, so nothing was submitted, because the run may have a job already: {done.stderr.strip()}"
         )
-    for line in done.stdout.splitlines():
+    for line in lines_of(done.stdout):
         number, _, rest = line.partition("|")
         state, _, comment = rest.partition("|")
         for directory in run.directories:
