@@ -76,6 +76,7 @@ PARTS = {
     },
     "forge.commands": {
         "run": "forge_train.commands.run:run",
+        "launch": "forge_train.commands.launch:launch",
         "parity": "forge_train.commands.parity:parity",
         "prepare": "forge_train.commands.recipe:prepare",
         "check": "forge_train.commands.recipe:check",

@@ -46,11 +46,39 @@ _LOOK_SECONDS = 0.05
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
-def supervised(recipe: str, overrides: Sequence[str], fresh: bool, processes: int, restarts: int, least: int | None) -> int:
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a job on each of which another program, such as Kubernetes, starts this launcher.
+
+    Attributes:
+        count: number of machines; each has the same number of ranks.
+        number: number of this machine, from 0.
+        address: host of rank 0, which is on machine 0.
+        port: port of rank 0.
+        attempt: number of earlier starts of the job.
+    """
+
+    count: int = 1
+    number: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+    attempt: int = 0
+
+
+def supervised(
+    recipe: str,
+    overrides: Sequence[str],
+    fresh: bool,
+    processes: int,
+    restarts: int,
+    least: int | None,
+    machines: Machines | None = None,
+) -> int:
     """Starts the ranks of this machine, restarts them when they fail, and returns the exit code.
 
     Args:
         least: minimum number of ranks with which the run continues if a place is lost; None starts all ranks each time.
+        machines: the other machines of the job; None if all ranks are on this one.
     """
     if (launcher := read_launcher(os.environ).launcher) != "none":
         return _refused(
@@ -58,6 +86,8 @@ def supervised(recipe: str, overrides: Sequence[str], fresh: bool, processes: in
         )
     if fresh and restarts > 0:
         return _refused("--fresh with --restarts would start over after a failure; start over without --restarts")
+    if machines is not None and (restarts > 0 or least is not None):
+        return _refused("ranks on several machines must restart together: remove --restarts and --min-processes")
     fewer = None
     if least is not None:
         if restarts == 0:
@@ -76,7 +106,7 @@ def supervised(recipe: str, overrides: Sequence[str], fresh: bool, processes: in
         sys.stderr.write(f"{line}\n")
 
     with heard(signals.note):
-        return supervise(command, processes, restarts, say, signals, fewer=fewer)
+        return supervise(command, processes, restarts, say, signals, fewer=fewer, machines=machines)
 
 
 def unfit(recipe: str, overrides: Sequence[str], size: int) -> str:
@@ -199,6 +229,7 @@ def supervise(
     signals: Passed | None = None,
     grace: float = 8.0,
     fewer: Fewer | None = None,
+    machines: Machines | None = None,
 ) -> int:
     """Runs ranks and restarts them after failures; returns the exit code of the last start. Reports the cause of each failure.
 
@@ -212,16 +243,18 @@ def supervise(
         signals: stop signals; after one of them, ranks are not restarted.
         grace: see `run_local_ranks`.
         fewer: chooses smaller numbers of ranks after failures; without it, all ranks are started each time.
+        machines: see `run_local_ranks`.
     """
     signals = signals or Passed()
     life, places = 0, list(range(size))
     while True:
-        ended = run_local_ranks(command, places, life, grace, signals)
+        ended = run_local_ranks(command, places, life, grace, signals, machines)
         code = FOLLOWS if ended.code < 0 else ended.code
         if code not in AGAIN or signals.any:
             return code
         if life >= restarts:
-            say(f"{ended.why}; no restarts left (maximum {restarts})")
+            left = "" if machines is not None else f"; no restarts left (maximum {restarts})"
+            say(f"{ended.why}{left}")
             return code
         life += 1
         say(f"{ended.why}; restart {life} of {restarts}, from the newest verified checkpoint")
@@ -232,7 +265,12 @@ def supervise(
 
 
 def run_local_ranks(
-    command: Sequence[str], places: Sequence[int], life: int = 0, grace: float = 8.0, signals: Passed | None = None
+    command: Sequence[str],
+    places: Sequence[int],
+    life: int = 0,
+    grace: float = 8.0,
+    signals: Passed | None = None,
+    machines: Machines | None = None,
 ) -> Ended:
     """Runs a command on one local rank per place until all ranks have ended; kills the others some time after one has failed.
 
@@ -245,15 +283,17 @@ def run_local_ranks(
         life: number of earlier starts of these ranks.
         grace: seconds between the first failure of a rank and killing the others.
         signals: stop signals, which are passed on to all ranks.
+        machines: the other machines of the job, with as many ranks each; None if there are none.
     """
-    size = str(len(places))
-    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RESTART_COUNT": str(life)}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    job = machines or Machines(port=_free_port())
+    first_rank = job.number * len(places)
+    common = {"WORLD_SIZE": str(job.count * len(places)), "LOCAL_WORLD_SIZE": str(len(places))}
+    common |= {"MASTER_ADDR": job.address, "MASTER_PORT": str(job.port), "TORCHELASTIC_RESTART_COUNT": str(job.attempt + life)}
     with tempfile.TemporaryDirectory(prefix="forge-ranks-") as folder:
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank, place in enumerate(places):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), DEVICE: str(place)}
+                own = {"RANK": str(first_rank + rank), "LOCAL_RANK": str(rank), DEVICE: str(place)}
                 own["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error-{rank}"
                 variables = {**os.environ, **common, **own}
                 ranks.append(subprocess.Popen(command, env=variables, preexec_fn=_dies_with_parent()))
@@ -266,7 +306,9 @@ def run_local_ranks(
         if not codes:
             return Ended(0)
         first = next((rank for rank, code in codes.items() if code != FOLLOWS), next(iter(codes)))
-        return Ended(codes[first], f"rank {first} {_cause_of_end(codes[first], Path(folder, f'error-{first}'))}", first)
+        return Ended(
+            codes[first], f"rank {first_rank + first} {_cause_of_end(codes[first], Path(folder, f'error-{first}'))}", first
+        )
 
 
 def _wait(ranks: "Sequence[subprocess.Popen[bytes]]", grace: float, signals: Passed) -> list[int]:
