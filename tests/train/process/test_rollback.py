@@ -106,7 +106,7 @@ def trained(folder: Path, settings: list[str], spoil: Callable[[Run, Back | None
     def started(recipe: Recipe, ranks: JobRanks, *, fresh: bool, back: Back | None) -> Run:
         return spoil(start_run(recipe, ranks, fresh=fresh, back=back), back)
 
-    with mock.patch("forge_train.run.loop.start", started):
+    with mock.patch("forge_train.run.loop.start_run", started):
         return train(*read(folder, settings))
 
 
@@ -187,7 +187,7 @@ def test_a_start_after_a_rollback_has_the_time_of_a_start(tmp_path: Path) -> Non
         timeouts.append(ranks.watch.timeout)
         return spoiled(start_run(recipe, ranks, fresh=fresh, back=back), torch.inf, bad=[5, 6])
 
-    with mock.patch("forge_train.run.loop.start", started):
+    with mock.patch("forge_train.run.loop.start_run", started):
         run, _ = train(recipe, ranks)
     assert run.health.rollbacks == 1 and run.watch.timeout == 33
     assert timeouts == [77, 77]
