@@ -75,8 +75,8 @@ def goodput(starts: Sequence[RunStart], segments: Sequence[MetricsSegment]) -> G
     known = any(start.end or each.last for start, each in zip(starts, spent, strict=True))
     if not known or any(start.began is None for start in starts):
         return None
-    lost, steps, now = dict.fromkeys(CAUSES, 0.0), 0.0, None
-    wall, by_itself = 0.0, True
+    lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+    wall, steps, now, by_itself = 0.0, 0.0, None, True
     for number_, (start, each) in enumerate(zip(starts, spent, strict=True)):
         began = start.began or 0.0
         if now is None:

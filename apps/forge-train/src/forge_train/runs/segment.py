@@ -161,13 +161,13 @@ class MetricsSegment:
                 high = guess
             else:
                 low = guess
-        before = None
+        before = b""
         for text in self.forward(low):
             there = _logged_step(text)
             if there is not None and there > step:
-                return before and line_of(before), line_of(text)
+                return line_of(before), line_of(text)
             before = before if there is None else text
-        return before and line_of(before), None
+        return line_of(before), None
 
     def _logged(self, at: int) -> Iterator[MetricsLine]:
         return (line for text in self.forward(at) if (line := line_of(text)) and line.is_of_log)
