@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from forge_train.report.record import read_record
@@ -52,7 +53,8 @@ def lengthen(run: Path, lines: int) -> None:
         entry["metrics"] = len(written)
         entry["step"] += shift
         for line in filter(None, content[borders[number] : borders[number + 1]].split(b"\n")):
-            item = json.loads(line)
+            with suppress(ValueError):  # the kill may have cut a line off
+                item = json.loads(line)
             if "rewind" in item:
                 written += json.dumps(item | {"rewind": item["rewind"] + shift}).encode() + b"\n"
                 continue
