@@ -158,3 +158,20 @@ def test_every_second_has_one_cause(tmp_path: Path, seed: int) -> None:
     assert min(found.steps, *found.lost.values()) >= -1e-6
     assert found.steps + sum(found.lost.values()) == pytest.approx(found.wall)
     assert 0 <= found.share <= 1
+
+
+def test_a_pause_before_the_first_line_is_no_start_up(tmp_path: Path) -> None:
+    """It owns the directory at 10, saves for 5 s, and its first step ends at 20: 3 s until the step began are start-up, too."""
+    begin(tmp_path, "a", 0, 10)
+    log(tmp_path, 1, 20, save=5.0)
+    log(tmp_path, 2, 22, save=5.0)
+    found = goodput_of(tmp_path)
+    assert found is not None and found.lost == lost(start_up=13, checkpoints=5) and found.steps == pytest.approx(4)
+
+
+def test_the_lowest_of_several_restarts_decides_which_lines_are_void(tmp_path: Path) -> None:
+    first_start(tmp_path)
+    begin(tmp_path, "b", 110, 115, 10)
+    begin(tmp_path, "c", 120, 125, 30)
+    run = overview(tmp_path, EPOCH + 130)
+    assert (run.step, run.loss) == (30, pytest.approx(9 - 10 / 10))
