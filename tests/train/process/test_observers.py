@@ -140,7 +140,7 @@ def ended(recipe: Path, folder: Path, hook: Hook) -> int | None:
     run, _ = prepared(recipe, [f"--job.dir={folder}"])
     run.hooks[:] = [hook, *run.hooks]
     with (
-        mock.patch.object(loop, "start", lambda *_, **__: run),
+        mock.patch.object(loop, "start_run", lambda *_, **__: run),
         pytest.raises(type(hook.error)),  # type: ignore[attr-defined]
     ):
         loop.train(run.decided.recipe, run.ranks)

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forge_ckpt.checkpoint.fence import Fence
 from forge_ckpt.store.objects import is_url
@@ -19,7 +20,9 @@ from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import ForgeError
 from forge_core.protocols.checkpoint import Store
 from forge_core.redaction import redacted_text
-from forge_train.recipe.schema import Job
+
+if TYPE_CHECKING:
+    from forge_train.recipe.schema import Job
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +49,9 @@ MICRO_BATCH = "micro-batch.json"
 RESTARTS_FILE = "restarts.json"
 """The number of automatic restarts from the same checkpoint; see `forge_train.process.restarts`."""
 
+STARTS = "starts.jsonl"
+"""A line for each start of the run and one for its end; see `forge_train.starts`."""
+
 NO_PROGRESS_FILE = "no-progress.txt"
 """Why the run is not restarted automatically again."""
 
@@ -54,14 +60,14 @@ INSIDE = "inside"
 
 OWNED = (
     *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SIMILARITY, SAMPLES, ANSWERS, "tensorboard"),
-    *(INSIDE, "profiles", "wandb", "wandb-id", RESTARTS_FILE, NO_PROGRESS_FILE, MICRO_BATCH),
+    *(INSIDE, "profiles", "wandb", "wandb-id", RESTARTS_FILE, STARTS, NO_PROGRESS_FILE, MICRO_BATCH),
 )
 """Files that `--fresh` moves aside. Prepared data stays: it depends only on its inputs and is checked against them."""
 
 _PREVIOUS = re.compile(r"previous-[1-9]\d*")
 
 
-def run_directory(job: Job) -> Path:
+def run_directory(job: "Job") -> Path:
     """Returns `job.dir`, or `runs/<job.name>` in the working directory."""
     return Path(job.job.dir) if job.job.dir else Path("runs") / job.job.name
 
@@ -158,7 +164,7 @@ def _number(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
-def refuse_fresh(job: Job, fresh: bool) -> None:
+def refuse_fresh(job: "Job", fresh: bool) -> None:
     """Raises a ForgeError if both --fresh and `checkpoint.resume = 'require'` are set."""
     if fresh and job.checkpoint.resume == "require":
         raise ForgeError("--fresh conflicts with checkpoint.resume = 'require'; remove one of them")

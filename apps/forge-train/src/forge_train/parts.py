@@ -89,6 +89,7 @@ PARTS = {
         "plugins": "forge_train.commands.plugins:plugins",
         "report": "forge_train.commands.reports:report",
         "profile": "forge_train.commands.reports:profile",
+        "runs": "forge_train.commands.runs:runs",
         "doctor": "forge_train.commands.doctor:doctor",
     },
 }

@@ -43,8 +43,9 @@ class Log(Hook):
     Speed: `model_tflops`, `mfu` and `mfu_attended` (see `Utilization`; their convention is printed at the start). Parts of this
     step on rank 0, in seconds: `time/data`, `time/count`, `time/forward`, `time/backward`, `time/reduce`, `time/optimizer` and
     `time/other`; on an accelerator in device time, so work that the device does not wait for takes no time. Hook `profile` shows
-    how much of them is exposed communication. Memory of rank 0, in bytes: `memory/parameters`, `memory/gradients`,
-    `memory/optimizer`, and on an accelerator `memory/rest`: activations and buffers at the peak.
+    how much of them is exposed communication. `pauses/HOOK`: seconds that this start has waited for a hook that pauses training,
+    such as `save` and `evaluate`. Memory of rank 0, in bytes: `memory/parameters`, `memory/gradients`, `memory/optimizer`, and on
+    an accelerator `memory/rest`: activations and buffers at the peak.
     """
 
     key_class: ClassVar = FREE
@@ -97,6 +98,7 @@ class Log(Hook):
         if (stage := getattr(run.optimizer, "stage_number", None)) is not None:
             numbers["stage"] = stage + 1
         numbers |= {f"time/{name}": value for name, value in run.times.take().items()}
+        numbers |= {f"pauses/{hook}": seconds for hook, seconds in getattr(run.clock, "pauses", {}).items()}
         numbers |= mixture(run.data, step) | take_peaks(run.topology.device)
         numbers |= self._memory(run, numbers.get("device_memory"))
         run.log({**numbers, "tokens": run.state.tokens, "peak_memory": peak_memory()})

@@ -21,6 +21,7 @@ from forge_train.run.micro_batch import note_out_of_memory
 from forge_train.run.observers import rescue
 from forge_train.run.run import DATA, Run
 from forge_train.run.start import Back, start_run
+from forge_train.starts import recorded_end
 
 if TYPE_CHECKING:
     from forge_train.recipe.load import Recipe
@@ -105,18 +106,20 @@ def train(recipe: "Recipe", ranks: JobRanks, *, fresh: bool = False) -> tuple[Ru
         with ranks.signals.at_once() if back is None else nullcontext():
             run = start_run(recipe, ranks, fresh=fresh and back is None, back=back)
         watch.limits = LearnedLimits(parallel.least_timeout, waiting=(DATA,))
-        try:
-            return run, fit(run)
-        except RollBack as wish:
-            back = way_back(run, str(wish))
-            run.calls(run, "leave")
-            run.saves.close()
-        except Exception as error:
-            rescue(run, error)
-            raise
-        finally:
-            for tracker in run.trackers:
-                tracker.close()  # also after a failure: the last values say most about it
+        with recorded_end(run) as ending:
+            try:
+                ending.reason = fit(run)
+                return run, ending.reason
+            except RollBack as wish:
+                back = way_back(run, str(wish))
+                run.calls(run, "leave")
+                run.saves.close()
+            except Exception as error:
+                rescue(run, error)
+                raise
+            finally:
+                for tracker in run.trackers:
+                    tracker.close()  # also after a failure: the last values say most about it
         del run
         gc.collect()  # model, optimizer and loader make room for those of the next start
 

@@ -68,8 +68,10 @@ class Calls:
             call = getattr(hook, method)
             if getattr(call, "__func__", None) is getattr(Hook, method):  # the hook does not override it
                 continue
+            paused = run.clock.paused
             if not hook.observes:
                 self._act(run, hook, method, *arguments)
+                run.clock.blame(name_of(hook), paused)
                 continue
             if self._together[place] >= MOST:
                 continue
@@ -81,6 +83,7 @@ class Calls:
                     raise
                 self._failed(run, place, method, error)
                 self._restore(run, method, before)
+            run.clock.blame(name_of(hook), paused)
             run.watch.calls += 1
 
     def _act(self, run: Any, hook: Hook, method: str, *arguments: Any) -> None:

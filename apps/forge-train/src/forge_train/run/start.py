@@ -51,6 +51,7 @@ from forge_train.run.resume import check_resume, check_without_checkpoint
 from forge_train.run.run import Run
 from forge_train.run.training import Decided, OptimizerSpec, State, Training, settings_in
 from forge_train.run.weights import InitialWeights, facts_of_checkpoint, facts_of_start
+from forge_train.starts import record_start
 from forge_train.trackers import METRICS, JsonlTracker, SafeTracker
 
 if TYPE_CHECKING:
@@ -315,6 +316,7 @@ def take_over(run: Run, seen: Surroundings, trackers: list[Tracker], dropped: li
         if rank_0:
             keep_recipe(directory, run.decided.recipe.as_toml())
             note_start(directory, run.state.step, seen.automatic)
+            record_start(run, rollback=seen.back is not None)
             run.trackers = _opened(trackers, directory)
     for tracker in run.trackers:
         tracker.rewind(run.state.step)

@@ -164,11 +164,18 @@ class Clock:
         earlier: duration of earlier starts, as their checkpoints say.
         started: when this start began, by `time.monotonic`.
         paused: time of this start that was not training, such as evaluation.
+        pauses: the same by hook.
     """
 
     earlier: float = 0.0
     started: float = field(default_factory=time.monotonic)
     paused: float = 0.0
+    pauses: dict[str, float] = field(default_factory=dict)
+
+    def blame(self, hook: str, since: float) -> None:
+        """Counts the pause since `paused` was `since` as one of a hook."""
+        if self.paused > since:
+            self.pauses[hook] = self.pauses.get(hook, 0.0) + self.paused - since
 
     @property
     def seconds(self) -> float:
