@@ -53,7 +53,7 @@ PRELOAD = (
     "torch.distributed.pipelining",
     "rich.console",
     "forge_models.decoder",
-    "forge_parallel.optim.adamw",
+    "forge_parallel.optim.elementwise",
     "forge_train.commands.run",
     "forge_train.run.loop",
     "forge_train.report.page",
