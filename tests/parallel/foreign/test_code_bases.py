@@ -30,7 +30,7 @@ ACROSS = rf"{LINE} applies split across features .*; split the layer before it"
 ROOT = "has parameters of its own, which no stage can hold.*or set pp to 1"
 BETWEEN = "computes with the hidden states between .*or set pp to 1"
 OTHERWISE = "cannot be (traced|split).*set pp to 1"
-
+OUTSIDE = r"is used outside .*, but a pipeline stage holds only the modules that it runs; .*set pp to 1"
 REFUSED: dict[tuple[str, str], str] = {
     ("nanoGPT, attention", "tp"): ACROSS,
     ("litgpt, attention", "tp"): NUMBERS,
@@ -47,9 +47,9 @@ REFUSED: dict[tuple[str, str], str] = {
     ("GPT-2", "pp"): BETWEEN,
     ("BERT", "pp"): OTHERWISE,
     ("T5", "pp"): OTHERWISE,
-    ("Whisper", "pp"): OTHERWISE,
-    ("Mamba", "pp"): OTHERWISE,
-    ("ViT", "pp"): OTHERWISE,
+    ("Whisper", "pp"): OUTSIDE,
+    ("Mamba", "pp"): OUTSIDE,
+    ("ViT", "pp"): OUTSIDE,
 }
 """(code base, axis) -> the refusal, under pp whatever the plan of tp is. All others have to be right."""
 
