@@ -25,6 +25,7 @@ from forge_parallel.model.plan import Order, Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_testing import conforms
+from forge_train.launch.cluster import SECTIONS, load_cluster
 from forge_train.recipe.load import load_recipe
 from harness.fronts import DISTRIBUTIONS, FRONTS, example_of
 
@@ -151,7 +152,7 @@ def test_the_hook_of_the_page(plugins) -> None:
 
 
 def test_recipes_of_the_pages_have_no_fault(everything) -> None:
-    """Whole recipes as they stand, and fragments on top of `debug`."""
+    """Whole recipes as they stand, fragments on top of `debug`, and files for clusters."""
     recipes = [name for page in PAGES for name, text in files_of(page) if name.endswith(".toml") and "[project]" not in text]
     assert set(recipes) >= {"rsqrt.toml", "largest.toml", "small.toml", "reglu.toml", "mine.toml"}
     for name in recipes:
@@ -161,9 +162,18 @@ def test_recipes_of_the_pages_have_no_fault(everything) -> None:
     llama = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
     (everything / "exported").mkdir()
     (everything / "exported" / "config.json").write_text(json.dumps(llama | {"intermediate_size": 128, "rms_norm_eps": 1e-5}))
+    (everything / "site.toml").touch()  # the base that a cluster file names
+    clusters = 0
     for number, text in enumerate(fragments):
-        (everything / f"fragment-{number}.toml").write_text(f'base = "debug"\n\n{text}')
-        load_recipe(everything / f"fragment-{number}.toml")
+        path = everything / f"fragment-{number}.toml"
+        if re.match(rf"(base = .*\n)?\[({'|'.join(SECTIONS)})\]", text):
+            path.write_text(text)
+            load_cluster(str(path), [])
+            clusters += 1
+        else:
+            path.write_text(f'base = "debug"\n\n{text}')
+            load_recipe(path)
+    assert clusters >= 3
 
 
 def test_the_feed_forward_part_of_the_page(everything) -> None:

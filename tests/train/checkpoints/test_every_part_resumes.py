@@ -157,7 +157,9 @@ USUAL = {
     "objectives": 'name = "cross_entropy"',
     "hooks": 'name = "norms"\nevery = 2',
 }
-CLOCKS = re.compile(r"time(/.*)?|.*seconds.*|tokens_per_second|model_tflops|mfu|mfu_attended|peak_memory|straggler.*|machine/.*")
+CLOCKS = re.compile(
+    r"time(/.*)?|pauses/.*|.*seconds.*|tokens_per_second|model_tflops|mfu|mfu_attended|peak_memory|straggler.*|machine/.*"
+)
 """Numbers of the metrics that say how long something took, or what else the process has held."""
 
 

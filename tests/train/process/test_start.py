@@ -21,7 +21,7 @@ from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch
 from forge_train import directory
 from forge_train.commands.run import run_recipe
-from forge_train.directory import OWNED, RECIPE, move_aside, previous
+from forge_train.directory import OWNED, RECIPE, STARTS, move_aside, previous
 from forge_train.directory import RESTARTS_FILE as PROGRESS
 from forge_train.process.logs import logging_of
 from forge_train.process.ranks import JobRanks
@@ -232,7 +232,7 @@ def test_w1_fresh_moves_the_old_run_aside_until_the_new_one_has_saved(here: Path
         resumed.stop.check()
     assert len(seen) == 3 and seen[0].keys() == before.keys(), "all there until the first save has ended"
     changed = {path for path in before if seen[0][path] != before[path]}
-    assert changed == {"checkpoints/owner", "metrics.jsonl", RECIPE, PROGRESS}, (
+    assert changed == {"checkpoints/owner", "metrics.jsonl", RECIPE, PROGRESS, STARTS}, (
         "by the job that resumed, and by the mark that ended it"
     )
     assert not previous(run)

@@ -14,9 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_ckpt.checkpoint.fence import Fence
-from forge_ckpt.store.objects import is_url
-from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import ForgeError
 from forge_core.protocols.checkpoint import Store
 from forge_core.redaction import redacted_text
@@ -185,6 +182,9 @@ def prepare_directory(directory: Path, store: Store, fresh: bool, say: Callable[
                 f"--fresh moves the files of a run's directory aside, but it cannot move the checkpoints in {place}: "
                 "set another job.name, or remove the checkpoints"
             )
+        from forge_ckpt.checkpoint.fence import Fence
+        from forge_ckpt.world import SingleProcessWorld
+
         Fence.take(store, SingleProcessWorld())
     if moved := move_aside(directory):
         say(
@@ -195,6 +195,8 @@ def prepare_directory(directory: Path, store: Store, fresh: bool, say: Callable[
 
 def elsewhere(store: Store) -> str:
     """Returns the URL of a remote store; empty if the store is in the run's directory."""
+    from forge_ckpt.store.objects import is_url  # on use: hooks import this module for names of files
+
     root = getattr(store, "root", "")
     return str(root) if is_url(root) else ""
 
