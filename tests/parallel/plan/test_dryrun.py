@@ -297,8 +297,7 @@ def test_the_peak_is_that_of_the_allocator(transforms: list[Any]) -> None:
 def test_blocks_of_the_loss_head_that_repeat_are_skipped(
     monkeypatch: pytest.MonkeyPatch, compute: str, layout: str, smoothing: float
 ) -> None:
-    """Chunks of 14 rows in blocks of 2; in the gradient of the projection, the last block is shorter. All numbers of the dry run
-    are those of one that skips nothing."""
+    """Chunks of 15 rows in blocks of 2, the last one shorter. All numbers are those of a dry run that skips nothing."""
     blocks = 0
     losses = head._losses
 
@@ -308,7 +307,7 @@ def test_blocks_of_the_loss_head_that_repeat_are_skipped(
         return losses(*arguments)
 
     monkeypatch.setattr(head, "_losses", counted)
-    monkeypatch.setattr(head, "chunk_rows", lambda *_: 14)
+    monkeypatch.setattr(head, "chunk_rows", lambda *_: 15)
     monkeypatch.setattr(head, "CPU_BLOCK", 2 * VOCAB)
     objective = CrossEntropy(label_smoothing=smoothing).build()
     workload = replace(MODELS["decoder"], objective=objective, compute=compute, micro_batches=2)

@@ -112,3 +112,38 @@ def test_tasks_of_an_array_must_be_different_runs(tmp_path: Path) -> None:
     assert run.directories == (tmp_path / "runs/a-4", tmp_path / "runs/a-6") and run.directory == "runs/a-{task}"
     placed = check_run("debug", ["--job.dir=x/{task}/y"], 1, "4", tmp_path)
     assert placed.directories == (tmp_path / "x/4/y",) and placed.directory == "x/{task}/y"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        r'--slurm.partition="x\ntouch BROKEN"',
+        r'--slurm.qos="a\u001bb"',
+        r'--slurm.setup=["module load a\nb"]',
+        r'--slurm.options={reservation = "a\nb"}',
+        r'--kubernetes.node_selector={a = "b\nc"}',
+        r'--container.mounts=["/a\r/b"]',
+    ],
+)
+def test_a_line_break_in_any_text_is_refused(override: str) -> None:
+    """Otherwise it would end a directive of sbatch, and the rest would run as a command of the script."""
+    with pytest.raises(ConfigError, match="line break or another control character"):
+        load_cluster(None, [override])
+
+
+@pytest.mark.parametrize("override", ["WANDB_API_KEY=abc", "HF_TOKEN=abc", "PROXY=http://me:word@proxy.example.org"])
+def test_secrets_are_not_written_to_scripts_and_manifests(override: str) -> None:
+    name, _, value = override.partition("=")
+    with pytest.raises(ConfigError, match=rf"environment\.{name} may be a secret") as refusal:
+        load_cluster(None, [f'--environment.{name}="{value}"'])
+    assert value not in str(refusal.value)
+
+
+def test_secrets_of_the_recipe_are_not_written_to_scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="may be a secret") as refusal:
+        check_run("debug", ['--checkpoint.store={name="remote", url="s3://bucket", secret_key="abc123"}'], 1)
+    assert "abc123" not in str(refusal.value)
+    with pytest.raises(ConfigError, match=r"trackers\.0\.api_key: may be a secret"):
+        check_run("debug", ["--trackers.0.api_key=abc123"], 1)
+    assert check_run("debug", ["--train.max_steps=300", "--data.tokenizer.name=bytes"], 1).world == 1

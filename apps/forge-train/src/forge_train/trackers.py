@@ -143,6 +143,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def metric_value(value: Any) -> float | None:
+    """Returns a value of a metrics line as a float, also from the strings "nan", "inf" and "-inf"; None for other values."""
+    if isinstance(value, str):
+        return _ODD.get(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def json_objects(path: Path) -> Iterator[dict[str, Any]]:
     """Yields all lines of the file, including void ones; `{}` for a line that is incomplete or not a JSON object."""
     if not path.exists():

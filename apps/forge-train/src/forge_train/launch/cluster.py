@@ -8,10 +8,10 @@ override it; all other keys belong to the recipe.
 import re
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
@@ -20,6 +20,7 @@ from forge_core.config.layers import load_layers
 from forge_core.config.tree import DEFAULT, Table
 from forge_core.config.validation import walk
 from forge_core.errors import ConfigError, Fault, LayoutError
+from forge_core.redaction import redacted_text, secret
 from forge_core.registry import Registry
 from forge_train.directory import run_directory
 from forge_train.recipe.load import Recipe, load_recipe
@@ -107,9 +108,6 @@ class SlurmSection:
                 raise ValueError(f"options.{name} is determined by {_SET_BY_LAUNCH[name]}; remove it")
             if (key := name.replace("-", "_")) in {"time", "partition", "account", "qos", "constraint", "exclude"}:
                 raise ValueError(f"options.{name}: use the key slurm.{key}")
-        for line in [*self.setup, *map(str, self.options.values())]:
-            if "\n" in line:
-                raise ValueError(f"{line[:40]!r} has a line break; write one line per item")
 
     @property
     def ranks(self) -> int:
@@ -217,8 +215,32 @@ class Cluster:
     """Environment variables of all ranks."""
 
     def __post_init__(self) -> None:
-        if wrong := [name for name in self.environment if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]:
-            raise ValueError(f"environment.{wrong[0]} is not a name of an environment variable")
+        for name, value in self.environment.items():
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                raise ValueError(f"environment.{name} is not a name of an environment variable")
+            if secret(name) or redacted_text(str(value)) != str(value):
+                raise ValueError(
+                    f"environment.{name} may be a secret, and scripts and manifests can be read by others: export it in the "
+                    "shell that submits, since sbatch passes its environment on; pods get it from their image or service account"
+                )
+        for section in (self.slurm, self.kubernetes, self.container):
+            for key, text in _texts(section):
+                if re.search(r"[\x00-\x1f\x7f]", text):
+                    raise ValueError(
+                        f"{key}: {text[:40]!r} has a line break or another control character; write one line per item"
+                    )
+
+
+def _texts(section: Any) -> Iterator[tuple[str, str]]:
+    """Yields each text of a section, also in its lists and tables, with its key."""
+    for item in fields(section):
+        value = getattr(section, item.name)
+        if isinstance(value, dict):
+            yield from ((item.name, str(text)) for pair in value.items() for text in pair)
+        elif isinstance(value, list):
+            yield from ((item.name, text) for text in value)
+        elif isinstance(value, str):
+            yield item.name, value
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -318,6 +340,12 @@ def check_run(
         raise ConfigError(
             [Fault("slurm.array", f"{TASK} in a key of the recipe needs a job array", hint="set --array, such as 0-7")]
         )
+    for override in overrides:
+        key, _, value = override.removeprefix("--").partition("=")
+        if secret(key.rpartition(".")[2]) or redacted_text(value) != value:
+            raise ConfigError(
+                [Fault(key, "may be a secret, and the script of a job can be read by others", hint="pass it in the environment")]
+            )
     checked: dict[Path, Recipe] = {}
     for task in tasks or [None]:
         own = [item if task is None else item.replace(TASK, str(task)) for item in overrides]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from forge_train.trackers import metric_value
+
 POINTS = 2000
 """Maximum number of points of a curve, plus one per gap; pages with many curves use fewer, down to `FEWEST`."""
 FEWEST = 250
@@ -96,9 +98,6 @@ def short(value: float) -> float | int | None:
         return None
     rounded = float(f"{value:.6g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 2**53 else rounded
-
-
-_ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass
@@ -206,7 +205,7 @@ class History:
         self.first, self.last = self.first or time, time or self.last
 
     def _add(self, step: int, time: str, line: Mapping[str, Any]) -> None:
-        numbers = {name: value for name, given in line.items() if (value := _number(given)) is not None}
+        numbers = {name: value for name, given in line.items() if (value := metric_value(given)) is not None}
         wall = _epoch(time)
         if math.isnan(wall):
             wall = self.clock.wall[-1] if self.clock.wall else math.nan
@@ -231,18 +230,6 @@ class History:
 
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else None
-
-
-def _number(value: Any) -> float | None:
-    """Returns a float, also from text such as "nan"; None for other values."""
-    if isinstance(value, str):
-        return _ODD.get(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
 
 
 def _epoch(time: str) -> float:

@@ -16,8 +16,9 @@ Goodput counts time, not the speed of steps ("Goodput metric as measure of ML pr
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from forge_train.runs.segment import MetricsLine, MetricsSegment, number
+from forge_train.runs.segment import MetricsLine, MetricsSegment
 from forge_train.starts import RunStart
+from forge_train.trackers import metric_value
 
 CAUSES = ("start-up", "repeated steps", "checkpoints", "evaluation", "other hooks", "down")
 """What wall time is lost to."""
@@ -121,7 +122,7 @@ def _spent(start: RunStart, segment: MetricsSegment) -> _Spent:
 
 def _first_step(start: RunStart, first: MetricsLine | None, last: MetricsLine | None) -> float:
     """Returns when the first step of a start would have begun, had it taken as long as the newest steps."""
-    seconds = number(last.values.get("step_seconds")) if last is not None else None
+    seconds = metric_value(last.values.get("step_seconds")) if last is not None else None
     if first is None or first.step is None or seconds is None:
         return start.time
     begin = first.time - first.waited - seconds * (first.step - start.step)

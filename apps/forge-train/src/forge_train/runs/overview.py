@@ -21,9 +21,9 @@ from forge_train.directory import CHECKPOINTS, RECIPE, STARTS, previous
 from forge_train.process.stop import REQUEUE, STOPPED
 from forge_train.report.record import SUMMARY
 from forge_train.runs.goodput import Goodput, goodput
-from forge_train.runs.segment import MetricsLine, MetricsSegment, line_of, number
+from forge_train.runs.segment import MetricsLine, MetricsSegment, line_of
 from forge_train.starts import RunStart, read_starts
-from forge_train.trackers import METRICS
+from forge_train.trackers import METRICS, metric_value
 
 STATES = ("running", "finished", "preempted", "failed", "superseded", "unknown")
 """States of runs: `preempted` ended on a signal and can be resumed; `superseded` lost its checkpoints to another job."""
@@ -191,8 +191,8 @@ def _read(run: RunOverview, starts: Sequence[RunStart], handle: int, size: int, 
     newest = _newest(run, MetricsSegment(handle, 0, size), starts)
     run.step, run.newest = newest.position, newest.time
     if newest.lines:
-        run.loss = number(newest.lines[0].values["loss"])
-        run.lr = number(newest.lines[0].values.get("lr"))
+        run.loss = metric_value(newest.lines[0].values["loss"])
+        run.lr = metric_value(newest.lines[0].values.get("lr"))
     if not starts:
         _read_old(run)
         return
@@ -272,7 +272,7 @@ def last_values(directory: Path) -> dict[str, tuple[int, float]]:
                 if isinstance(line, str) or line.step is None:
                     continue
                 for name, value in line.values.items():
-                    read = number(value)
+                    read = metric_value(value)
                     if name not in ("step", "time", *values) and read is not None:
                         values[name] = line.step, read
     except OSError as cause:
@@ -320,7 +320,7 @@ def _left(run: RunOverview, last: RunStart, newest: _Newest, now: float) -> floa
     if run.step is None or not lines or lines[0].step is None or lines[-1].step is None:
         return None
     steps = lines[0].step - lines[-1].step
-    pace = (lines[0].time - lines[-1].time) / steps if steps > 0 else number(lines[0].values.get("step_seconds"))
+    pace = (lines[0].time - lines[-1].time) / steps if steps > 0 else metric_value(lines[0].values.get("step_seconds"))
     if pace is None or not math.isfinite(pace):
         return None
     return max(0.0, (last.max_steps - lines[0].step) * pace - max(0.0, now - lines[0].time))

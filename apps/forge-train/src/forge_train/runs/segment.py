@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from forge_train.trackers import metric_value
+
 BLOCK = 8192
 """Bytes of one read."""
 
@@ -22,19 +24,6 @@ _NEAR = 2
 _PAUSES = "pauses/"
 _WRITTEN = re.compile(rb'\{"step": (\d+), "time": "[^"]+", ')
 _LOSS = b'"loss": '
-_ODD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
-
-
-def number(value: Any) -> float | None:
-    """Returns a number of the metrics, also from text such as "nan"; None for other values."""
-    if isinstance(value, str):
-        return _ODD.get(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return float("inf")
 
 
 @dataclass(frozen=True)
@@ -61,7 +50,9 @@ class MetricsLine:
     @property
     def pauses(self) -> dict[str, float]:
         """Seconds that this start had waited for each hook."""
-        named = {name.removeprefix(_PAUSES): number(value) for name, value in self.values.items() if name.startswith(_PAUSES)}
+        named = {
+            name.removeprefix(_PAUSES): metric_value(value) for name, value in self.values.items() if name.startswith(_PAUSES)
+        }
         return {name: seconds for name, seconds in named.items() if seconds is not None}
 
     @property
