@@ -1,0 +1,331 @@
+"""Modeled times follow from counts: products from closed forms, messages from a dry run, bubbles from the literature."""
+
+from dataclasses import replace
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+
+from forge_core.errors import PlanError
+from forge_core.layout import Layout
+from forge_models import GQA, CrossEntropy, DecoderConfig, MoEConfig, count_flops
+from forge_parallel.dryrun.estimate import Workload, dry_run
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint
+from forge_parallel.optim.optimizers import AdamWConfig
+from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.pipeline.schedules import (
+    DualPipeV,
+    GPipe,
+    Interleaved,
+    InterleavedZeroBubble,
+    OneForwardOneBackward,
+    ZeroBubbleV,
+    simulate,
+)
+from forge_parallel.timing import (
+    Efficiency,
+    Execution,
+    Hardware,
+    Link,
+    ModelWork,
+    Scores,
+    Stage,
+    StepTime,
+    predict,
+    stages_of,
+    work_of,
+)
+from forge_parallel.timing.step_time import _timeline
+from forge_parallel.timing.work import Block, Matrix, rank_work
+from forge_parallel.transforms.context.transform import ContextParallel
+from forge_parallel.transforms.expert import ExpertParallel
+from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel
+
+DENSE = DecoderConfig(dim=64, layers=4, heads=8, kv_heads=4, ffn_dim=96, vocab_size=256, max_length=256)
+SPARSE = replace(DENSE, moe=MoEConfig(experts=8, top_k=2, ffn_dim=48, kernel="loop"))
+WINDOWS = replace(DENSE, attention=GQA(window=32, global_every=2))
+
+ENDLESS = 1e30
+"""A rate at which something takes no time."""
+
+PERFECT = Efficiency(
+    **dict.fromkeys(("matmul", "float8", "experts", "attention", "memory", "node", "network", "tensor"), 1.0),
+    contention=0.0,
+    host=0.0,
+)
+ONE = Hardware("one", 1 << 40, ENDLESS, {"bf16": 1.0, "fp32": 1.0}, 8, Link(ENDLESS, 0.0), Link(ENDLESS, 0.0), 1.0)
+"""A GPU with one operation per second and nothing else that takes time: seconds are FLOPs."""
+
+WIRE = replace(ONE, flops={"bf16": ENDLESS, "fp32": ENDLESS}, node=Link(1.0, 0.0), network=Link(1.0, 0.0))
+"""A GPU that computes in no time and sends a byte per second: seconds are bytes."""
+
+
+def work(config: DecoderConfig) -> tuple[Blueprint, ModelWork]:
+    """The model of a component with its work."""
+    blueprint, shape = Blueprint.of(config.build), config.shape
+    attention: Any = shape.attention
+    scores = [Scores(attention.score_width(shape.context(index)), window) for index, window in enumerate(shape.windows())]
+    return blueprint, work_of(blueprint, scores, config.moe.top_k if config.moe else 1)
+
+
+def step(
+    config: DecoderConfig,
+    layout: str,
+    execution: Execution,
+    hardware: Hardware,
+    efficiency: Efficiency = PERFECT,
+    pipeline: Any = None,
+) -> StepTime:
+    """The modeled step of a component."""
+    blueprint, model = work(config)
+    place = Layout.parse(layout)
+    pipeline = Pipeline(pipeline.build()) if pipeline is not None else None
+    return predict(model, stages_of(blueprint, pipeline, place.pp), place, execution, hardware, efficiency, pipeline)
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE, WINDOWS, replace(DENSE, tied_embeddings=True)])
+def test_parameters_and_flops_are_those_of_the_model(config: DecoderConfig) -> None:
+    counts, (blueprint, model) = count_flops(config.shape), work(config)
+    assert model.parameters == counts.parameters == sum(p.numel() for p in blueprint.module.parameters())
+    assert model.flops(128) == counts.training(128)
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE, WINDOWS])
+def test_a_step_takes_its_flops(config: DecoderConfig) -> None:
+    """One operation per second: products three times a forward, attention 3.5 times, over the keys of a causal kernel."""
+    counts, length = count_flops(config.shape), 128
+    keys = sum(width * Scores(1.0, window).keys(length) for window, width in counts.widths.items())
+    products = 6 * counts.matrix
+    expected = 3 * 2 * length * (products + 7 * keys)  # rows, micro-batches
+    found = step(config, "1", Execution(rows=3, length=length, micro_batches=2), ONE)
+    assert found.seconds == pytest.approx(expected, rel=1e-9)
+    again = step(config, "1", Execution(rows=3, length=length, micro_batches=2, recompute="full"), ONE)
+    blocks = 3 * 2 * length * (2 * (counts.matrix - 64 * 256) + 2 * keys)
+    assert again.seconds == pytest.approx(expected + blocks, rel=1e-9)
+    half = step(config, "1", Execution(rows=3, length=length, micro_batches=2, recompute="full", every=2), ONE)
+    if config is not WINDOWS:
+        assert half.seconds == pytest.approx(expected + blocks / 2, rel=1e-9)
+
+
+def test_keys_of_a_causal_kernel() -> None:
+    for length, window in product((1, 7, 16), (None, 1, 5, 16, 40)):
+        seen = [min(position + 1, window or length) for position in range(length)]
+        assert Scores(1.0, window).keys(length) == pytest.approx(sum(seen) / length)
+
+
+@pytest.mark.parametrize("layout", ["dp4", "tp2", "cp2", "dp2tp2", "dp2cp2tp2", "dp4ep2", "dp4ep4", "dp2tp2ep4", "hsdp2x2"])
+@pytest.mark.parametrize("config", [DENSE, SPARSE])
+def test_ranks_share_the_products(config: DecoderConfig, layout: str) -> None:
+    """FLOPs of one rank times ranks are those of one process, but for a router, which each tp rank counts."""
+    place = Layout.parse(layout)
+    if place.ep > 1 and config is DENSE:
+        return
+    _, model = work(config)
+    whole = [rank_work(block, 64, Layout(), Execution(4 * place.data, 128)) for block in model.blocks]
+    parts = [rank_work(block, 64, place, Execution(4, 128)) for block in model.blocks]
+    for one, part in zip(whole, parts, strict=True):
+        flops = sum(item.flops for item in part.products)
+        twice = (place.tp - 1) * sum(item.flops for item in one.products if item.outputs == 8)
+        assert flops * place.world == pytest.approx(sum(item.flops for item in one.products) + twice)
+        assert part.attention * place.world == pytest.approx(one.attention)
+
+
+CASES = [
+    ("dp4", DENSE, [FullyShard(reduce="each")], {"reduce": "each"}),
+    ("dp4", DENSE, [FullyShard()], {}),
+    ("dp4", DENSE, [FullyShard(reshard=False)], {"reshard": False}),
+    ("hsdp2x2", DENSE, [FullyShard(reduce="each")], {"reduce": "each"}),
+    ("tp2", DENSE, [TensorParallel()], {}),
+    ("tp4", DENSE, [TensorParallel()], {}),
+    ("dp2tp2", DENSE, [TensorParallel(), FullyShard()], {}),
+    ("cp2", DENSE, [ContextParallel(kind="all_gather"), FullyShard()], {}),
+    ("dp4ep2", SPARSE, [ExpertParallel(), FullyShard()], {}),
+    ("dp4ep4", SPARSE, [ExpertParallel(), FullyShard()], {}),
+]
+PARTS = {
+    "dp_shard": "data",
+    "dp_replicate": "data",
+    "efsdp": "data",
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "transforms", "keys"), CASES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_messages_are_those_of_a_dry_run(layout: str, config: DecoderConfig, transforms: list[Any], keys: dict[str, Any]) -> None:
+    """With endless arithmetic and a byte per second, the time of each part is the bytes that a dry run counts, within 2 %.
+
+    Not modeled are small numbers: of losses and norms, and with each token, of 128 bytes, the weights of its experts.
+    """
+    place = Layout.parse(layout)
+    workload = Workload(config.build, CrossEntropy().build(), AdamWConfig().build, rows=8, length=256, micro_batches=3)
+    counted: dict[str, float] = {}
+    for flow in dry_run(workload, Plan.of(transforms, place)).flows:
+        part = "data" if flow.axis == "cp" and flow.kind == "reduce_scatter" else PARTS.get(flow.axis)
+        if part is not None:
+            counted[part] = counted.get(part, 0.0) + flow.wire
+    time = step(config, layout, Execution(rows=8, length=256, micro_batches=3, **keys), WIRE)
+    modeled: dict[str, float] = {}
+    for name, seconds in time.parts.items():
+        part = "data" if name.endswith("data ranks") else name
+        modeled[part] = modeled.get(part, 0.0) + seconds
+    if layout == "cp2":  # parameters and keys are gathered over the same ranks
+        counted, modeled = ({"all": sum(found.values())} for found in (counted, modeled))
+    known = {name: bytes_ for name, bytes_ in modeled.items() if bytes_ > 1e-9}
+    assert known.keys() == counted.keys()
+    for part, sent in counted.items():
+        assert known[part] == pytest.approx(sent, rel=0.07 if part == "expert parallel" else 0.02), part
+
+
+def test_communication_hides_behind_computation() -> None:
+    """Gathers cost nothing while blocks compute longer; then what is longer; `contention` of what is hidden in any case."""
+    execution = Execution(rows=4, length=128)
+    alone = step(DENSE, "1", execution, ONE).seconds
+    slow = replace(ONE, node=Link(1e-6, 0.0))
+    parts = step(DENSE, "dp4", execution, replace(ONE, node=Link(1e9, 0.0))).parts
+    assert sum(time for name, time in parts.items() if name.endswith("data ranks")) < 1e-3 * alone
+    assert step(DENSE, "dp4", execution, slow).seconds > 2 * alone
+    hidden = step(DENSE, "dp4", execution, replace(ONE, node=Link(1.0, 0.0)), replace(PERFECT, contention=0.5))
+    none = step(DENSE, "dp4", execution, replace(ONE, node=Link(1.0, 0.0)))
+    assert hidden.seconds > none.seconds
+
+
+def test_the_host_bounds_small_steps() -> None:
+    found = step(DENSE, "1", Execution(rows=1, length=16), replace(ONE, flops={"bf16": ENDLESS}), replace(PERFECT, host=1.0))
+    assert found.parts["host"] == pytest.approx(4 * (1 + 2))  # a forward, and a backward of twice the kernels
+    compiled = step(
+        DENSE, "1", Execution(rows=1, length=16, compiled=True), replace(ONE, flops={"bf16": ENDLESS}), replace(PERFECT, host=1.0)
+    )
+    assert compiled.parts["host"] == pytest.approx(4 * (1 + 2) / 3)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 64)])
+def test_bubbles_of_the_literature(ranks: int, micro_batches: int) -> None:
+    """Equal stages: (p - 1) / M for GPipe and 1F1B, divided by v with v stages per rank (Narayanan et al., 2021)."""
+    block = Block((Matrix(8, 8),))
+    model = ModelWork((block,) * 16, dim=8, vocab=0, outside=0)
+    for component, stages_per_rank in (
+        (GPipe(), 1),
+        (OneForwardOneBackward(), 1),
+        (Interleaved(), 2),
+        (Interleaved(stages_per_rank=4), 4),
+    ):
+        count = ranks * stages_per_rank
+        each = 16 // count
+        stages = tuple(Stage(tuple(range(index * each, (index + 1) * each)), index == count - 1) for index in range(count))
+        place, execution = Layout(pp=ranks), Execution(rows=1, length=8, micro_batches=micro_batches)
+        found = predict(model, stages, place, execution, ONE, PERFECT, Pipeline(component.build()))
+        assert found.bubble == pytest.approx((ranks - 1) / (stages_per_rank * micro_batches)), component
+        assert found.parts["pipeline waits"] == pytest.approx(found.seconds * found.bubble / (1 + found.bubble))
+
+
+SCHEDULES = [
+    GPipe(),
+    OneForwardOneBackward(),
+    Interleaved(),
+    Interleaved(stages_per_rank=4),
+    InterleavedZeroBubble(),
+    ZeroBubbleV(),
+    DualPipeV(),
+]
+
+
+@pytest.mark.parametrize(
+    "component", SCHEDULES, ids=lambda component: f"{type(component).__name__}{getattr(component, 'stages_per_rank', '')}"
+)
+def test_long_schedules_repeat_their_middle(component: Any) -> None:
+    """Extrapolated schedules with uneven stages and transfers equal simulated ones."""
+    pipeline, random = Pipeline(component.build()), Random(0)
+    for ranks in (2, 4):
+        stages = len(pipeline.placement(ranks))
+        costs = [random.uniform(0.8, 1.2) for _ in range(stages)]
+        costs[-1] += 0.5
+
+        def cost(action: Any, costs: list[float] = costs) -> float:
+            return costs[action.stage] * {"F": 1, "B": 2, "I": 1, "W": 1}[action.kind]
+
+        for count in (5 * ranks, 9 * ranks):
+            whole = simulate(pipeline.schedule.actions(ranks, count), stages, cost, 0.05)
+            length, busy = _timeline(pipeline, ranks, count, stages, cost, 0.05)
+            assert length == pytest.approx(whole.length, rel=1e-9)
+            assert busy == pytest.approx(whole.busy, rel=1e-9)
+
+
+@pytest.mark.parametrize("component", [OneForwardOneBackward(), Interleaved(), Interleaved(stages_per_rank=4)])
+def test_the_bound_of_a_schedule_is_below_it_and_close(component: Any) -> None:
+    config, pipeline = replace(DENSE, layers=16), Pipeline(component.build())
+    blueprint, model = work(config)
+    for ranks, count in product((2, 4), (8, 16, 48)):
+        stages = stages_of(blueprint, pipeline, ranks)
+        given = (model, stages, Layout(pp=ranks), Execution(rows=2, length=128, micro_batches=count), ONE, PERFECT, pipeline)
+        exact, bound = predict(*given).seconds, predict(*given, exact=False).seconds
+        assert bound <= exact * (1 + 1e-9)
+        assert bound > 0.85 * exact
+
+
+H100 = Hardware.load("h100")
+
+
+@pytest.mark.parametrize("layout", ["1", "dp16", "hsdp2x8", "dp4tp4", "dp2cp2tp4", "pp2dp8", "pp4dp2tp2", "dp16ep8"])
+def test_better_hardware_is_never_slower(layout: str) -> None:
+    config = SPARSE if "ep" in layout else replace(DENSE, layers=8)
+    pipeline = Interleaved() if "pp" in layout else None
+    execution = Execution(rows=4, length=256, micro_batches=8, recompute="full")
+    before = step(config, layout, execution, H100, Efficiency(), pipeline).seconds
+    better = (
+        replace(H100, flops={name: 2 * rate for name, rate in H100.flops.items()}),
+        replace(H100, bandwidth=2 * H100.bandwidth),
+        replace(H100, node=replace(H100.node, bandwidth=2 * H100.node.bandwidth)),
+        replace(H100, node=replace(H100.node, latency=H100.node.latency / 2)),
+        replace(H100, network=replace(H100.network, bandwidth=2 * H100.network.bandwidth)),
+        replace(H100, network=replace(H100.network, latency=H100.network.latency / 2)),
+    )
+    for hardware in better:
+        assert step(config, layout, execution, hardware, Efficiency(), pipeline).seconds <= before * (1 + 1e-9)
+    for name, worse in (("imbalance", 2.0), ("micro_batches", 16), ("rows", 8)):
+        assert step(config, layout, replace(execution, **{name: worse}), H100, Efficiency(), pipeline).seconds >= before * (
+            1 - 1e-9
+        )
+
+
+def test_imbalance_slows_experts_only() -> None:
+    even, uneven = (
+        step(SPARSE, "dp8ep8", Execution(rows=4, length=256, imbalance=factor), H100, Efficiency()) for factor in (1.0, 1.5)
+    )
+    assert uneven.parts["expert products"] > even.parts["expert products"]
+    assert uneven.parts["matrix products"] == even.parts["matrix products"]
+
+
+def test_a_token_goes_once_to_each_node_with_the_hierarchical_dispatcher() -> None:
+    """Two nodes of four, 8 experts on 8 ranks: a token with 2 of them is on the other node with probability 1 - C(4,2)/C(8,2)."""
+    wire = replace(WIRE, per_node=4, node=Link(ENDLESS, 0.0))
+    time = step(SPARSE, "dp8ep8", Execution(rows=4, length=128, dispatcher="hierarchical"), wire)
+    tokens = 4 * 128 * 64 * 2  # bytes
+    assert time.parts["expert parallel"] == pytest.approx(4 * 4 * tokens * (1 - 6 / 28))  # blocks; there and back, twice
+    flat = step(SPARSE, "dp8ep8", Execution(rows=4, length=128), wire)
+    assert flat.parts["expert parallel"] == pytest.approx(4 * 4 * tokens * 4 * 2 / 8)  # four ranks of the other node
+
+
+def test_muon_multiplies() -> None:
+    from forge_parallel.optim.muon import flops
+
+    _, model = work(DENSE)
+    expected = sum(flops(*sorted((m.outputs, m.inputs)), 5) for block in model.blocks for m in block.matrices)
+    assert 5 * sum(block.iteration for block in model.blocks) == expected
+    times = [
+        step(DENSE, layout, Execution(rows=4, length=128, orthogonalizes=5), ONE).parts["optimizer"] for layout in ("1", "dp4")
+    ]
+    assert times == pytest.approx([expected, expected / 4])
+
+
+def test_products_need_a_peak() -> None:
+    with pytest.raises(PlanError, match="no fp8_tflops"):
+        step(DENSE, "1", Execution(rows=1, length=16, float8=True), Hardware.load("a100"))
+    with pytest.raises(PlanError, match="have no time"):
+        step(DENSE, "1", Execution(rows=1, length=16, compute="fp64"), H100)
