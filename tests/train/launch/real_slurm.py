@@ -1,17 +1,24 @@
 """A real SLURM of two nodes on this machine, n1 and n2: a controller and two daemons on the loopback. Needs root, no systemd."""
 
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 HOSTS = Path("/etc/hosts")
 LINE = "127.0.0.1 n1 n2 # two nodes of a test\n"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "munged", "munge")
+
+LOST_SECONDS = 15
+"""Seconds after which the controller gives up a node whose daemon does not answer."""
 
 CONFIG = """ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -34,6 +41,7 @@ JobAcctGatherType=jobacct_gather/none
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=30
+SlurmdTimeout={silent}
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=2 RealMemory=2000
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=2 RealMemory=2000
 PartitionName=low Nodes=n1,n2 Default=YES State=UP PriorityTier=1
@@ -61,9 +69,78 @@ def wait_until(reached: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.25)
 
 
+@dataclass
+class Slurm:
+    """A running SLURM.
+
+    Attributes:
+        environment: environment of a login node.
+        daemons: the controller and the daemon of each node, by name.
+        requeued: when a requeued job was first seen, by its number and how often it was requeued.
+    """
+
+    folder: Path
+    environment: dict[str, str]
+    daemons: "dict[str, subprocess.Popen[bytes]]" = field(default_factory=dict)
+    requeued: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def run(self, *command: str, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
+        """Runs a command on the login node."""
+        return subprocess.run(command, env=self.environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+    def submit(self, folder: Path, recipe: str, *arguments: str) -> str:
+        """Runs `launch slurm --submit` in a folder and returns the number of the job."""
+        command = [sys.executable, "-m", "forge_train", "launch", "slurm", recipe, "--submit", *arguments]
+        submitted = self.run(*command, folder=folder)
+        assert submitted.returncode == 0, submitted.stderr
+        return submitted.stdout.split()[2].rstrip(":")
+
+    def job(self, number: str) -> Mapping[str, str]:
+        """Returns what SLURM knows of a job or of a task of an array, such as `JobState` and `Restarts`."""
+        shown = self.run("scontrol", "show", "job", "--oneliner", number)
+        assert shown.returncode == 0, shown.stderr
+        return dict(re.findall(r"(\w+)=(\S*)", shown.stdout.splitlines()[0]))
+
+    def hurry(self, number: str) -> Mapping[str, str]:
+        """Returns what SLURM knows of a job. Starts a requeued one after a few seconds, and not after SLURM's two minutes.
+
+        A node refuses a job that comes back in the second in which it was killed there.
+        """
+        job = self.job(number)
+        if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":
+            waiting = (number, job["Restarts"])
+            if time.monotonic() - self.requeued.setdefault(waiting, time.monotonic()) > 3:
+                self.run("scontrol", "update", f"job={number}", "StartTime=now")
+        return job
+
+    def wait_for(self, number: str, *states: str, seconds: float = 120.0) -> Mapping[str, str]:
+        """Waits until a job has one of these states; hurries it up."""
+
+        def reached() -> bool:
+            return (self.job if "PENDING" in states else self.hurry)(number)["JobState"] in states
+
+        wait_until(reached, seconds, f"job {number} is {' or '.join(states)}")
+        return self.job(number)
+
+    def start(self, name: str) -> None:
+        """Starts the controller (`controller`) or the daemon of a node."""
+        command = ["slurmctld", "-D"] if name == "controller" else ["slurmd", "-D", "-N", name]
+        with (self.folder / f"{name}.log").open("a") as log:
+            self.daemons[name] = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
+
+    def lose(self, node: str) -> None:
+        """Kills the daemon of a node; what runs there goes on."""
+        self.daemons[node].send_signal(signal.SIGKILL)
+        self.daemons[node].wait(30)
+
+    def wait_until_idle(self, seconds: float = 60.0) -> None:
+        """Waits until both nodes are there and have nothing to do."""
+        wait_until(lambda: _idle(self.environment) == "2", seconds, "both nodes are idle")
+
+
 @contextmanager
-def real_slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """Runs SLURM inside the `with` block; yields the environment of a login node."""
+def real_slurm(folder: Path) -> Iterator[Slurm]:
+    """Runs SLURM inside the `with` block; its jobs are canceled at the end."""
     with socket.socket() as one, socket.socket() as two, socket.socket() as three:
         for free in (one, two, three):
             free.bind(("127.0.0.1", 0))
@@ -72,30 +149,42 @@ def real_slurm(folder: Path) -> Iterator[dict[str, str]]:
     for name in ("state", "spool-n1", "spool-n2"):
         (folder / name).mkdir()
     path = folder / "slurm.conf"
-    path.write_text(CONFIG.format(host=socket.gethostname(), folder=folder, port=port, first=first, second=second))
-    environment = {**os.environ, "SLURM_CONF": str(path), "PATH": f"{os.environ['PATH']}{os.pathsep}/usr/sbin"}
-    daemons: list[subprocess.Popen[bytes]] = []
+    text = CONFIG.format(host=socket.gethostname(), folder=folder, port=port, first=first, second=second, silent=LOST_SECONDS)
+    path.write_text(text)
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"])
+    environment = {**os.environ, "SLURM_CONF": str(path), "PATH": programs, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    slurm, munged = Slurm(folder, environment), None
     hosts = HOSTS.read_text()
     try:
-        if subprocess.run(["munge", "-n"], capture_output=True, env=environment, check=False).returncode != 0:
+        if not _munge_answers(environment):
             Path("/run/munge").mkdir(exist_ok=True)
             shutil.chown("/run/munge", "munge", "munge")
-            daemons.append(subprocess.Popen(["runuser", "-u", "munge", "--", "munged", "--foreground"], env=environment))
+            as_munge = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", "munged", "--foreground"]
+            with (folder / "munged.log").open("w") as log:
+                munged = subprocess.Popen(as_munge, env=environment, stdout=log, stderr=log)
             wait_until(lambda: _munge_answers(environment), 20, "munged answers")
         HOSTS.write_text(hosts + ("" if hosts.endswith("\n") else "\n") + LINE)
-        for command in (["slurmctld"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
-            with (folder / f"{command[-1]}.log").open("w") as log:
-                daemons.append(subprocess.Popen([*command, "-D"], env=environment, stdout=log, stderr=log))
+        for name in ("controller", "n1", "n2"):
+            slurm.start(name)
             time.sleep(1)
-        wait_until(lambda: _idle(environment) == "2", 40, "both nodes are idle")
-        yield environment
-        subprocess.run(["scancel", "--user=root"], env=environment, check=False, timeout=30)
-        wait_until(lambda: _idle(environment) == "2", 60, "all jobs have ended")
+        slurm.wait_until_idle(40)
+        yield slurm
     finally:
-        HOSTS.write_text(HOSTS.read_text().replace(LINE, ""))
-        for daemon in reversed(daemons):
-            daemon.terminate()
-            daemon.wait(30)
+        if slurm.daemons:
+            slurm.run("scancel", "--user=root")
+            for node in ("n1", "n2"):
+                if node in slurm.daemons and slurm.daemons[node].poll() is not None:
+                    slurm.start(node)
+            try:
+                slurm.wait_until_idle(90)
+            finally:
+                HOSTS.write_text(HOSTS.read_text().replace(LINE, ""))
+                for daemon in (*reversed(slurm.daemons.values()), *([munged] if munged is not None else [])):
+                    daemon.terminate()
+                    daemon.wait(30)
+        elif munged is not None:
+            munged.terminate()
+            munged.wait(30)
 
 
 def _munge_answers(environment: dict[str, str]) -> bool:
