@@ -102,7 +102,7 @@ def _open(where: Launch, wait: Wait, device: torch.device, store: dist.Store, li
     the other side has given up.
     """
     group = store  # gloo waits in it, and a connection answers one call after the other
-    store = dist.PrefixStore(f"forge/{group.get('name').decode()}", _connected(where, wait.limit))
+    store = dist.PrefixStore(f"forge/{group.get('name').decode()}", _connected(where, max(wait.limit, _TRY_SECONDS)))
     store.set(f"at/{where.rank}", f"rank {where.rank} (process {os.getpid()} on {socket.gethostname()}, {_own_address()})")
     own: list[BaseException] = []
     connecting = threading.Thread(target=_connect, args=(where, device, group, limit, own), daemon=True)
