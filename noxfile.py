@@ -77,7 +77,8 @@ def slurm(session: nox.Session) -> None:
         session.error(f"apt-get install {' '.join(sorted(missing))}, for a SLURM and network namespaces on this machine")
     if os.geteuid() != 0:
         session.error("start it as root: daemons of SLURM and network namespaces need that")
-    _pytest(session, "slurm and not gpu", "-n", "2", "--dist", "loadfile")
+    place = () if any(argument.startswith("tests/") for argument in session.posargs) else ("tests/train/launch",)
+    _pytest(session, "slurm and not gpu", "-n", "2", "--dist", "loadfile", *place)
 
 
 @nox.session(venv_backend="none")

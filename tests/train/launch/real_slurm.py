@@ -1,5 +1,6 @@
 """A real SLURM of two nodes on this machine, n1 and n2: a controller and two daemons on the loopback. Needs root, no systemd."""
 
+import functools
 import os
 import re
 import shutil
@@ -7,14 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 HOSTS = Path("/etc/hosts")
-LINE = "127.0.0.1 n1 n2 # two nodes of a test\n"
+LINE = f"127.0.0.1 n1 n2 # two nodes of the test in process {os.getpid()}\n"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "munged", "munge")
 
 LOST_SECONDS = 15
@@ -25,6 +27,8 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
+AuthInfo=socket={munge}
+FirstJobId={job}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/controller.pid
@@ -140,7 +144,7 @@ class Slurm:
 
 @contextmanager
 def real_slurm(folder: Path) -> Iterator[Slurm]:
-    """Runs SLURM inside the `with` block; its jobs are canceled at the end."""
+    """Runs SLURM inside the `with` block; its jobs are canceled at the end. Several may run at the same time."""
     with socket.socket() as one, socket.socket() as two, socket.socket() as three:
         for free in (one, two, three):
             free.bind(("127.0.0.1", 0))
@@ -149,46 +153,62 @@ def real_slurm(folder: Path) -> Iterator[Slurm]:
     for name in ("state", "spool-n1", "spool-n2"):
         (folder / name).mkdir()
     path = folder / "slurm.conf"
-    text = CONFIG.format(host=socket.gethostname(), folder=folder, port=port, first=first, second=second, silent=LOST_SECONDS)
-    path.write_text(text)
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"])
     environment = {**os.environ, "SLURM_CONF": str(path), "PATH": programs, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    slurm, munged = Slurm(folder, environment), None
-    hosts = HOSTS.read_text()
-    try:
-        if not _munge_answers(environment):
-            Path("/run/munge").mkdir(exist_ok=True)
-            shutil.chown("/run/munge", "munge", "munge")
-            as_munge = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", "munged", "--foreground"]
-            with (folder / "munged.log").open("w") as log:
-                munged = subprocess.Popen(as_munge, env=environment, stdout=log, stderr=log)
-            wait_until(lambda: _munge_answers(environment), 20, "munged answers")
-        HOSTS.write_text(hosts + ("" if hosts.endswith("\n") else "\n") + LINE)
-        for name in ("controller", "n1", "n2"):
-            slurm.start(name)
-            time.sleep(1)
-        slurm.wait_until_idle(40)
-        yield slurm
-    finally:
-        if slurm.daemons:
+    with _munge(environment) as munge:
+        words = {"host": socket.gethostname(), "folder": folder, "munge": munge, "silent": LOST_SECONDS}
+        # Ranks derive their port from the number of the job.
+        words |= {"port": port, "first": first, "second": second, "job": 100 + 50 * (os.getpid() % 200)}
+        path.write_text(CONFIG.format(**words))
+        with HOSTS.open("a") as hosts:
+            hosts.write(("" if HOSTS.read_text().endswith("\n") else "\n") + LINE)
+        slurm = Slurm(folder, environment)
+        try:
+            for name in ("controller", "n1", "n2"):
+                slurm.start(name)
+                time.sleep(1)
+            slurm.wait_until_idle(40)
+            yield slurm
             slurm.run("scancel", "--user=root")
             for node in ("n1", "n2"):
-                if node in slurm.daemons and slurm.daemons[node].poll() is not None:
+                if slurm.daemons[node].poll() is not None:
                     slurm.start(node)
-            try:
-                slurm.wait_until_idle(90)
-            finally:
-                HOSTS.write_text(HOSTS.read_text().replace(LINE, ""))
-                for daemon in (*reversed(slurm.daemons.values()), *([munged] if munged is not None else [])):
-                    daemon.terminate()
-                    daemon.wait(30)
-        elif munged is not None:
+            slurm.wait_until_idle(90)
+        finally:
+            HOSTS.write_text(HOSTS.read_text().replace(LINE, ""))
+            for daemon in reversed(slurm.daemons.values()):
+                daemon.terminate()
+                daemon.wait(30)
+            _kill_rest(path)
+
+
+@contextmanager
+def _munge(environment: dict[str, str]) -> Iterator[Path]:
+    """Runs a munged with its own key inside the `with` block; yields its socket."""
+    with tempfile.TemporaryDirectory(prefix="forge-munge-") as name:  # the path of a socket has at most 107 characters
+        folder = Path(name)
+        (folder / "key").write_bytes(os.urandom(128))
+        (folder / "key").chmod(0o600)
+        own = [f"--{what}-file={folder / what}" for what in ("key", "pid", "seed")]
+        command = ["munged", "--foreground", "--force", f"--socket={folder / 'socket'}", *own]
+        with (folder / "log").open("w") as log:
+            munged = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            asking = ["munge", "--no-input", f"--socket={folder / 'socket'}"]
+            answers = functools.partial(subprocess.run, asking, capture_output=True, env=environment, check=False)
+            wait_until(lambda: answers().returncode == 0, 20, "munged answers")
+            yield folder / "socket"
+        finally:
             munged.terminate()
             munged.wait(30)
 
 
-def _munge_answers(environment: dict[str, str]) -> bool:
-    return subprocess.run(["munge", "-n"], capture_output=True, env=environment, check=False).returncode == 0
+def _kill_rest(path: Path) -> None:
+    """Kills what is left of the jobs, such as the step of a lost node: the processes that were given this SLURM's file."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"SLURM_CONF={path}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def _idle(environment: dict[str, str]) -> str:
