@@ -9,7 +9,7 @@ from forge_train.trackers import read_metrics
 from train.launch.real_slurm import real_slurm, wait_until, why_not
 from train.runs import TINY
 
-STEPS = 40
+STEPS = 60
 HOOKS = """
 [[hooks]]
 name = "log"
