@@ -1,4 +1,9 @@
-"""A real SLURM of two nodes on this machine, n1 and n2: a controller and two daemons on the loopback. Needs root, no systemd."""
+"""A real SLURM of two nodes on this machine, n1 and n2: a controller and two daemons on the loopback. Needs root, no systemd.
+
+    PYTHONPATH=tests python -m train.launch.real_slurm
+
+starts one and ends it: whether this machine can run SLURM at all.
+"""
 
 import functools
 import os
@@ -214,3 +219,8 @@ def _kill_rest(path: Path) -> None:
 def _idle(environment: dict[str, str]) -> str:
     command = ["sinfo", "--noheader", "--partition=low", "--states=idle", "--format=%D"]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60).stdout.strip()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place, real_slurm(Path(place) / "slurm"):
+        print("two nodes of a SLURM are idle")
