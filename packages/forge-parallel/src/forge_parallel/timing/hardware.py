@@ -90,7 +90,7 @@ class Hardware:
             ForgeError: the file cannot be read, misses keys, has unknown keys, or has values in other units.
         """
         if name in known_hardware():
-            return cls.read(files(__package__).joinpath(f"hardware/{name}.toml").read_text(), name)
+            return cls.read(files("forge_parallel.timing").joinpath(f"hardware/{name}.toml").read_text(), name)
         path = Path(name)
         if not path.suffix and not path.exists():
             raise UnknownHardware(
@@ -131,7 +131,7 @@ class Hardware:
 
 def known_hardware() -> tuple[str, ...]:
     """Returns the names of the GPUs that Forge describes."""
-    folder = files(__package__).joinpath("hardware")
+    folder = files("forge_parallel.timing").joinpath("hardware")
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
 

@@ -178,9 +178,25 @@ def predict(
     )
 
 
-def _in_turn(clock: "_Clock", stage: Stage) -> Counter[str]:
+class _Parts(dict[str, float]):
+    """Seconds by cause."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+    def __add__(self, other: Mapping[str, float]) -> "_Parts":
+        return _Parts(self).add(other)
+
+    def add(self, other: Mapping[str, float], times: float = 1.0) -> "_Parts":
+        """Adds `times` times the parts of another, and returns itself."""
+        for name, seconds in other.items():
+            self[name] += times * seconds
+        return self
+
+
+def _in_turn(clock: "_Clock", stage: Stage) -> _Parts:
     """Returns the parts of a step whose micro-batches run one after the other."""
-    execution, parts = clock.execution, Counter[str]()
+    execution, parts = clock.execution, _Parts()
     count = execution.micro_batches
     last = execution.reduce == "last" or clock.execution.once
     kinds = Counter[tuple[bool, bool]]()
@@ -191,13 +207,12 @@ def _in_turn(clock: "_Clock", stage: Stage) -> Counter[str]:
         reduces = not last or place == count - 1
         kinds[gathers, reduces] += number
     for (gathers, reduces), number in kinds.items():
-        micro = clock.forward(stage, gathers) + clock.backward(stage, clock.frees and gathers, reduces)
-        for name, time in micro.items():
-            parts[name] += number * time
-    return parts + clock.update(stage)
+        parts.add(clock.forward(stage, gathers), number)
+        parts.add(clock.backward(stage, clock.frees and gathers, reduces), number)
+    return parts.add(clock.update(stage))
 
 
-def _pipelined(clock: "_Clock", stages: tuple[Stage, ...], pipeline: Pipeline, exact: bool) -> tuple[Counter[str], float]:
+def _pipelined(clock: "_Clock", stages: tuple[Stage, ...], pipeline: Pipeline, exact: bool) -> tuple[_Parts, float]:
     """Returns the parts of a step on the pipeline rank that works longest, and the bubble of the schedule."""
     layout, count = clock.layout, clock.execution.micro_batches
     forwards = [clock.forward(stage, gathers=clock.frees) for stage in stages]
@@ -221,19 +236,16 @@ def _pipelined(clock: "_Clock", stages: tuple[Stage, ...], pipeline: Pipeline, e
         before = [0.0, *accumulate(forward + backward for forward, backward in zip(costs["F"], costs["B"], strict=True))]
         length = max(busy[rank] + before[placement.index(rank)] for rank in range(layout.pp))
     busiest = max(range(layout.pp), key=busy.__getitem__)
-    parts = Counter[str]()
+    parts = _Parts()
     own = [stage for stage, rank in enumerate(placement) if rank == busiest]
     for stage in own:
-        for name, time in (forwards[stage] + backwards[stage]).items():
-            parts[name] += count * time
+        parts.add(forwards[stage], count).add(backwards[stage], count)
         # Gathered before the first forward and reduced after the last backward of a step, beside one micro-batch of work.
         # What is beside a block may be hidden by waits for the host, so parts can also become smaller.
         if not clock.frees:
-            parts.update(clock.forward(stages[stage], gathers=True))
-            parts.subtract(forwards[stage])
-        parts.update(clock.backward(stages[stage], False, reduces=True))
-        parts.subtract(clock.backward(stages[stage], False, reduces=False))
-        parts.update(clock.update(stages[stage]))
+            parts.add(clock.forward(stages[stage], gathers=True)).add(forwards[stage], -1)
+        parts.add(clock.backward(stages[stage], clock.frees, reduces=True)).add(backwards[stage], -1)
+        parts.add(clock.update(stages[stage]))
     parts["pipeline waits"] = length - busy[busiest]
     return parts, layout.pp * length / sum(busy) - 1
 
@@ -246,13 +258,14 @@ def _timeline(
     pipeline: Pipeline, ranks: int, count: int, stages: int, cost: Callable[[Action], float], transfer: float
 ) -> tuple[float, tuple[float, ...]]:
     """Returns the length of a step's schedule and the working time of each rank; a long schedule repeats its middle."""
-    sizes = (ranks * (ROUNDS - 1), ranks * ROUNDS) if count % ranks == 0 and count > ranks * ROUNDS else (count,)
-    runs = [simulate(actions_of(pipeline.schedule, ranks, size), stages, cost, transfer) for size in sizes]
-    if len(runs) == 1:
-        return runs[0].length, runs[0].busy
-    more = (count - sizes[1]) // ranks
-    length = runs[1].length + more * (runs[1].length - runs[0].length)
-    return length, tuple(last + more * (last - before) for before, last in zip(runs[0].busy, runs[1].busy, strict=True))
+    most = count if count % ranks else min(count, ranks * ROUNDS)
+    last = simulate(actions_of(pipeline.schedule, ranks, most), stages, cost, transfer)
+    if most == count:
+        return last.length, last.busy
+    before = simulate(actions_of(pipeline.schedule, ranks, most - ranks), stages, cost, transfer)
+    more = (count - most) // ranks
+    busy = tuple(now + more * (now - then) for then, now in zip(before.busy, last.busy, strict=True))
+    return last.length + more * (last.length - before.length), busy
 
 
 class _Clock:
@@ -264,7 +277,7 @@ class _Clock:
         self.model, self.layout, self.execution, self.hardware, self.efficiency = model, layout, execution, hardware, efficiency
         self.frees = execution.frees(layout)
         self._works: dict[int, RankWork] = {}
-        self._times: dict[tuple[Any, ...], Counter[str]] = {}
+        self._times: dict[tuple[Any, ...], _Parts] = {}
         self._alike: dict[Stage, tuple[Any, ...]] = {}
         dtype = "fp32" if execution.compute == "fp32" else "bf16"
         for name in (dtype, *(["fp8"] if execution.float8 or execution.float8_experts else [])):
@@ -280,7 +293,7 @@ class _Clock:
             self._works[id(block)] = rank_work(block, self.model.dim, self.layout, self.execution)
         return self._works[id(block)]
 
-    def forward(self, stage: Stage, gathers: bool) -> Counter[str]:
+    def forward(self, stage: Stage, gathers: bool) -> _Parts:
         """Returns the forward of a stage; the head's is in its backward, since the loss head computes both."""
         key = ("forward", *self._signature(stage), gathers)
         if key not in self._times:
@@ -288,24 +301,24 @@ class _Clock:
             self._times[key] = parts + self._outside(stage, gathers) + self._embedded(stage)
         return self._times[key]
 
-    def backward(self, stage: Stage, gathers: bool, reduces: bool, half: bool = False) -> Counter[str]:
+    def backward(self, stage: Stage, gathers: bool, reduces: bool, half: bool = False) -> _Parts:
         """Returns the backward of a stage, with recomputation and the head; `half`: only gradients of inputs."""
         key = ("backward", *self._signature(stage), gathers, reduces, half)
         if key in self._times:
             return self._times[key]
         parts = self._sum(stage, lambda block, again: self._block_backward(block, again, gathers, reduces, half))
-        parts += self._embedded(stage)
+        parts.add(self._embedded(stage))
         if stage.head:
-            parts += self._head(half)
+            parts.add(self._head(half))
         if reduces and not self.execution.frozen:
             parts["gradients of data ranks"] += self._reduced(self._outside_elements(stage), 0)
         self._times[key] = parts
         return parts
 
-    def update(self, stage: Stage) -> Counter[str]:
+    def update(self, stage: Stage) -> _Parts:
         """Returns the time of clipping and of the optimizer: each state is read and written, gradients are read twice."""
         if self.execution.frozen:
-            return Counter()
+            return _Parts()
         layout = self.layout
         shards = layout.dp_shard * layout.cp
         elements = self._outside_elements(stage) / shards
@@ -317,7 +330,7 @@ class _Clock:
         if self.execution.orthogonalizes:  # each rank of a replica does its share of the matrices
             flops = self.execution.orthogonalizes * sum(self.model.blocks[index].iteration for index in stage.blocks)
             seconds += flops / (shards * layout.tp) / self._peak
-        return Counter({"optimizer": seconds})
+        return _Parts({"optimizer": seconds})
 
     def transfer(self) -> float:
         """Returns the time in which the residual stream of a micro-batch reaches the next stage."""
@@ -333,14 +346,13 @@ class _Clock:
             self._alike[stage] = (tuple(sorted(alike.items())), 0 in stage.blocks, stage.head)
         return self._alike[stage]
 
-    def _sum(self, stage: Stage, time: Callable[[Block, bool], Counter[str]]) -> Counter[str]:
-        parts = Counter[str]()
+    def _sum(self, stage: Stage, time: Callable[[Block, bool], _Parts]) -> _Parts:
+        parts = _Parts()
         for (kind, first), count in self._signature(stage)[0]:
-            for name, seconds in time(self.model.blocks[kind], first).items():
-                parts[name] += count * seconds
+            parts.add(time(self.model.blocks[kind], first), count)
         return parts
 
-    def _block_forward(self, block: Block, gathers: bool) -> Counter[str]:
+    def _block_forward(self, block: Block, gathers: bool) -> _Parts:
         key = (id(block), "forward", gathers)
         if key not in self._times:
             parts = self._computed(block, 1.0) + self._exchanged(block, 1.0)
@@ -348,7 +360,7 @@ class _Clock:
             self._times[key] = self._with(parts, {"parameters of data ranks": gathered}, 1.0)
         return self._times[key]
 
-    def _block_backward(self, block: Block, recomputes: bool, gathers: bool, reduces: bool, half: bool) -> Counter[str]:
+    def _block_backward(self, block: Block, recomputes: bool, gathers: bool, reduces: bool, half: bool) -> _Parts:
         again = self.execution.recompute if recomputes else None
         key = (id(block), "backward", again, gathers, reduces, half)
         if key in self._times:
@@ -358,8 +370,7 @@ class _Clock:
         parts = self._computed(block, times, scores=SCORES_AGAIN) + self._exchanged(block, 1.0)
         if again == "full":
             parts["recomputation"] += sum(self._computed(block, 1.0).values())
-            for name, seconds in self._exchanged(block, 1.0).items():
-                parts[name] += seconds
+            parts.add(self._exchanged(block, 1.0))
         elif again == "selective":
             parts["recomputation"] += self._elementwise(work)
         beside = {}
@@ -370,7 +381,7 @@ class _Clock:
         self._times[key] = self._with(parts, beside, times)
         return self._times[key]
 
-    def _with(self, parts: Counter[str], beside: Mapping[str, float], calls: float) -> Counter[str]:
+    def _with(self, parts: _Parts, beside: Mapping[str, float], calls: float) -> _Parts:
         """Returns the parts of a block with communication beside it: what it does not hide, and what hiding costs."""
         window = sum(seconds for name, seconds in parts.items() if name not in EXPOSED)
         for name, seconds in beside.items():
@@ -382,9 +393,9 @@ class _Clock:
             parts["host"] += waits
         return parts
 
-    def _computed(self, block: Block, times: float, scores: float = 1.0) -> Counter[str]:
+    def _computed(self, block: Block, times: float, scores: float = 1.0) -> _Parts:
         """Returns the computation of a block: its products `times` times, attention with `scores` times the forward's FLOPs."""
-        work, parts = self.work(block), Counter[str]()
+        work, parts = self.work(block), _Parts()
         for product in work.products:
             kind = "expert products" if product.experts else "matrix products"
             parts[kind] += times * self._product(product)
@@ -405,14 +416,14 @@ class _Clock:
         passes = (1.0 if self.execution.compiled else self.efficiency.eager) + (0.5 if self.execution.float8 else 0.0)
         return passes * work.passes * ITEM[self.execution.compute] / self._memory
 
-    def _head(self, half: bool) -> Counter[str]:
+    def _head(self, half: bool) -> _Parts:
         """Returns forward and backward of the loss head."""
         layout, execution = self.layout, self.execution
         rows = execution.rows * execution.length / layout.cp
         vocab = self.model.vocab / layout.tp
         product = self._product(replace(_HEAD, rows=rows, inputs=self.model.dim, outputs=vocab))
         logits = BYTES_OF_LOGITS * rows * vocab / self._memory
-        parts = Counter({"head and loss": self.model.heads * ((2.0 if half or execution.frozen else 3.0) * product + logits)})
+        parts = _Parts({"head and loss": self.model.heads * ((2.0 if half or execution.frozen else 3.0) * product + logits)})
         if layout.tp > 1:
             parts["tensor parallel"] += 2 * self._split(self._stream())
         return parts
@@ -420,9 +431,9 @@ class _Clock:
     def _stream(self) -> float:
         return self.execution.rows * self.execution.length / self.layout.cp * self.model.dim * ITEM[self.execution.compute]
 
-    def _exchanged(self, block: Block, times: float) -> Counter[str]:
+    def _exchanged(self, block: Block, times: float) -> _Parts:
         """Returns the exposed exchanges of one forward, or of one backward, of a block."""
-        work, layout, parts = self.work(block), self.layout, Counter[str]()
+        work, layout, parts = self.work(block), self.layout, _Parts()
         if layout.tp > 1:
             pairs = sum(matrix.cut == "inputs" and not matrix.experts for matrix in block.matrices)
             one = self._split(work.stream)
@@ -464,20 +475,20 @@ class _Clock:
             seconds += self._ring(2 * elements / shards * item * (copies - 1) / copies, stride, copies)
         return seconds
 
-    def _outside(self, stage: Stage, gathers: bool) -> Counter[str]:
+    def _outside(self, stage: Stage, gathers: bool) -> _Parts:
         """Returns the gather of what is outside of blocks, which nothing hides."""
         layout = self.layout
         shards = layout.dp_shard * layout.cp
         if not gathers or shards == 1:
-            return Counter()
+            return _Parts()
         size = self._outside_elements(stage) * ITEM[self.execution.compute] * (shards - 1) / shards
-        return Counter({"parameters of data ranks": self._ring(size, layout.tp, shards)})
+        return _Parts({"parameters of data ranks": self._ring(size, layout.tp, shards)})
 
-    def _embedded(self, stage: Stage) -> Counter[str]:
+    def _embedded(self, stage: Stage) -> _Parts:
         """Returns the scatter of the embedded tokens over tp ranks, or the gather of their gradients."""
         if self.layout.tp == 1 or 0 not in stage.blocks:
-            return Counter()
-        return Counter({"tensor parallel": self._split(self._stream())})
+            return _Parts()
+        return _Parts({"tensor parallel": self._split(self._stream())})
 
     def _outside_elements(self, stage: Stage) -> float:
         """Returns the elements outside of blocks on a stage: the table on the first, the head on the last."""
