@@ -81,7 +81,7 @@ def test_what_only_a_number_of_ranks_refuses_is_a_refused_entry(tmp_path: Path) 
     [
         ("skip = 2", "skp = 2", "skp", "skip"),
         ("skip = 2", "skip = 6", "skip", "none is measured"),
-        ("skip = 2", "skip = 3\nevery = 4", "skip", "none is measured"),
+        ("skip = 2", "skip = 5\nevery = 4", "skip", "at most 4"),
         ("steps = 6", "steps = 0", "steps", ""),
         ("limit_minutes = 2", "limit_minutes = 0", "limit_minutes", ""),
         ("parallel.tp = 2", "parallel.tpp = 2", "parallel.tpp", "tp"),

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forge_core.errors import ForgeError
+from forge_core.errors import ConfigError, ForgeError
 from forge_lab.campaigns.campaign import Campaign
 from forge_lab.campaigns.records import OUTPUT, Attempt, fingerprint_of, prepare_entry, write_attempt, write_campaign
 from forge_lab.campaigns.results import EntryResult, Quartiles, read_result
 from forge_lab.campaigns.tables import CALIBRATION, CSV, DERIVED, JSON, PLOT, TABLE, read_results, write_tables
+from forge_train.trackers import METRICS, JsonlTracker
 from lab.campaigns import LAYOUTS, campaign_of, lines, write_metrics, write_report
 
 ONE, TWO, TENSOR = "layout=fsdp_world=1", "layout=fsdp_world=2", "layout=tp_world=2"
@@ -75,6 +76,21 @@ def test_a_line_over_several_steps_counts_if_all_of_them_come_after_the_first(tm
     assert result.measured == 1 and result.step_seconds == Quartiles(1.0, None, None)
 
 
+@pytest.mark.parametrize(("steps", "skip", "every"), [(6, 5, 1), (6, 4, 4), (1, 0, 1), (1, 0, 3), (7, 6, 3), (5, 1, 9)])
+def test_the_last_measurement_counts_where_the_file_is_accepted(tmp_path: Path, steps: int, skip: int, every: int) -> None:
+    """Lines of hook `log`: the first step, multiples of `every`, and the last step. One more step to skip is refused."""
+    text = LAYOUTS.replace("steps = 6", f"steps = {steps}").replace("skip = 2", f"skip = {skip}\nevery = {every}")
+    campaign = prepared(tmp_path, text)
+    run = campaign.directory / "entries" / ONE / "run"
+    run.mkdir(parents=True, exist_ok=True)
+    for step in range(1, steps + 1):
+        if step in (1, steps) or step % every == 0:
+            JsonlTracker(run / METRICS).write(step, lines([1.0])[0])
+    assert ended(campaign, ONE).measured >= 1
+    with pytest.raises(ConfigError, match=f"at most {skip}"):
+        campaign_of(tmp_path, text.replace(f"skip = {skip}", f"skip = {skip + 1}"))
+
+
 def test_a_processor_has_no_mfu_and_a_device_has_that_of_its_peak(tmp_path: Path) -> None:
     """Hook `log` reports the fraction of a measured peak on processors, which no table shows as MFU."""
     campaign = prepared(tmp_path)
@@ -97,6 +113,14 @@ def test_a_processor_has_no_mfu_and_a_device_has_that_of_its_peak(tmp_path: Path
         (137, "", {}, "out of memory", "SIGKILL"),
         (5, "rank 1 was ended by SIGKILL; no restarts left (maximum 0)", {"oom_kills": 2}, "out of memory", "killed 2"),
         (-9, "", {"oom_kills": 0}, "failed", "killed none"),
+        (
+            5,
+            "rank 0: ERROR: rank 1 ended without a message: killed, out of memory or stopped.\nrank 1 was ended by SIGKILL",
+            {"oom_kills": 0},
+            "failed",
+            "killed none",
+        ),
+        (5, "rank 1 ended without a message: killed, out of memory or stopped", {}, "failed", "exit code 5"),
         (-9, "", {"timed_out": True}, "time limit", "after 120 s"),
         (2, "warning: x\nerror: train.micro_batch: no\n\n", {}, "refused", "error: train.micro_batch: no"),
         (None, "", {"refusal": "parallel.tp: no"}, "refused", "parallel.tp: no"),

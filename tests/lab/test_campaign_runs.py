@@ -276,6 +276,35 @@ def test_the_directory_of_another_campaign_and_foreign_files_are_refused(
     assert forge("layouts.toml", "--dir=mine/thesis.txt") == 2 and "not a directory" in capsys.readouterr().err
 
 
+def test_another_campaign_of_the_same_name_is_refused(fake: FakeProcesses, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forge("layouts.toml") == 0
+    Path("layouts.toml").write_text(
+        LAYOUTS.replace("world = [1, 2]", "world = [1, 4]").replace('["fsdp", "tp"]', '["tp"]').partition("[[ex")[0]
+    )
+    Path("layouts.toml").write_text(Path("layouts.toml").read_text().replace("world = [1, 4]", "world = [4]"))
+    assert forge("layouts.toml") == 2 and "without any entry of this one" in capsys.readouterr().err
+    assert len(fake.started) == 3
+
+
+def test_earlier_results_are_kept_aside(fake: FakeProcesses, capsys: pytest.CaptureFixture[str]) -> None:
+    """A forgotten option would otherwise cost what was measured."""
+    out = Path("benches/layouts")
+    assert forge("layouts.toml") == 0
+    before = (out / "entries" / TWO / "entry.json").read_text()
+    assert forge("layouts.toml", "--optimizer.lr=3e-2") == 0
+    assert "3 entries with a result run again" in capsys.readouterr().out
+    assert forge("layouts.toml", "--optimizer.lr=4e-2", "--only=*fsdp*") == 0
+    assert sorted(path.name for path in (out / "earlier").iterdir()) == [
+        f"{ONE}.1",
+        f"{ONE}.2",
+        f"{TWO}.1",
+        f"{TWO}.2",
+        f"{TENSOR}.1",
+    ]
+    assert (out / "earlier" / f"{TWO}.1/entry.json").read_text() == before
+    assert (out / "earlier" / f"{TWO}.1/attempt.json").is_file() and (out / "earlier" / f"{TWO}.1/run/metrics.jsonl").is_file()
+
+
 def test_two_campaigns_in_one_directory_are_refused(fake: FakeProcesses, capsys: pytest.CaptureFixture[str]) -> None:
     with locked(Path("benches/layouts")):
         assert forge("layouts.toml") == 2

@@ -195,9 +195,10 @@ def read_campaign(
 
 def _own_faults(settings: CampaignFile, tree: Table) -> Iterator[Fault]:
     """Yields faults of keys of the campaign that involve several of them."""
-    measured = settings.steps // settings.every - -(-settings.skip // settings.every)
-    if measured < 1:
-        hint = f"raise steps, or lower skip below {settings.steps - settings.every + 1}"
+    lines = sorted({1, *range(settings.every, settings.steps + 1, settings.every), settings.steps})  # of hook `log`
+    last = lines[-2] if settings.steps > 1 else 0  # the last measurement begins after this step
+    if settings.skip > last:
+        hint = f"raise steps, or lower skip to at most {last}"
         yield Fault(
             "skip", f"of {settings.steps} steps none is measured after the first {settings.skip}", _at(tree, "skip"), hint
         )
@@ -464,7 +465,7 @@ def _with_own(tree: Table, settings: CampaignFile, name: str, target: Path) -> T
     """Returns the recipe with the keys that the campaign sets itself; hooks of the campaign's layers come before hook `log`."""
     origin = "campaign"
     given = tree.items.get("hooks")
-    hooks = [item for item in given.items if plain(item) is None or not _is_log(item)] if isinstance(given, Array) else []
+    hooks = [item for item in given.items if not _is_log(item)] if isinstance(given, Array) else []
     log = Table({"name": Leaf("log", origin), "every": Leaf(settings.every, "campaign: every")}, origin)
     own: dict[str, Node] = {
         "job.name": Leaf(name, origin),

@@ -7,7 +7,7 @@ stops by itself.
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from forge_core.errors import ConfigError, Fault, ForgeError
@@ -24,6 +24,7 @@ from forge_lab.campaigns.records import (
     write_attempt,
     writing,
 )
+from forge_lab.sweep.execution import StopRequests
 from forge_train.launch.cluster import Cluster, check_run
 from forge_train.launch.slurm import slurm_script
 from forge_train.launch.submission import queued_jobs, submit_job
@@ -41,11 +42,13 @@ class ClusterRunner:
         campaign: the campaign.
         cluster: the cluster file; its number of nodes, time and array are those of the entries.
         say: called with a line about each job.
+        asked: stop requests of this process; after one, no further job is submitted.
     """
 
     campaign: Campaign
     cluster: Cluster
     say: Callable[[str], None]
+    asked: StopRequests = field(default_factory=StopRequests)
 
     def __post_init__(self) -> None:
         if self.cluster.slurm.array is not None:
@@ -66,6 +69,8 @@ class ClusterRunner:
                     f"job {job} still runs {entry.name}, which is to run again; wait for it, or cancel it with `scancel {job}`"
                 )
         for count, entry in enumerate(entries, 1):
+            if self.asked.times:
+                return
             title = f"[{count}/{len(entries)}] {entry.name}"
             if entry.recipe is not None:
                 cluster, refusal = self._of(entry)

@@ -174,10 +174,12 @@ def _statuses(campaign: "Campaign", entries: "Sequence[CampaignEntry]") -> dict[
     for entry in entries:
         folder = campaign.folder(entry)
         attempt, limit = read_attempt(folder), 60 * campaign.settings.limit_minutes
-        current = attempt is not None and attempt.fingerprint == fingerprint_of(entry)
-        if current and attempt is not None and attempt.timed_out and attempt.limit_seconds < limit:
-            current = False  # a longer limit may be enough
-        found[entry.name] = read_result(folder, campaign.settings.skip).status if current else "waiting"
+        status = "waiting"
+        if attempt is not None and attempt.fingerprint == fingerprint_of(entry):
+            status = read_result(folder, campaign.settings.skip).status
+            if status == "time limit" and attempt.limit_seconds < limit:
+                status = "waiting"  # a longer limit may be enough
+        found[entry.name] = status
     return found
 
 
@@ -254,7 +256,7 @@ def _run(
     """Runs entries, or submits their jobs and collects those that have ended; returns the exit code."""
     from forge_lab.campaigns.cluster import ClusterRunner
     from forge_lab.campaigns.execution import wanted
-    from forge_lab.campaigns.records import locked, require_own_directory, write_campaign
+    from forge_lab.campaigns.records import EARLIER, has_result, locked, require_own_directory, write_campaign
     from forge_lab.campaigns.tables import write_tables
     from forge_lab.sweep.execution import StopRequests
     from forge_train.launch.cluster import load_cluster
@@ -265,12 +267,14 @@ def _run(
 
     require_own_directory(campaign)
     asked, pending, not_run = StopRequests(), list["CampaignEntry"](), dict[str, str]()
-    runner = ClusterRunner(campaign, load_cluster(cluster, own), say) if cluster is not None else None
+    runner = ClusterRunner(campaign, load_cluster(cluster, own), say, asked) if cluster is not None else None
     with locked(campaign.directory), asked.listening():
         write_campaign(campaign)
         pending = runner.collect(entries) if runner is not None else []
         busy = {entry.name for entry in pending}
         todo = [entry for entry in wanted(entries, _statuses(campaign, entries), retry) if entry.name not in busy]
+        if again := sum(has_result(campaign.folder(entry)) for entry in todo):
+            say(f"{again} entries with a result run again; their earlier records are kept in {campaign.directory / EARLIER}")
         if done := len(entries) - len(todo) - len(busy):
             say(f"{done} of {len(entries)} entries already have a result")
         try:

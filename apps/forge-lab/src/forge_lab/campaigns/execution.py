@@ -79,8 +79,7 @@ def run_bounded(
         )
     timed_out, told = False, 0.0
     try:
-        # Without reaping it: its number stays taken, so the group that is killed below is its group and no other.
-        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        while not _has_ended(process):
             now = time.monotonic()
             if now - begun > limit:
                 timed_out = True
@@ -97,6 +96,14 @@ def run_bounded(
             os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
     return BoundedEnd(code, time.monotonic() - begun, timed_out, told > 0)
+
+
+def _has_ended(process: "subprocess.Popen[bytes]") -> bool:
+    """Whether a process has ended. Where the system can tell without reaping it, its number stays taken, so the group that is
+    killed afterwards is its group and no other."""
+    if not hasattr(os, "waitid"):
+        return process.poll() is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def oom_kills() -> int | None:

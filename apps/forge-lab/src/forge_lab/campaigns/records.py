@@ -10,11 +10,13 @@
         output.log             what its processes printed
         job.json               the job of a cluster
         run/                   the run's directory, with the metrics of its steps and the logs of its ranks
+      earlier/ENTRY.N/         the same of an earlier result, which the tables leave out
 
 Every table is made from these files alone; see `forge_lab.campaigns.results`.
 """
 
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -41,6 +43,7 @@ ENTRY_FILE, RECIPE_FILE, ATTEMPT_FILE, JOB_FILE, OUTPUT, RUN = (
     "run",
 )
 LOCK = "lock"
+EARLIER = "earlier"
 FORMAT = 1
 
 
@@ -135,10 +138,16 @@ def require_own_directory(campaign: Campaign) -> None:
     if not directory.is_dir():
         raise ForgeError(f"{directory} is not a directory; choose another one with --dir=PATH")
     if (directory / CAMPAIGN_FILE).is_file():
-        name = read_campaign_record(directory)["campaign"]
+        record = read_campaign_record(directory)
+        name, names = record["campaign"], {entry.name for entry in campaign.entries}
         if name != campaign.name:
             raise ForgeError(
                 f"{directory} has results of the campaign {name!r}, not of {campaign.name!r}; choose another one with --dir=PATH"
+            )
+        if not names.intersection(record["entries"]):
+            raise ForgeError(
+                f"{directory} has results of another campaign {name!r}, without any entry of this one; "
+                "choose another one with --dir=PATH"
             )
         return
     if others := sorted(path.name for path in directory.iterdir() if path.name != LOCK):
@@ -192,7 +201,7 @@ def write_campaign(campaign: Campaign) -> None:
 
 
 def prepare_entry(campaign: Campaign, entry: CampaignEntry, ranks_per_node: int) -> None:
-    """Removes what an earlier attempt at an entry left, and writes what is run.
+    """Writes what is run. An earlier result is moved aside; what an interrupted run left is removed.
 
     Args:
         campaign: the campaign.
@@ -204,7 +213,12 @@ def prepare_entry(campaign: Campaign, entry: CampaignEntry, ranks_per_node: int)
     """
     folder = campaign.folder(entry)
     with writing(campaign.directory):
-        if folder.exists():
+        if has_result(folder):
+            kept = campaign.directory / EARLIER
+            kept.mkdir(exist_ok=True)
+            number = 1 + sum(1 for _ in kept.glob(f"{glob.escape(entry.name)}.*"))
+            folder.rename(kept / f"{entry.name}.{number}")
+        elif folder.exists():
             shutil.rmtree(folder)
         (folder / RUN).mkdir(parents=True)
         _replace(
@@ -266,6 +280,12 @@ def read_attempt(folder: Path) -> Attempt | None:
         return Attempt(**found) if found is not None else None
     except TypeError:
         return None
+
+
+def has_result(folder: Path) -> bool:
+    """Whether the folder of an entry has the record of a run that has ended."""
+    attempt = read_attempt(folder)
+    return attempt is not None and not attempt.refusal
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

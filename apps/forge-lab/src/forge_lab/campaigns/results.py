@@ -27,8 +27,10 @@ SHOWN_LINES = 12
 _READ = 256 * 1024
 """Bytes that are read from the end of a log."""
 _NO_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|^MemoryError\b|oom_kill event", re.IGNORECASE | re.MULTILINE
+    r"(?<!killed, )out of memory|can't allocate memory|cannot allocate memory|^MemoryError\b|oom_kill event",
+    re.IGNORECASE | re.MULTILINE,
 )
+"""Evidence in what a process printed. What a rank says of one that ended without a word is none: "killed, out of memory or stopped"."""
 _KILLED = re.compile(r"was ended by SIGKILL")
 
 
