@@ -30,7 +30,7 @@ _NO_MEMORY = re.compile(
     r"(?<!killed, )out of memory|can't allocate memory|cannot allocate memory|^MemoryError\b|oom_kill event",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Evidence in what a process printed. What a rank says of one that ended without a word is none: "killed, out of memory or stopped"."""
+"""Evidence in what a process printed. What a rank says about one that vanished is none: "killed, out of memory or stopped"."""
 _KILLED = re.compile(r"was ended by SIGKILL")
 
 
