@@ -100,6 +100,17 @@ def test_a_processor_has_no_mfu_and_a_device_has_that_of_its_peak(tmp_path: Path
     assert finish(campaign, TENSOR, [1.0] * 6, device="Unknown GPU", device_memory=7e9).mfu is None
 
 
+def test_the_peak_of_memory_is_that_of_all_steps(tmp_path: Path) -> None:
+    """A line has the peak since the line before; the largest may be among the first steps, when blocks are compiled."""
+    campaign = prepared(tmp_path)
+    rows = lines([1.0] * 6)
+    for row, memory in zip(rows, (5e9, 9e9, 3e9, 4e9, 3e9, 2e9), strict=True):
+        row |= {"device_memory": memory, "peak_memory": 20e9}
+    write_metrics(campaign.directory / "entries" / ONE / "run", rows)
+    result = ended(campaign, ONE)
+    assert (result.memory, result.memory_of) == (9_000_000_000, "device")
+
+
 @pytest.mark.parametrize(
     ("code", "text", "more", "status", "words"),
     [
