@@ -139,6 +139,13 @@ def test_the_peak_of_memory_is_that_of_all_steps(tmp_path: Path) -> None:
         (-11, "", {}, "failed", "exit code -11"),
         (75, "", {"job": "41"}, "time limit", "job 41"),
         (75, "", {}, "failed", "exit code 75"),
+        (
+            None,
+            "slurmstepd: error: *** JOB 41 CANCELLED AT 12:00:00 DUE TO TIME LIMIT ***",
+            {"job": "41"},
+            "time limit",
+            "job 41",
+        ),
         (None, "", {"job": "41", "note": "job 41 is not in the queue"}, "failed", "is not in the queue"),
     ],
 )

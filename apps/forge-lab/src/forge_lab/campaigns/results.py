@@ -31,6 +31,8 @@ _NO_MEMORY = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 """Evidence in what a process printed. What a rank says about one that vanished is none: "killed, out of memory or stopped"."""
+_PAST_LIMIT = "DUE TO TIME LIMIT"
+"""What SLURM writes into the output of a job that did not end by itself in time."""
 _KILLED = re.compile(r"was ended by SIGKILL")
 
 
@@ -161,6 +163,8 @@ def _ended(folder: Path, attempt: Attempt, entry: Mapping[str, Any], step: int) 
             return "failed", f"the run ended at step {step} of {steps}\n{last_lines(folder)}".strip()
         return "finished", ""
     text = text_of(folder)
+    if attempt.code is None and _PAST_LIMIT in text:
+        return "time limit", f"SLURM ended job {attempt.job} at its time limit, at step {step} of {entry.get('steps')}"
     if attempt.code == FULL or (attempt.code != REFUSED_CODE and _NO_MEMORY.search(text)):
         said = [line.strip() for line in lines_of(text) if _NO_MEMORY.search(line)]
         return "out of memory", said[-1] if said else "a rank ran out of memory"
