@@ -208,6 +208,7 @@ def test_efficiency_is_relative_to_the_smallest_world_with_a_result_of_the_serie
 
 def test_tables_have_what_was_measured_and_leave_the_rest_empty(tmp_path: Path) -> None:
     campaign = prepared(tmp_path)
+    shutil.rmtree(campaign.directory / "entries" / TENSOR)  # it has not been prepared yet
     finish(campaign, ONE, [0.25] * 6, 100.0, peak_memory=2.0**30, mfu=0.5)
     ended(campaign, TWO, 1, "Traceback\nValueError: a | b\n")
     write_tables(campaign.directory)
@@ -221,6 +222,7 @@ def test_tables_have_what_was_measured_and_leave_the_rest_empty(tmp_path: Path) 
     assert rows[1]["step_seconds"] == rows[1]["tokens_per_second"] == rows[2]["loss"] == ""
     page = (campaign.directory / TABLE).read_text()
     assert "| fsdp | 1 | 1 | 2 x 4 | 400 | 400 | 0.25 s | 0.25 to 0.25 s | 1.00 GiB | 4.0000 | finished |" in page
+    assert "| tp | 2 |  |  |  |  |  |  |  |  | waiting |" in page
     assert "ValueError: a \\| b" in page and "MFU |" not in page and "| efficiency" not in page
     assert "1 finished, 1 failed, 1 waiting" in page and "no MFU" in page
     assert not (campaign.directory / PLOT).exists()

@@ -305,6 +305,14 @@ def test_earlier_results_are_kept_aside(fake: FakeProcesses, capsys: pytest.Capt
     assert (out / "earlier" / f"{TWO}.1/attempt.json").is_file() and (out / "earlier" / f"{TWO}.1/run/metrics.jsonl").is_file()
 
 
+def test_a_damaged_record_is_written_again_and_results_are_kept(fake: FakeProcesses, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forge("layouts.toml") == 0
+    Path("benches/layouts/campaign.json").write_text('{"campaign": "lay')
+    assert forge("--tables=benches/layouts") == 2 and "run the campaign's command again" in capsys.readouterr().err
+    assert forge("layouts.toml") == 0 and len(fake.started) == 3
+    assert forge("--tables=benches/layouts") == 0
+
+
 def test_two_campaigns_in_one_directory_are_refused(fake: FakeProcesses, capsys: pytest.CaptureFixture[str]) -> None:
     with locked(Path("benches/layouts")):
         assert forge("layouts.toml") == 2

@@ -90,6 +90,7 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_an_entry_on_two_ranks_measures_its_steps(tmp_path: Path) -> None:
     """The losses are those of one rank; the tables come back from the raw records alone."""
     campaign_of(tmp_path)

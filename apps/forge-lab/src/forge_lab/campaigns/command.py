@@ -81,7 +81,7 @@ def bench(
     \b
         forge-train bench --list-campaigns
         forge-train bench mfu_scaling --dry-run --device h200
-        forge-train bench mfu_scaling --only '*world=8*' --cluster cluster.toml
+        forge-train bench mfu_scaling --only '*world=8' --cluster cluster.toml
         forge-train bench --tables benches/mfu_scaling
     """
     from forge_core.errors import ForgeError

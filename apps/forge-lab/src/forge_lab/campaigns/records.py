@@ -1,7 +1,7 @@
 """Raw records of a campaign: what was run, how it ended, and the directory that holds them.
 
     benches/NAME/
-      campaign.json            title, series, and the names of the entries in order
+      campaign.json            title, series, and the entries in order
       campaign.toml            a copy of the file
       entries/ENTRY/
         entry.json             what is run: values, ranks, recipe, fingerprint, or the refusal of `check`
@@ -138,7 +138,10 @@ def require_own_directory(campaign: Campaign) -> None:
     if not directory.is_dir():
         raise ForgeError(f"{directory} is not a directory; choose another one with --dir=PATH")
     if (directory / CAMPAIGN_FILE).is_file():
-        record = read_campaign_record(directory)
+        try:
+            record = read_campaign_record(directory)
+        except ForgeError:  # damaged: it is written again, and fingerprints tell whose results are there
+            return
         name, names = record["campaign"], {entry.name for entry in campaign.entries}
         if name != campaign.name:
             raise ForgeError(
@@ -165,7 +168,7 @@ def read_campaign_record(directory: Path) -> dict[str, Any]:
     path = directory / CAMPAIGN_FILE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found["entries"], list) or not isinstance(found["campaign"], str):
+        if not isinstance(found["entries"], dict) or not isinstance(found["campaign"], str):
             raise TypeError
     except OSError as cause:
         raise ForgeError(
@@ -192,11 +195,11 @@ def write_campaign(campaign: Campaign) -> None:
         "skip": settings.skip,
         "every": settings.every,
         "series": list(campaign.series),
-        "entries": [entry.name for entry in campaign.entries],
+        "entries": {entry.name: {"values": dict(entry.values), "world": entry.world} for entry in campaign.entries},
     }
     with writing(campaign.directory):
         campaign.directory.mkdir(parents=True, exist_ok=True)
-        _replace(campaign.directory / CAMPAIGN_FILE, json.dumps(about, indent=1) + "\n")
+        _replace(campaign.directory / CAMPAIGN_FILE, json.dumps(about, indent=1, default=str) + "\n")
         _replace(campaign.directory / COPY, campaign.file.read_text(encoding="utf-8"))
 
 

@@ -7,7 +7,7 @@ interpolation. A measurement is a line of hook `log`, the mean over the steps si
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Literal, cast
@@ -134,8 +134,8 @@ def read_result(folder: Path, skip: int) -> EntryResult:
     attempt = read_attempt(folder)
     if attempt is None or attempt.fingerprint != entry.get("fingerprint"):
         message = f"{ATTEMPT_FILE} is damaged" if (folder / ATTEMPT_FILE).is_file() and attempt is None else ""
-        return _changed(result, message=message)
-    result = _changed(result, seconds=attempt.seconds)
+        return replace(result, message=message)
+    result = replace(result, seconds=attempt.seconds)
     lines = read_metrics(folder / RUN / METRICS)
     status, message = _ended(folder, attempt, entry, max((line["step"] for line in lines), default=0))
     if status == "finished":
@@ -144,11 +144,7 @@ def read_result(folder: Path, skip: int) -> EntryResult:
             status, message = "failed", f"no step was measured after the first {skip}"
         else:
             result = measured
-    return _changed(_described(result, folder), status=status, message=redacted_text(message))
-
-
-def _changed(result: EntryResult, **values: Any) -> EntryResult:
-    return EntryResult(**{**{name: getattr(result, name) for name in result.__dataclass_fields__}, **values})
+    return replace(_described(result, folder), status=status, message=redacted_text(message))
 
 
 def _ended(folder: Path, attempt: Attempt, entry: Mapping[str, Any], step: int) -> tuple[Status, str]:
@@ -219,7 +215,7 @@ def _measured(result: EntryResult, lines: Sequence[Mapping[str, Any]], skip: int
         return [float(line[name]) for line in kept if name in line]
 
     mfu, tflops = values("mfu"), values("model_tflops")
-    return _changed(
+    return replace(
         result,
         measured=len(kept),
         step_seconds=Quartiles.of(values("step_seconds")),
@@ -243,7 +239,7 @@ def _described(result: EntryResult, folder: Path) -> EntryResult:
 
     machine, model = table("machine"), table("model")
     device = str(machine.get("Device of rank 0", ""))
-    return _changed(
+    return replace(
         result,
         hardware=str(machine.get("Processor", device)) if device in ("", "cpu") else device,
         torch=str(table("versions").get("torch", "")),

@@ -7,7 +7,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,10 @@ def read_results(directory: Path) -> CampaignResults:
         ForgeError: the directory has no campaign, or its record is damaged.
     """
     about = read_campaign_record(directory)
-    results = [read_result(directory / "entries" / name, int(about["skip"])) for name in about["entries"]]
+    results = [
+        replace(read_result(directory / "entries" / name, int(about["skip"])), values=entry["values"], world=entry["world"])
+        for name, entry in about["entries"].items()
+    ]
     curves: dict[str, list[tuple[float, EntryResult]]] = {}
     for result in results:
         if result.per_rank is not None:
