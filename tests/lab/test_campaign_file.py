@@ -21,6 +21,11 @@ def test_the_matrix_has_every_combination_but_the_excluded_ones(tmp_path: Path) 
     assert campaign.series == ("layout",) and campaign.folder(campaign.entries[0]) == tmp_path / "out/entries/layout=fsdp_world=1"
 
 
+def test_all_items_of_exclude_count(tmp_path: Path) -> None:
+    text = LAYOUTS.replace("world = [1, 2]", "world = [1, 2, 4]") + '[[exclude]]\nlayout = "fsdp"\nworld = [2, 4]\n'
+    assert names(campaign_of(tmp_path, text)) == ["layout=fsdp_world=1", "layout=tp_world=2", "layout=tp_world=4"]
+
+
 def test_listed_entries_follow_and_their_own_keys_come_last(tmp_path: Path) -> None:
     text = (
         LAYOUTS.replace("[sets.layout.tp]\n", "[sets.layout.tp]\ntrain.micro_batch = 2\n")
