@@ -192,6 +192,30 @@ def test_calibrated_with_a_run(here: Path) -> None:
         calibrated([run], hardware, Efficiency(), REGISTRY)
 
 
+def test_calibrated_with_a_campaign(here: Path) -> None:
+    """Rows of `calibration.json` as the campaigns' page describes them; without `[job]`, as a campaign writes them."""
+    hardware = Hardware.load("h100")
+    recipe = load_recipe("7b", ["--transforms.recompute=none"], 8, REGISTRY, here=None)
+    assert recipe.layout is not None
+    speed = ModeledRecipe(recipe.job).predict(recipe.job, recipe.layout, hardware, Efficiency()).tokens_per_second
+    tables = {name: table for name, table in recipe.as_json().items() if name != "job"}
+    row = {"entry": "dp8", "recipe": tables, "world": 8, "device": "device", "tokens_per_second_per_rank": speed}
+    place = here / "calibration.json"
+    place.write_text(json.dumps({"format": 1, "campaign": "mine", "rows": [row]}))
+    fitted, (observed,) = calibrated([place], hardware, Efficiency(), REGISTRY)
+    assert observed.name == f"dp8 of {place}"
+    assert observed.error(Efficiency()) == pytest.approx(0.0)
+    assert all(getattr(fitted, name) == getattr(Efficiency(), name) for name in FREE), "the constants fit already"
+    for wrong, told in (
+        ({"device": "host"}, "ran on a CPU"),
+        ({"world": None}, "not a row of a campaign"),
+        ({"recipe": 3}, "no recipe"),
+    ):
+        place.write_text(json.dumps({"rows": [row | wrong]}))
+        with pytest.raises(ForgeError, match=told):
+            calibrated([place], hardware, Efficiency(), REGISTRY)
+
+
 def test_calibrated_with_a_doctor(here: Path) -> None:
     """Rates of a device become parts of the peaks of the hardware."""
     checks = [

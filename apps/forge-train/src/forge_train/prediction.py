@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from forge_core.config.tree import Table, build
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
@@ -200,15 +201,21 @@ def _world_of(place: Path) -> int:
 
 
 def _of_campaign(place: Path, rows: Any, hardware: Hardware, registry: Registry) -> Iterator[Observation]:
+    """Yields the runs of a campaign's `calibration.json`; entries that ran on a CPU say nothing of `hardware`."""
     for number, row in enumerate(rows):
         try:
-            recipe, overrides, world = row["recipe"], row["overrides"], row["world"]
-            speed = float(row["tokens_per_second_per_gpu"])
+            tree = build(row["recipe"], (), lambda _: f"{place}, row {number}", place.parent)  # noqa: B023 (called at once)
+            name, world, speed = str(row["entry"]), int(row["world"]), float(row["tokens_per_second_per_rank"])
+            on_device = row.get("device", "device") == "device"
         except (KeyError, TypeError, ValueError) as error:
             raise ForgeError(f"{place}: row {number} is not a row of a campaign ({error!r})") from error
-        found = load_recipe(recipe, overrides, world, registry, here=None)
+        if not on_device:
+            raise ForgeError(f"{place}: entry {name} ran on a CPU, and calibrates no GPU")
+        if not isinstance(tree, Table):
+            raise ForgeError(f"{place}: row {number} has no recipe")
+        found = load_recipe(tree, (), world, registry, here=None)
         assert found.layout is not None, "a world was given"
-        yield _observation(f"{place}, row {number}", found.job, found.layout, speed, hardware)
+        yield _observation(f"{name} of {place}", found.job, found.layout, speed, hardware)
 
 
 def _observation(name: str, job: Job, layout: Layout, speed: float, hardware: Hardware) -> Observation:
