@@ -21,7 +21,7 @@ from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import Interleaved, OneForwardOneBackward
 from forge_parallel.timing.hardware import Hardware
 from forge_parallel.timing.step_time import Efficiency, StepTime, predict
-from forge_parallel.timing.work import Execution, ModelWork, Scores, Stage, stages_of, work_of
+from forge_parallel.timing.work import Execution, ModelWork, Scores, StageBlocks, stages_of, work_of
 
 TABLE = Path(__file__).with_name("published.tsv")
 
@@ -112,7 +112,7 @@ class Row:
     layout: Layout
     execution: Execution
     pipeline: Pipeline | None
-    stages: tuple[Stage, ...]
+    stages: tuple[StageBlocks, ...]
     measured: float
     memory: float | None
 

@@ -31,14 +31,14 @@ from forge_parallel.timing import (
     Link,
     ModelWork,
     Scores,
-    Stage,
+    StageBlocks,
     StepTime,
     predict,
     stages_of,
     work_of,
 )
 from forge_parallel.timing.step_time import _timeline
-from forge_parallel.timing.work import Block, Matrix, rank_work
+from forge_parallel.timing.work import BlockMatrix, BlockWork, rank_work
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.expert import ExpertParallel
 from forge_parallel.transforms.shard import FullyShard
@@ -208,7 +208,7 @@ def test_the_host_bounds_small_steps() -> None:
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 64)])
 def test_bubbles_of_the_literature(ranks: int, micro_batches: int) -> None:
     """Equal stages: (p - 1) / M for GPipe and 1F1B, divided by v with v stages per rank (Narayanan et al., 2021)."""
-    block = Block((Matrix(8, 8),))
+    block = BlockWork((BlockMatrix(8, 8),))
     model = ModelWork((block,) * 16, dim=8, vocab=0, outside=0)
     for component, stages_per_rank in (
         (GPipe(), 1),
@@ -218,7 +218,7 @@ def test_bubbles_of_the_literature(ranks: int, micro_batches: int) -> None:
     ):
         count = ranks * stages_per_rank
         each = 16 // count
-        stages = tuple(Stage(tuple(range(index * each, (index + 1) * each)), index == count - 1) for index in range(count))
+        stages = tuple(StageBlocks(tuple(range(index * each, (index + 1) * each)), index == count - 1) for index in range(count))
         place, execution = Layout(pp=ranks), Execution(rows=1, length=8, micro_batches=micro_batches)
         found = predict(model, stages, place, execution, ONE, PERFECT, Pipeline(component.build()))
         assert found.bubble == pytest.approx((ranks - 1) / (stages_per_rank * micro_batches)), component

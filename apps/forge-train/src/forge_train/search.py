@@ -20,7 +20,7 @@ from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import Interleaved, OneForwardOneBackward
 from forge_parallel.timing.hardware import GIB, Hardware
 from forge_parallel.timing.step_time import Efficiency, StepTime, predict
-from forge_parallel.timing.work import Stage, stages_of
+from forge_parallel.timing.work import StageBlocks, stages_of
 from forge_train.prediction import IMBALANCE, ModeledRecipe, execution_of
 from forge_train.recipe.load import Recipe, load_recipe
 
@@ -253,7 +253,7 @@ class _Pricing:
         self._job, self._modeled, self._world = recipe.job, modeled, world
         self._hardware, self._efficiency = hardware, efficiency
         self._base = execution_of(recipe.job, Layout(dp_shard=world), imbalance)
-        self._cuts: dict[tuple[int, str], tuple[Pipeline | None, tuple[Stage, ...]] | None] = {}
+        self._cuts: dict[tuple[int, str], tuple[Pipeline | None, tuple[StageBlocks, ...]] | None] = {}
 
     def candidates(self) -> Iterator[Candidate]:
         """Yields every candidate that divides the batch, the heads, the experts and the blocks."""
@@ -296,7 +296,7 @@ class _Pricing:
         work, hardware, efficiency = self._modeled.work, self._hardware, self._efficiency
         return predict(work, cut[1], layout, execution, hardware, efficiency, cut[0], exact=exact)
 
-    def _cut(self, ranks: int, schedule: str) -> tuple[Pipeline | None, tuple[Stage, ...]] | None:
+    def _cut(self, ranks: int, schedule: str) -> tuple[Pipeline | None, tuple[StageBlocks, ...]] | None:
         """Returns a pipeline with its stages; None if the model cannot be cut into so many."""
         if (ranks, schedule) not in self._cuts:
             pipeline = SCHEDULES[schedule]

@@ -100,7 +100,7 @@ def draw_search(
     out.print(table)
     out.print()
     out.print(Text("Lines for the recipe:", style="bold"))
-    for line in best.fragment().splitlines():
+    for line in best.fragment().split("\n"):
         out.print(f"  {line}")
     for title, rows in _others(found):
         out.print()

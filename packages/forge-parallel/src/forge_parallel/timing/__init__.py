@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from forge_parallel.timing.calibration import Observation, fit, rank_correlation, score
     from forge_parallel.timing.failures import SavePlan, best_interval
     from forge_parallel.timing.hardware import Hardware, Link, UnknownHardware, known_hardware
-    from forge_parallel.timing.step_time import Efficiency, Score, StepTime, predict
-    from forge_parallel.timing.work import Execution, ModelWork, Scores, Stage, stages_of, work_of
+    from forge_parallel.timing.step_time import Efficiency, ErrorSummary, StepTime, predict
+    from forge_parallel.timing.work import Execution, ModelWork, Scores, StageBlocks, stages_of, work_of
 
 __all__ = [
     "Efficiency",
+    "ErrorSummary",
     "Execution",
     "Hardware",
     "Link",
     "ModelWork",
     "Observation",
     "SavePlan",
-    "Score",
     "Scores",
-    "Stage",
+    "StageBlocks",
     "StepTime",
     "UnknownHardware",
     "best_interval",

@@ -12,7 +12,7 @@ from math import exp, log
 from statistics import mean, median
 
 from forge_core.errors import ForgeError
-from forge_parallel.timing.step_time import FREE, Efficiency, Score
+from forge_parallel.timing.step_time import FREE, Efficiency, ErrorSummary
 
 Predict = Callable[[Efficiency], float]
 """Modeled tokens per second of one GPU with some constants."""
@@ -37,10 +37,10 @@ class Observation:
         return self.predict(efficiency) / self.measured - 1
 
 
-def score(observations: Collection[Observation], efficiency: Efficiency) -> Score:
+def score(observations: Collection[Observation], efficiency: Efficiency) -> ErrorSummary:
     """Returns the errors of some constants. There must be an observation."""
     errors = [abs(observation.error(efficiency)) for observation in observations]
-    return Score(len(errors), median(errors), max(errors))
+    return ErrorSummary(len(errors), median(errors), max(errors))
 
 
 def fit(observations: Sequence[Observation], start: Efficiency, *, penalty: float = 0.05, width: float = 0.3) -> Efficiency:

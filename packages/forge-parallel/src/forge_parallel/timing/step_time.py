@@ -31,11 +31,11 @@ from forge_parallel.dryrun.fake_world import expert_probability
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import Action, actions_of, simulate
 from forge_parallel.timing.hardware import Hardware, Link
-from forge_parallel.timing.work import ITEM, Block, Execution, ModelWork, Product, RankWork, Stage, rank_work
+from forge_parallel.timing.work import ITEM, BlockWork, Execution, ModelWork, Product, RankWork, StageBlocks, rank_work
 
 
 @dataclass(frozen=True)
-class Score:
+class ErrorSummary:
     """Errors of the model on `runs` measured runs: `median` and `largest` absolute relative error of tokens per second."""
 
     runs: int
@@ -77,7 +77,7 @@ class Efficiency:
     contention: float = 0.19
     host: float = 4e-4
     dated: str = "2026-11-26"
-    error: Score | None = Score(21, 0.051, 0.406)
+    error: ErrorSummary | None = ErrorSummary(21, 0.051, 0.406)
 
 
 FREE = ("matmul", "float8", "experts", "attention", "memory", "node", "network", "tensor", "eager", "contention")
@@ -141,7 +141,7 @@ class StepTime:
 
 def predict(
     model: ModelWork,
-    stages: tuple[Stage, ...],
+    stages: tuple[StageBlocks, ...],
     layout: Layout,
     execution: Execution,
     hardware: Hardware,
@@ -194,7 +194,7 @@ class _Parts(dict[str, float]):
         return self
 
 
-def _in_turn(clock: "_Clock", stage: Stage) -> _Parts:
+def _in_turn(clock: "_Clock", stage: StageBlocks) -> _Parts:
     """Returns the parts of a step whose micro-batches run one after the other."""
     execution, parts = clock.execution, _Parts()
     count = execution.micro_batches
@@ -212,7 +212,7 @@ def _in_turn(clock: "_Clock", stage: Stage) -> _Parts:
     return parts.add(clock.update(stage))
 
 
-def _pipelined(clock: "_Clock", stages: tuple[Stage, ...], pipeline: Pipeline, exact: bool) -> tuple[_Parts, float]:
+def _pipelined(clock: "_Clock", stages: tuple[StageBlocks, ...], pipeline: Pipeline, exact: bool) -> tuple[_Parts, float]:
     """Returns the parts of a step on the pipeline rank that works longest, and the bubble of the schedule."""
     layout, count = clock.layout, clock.execution.micro_batches
     forwards = [clock.forward(stage, gathers=clock.frees) for stage in stages]
@@ -278,7 +278,7 @@ class _Clock:
         self.frees = execution.frees(layout)
         self._works: dict[int, RankWork] = {}
         self._times: dict[tuple[Any, ...], _Parts] = {}
-        self._alike: dict[Stage, tuple[Any, ...]] = {}
+        self._alike: dict[StageBlocks, tuple[Any, ...]] = {}
         dtype = "fp32" if execution.compute == "fp32" else "bf16"
         for name in (dtype, *(["fp8"] if execution.float8 or execution.float8_experts else [])):
             if name not in hardware.flops or execution.compute == "fp64":
@@ -288,12 +288,12 @@ class _Clock:
         self._attention = hardware.flops[dtype] * efficiency.attention
         self._memory = hardware.bandwidth * efficiency.memory
 
-    def work(self, block: Block) -> RankWork:
+    def work(self, block: BlockWork) -> RankWork:
         if id(block) not in self._works:
             self._works[id(block)] = rank_work(block, self.model.dim, self.layout, self.execution)
         return self._works[id(block)]
 
-    def forward(self, stage: Stage, gathers: bool) -> _Parts:
+    def forward(self, stage: StageBlocks, gathers: bool) -> _Parts:
         """Returns the forward of a stage; the head's is in its backward, since the loss head computes both."""
         key = ("forward", *self._signature(stage), gathers)
         if key not in self._times:
@@ -301,7 +301,7 @@ class _Clock:
             self._times[key] = parts + self._outside(stage, gathers) + self._embedded(stage)
         return self._times[key]
 
-    def backward(self, stage: Stage, gathers: bool, reduces: bool, half: bool = False) -> _Parts:
+    def backward(self, stage: StageBlocks, gathers: bool, reduces: bool, half: bool = False) -> _Parts:
         """Returns the backward of a stage, with recomputation and the head; `half`: only gradients of inputs."""
         key = ("backward", *self._signature(stage), gathers, reduces, half)
         if key in self._times:
@@ -315,7 +315,7 @@ class _Clock:
         self._times[key] = parts
         return parts
 
-    def update(self, stage: Stage) -> _Parts:
+    def update(self, stage: StageBlocks) -> _Parts:
         """Returns the time of clipping and of the optimizer: each state is read and written, gradients are read twice."""
         if self.execution.frozen:
             return _Parts()
@@ -339,20 +339,20 @@ class _Clock:
         link, part = self._link(self.layout.world // self.layout.pp)
         return size / (link.bandwidth * part) + link.latency
 
-    def _signature(self, stage: Stage) -> tuple[Any, ...]:
+    def _signature(self, stage: StageBlocks) -> tuple[Any, ...]:
         """Returns what distinguishes the times of stages: their blocks by kind, and what is before and after the blocks."""
         if stage not in self._alike:
             alike = Counter((self.model.kinds[index], index % self.execution.every == 0) for index in stage.blocks)
             self._alike[stage] = (tuple(sorted(alike.items())), 0 in stage.blocks, stage.head)
         return self._alike[stage]
 
-    def _sum(self, stage: Stage, time: Callable[[Block, bool], _Parts]) -> _Parts:
+    def _sum(self, stage: StageBlocks, time: Callable[[BlockWork, bool], _Parts]) -> _Parts:
         parts = _Parts()
         for (kind, first), count in self._signature(stage)[0]:
             parts.add(time(self.model.blocks[kind], first), count)
         return parts
 
-    def _block_forward(self, block: Block, gathers: bool) -> _Parts:
+    def _block_forward(self, block: BlockWork, gathers: bool) -> _Parts:
         key = (id(block), "forward", gathers)
         if key not in self._times:
             parts = self._computed(block, 1.0) + self._exchanged(block, 1.0)
@@ -360,7 +360,7 @@ class _Clock:
             self._times[key] = self._with(parts, {"parameters of data ranks": gathered}, 1.0)
         return self._times[key]
 
-    def _block_backward(self, block: Block, recomputes: bool, gathers: bool, reduces: bool, half: bool) -> _Parts:
+    def _block_backward(self, block: BlockWork, recomputes: bool, gathers: bool, reduces: bool, half: bool) -> _Parts:
         again = self.execution.recompute if recomputes else None
         key = (id(block), "backward", again, gathers, reduces, half)
         if key in self._times:
@@ -393,7 +393,7 @@ class _Clock:
             parts["host"] += waits
         return parts
 
-    def _computed(self, block: Block, times: float, scores: float = 1.0) -> _Parts:
+    def _computed(self, block: BlockWork, times: float, scores: float = 1.0) -> _Parts:
         """Returns the computation of a block: its products `times` times, attention with `scores` times the forward's FLOPs."""
         work, parts = self.work(block), _Parts()
         for product in work.products:
@@ -431,7 +431,7 @@ class _Clock:
     def _stream(self) -> float:
         return self.execution.rows * self.execution.length / self.layout.cp * self.model.dim * ITEM[self.execution.compute]
 
-    def _exchanged(self, block: Block, times: float) -> _Parts:
+    def _exchanged(self, block: BlockWork, times: float) -> _Parts:
         """Returns the exposed exchanges of one forward, or of one backward, of a block."""
         work, layout, parts = self.work(block), self.layout, _Parts()
         if layout.tp > 1:
@@ -475,7 +475,7 @@ class _Clock:
             seconds += self._ring(2 * elements / shards * item * (copies - 1) / copies, stride, copies)
         return seconds
 
-    def _outside(self, stage: Stage, gathers: bool) -> _Parts:
+    def _outside(self, stage: StageBlocks, gathers: bool) -> _Parts:
         """Returns the gather of what is outside of blocks, which nothing hides."""
         layout = self.layout
         shards = layout.dp_shard * layout.cp
@@ -484,13 +484,13 @@ class _Clock:
         size = self._outside_elements(stage) * ITEM[self.execution.compute] * (shards - 1) / shards
         return _Parts({"parameters of data ranks": self._ring(size, layout.tp, shards)})
 
-    def _embedded(self, stage: Stage) -> _Parts:
+    def _embedded(self, stage: StageBlocks) -> _Parts:
         """Returns the scatter of the embedded tokens over tp ranks, or the gather of their gradients."""
         if self.layout.tp == 1 or 0 not in stage.blocks:
             return _Parts()
         return _Parts({"tensor parallel": self._split(self._stream())})
 
-    def _outside_elements(self, stage: Stage) -> float:
+    def _outside_elements(self, stage: StageBlocks) -> float:
         """Returns the elements outside of blocks on a stage: the table on the first, the head on the last."""
         if self.layout.pp == 1:
             return self.model.outside / self.layout.tp
@@ -527,7 +527,7 @@ class _Clock:
         hops = ceil(size / inside) * self.hardware.network.latency + (inside - 1) * self.hardware.node.latency
         return received / (min(node, network) if inside > 1 else network) + hops
 
-    def _dispatched(self, block: Block, tokens: float) -> float:
+    def _dispatched(self, block: BlockWork, tokens: float) -> float:
         """Returns the time in which tokens reach their experts, or come back; both kinds of links work at once."""
         layout, kind = self.layout, self.execution.dispatcher
         size, stride = layout.ep, layout.etp

@@ -38,7 +38,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class BlockMatrix:
     """A weight of shape (outputs, inputs). With `experts`, one of as many equal weights, of which a token goes to `top_k`.
 
     `cut` says which dimension tensor parallelism splits: `outputs`, `inputs`, or None.
@@ -51,7 +51,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockWork:
     """The unit that is gathered, recomputed and placed on a pipeline stage.
 
     Attributes:
@@ -62,7 +62,7 @@ class Block:
         top_k: experts that a token goes to.
     """
 
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[BlockMatrix, ...]
     other: int = 0
     scores: Scores | None = None
     pair: int = 0
@@ -106,7 +106,7 @@ class ModelWork:
         heads: how often the head runs: once, and once for each MTP module.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockWork, ...]
     dim: int
     vocab: int
     outside: int
@@ -115,7 +115,7 @@ class ModelWork:
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """For each block, the index of the first block that equals it."""
-        first: dict[Block, int] = {}
+        first: dict[BlockWork, int] = {}
         return tuple(first.setdefault(block, index) for index, block in enumerate(self.blocks))
 
     @property
@@ -145,7 +145,7 @@ def work_of(described: Described, scores: Sequence[Scores | None], top_k: int = 
         top_k: experts that a token goes to.
     """
     specs, seen = described.specs, set[int]()
-    parts: dict[str, list[Matrix]] = {path: [] for path in specs.blocks}
+    parts: dict[str, list[BlockMatrix]] = {path: [] for path in specs.blocks}
     other = dict.fromkeys(specs.blocks, 0)
     pair = dict.fromkeys(specs.blocks, 0)
     outside = vocab = 0
@@ -162,7 +162,7 @@ def work_of(described: Described, scores: Sequence[Scores | None], top_k: int = 
         elif len(dims) - stacked == 2:
             outputs, inputs = parameter.shape[-2:]
             cut = "outputs" if dims[-2] in CUT else "inputs" if dims[-1] in CUT else None
-            parts[path].append(Matrix(outputs, inputs, cut, parameter.shape[0] if stacked else 0))
+            parts[path].append(BlockMatrix(outputs, inputs, cut, parameter.shape[0] if stacked else 0))
             pair[path] += outputs if dims[-2] == "kv_heads" else 0
         else:
             other[path] += parameter.numel()
@@ -170,7 +170,7 @@ def work_of(described: Described, scores: Sequence[Scores | None], top_k: int = 
     for path, attention in zip(specs.blocks, scores, strict=True):
         matrices = tuple(parts[path])
         chosen = top_k if any(matrix.experts for matrix in matrices) else 0
-        blocks.append(Block(matrices, other[path], attention, pair[path], chosen))
+        blocks.append(BlockWork(matrices, other[path], attention, pair[path], chosen))
     return ModelWork(tuple(blocks), specs.units["embed"], vocab, outside, 1 + specs.mtp_depth)
 
 
@@ -229,14 +229,14 @@ class Execution:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageBlocks:
     """Consecutive blocks of a pipeline: their indices, and whether the head belongs to it."""
 
     blocks: tuple[int, ...]
     head: bool = False
 
 
-def stages_of(described: Described, pipeline: Pipeline | None, ranks: int) -> tuple[Stage, ...]:
+def stages_of(described: Described, pipeline: Pipeline | None, ranks: int) -> tuple[StageBlocks, ...]:
     """Returns the stages of a pipeline over `ranks` ranks, in order; without a pipeline one stage.
 
     Raises:
@@ -244,13 +244,13 @@ def stages_of(described: Described, pipeline: Pipeline | None, ranks: int) -> tu
     """
     blocks = described.specs.blocks
     if pipeline is None or ranks == 1:
-        return (Stage(tuple(range(len(blocks))), head=True),)
+        return (StageBlocks(tuple(range(len(blocks))), head=True),)
     split = StageSplit.of(described.module, described.specs, pipeline, ranks, 0)
     places = {path: index for index, path in enumerate(blocks)}
     behind = tuple(f"{path}." for path in described.specs.exit)
     found = [tuple(places[path] for path in paths if path in places) for paths in split.stages]
     found[-1] += tuple(places[path] for path in blocks if path.startswith(behind))  # MTP modules
-    return tuple(Stage(indices, head=number == len(found) - 1) for number, indices in enumerate(found))
+    return tuple(StageBlocks(indices, head=number == len(found) - 1) for number, indices in enumerate(found))
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class RankWork:
     experts: int = 0
 
 
-def rank_work(block: Block, dim: int, layout: Layout, execution: Execution) -> RankWork:
+def rank_work(block: BlockWork, dim: int, layout: Layout, execution: Execution) -> RankWork:
     """Returns the forward work of `block` on one rank of `layout` for one micro-batch. Experts have equal loads."""
     rows = execution.rows * execution.length / layout.cp
     item = ITEM[execution.compute]
