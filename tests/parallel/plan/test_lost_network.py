@@ -83,7 +83,7 @@ class Silent:
     """A store whose connection is cut: no call returns."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: threading.Event().wait(60)
+        return lambda *arguments: threading.Event().wait()
 
 
 def _silent(patience: float, timeout: float) -> Watch:
