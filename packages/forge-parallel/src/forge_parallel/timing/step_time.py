@@ -281,7 +281,9 @@ class _Clock:
         self._alike: dict[StageBlocks, tuple[Any, ...]] = {}
         dtype = "fp32" if execution.compute == "fp32" else "bf16"
         for name in (dtype, *(["fp8"] if execution.float8 or execution.float8_experts else [])):
-            if name not in hardware.flops or execution.compute == "fp64":
+            if execution.compute == "fp64":
+                raise PlanError("products in fp64 have no time: descriptions of hardware have no rate for them")
+            if name not in hardware.flops:
                 raise PlanError(f"the description of {hardware.name} has no {name}_tflops, so products in it have no time")
         self._peak = hardware.flops[dtype] * efficiency.matmul
         self._fp8 = hardware.flops.get("fp8", 0.0) * efficiency.float8
