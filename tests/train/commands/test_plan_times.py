@@ -3,17 +3,19 @@
 import json
 import re
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from forge_core.errors import ConfigError, ForgeError
+from forge_core.layout import Layout
 from forge_core.registry import Registry
+from forge_parallel.parts import PARTS
 from forge_parallel.timing import Efficiency, Hardware
 from forge_parallel.timing.step_time import FREE
 from forge_train.plan import run_size
-from forge_train.prediction import ModeledRecipe, as_toml, calibrated, constants_of, execution_of
+from forge_train.prediction import MODELED, ModeledRecipe, as_toml, calibrated, constants_of, execution_of
 from forge_train.recipe.load import load_recipe
 from forge_train.search import search
 from train.commands.test_cli import forge
@@ -68,9 +70,16 @@ def test_unknown_hardware_has_bytes_but_no_time(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--search"], "--search compares modeled times; name the GPU with --hardware"),
-        (["--memory", "3"], "add --search"),
-        (["--calibrate", "runs/x"], "add --hardware"),
+        (["--search"], "name the GPU whose times to model with --hardware, to use --search"),
+        (["--search", "--hardware", "rtx"], "--search compares modeled times, and these need known hardware"),
+        (["--memory", "3"], "without --search there is nothing to bound with --memory"),
+        (["--calibrate", "runs/x", "--stall", "3"], "with --hardware, to use --calibrate, --stall"),
+        (["--hardware", "h100", "--search", "--rank", "0", "--page", "x"], "that you choose with --rank, --page"),
+        (["--hardware", "h100", "--search", "--gpu-hours", "3"], "that you choose with --gpu-hours"),
+        (["--hardware", "h100", "--device", "h200"], "--hardware names the device and models times; remove --device"),
+        (["--hardware", "h100", "--imbalance", "inf"], "--imbalance is finite"),
+        (["--hardware", "h100", "--search", "--memory", "inf"], "positive and finite"),
+        (["--hardware", "h100", "--search", "--memory", "nan"], "positive and finite"),
         (["--hardware", "gpu.toml"], "cannot read the hardware file gpu.toml"),
         (["--hardware", "h100", "--constants", "none.toml"], "cannot read constants from none.toml"),
         (["--hardware", "h100", "--calibrate", "tiny.toml"], "give a run directory, calibration.json or doctor.json"),
@@ -93,6 +102,66 @@ def test_a_model_without_declared_products_has_no_time(here: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "no modeled time: the work of the model" in done.stderr
     assert json.loads(done.stdout)["modeled"] is None
+
+
+REFUSED = {
+    "shard": {"offload"},
+    "tensor": set(),
+    "context": set(),
+    "expert": set(),
+    "recompute": {"keep"},
+    "compile": {"budget"},
+    "float8": {"include", "exclude", "emulate"},
+}
+"""Transforms -> keys whose effect on time is not modeled."""
+
+
+def test_every_transform_is_modeled_or_refused() -> None:
+    """A new transform, or a new key of one, has to be placed here: nothing is ignored."""
+    found = {name: REGISTRY.load("forge.transforms", name) for name in PARTS["forge.transforms"]}
+    assert found.keys() == MODELED.keys() == REFUSED.keys()
+    for name, transform in found.items():
+        assert {item.name for item in fields(transform)} == MODELED[name] | REFUSED[name], name
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (['--transforms.recompute.keep=["matmul"]'], r"transforms.recompute.keep = \['matmul'\] has no modeled time"),
+        (
+            ["--transforms.recompute=none", "--transforms.compile.budget=0.5"],
+            "compile.budget = 0.5 has no modeled time",
+        ),
+        (["--transforms.shard.offload=true"], "transforms.shard.offload = True has no modeled time"),
+        (["--model.moe.experts=8", "--model.moe.capacity=1.25"], "model.moe.capacity drops tokens"),
+    ],
+)
+def test_settings_without_a_modeled_time(keys: list[str], told: str) -> None:
+    job = load_recipe("7b", keys, None, REGISTRY, here=None).job
+    with pytest.raises(ForgeError, match=told):
+        execution_of(job, Layout())
+    with pytest.raises(ForgeError, match=told):
+        ModeledRecipe(job).work  # noqa: B018
+
+
+def test_float8_weights_are_gathered_in_float8_with_one_scale_per_tensor_only() -> None:
+    keys = (
+        ["--transforms.float8.recipe=rowwise"],
+        ["--transforms.float8.all_gather=false"],
+        ["--transforms.float8.recipe=tensorwise"],
+    )
+    jobs = [load_recipe("8b-h200-fp8", one, None, REGISTRY, here=None).job for one in keys]
+    assert [execution_of(job, Layout()).float8_gather for job in jobs] == [False, False, True]
+
+
+def test_latent_attention_has_no_modeled_context_parallelism() -> None:
+    keys = ["--model.kv_heads=none", "--model.attention.name=mla", "--train.micro_batch=1", "--parallel.cp=2"]
+    recipe = load_recipe("7b", keys, 64, REGISTRY, here=None)
+    assert recipe.layout is not None
+    with pytest.raises(ForgeError, match="keys and values head by head"):
+        ModeledRecipe(recipe.job).predict(recipe.job, recipe.layout, Hardware.load("h100"), Efficiency())
+    found = search("7b", keys[:2], 64, REGISTRY, Hardware.load("h100"), Efficiency(), wanted=2)
+    assert all(one.layout.cp == 1 for one in found.best)
 
 
 def test_frozen_parameters_have_no_time() -> None:
@@ -135,15 +204,16 @@ def test_less_memory_adds_no_layout() -> None:
 
 
 def test_what_check_refuses_is_not_offered() -> None:
-    """No test proves that a compiler that recomputes equals one process with tp 2: it is listed as refused, and not offered."""
-    found = search("debug", ["--transforms.compile.budget=0.5"], 8, REGISTRY, Hardware.load("h100"), Efficiency(), wanted=50)
+    """Ranks that exchange heads for positions need equally many heads: other layouts are listed as refused, and not offered."""
+    keys = ["--transforms.context.kind=ulysses", "--data.sequence_length=8192", "--model.max_length=8192"]
+    found = search("debug", keys, 8, REGISTRY, Hardware.load("h100"), Efficiency(), wanted=50)
     for one in found.best:
-        load_recipe("debug", ["--transforms.compile.budget=0.5", *one.overrides()], 8, REGISTRY, here=None)
-    for one in found.rejected:
-        if one.reason.startswith("refused"):
-            with pytest.raises(ConfigError):
-                load_recipe("debug", ["--transforms.compile.budget=0.5", *one.candidate.overrides()], 8, REGISTRY, here=None)
-    assert any("no test proves" in reason for reason in found.refused)
+        load_recipe("debug", [*keys, *one.overrides()], 8, REGISTRY, here=None)
+    refused = [one for one in found.rejected if one.reason.startswith("refused")]
+    assert refused and all("'ulysses'" in reason for reason in found.refused)
+    for one in refused:
+        with pytest.raises(ConfigError):
+            load_recipe("debug", [*keys, *one.candidate.overrides()], 8, REGISTRY, here=None)
 
 
 def test_an_execution_has_the_keys_of_the_recipe() -> None:
@@ -190,6 +260,24 @@ def test_calibrated_with_a_run(here: Path) -> None:
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(ForgeError, match="has 0 lines with tokens_per_second"):
         calibrated([run], hardware, Efficiency(), REGISTRY)
+
+
+def test_a_calibration_runs_no_code_of_a_run(here: Path) -> None:
+    """A run's directory names a Python file: it does not run without the user's trust."""
+    (here / "evil.py").write_text("raise SystemExit('it ran')")
+    recipe = load_recipe("debug", (), None, REGISTRY, here=None)
+    run = here / "run"
+    (run / "logs").mkdir(parents=True)
+    text = recipe.as_toml().replace('name = "adamw"', f'name = "{here}/evil.py:Muon"')
+    assert "evil.py" in text
+    (run / "config.toml").write_text(text)
+    (run / "logs" / "rank-0.log").write_text("2026-01-01T00:00:00.000Z rank 0/1 INFO forge_train: step 1\n")
+    with pytest.raises(ForgeError, match="--trust-code"):
+        calibrated([run], Hardware.load("h100"), Efficiency(), Registry())
+    row = {"entry": "1", "recipe": tomllib.loads(text), "world": 1, "device": "device", "tokens_per_second_per_rank": 1.0}
+    (here / "calibration.json").write_text(json.dumps({"rows": [row]}))
+    with pytest.raises(ForgeError, match="--trust-code"):
+        calibrated([here / "calibration.json"], Hardware.load("h100"), Efficiency(), Registry())
 
 
 def test_calibrated_with_a_campaign(here: Path) -> None:

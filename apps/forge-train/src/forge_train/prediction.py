@@ -7,12 +7,13 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from forge_core.config.toml import read_toml
 from forge_core.config.tree import Table, build
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
@@ -22,6 +23,7 @@ from forge_parallel.timing.calibration import MOST, Observation, fit
 from forge_parallel.timing.hardware import Hardware
 from forge_parallel.timing.step_time import FREE, Efficiency, StepTime, predict
 from forge_parallel.timing.work import Execution, ModelWork, Scores, stages_of, work_of
+from forge_parallel.verify.proofs import DEFAULTS
 from forge_train.directory import RECIPE
 from forge_train.recipe.load import load_recipe
 from forge_train.recipe.schema import Job
@@ -64,8 +66,8 @@ class ModeledRecipe:
             )
         if counts.note:
             raise ForgeError(f"the work of the model {name!r} does not follow from its tokens alone: {counts.note}")
-        if job.train.stages or any(group.frozen for group in job.parameters.groups):
-            raise ForgeError("some parameters are frozen, and the model of time counts gradients of all of them")
+        if reason := unmodeled(job):
+            raise ForgeError(reason)
         shape: Any = job.model.shape  # type: ignore[attr-defined]  # models that declare counts have a shape
         widths = zip(range(shape.blocks), shape.windows(), strict=True)
         scores = [Scores(shape.attention.score_width(shape.context(index)), window) for index, window in widths]
@@ -84,11 +86,45 @@ class ModeledRecipe:
         return predict(self.work, stages, layout, execution_of(job, layout, imbalance), hardware, efficiency, pipeline)
 
 
+MODELED: Mapping[str, frozenset[str]] = {
+    "shard": frozenset({"reduce", "reshard"}),
+    "tensor": frozenset({"sequence_parallel", "asynchronous"}),
+    "context": frozenset({"kind"}),
+    "expert": frozenset({"dispatcher", "ranks_per_node", "overlap"}),
+    "recompute": frozenset({"policy", "every"}),
+    "compile": frozenset({"fullgraph", "mode"}),
+    "float8": frozenset({"recipe", "all_gather", "experts"}),
+}
+"""Transforms with a modeled time, and those of their keys that may be set. Other transforms and keys are refused."""
+
+
+def unmodeled(job: Job) -> str:
+    """Returns the first setting of a recipe whose effect on time is not modeled; empty if there is none."""
+    for name, transform in job.transforms.items():
+        if name not in MODELED:
+            return f"[transforms.{name}] has no modeled time"
+        usual = type(transform)()
+        for key in (item.name for item in fields(transform) if item.name not in MODELED[name]):
+            if getattr(transform, key) != getattr(usual, key):
+                return f"transforms.{name}.{key} = {getattr(transform, key)!r} has no modeled time; only its default has"
+    if getattr(getattr(job.model, "moe", None), "capacity", None) is not None:
+        return "model.moe.capacity drops tokens, and their number is not modeled"
+    if job.train.stages or any(group.frozen for group in job.parameters.groups):
+        return "some parameters are frozen, and the model of time counts gradients of all of them"
+    return ""
+
+
 def execution_of(job: Job, layout: Layout, imbalance: float = IMBALANCE) -> Execution:
-    """Returns how ranks run a step of `job`."""
+    """Returns how ranks run a step of `job`.
+
+    Raises:
+        ForgeError: a setting of the recipe is not modeled, see `unmodeled`.
+    """
+    if reason := unmodeled(job):
+        raise ForgeError(reason)
     transforms: Mapping[str, Any] = job.transforms
-    recompute, shard, tensor = (transforms.get(name) for name in ("recompute", "shard", "tensor"))
-    context, expert, float8 = (transforms.get(name) for name in ("context", "expert", "float8"))
+    shard, tensor, context, expert = (transforms.get(name, DEFAULTS[name]) for name in ("shard", "tensor", "context", "expert"))
+    recompute, float8 = transforms.get("recompute"), transforms.get("float8")
     return Execution(
         rows=job.train.micro_batch,
         length=job.data.sequence_length,
@@ -100,12 +136,15 @@ def execution_of(job: Job, layout: Layout, imbalance: float = IMBALANCE) -> Exec
         recompute=getattr(recompute, "policy", None),
         every=getattr(recompute, "every", 1),
         compiled="compile" in transforms,
-        reduce=getattr(shard, "reduce", "last"),
-        reshard=getattr(shard, "reshard", None),
-        sequence_parallel=getattr(tensor, "sequence_parallel", True),
-        asynchronous=getattr(tensor, "asynchronous", False),
-        context=getattr(context, "kind", "all_gather"),
-        dispatcher=getattr(expert, "dispatcher", "all_to_all"),
+        reduce=shard.reduce,
+        reshard=shard.reshard,
+        sequence_parallel=tensor.sequence_parallel,
+        asynchronous=tensor.asynchronous,
+        context=context.kind,
+        dispatcher=expert.dispatcher,
+        ranks_per_node=expert.ranks_per_node or 0,
+        # Rowwise scales need whole rows, so only tensorwise weights are gathered in float8.
+        float8_gather=float8 is None or (float8.recipe == "tensorwise" and float8.all_gather is not False),
         imbalance=imbalance,
         gradient_bytes=8 if job.precision.compute == "fp64" else 4,
         orthogonalizes=getattr(job.optimizer, "newton_schulz_steps", 0),
@@ -178,7 +217,7 @@ def _document(place: Path) -> Any:
 def _of_run(place: Path, hardware: Hardware, registry: Registry) -> Observation:
     """Returns the measured speed of a run: the median of its later half of log lines."""
     world = _world_of(place)
-    recipe = load_recipe(str(place / RECIPE), (), world, registry, here=None)
+    recipe = load_recipe(read_toml(place / RECIPE), (), world, registry, here=None)  # its plugins need the user's trust
     assert recipe.layout is not None, "a world was given"
     found = [line["tokens_per_second"] for line in json_objects(place / METRICS) if "tokens_per_second" in line]
     speeds = [float(speed) for speed in found if isinstance(speed, int | float)]

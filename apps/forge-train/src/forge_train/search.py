@@ -316,7 +316,7 @@ def _layouts(modeled: ModeledRecipe, world: int, per_node: int, length: int) -> 
         if world % tp or heads % tp:
             continue
         for pp, cp in product(divisors(world // tp), divisors(MOST_CONTEXT)):
-            if pp > blocks or world % (tp * pp * cp) or (cp > 1 and length // cp < SHORTEST):
+            if pp > blocks or world % (tp * pp * cp) or (cp > 1 and (length // cp < SHORTEST or not modeled.work.shares_rows)):
                 continue
             data = world // (tp * pp * cp)
             for shard in divisors(data):
@@ -372,6 +372,7 @@ class _Sizes:
                 compute=job.precision.compute,
                 state=job.precision.state,
                 recompute=candidate.recompute,
+                every=getattr(job.transforms.get("recompute"), "every", 1),
             )
             pipeline = SCHEDULES[candidate.schedule]
             cut = (layout.tp, layout.ep, layout.etp, layout.dp_shard * layout.cp, layout.pp, candidate.schedule)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -95,7 +96,7 @@ def plan(
     Examples: forge-train plan 7b --world 64 --hardware h100 --parallel.dp_replicate=8
     forge-train plan 70b --world 512 --hardware h200 --search
     """
-    from forge_core.errors import ForgeError, LayoutError
+    from forge_core.errors import LayoutError
     from forge_core.registry import Registry
     from forge_core.terminal import Console
     from forge_train.commands.options import require_single_process
@@ -104,12 +105,24 @@ def plan(
     require_single_process("plan")
     registry = Registry()
     console = Console(as_json=as_json)
+    options = {"--rank": ranks, "--modules": modules, "--device": device != "cpu", "--page": page}
+    modeled = {"--imbalance": imbalance, "--calibrate": calibrate, "--constants": constants, "--write-constants": write_constants}
+    saving = {"--gpu-hours": gpu_hours, "--stall": stall}
+    if search:
+        _refuse(options | saving, "--search compares layouts, and does not show one; plan the layout that you choose with")
+    else:
+        _refuse({"--memory": memory}, "without --search there is nothing to bound with")
+    if hardware is None:
+        _refuse(modeled | saving | {"--search": search}, "name the GPU whose times to model with --hardware, to use")
+    elif modules or device != "cpu":
+        _refuse(
+            {"--modules": modules, "--device": device != "cpu"},
+            "--hardware names the device and models times; remove",
+        )
     times = Times.of(hardware, per_node, constants, calibrate or [], write_constants, imbalance, registry, console)
     if search:
         _search(context, recipe, world, memory, top, times, registry, console, as_json)
         return
-    if memory is not None:
-        raise ForgeError("--memory bounds the layouts of --search; add --search")
     resolved = load_recipe(recipe, context.args, world, registry, here=None)
     for warning in resolved.warnings:
         console.note(f"warning: {warning}")
@@ -149,6 +162,18 @@ def plan(
             draw_saves(saves, time, terminal)
 
 
+def _refuse(given: Mapping[str, Any], why: str) -> None:
+    """Refuses options that would have no effect.
+
+    Raises:
+        ForgeError: one of them is given.
+    """
+    from forge_core.errors import ForgeError
+
+    if named := [name for name, value in given.items() if value not in (None, False, [])]:
+        raise ForgeError(f"{why} {', '.join(named)}")
+
+
 @dataclass(frozen=True)
 class Times:
     """What a plan needs to model times: the hardware, None if it is unknown, and constants."""
@@ -176,12 +201,13 @@ class Times:
             ForgeError: a file cannot be read; or constants are asked for without hardware.
         """
         from forge_core.errors import ForgeError
+        from forge_core.files import replace_file
         from forge_parallel.timing.hardware import Hardware, UnknownHardware
         from forge_parallel.timing.step_time import Efficiency
         from forge_train.prediction import IMBALANCE, as_toml, calibrated, constants_of
 
-        if name is None and (constants or calibrate or write):
-            raise ForgeError("--calibrate, --constants and --write-constants are of the model of time; add --hardware")
+        if imbalance is not None and imbalance == inf:
+            raise ForgeError("--imbalance is finite: tokens of the busiest expert rank over the mean")
         hardware = None
         if name is not None:
             try:
@@ -198,7 +224,8 @@ class Times:
                         f"{run.name}: measured {run.measured:,.0f} tokens/s of a GPU, modeled {run.error(efficiency):+.1%}"
                     )
             if write is not None:
-                write.write_text(as_toml(efficiency))
+                write.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(write, as_toml(efficiency).encode())
         return cls(hardware, per_node or (hardware.per_node if hardware else 8), efficiency, imbalance or IMBALANCE)
 
     def step(self, job: "Job", layout: Layout, console: "Console") -> "StepTime | None":
@@ -258,9 +285,9 @@ def _search(
     from forge_train.search import search
 
     if times.hardware is None:
-        raise ForgeError("--search compares modeled times; name the GPU with --hardware")
-    if memory is not None and not memory > 0:
-        raise ForgeError(f"--memory {memory}: the memory of a rank is positive, in GiB")
+        raise ForgeError("--search compares modeled times, and these need known hardware")
+    if memory is not None and not 0 < memory < inf:
+        raise ForgeError(f"--memory {memory}: the memory of a rank is positive and finite, in GiB")
     bound = None if memory is None else int(memory * GIB)
     gpu, constants = times.hardware, times.efficiency
     console.note(f"comparing layouts of {world:,} {gpu.name}; large worlds take up to a minute")

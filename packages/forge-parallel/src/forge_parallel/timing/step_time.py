@@ -20,7 +20,7 @@ The parts of peaks are the free constants in `Efficiency`. They were fitted to p
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
 from typing import Any
@@ -164,7 +164,8 @@ def predict(
             short, and close: a rank waits for the first forward and the last backward of the stages before it.
 
     Raises:
-        PlanError: the hardware file has no peak for the dtype of the products.
+        PlanError: the hardware has no peak for the dtype of the products, or the time of this attention or dispatcher is not
+            modeled in this layout.
     """
     clock = _Clock(model, layout, execution, hardware, efficiency)
     if layout.pp > 1 and pipeline is not None:
@@ -289,6 +290,8 @@ class _Clock:
         self._fp8 = hardware.flops.get("fp8", 0.0) * efficiency.float8
         self._attention = hardware.flops[dtype] * efficiency.attention
         self._memory = hardware.bandwidth * efficiency.memory
+        if layout.cp > 1 and not model.shares_rows:
+            raise PlanError("context parallelism has a modeled time only if attention computes keys and values head by head")
 
     def work(self, block: BlockWork) -> RankWork:
         if id(block) not in self._works:
@@ -357,7 +360,7 @@ class _Clock:
     def _block_forward(self, block: BlockWork, gathers: bool) -> _Parts:
         key = (id(block), "forward", gathers)
         if key not in self._times:
-            parts = self._computed(block, 1.0) + self._exchanged(block, 1.0)
+            parts = self._computed(block, 1.0) + self._exchanged(block)
             gathered = self._gathered(self.work(block)) if gathers else 0.0
             self._times[key] = self._with(parts, {"parameters of data ranks": gathered}, 1.0)
         return self._times[key]
@@ -369,10 +372,10 @@ class _Clock:
             return self._times[key]
         work, frozen = self.work(block), self.execution.frozen
         times = 1.0 if half or frozen else 2.0
-        parts = self._computed(block, times, scores=SCORES_AGAIN) + self._exchanged(block, 1.0)
+        parts = self._computed(block, times, scores=SCORES_AGAIN) + self._exchanged(block, backward=True)
         if again == "full":
             parts["recomputation"] += sum(self._computed(block, 1.0).values())
-            parts.add(self._exchanged(block, 1.0))
+            parts.add(self._exchanged(block))
         elif again == "selective":
             parts["recomputation"] += self._elementwise(work)
         beside = {}
@@ -423,7 +426,7 @@ class _Clock:
         layout, execution = self.layout, self.execution
         rows = execution.rows * execution.length / layout.cp
         vocab = self.model.vocab / layout.tp
-        product = self._product(replace(_HEAD, rows=rows, inputs=self.model.dim, outputs=vocab))
+        product = self._product(Product(rows, self.model.dim, vocab))
         logits = BYTES_OF_LOGITS * rows * vocab / self._memory
         parts = _Parts({"head and loss": self.model.heads * ((2.0 if half or execution.frozen else 3.0) * product + logits)})
         if layout.tp > 1:
@@ -433,8 +436,8 @@ class _Clock:
     def _stream(self) -> float:
         return self.execution.rows * self.execution.length / self.layout.cp * self.model.dim * ITEM[self.execution.compute]
 
-    def _exchanged(self, block: BlockWork, times: float) -> _Parts:
-        """Returns the exposed exchanges of one forward, or of one backward, of a block."""
+    def _exchanged(self, block: BlockWork, backward: bool = False) -> _Parts:
+        """Returns the exposed exchanges of a forward, or of a backward, of a block."""
         work, layout, parts = self.work(block), self.layout, _Parts()
         if layout.tp > 1:
             pairs = sum(matrix.cut == "inputs" and not matrix.experts for matrix in block.matrices)
@@ -442,23 +445,21 @@ class _Clock:
             seconds = 2 * pairs * one  # a gather before each pair of split matrices, a scatter after it
             if self.execution.asynchronous:
                 seconds = max(seconds - 0.8 * sum(self._product(product) for product in work.products), 0.2 * seconds)
-            parts["tensor parallel"] += times * seconds
-        if layout.cp > 1 and work.pair:
-            seconds = self._ring(work.pair, layout.tp, layout.cp)
-            if self.execution.context == "ring":
+            parts["tensor parallel"] += seconds
+        if layout.cp > 1:
+            seconds = self._ring(work.pair_back if backward else work.pair, layout.tp, layout.cp)
+            if self.execution.context == "ring":  # attention works on the keys that are there
                 seconds = max(seconds - work.attention / self._attention, 0.0)
-            elif self.execution.context == "ulysses":
-                seconds /= layout.cp  # each rank receives positions of its own heads only
-            parts["context parallel"] += times * seconds
+            parts["context parallel"] += seconds
         if block.experts and layout.ep > 1:
-            parts["expert parallel"] += 2 * times * self.execution.imbalance * self._dispatched(block, work.tokens)
+            parts["expert parallel"] += 2 * self.execution.imbalance * self._dispatched(block, work.tokens)
         return parts
 
     def _gathered(self, work: RankWork) -> float:
         """Returns the time in which data ranks gather the parameters of a block."""
         layout, execution = self.layout, self.execution
         item = ITEM[execution.compute]
-        dense = work.dense * (1 if execution.float8 else item)
+        dense = work.dense * (1 if execution.float8 and execution.float8_gather else item)
         shards = layout.dp_shard * layout.cp
         seconds = self._ring(dense * (shards - 1) / shards, layout.tp, shards)
         spread = layout.efsdp
@@ -537,6 +538,11 @@ class _Clock:
             return self._ring(tokens * (size - 1), stride, size)
         inside = self._inside(stride, size)
         nodes = ceil(size / inside)
+        if kind == "hierarchical" and self.execution.ranks_per_node not in (0, inside):
+            raise PlanError(
+                f"the hierarchical dispatcher takes {self.execution.ranks_per_node} ranks of ep for a node, but {inside} of "
+                f"them are on a node of {self.hardware.per_node}"
+            )
         to_rank, to_node = (expert_probability(block.experts, block.experts // of, block.top_k) for of in (size, nodes))
         within, across = (inside - 1) * to_rank, (size - inside) * to_rank
         if kind == "hierarchical":
@@ -544,6 +550,3 @@ class _Clock:
         within *= tokens / (self.hardware.node.bandwidth * self.efficiency.node)
         across *= tokens / (self.hardware.network.bandwidth * self.efficiency.network)
         return max(within, across) + (inside - 1) * self.hardware.node.latency + (nodes - 1) * self.hardware.network.latency
-
-
-_HEAD = Product(0.0, 0.0, 0.0)

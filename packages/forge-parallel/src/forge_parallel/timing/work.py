@@ -11,6 +11,7 @@ parallelism does not split, such as routers, count as if every rank multiplied a
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
 from typing import Literal
 
 from forge_core.layout import Layout
@@ -58,14 +59,19 @@ class BlockWork:
         matrices: its weights that multiply tokens.
         other: elements of all other parameters.
         scores: its attention; None if it has none.
-        pair: elements of a token's key and value that ranks exchange under context parallelism.
+        heads, kv_heads: their numbers; 0 without attention.
+        pair: elements of a token's keys and values; 0 if attention does not compute them head by head.
+        queries: elements of a token's queries, and of the outputs of its heads.
         top_k: experts that a token goes to.
     """
 
     matrices: tuple[BlockMatrix, ...]
     other: int = 0
     scores: Scores | None = None
+    heads: int = 0
+    kv_heads: int = 0
     pair: int = 0
+    queries: int = 0
     top_k: int = 0
 
     @property
@@ -119,6 +125,11 @@ class ModelWork:
         return tuple(first.setdefault(block, index) for index, block in enumerate(self.blocks))
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether the exchanges of context parallelism are modeled: attention computes keys and values head by head."""
+        return all(block.scores is None or block.pair for block in self.blocks)
+
+    @property
     def parameters(self) -> int:
         """Number of all parameters."""
         return self.outside + sum(sum(block.elements(Layout())) for block in self.blocks)
@@ -147,7 +158,7 @@ def work_of(described: Described, scores: Sequence[Scores | None], top_k: int = 
     specs, seen = described.specs, set[int]()
     parts: dict[str, list[BlockMatrix]] = {path: [] for path in specs.blocks}
     other = dict.fromkeys(specs.blocks, 0)
-    pair = dict.fromkeys(specs.blocks, 0)
+    pair, queries = dict.fromkeys(specs.blocks, 0), dict.fromkeys(specs.blocks, 0)
     outside = vocab = 0
     for name, parameter in described.module.named_parameters(remove_duplicate=False):
         if id(parameter) in seen:
@@ -164,13 +175,14 @@ def work_of(described: Described, scores: Sequence[Scores | None], top_k: int = 
             cut = "outputs" if dims[-2] in CUT else "inputs" if dims[-1] in CUT else None
             parts[path].append(BlockMatrix(outputs, inputs, cut, parameter.shape[0] if stacked else 0))
             pair[path] += outputs if dims[-2] == "kv_heads" else 0
+            queries[path] += outputs if dims[-2] == "heads" else inputs if dims[-1] == "heads" else 0
         else:
             other[path] += parameter.numel()
-    blocks = []
+    blocks, heads = [], (specs.units.get("heads", 0), specs.units.get("kv_heads", 0))
     for path, attention in zip(specs.blocks, scores, strict=True):
         matrices = tuple(parts[path])
         chosen = top_k if any(matrix.experts for matrix in matrices) else 0
-        blocks.append(BlockWork(matrices, other[path], attention, pair[path], chosen))
+        blocks.append(BlockWork(matrices, other[path], attention, *heads, pair[path], queries[path], chosen))
     return ModelWork(tuple(blocks), specs.units["embed"], vocab, outside, 1 + specs.mtp_depth)
 
 
@@ -190,9 +202,12 @@ class Execution:
         compiled: whether blocks are compiled.
         reduce: when gradients are summed over data ranks: after each micro-batch or after the last.
         reshard: whether a block's parameters are freed after its forward; None: yes, but not in a pipeline.
-        sequence_parallel, asynchronous: of tensor parallelism.
+        sequence_parallel: whether tp ranks split the residual stream between split matrices.
+        asynchronous: whether exchanges of tensor parallelism overlap with products.
         context: `all_gather`, `ring` or `ulysses`.
         dispatcher: `all_to_all`, `all_gather`, or `hierarchical`, which sends a token once to each node.
+        ranks_per_node: ranks of `ep` that the hierarchical dispatcher takes for a node; 0: those that are on one.
+        float8_gather: whether blocks that multiply in float8 are gathered in it.
         imbalance: tokens of the busiest expert rank relative to the mean.
         gradient_bytes: bytes of an element when gradients are summed over data ranks.
         once: parameters are gathered once a step, as where only optimizer state is sharded (ZeRO-1).
@@ -217,6 +232,8 @@ class Execution:
     asynchronous: bool = False
     context: str = "all_gather"
     dispatcher: str = "all_to_all"
+    ranks_per_node: int = 0
+    float8_gather: bool = True
     imbalance: float = 1.0
     gradient_bytes: int = 4
     once: bool = False
@@ -284,7 +301,7 @@ class RankWork:
         attention: FLOPs of attention.
         passes: elements that enter and leave matrices, which element-wise operators read and write.
         stream: bytes of the residual stream of the rank's rows, whole.
-        pair: bytes of keys and values that reach this rank from others under context parallelism.
+        pair, pair_back: bytes that reach this rank from others under context parallelism, in a forward and in a backward.
         tokens: bytes of the rank's own tokens, each once, of which it sends some to each rank of `ep`.
         dense, experts: elements that data ranks gather: of dense parameters, and of experts.
     """
@@ -294,6 +311,7 @@ class RankWork:
     passes: float = 0.0
     stream: float = 0.0
     pair: float = 0.0
+    pair_back: float = 0.0
     tokens: float = 0.0
     dense: int = 0
     experts: int = 0
@@ -310,8 +328,11 @@ def rank_work(block: BlockWork, dim: int, layout: Layout, execution: Execution) 
             outputs = matrix.outputs / (layout.tp if matrix.cut == "outputs" else 1)
             inputs = matrix.inputs / (layout.tp if matrix.cut == "inputs" else 1)
             products.append(Product(rows, inputs, outputs))
-            # Between split matrices a rank has all tokens and some features; outside of them some tokens and all features.
-            passes += rows * (matrix.outputs + matrix.inputs) / layout.tp
+            # Between split matrices a rank has all tokens and some features; outside of them some tokens and all features, or
+            # without sequence parallelism all tokens and all features.
+            own_features = matrix.inputs if matrix.cut == "inputs" else matrix.outputs
+            stream = matrix.outputs + matrix.inputs - own_features
+            passes += rows * (own_features / layout.tp + stream / (layout.tp if execution.sequence_parallel else 1))
             continue
         present = matrix.experts / layout.ep
         slots = own * block.top_k * layout.etp
@@ -319,11 +340,32 @@ def rank_work(block: BlockWork, dim: int, layout: Layout, execution: Execution) 
         inputs = matrix.inputs / (layout.etp if matrix.cut == "inputs" else 1)
         products.append(Product(slots / present, inputs, outputs, copies=present, experts=True))
         passes += slots * (outputs + inputs)
-    attention = pair = 0.0
+    attention = 0.0
     if block.scores is not None:
         attention = 2.0 * rows * block.scores.keys(execution.length) * block.scores.width / layout.tp
-        pair = rows * (layout.cp - 1) * block.pair / layout.tp * item
     if block.experts:
         passes += 4.0 * own * block.top_k * dim  # tokens are sorted by expert, and put back in order
     dense, experts = block.elements(layout)
-    return RankWork(tuple(products), attention, passes, rows * dim * item, pair, own * dim * item, dense, experts)
+    pairs = _pairs(block, layout, execution)
+    return RankWork(tuple(products), attention, passes, rows * dim * item, *pairs, own * dim * item, dense, experts)
+
+
+def _pairs(block: BlockWork, layout: Layout, execution: Execution) -> tuple[float, float]:
+    """Returns the bytes that reach a rank in a forward and in a backward when `cp` ranks share rows.
+
+    Keys and values of every other position, and their gradients back, which a ring sums in fp32 while keys and values travel once
+    more; or, with `ulysses`, queries and outputs of this rank's heads at the other positions, with their keys and values
+    (`forge_parallel.dryrun.lower_bounds`).
+    """
+    if layout.cp == 1 or not block.pair:
+        return 0.0, 0.0
+    item = ITEM[execution.compute]
+    others = (layout.cp - 1) * execution.rows * execution.length / layout.cp
+    of_head = block.pair / block.kv_heads
+    if execution.context == "ulysses":
+        share = block.heads / layout.tp / layout.cp  # heads of a rank
+        needed = max(1.0, share * block.kv_heads / block.heads)
+        sent = others * item * (share * block.queries / block.heads + needed * of_head)
+        return sent, sent
+    sent = others * ceil(block.kv_heads / layout.tp) * of_head
+    return sent * item, sent * (item + max(item, 4) if execution.context == "ring" else item)
