@@ -9,7 +9,7 @@ import pytest
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_models import GQA, CrossEntropy, DecoderConfig, MoEConfig, count_flops
+from forge_models import GQA, CrossEntropy, DecoderConfig, MoEConfig, MTPConfig, count_flops
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint
@@ -37,7 +37,7 @@ from forge_parallel.timing import (
     stages_of,
     work_of,
 )
-from forge_parallel.timing.step_time import _timeline
+from forge_parallel.timing.step_time import _gathering, _timeline
 from forge_parallel.timing.work import BlockMatrix, BlockWork, rank_work
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.expert import ExpertParallel
@@ -255,12 +255,19 @@ def test_long_schedules_repeat_their_middle(component: Any) -> None:
         costs = [random.uniform(0.8, 1.2) for _ in range(stages)]
         costs[-1] += 0.5
 
-        def cost(action: Any, costs: list[float] = costs) -> float:
-            return costs[action.stage] * {"F": 1, "B": 2, "I": 1, "W": 1}[action.kind]
+        keys = product({"F": 1, "B": 2, "I": 1, "W": 1}.items(), range(stages), (False, True))
+        given = {(kind, stage, gathers): (time + 0.3 * gathers) * costs[stage] for (kind, time), stage, gathers in keys}
+        for count, frees in product((5 * ranks, 9 * ranks), (False, True)):
+            table = pipeline.schedule.actions(ranks, count)
+            gathers = {action: frees and gathers for order in table for action, gathers in _gathering(order)}
 
-        for count in (5 * ranks, 9 * ranks):
-            whole = simulate(pipeline.schedule.actions(ranks, count), stages, cost, 0.05)
-            length, busy = _timeline(pipeline, ranks, count, stages, cost, 0.05)
+            def cost(action: Any, given: Any = given, gathers: Any = gathers) -> float:
+                return given[action.kind, action.stage, gathers[action]]
+
+            whole = simulate(table, stages, cost, 0.05)
+            length, busy, done = _timeline(pipeline, ranks, count, stages, given, frees, 0.05)
+            assert sum(done.values()) == sum(map(len, table))
+            assert sum(done[key] for key in done if key[2]) == sum(gathers.values())
             assert length == pytest.approx(whole.length, rel=1e-9)
             assert busy == pytest.approx(whole.busy, rel=1e-9)
 
@@ -337,3 +344,132 @@ def test_products_need_a_peak() -> None:
         step(DENSE, "1", Execution(rows=1, length=16, float8=True), Hardware.load("a100"))
     with pytest.raises(PlanError, match="have no time"):
         step(DENSE, "1", Execution(rows=1, length=16, compute="fp64"), H100)
+
+
+BYTES = replace(ONE, flops=dict.fromkeys(("bf16", "fp8", "fp32"), ENDLESS), bandwidth=1.0)
+"""A GPU that computes in no time and moves a byte of its memory per second: seconds are bytes."""
+
+
+def single(
+    block: BlockWork, layout: Layout, execution: Execution, hardware: Hardware, efficiency: Efficiency = PERFECT
+) -> StepTime:
+    """The modeled step of a model of one block, without embedding and head."""
+    return predict(ModelWork((block,), dim=6, vocab=0, outside=0), (StageBlocks((0,)),), layout, execution, hardware, efficiency)
+
+
+def test_bytes_of_a_block() -> None:
+    """Ten tokens times a matrix of 4 x 6: operands and result three times, what enters and leaves three times, eight passes of
+    the optimizer over weights in fp32."""
+    block, execution = BlockWork((BlockMatrix(4, 6),)), Execution(rows=5, length=2, compiled=True)
+    operands, values = 2 * (10 * 6 + 6 * 4 + 10 * 4), 2 * 10 * (4 + 6)
+    whole = {"matrix products": 3 * operands, "element-wise": 3 * values, "optimizer": 8 * 24 * 4}
+    assert single(block, Layout(), execution, BYTES).parts == whole
+    eager = replace(PERFECT, eager=3.0)
+    assert single(block, Layout(), replace(execution, compiled=False), BYTES, eager).parts == whole | {"element-wise": 9 * values}
+    again = single(block, Layout(), replace(execution, recompute="full"), BYTES).parts
+    assert again == whole | {"recomputation": operands + values}
+    some = single(block, Layout(), replace(execution, recompute="selective"), BYTES).parts
+    assert some == whole | {"recomputation": values}
+    narrow = single(block, Layout(), replace(execution, float8=True), BYTES).parts  # casts read and write once more
+    assert narrow == whole | {"matrix products": 3 * operands / 2, "element-wise": 4.5 * values}
+    half = single(block, Layout(), replace(execution, state="bf16", moments=1), BYTES).parts
+    assert half["optimizer"] == 6 * 24 * 2
+
+
+def test_bytes_of_a_block_without_sequence_parallelism() -> None:
+    """Each of two tp ranks has half of the features between split matrices, and half of the stream or all of it."""
+    block = BlockWork((BlockMatrix(4, 6, "outputs"), BlockMatrix(6, 4, "inputs")))
+    execution = Execution(rows=5, length=2, compiled=True)
+    split, whole = (single(block, Layout(tp=2), replace(execution, sequence_parallel=on), BYTES).parts for on in (True, False))
+    assert split["element-wise"] == 3 * 2 * 10 * 2 * (4 + 6) / 2
+    assert whole["element-wise"] == 3 * 2 * 10 * 2 * (4 / 2 + 6)
+
+
+def test_bytes_of_experts() -> None:
+    """Ten tokens with 2 of 4 experts: 20 rows, 5 for each expert, and tokens that are sorted and put back."""
+    block, execution = BlockWork((BlockMatrix(4, 6, "outputs", experts=4),), top_k=2), Execution(rows=5, length=2, compiled=True)
+    parts = single(block, Layout(), execution, BYTES).parts
+    assert parts["expert products"] == 3 * 2 * 4 * (5 * 6 + 6 * 4 + 5 * 4)
+    assert parts["element-wise"] == 3 * 2 * (20 * (4 + 6) + 4 * 20 * 6)
+    slow = single(block, Layout(), execution, ONE, replace(PERFECT, experts=0.5)).parts
+    assert slow["expert products"] == 3 * 2 * 20 * 4 * 6 / 0.5
+
+
+def test_bytes_of_the_loss() -> None:
+    """Logits of ten tokens over 7 words: three products, and 16 bytes for each logit."""
+    model = ModelWork((BlockWork(()),), dim=6, vocab=7, outside=42)
+    time = predict(model, (StageBlocks((0,), head=True),), Layout(), Execution(rows=5, length=2), BYTES, PERFECT)
+    assert time.parts["head and loss"] == 3 * 2 * (10 * 6 + 6 * 7 + 10 * 7) + 16 * 70
+
+
+def test_neighbors_of_a_node_share_the_network() -> None:
+    """Eight ranks gather 7/8 of a block: each of two nodes of four has four links to the other; links of a node may be slower."""
+    block, execution = BlockWork((BlockMatrix(8, 8),)), Execution(rows=1, length=1)
+    received = 2 * 64 * 7 / 8 * 2  # bf16, forward and backward
+    for per_node, node, expected in ((1, ENDLESS, 1.0), (4, ENDLESS, 4.0), (4, 3.0, 3.0), (8, 5.0, 5.0)):
+        wire = replace(WIRE, per_node=per_node, node=Link(node, 0.0))
+        time = single(block, Layout(dp_shard=8), execution, wire).parts["parameters of data ranks"]
+        assert time == pytest.approx(received / expected)
+    late = replace(WIRE, per_node=4, node=Link(ENDLESS, 1.0), network=Link(ENDLESS, 100.0))
+    time = single(block, Layout(dp_shard=8), execution, late).parts["parameters of data ranks"]
+    assert time == pytest.approx(2 * (2 * 100 + 3))  # a hop to each node, and the hops within one
+
+
+def test_two_communications_hide_behind_one_computation() -> None:
+    """A backward of 2 x 2 x 10 x 24 seconds hides a gather and a reduction together, not each of them."""
+    block, window = BlockWork((BlockMatrix(4, 6),)), 2 * 2 * 10 * 24
+    gathered, reduced = 2 * 24 / 2, 4 * 24 / 2
+    for rate in (0.01, 0.05, 0.08, 1.0):
+        wire = replace(ONE, node=Link(rate, 0.0))
+        parts = single(block, Layout(dp_shard=2), Execution(rows=5, length=2), wire).parts
+        shown = parts.get("parameters of data ranks", 0.0) + parts.get("gradients of data ranks", 0.0)
+        forward = max(gathered / rate - window / 2, 0.0)
+        assert shown == pytest.approx(forward + max((gathered + reduced) / rate - window, 0.0))
+
+
+def test_asynchronous_exchanges_hide_behind_products() -> None:
+    """At most eight tenths of the products hide them, and a fifth of an exchange is always seen."""
+    block = BlockWork((BlockMatrix(4, 6, "outputs"), BlockMatrix(6, 4, "inputs")))
+    exchange, products = 2 * 10 * 6 * 2 / 2, 2 * 2 * 10 * 24 / 2
+    for rate in (0.01, 0.2, 1.0):
+        time = single(block, Layout(tp=2), Execution(rows=5, length=2, asynchronous=True), replace(ONE, node=Link(rate, 0.0)))
+        seen = max(exchange / rate - 0.8 * products, 0.2 * exchange / rate)
+        outside = 2 * exchange / 2 / rate  # embedded tokens are scattered, their gradients gathered
+        assert time.parts["tensor parallel"] == pytest.approx(2 * seen + outside)
+
+
+def test_stages_send_over_the_network() -> None:
+    """Two stages that compute in no time: an activation goes there and its gradient comes back."""
+    block = BlockWork((BlockMatrix(6, 6),))
+    model, stages = ModelWork((block, block), dim=6, vocab=0, outside=0), (StageBlocks((0,)), StageBlocks((1,), head=True))
+    given = Layout(pp=2), Execution(rows=5, length=2, micro_batches=2)
+    for per_node, expected in ((1, 2 * 10 * 6 * 2.0), (2, 0.0)):
+        wire = replace(WIRE, per_node=per_node, node=Link(ENDLESS, 0.0))
+        time = predict(model, stages, *given, wire, PERFECT, Pipeline(OneForwardOneBackward().build()))
+        assert time.seconds == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("component", [GPipe(), OneForwardOneBackward(), Interleaved(), ZeroBubbleV()])
+@pytest.mark.parametrize("reshard", [None, True])
+def test_messages_of_a_pipeline_are_those_of_a_dry_run(component: Any, reshard: bool | None) -> None:
+    """The rank with the first stage: blocks are gathered once in a step, or before each action that finds them freed; gradients
+    are reduced once."""
+    place, pipeline = Layout.parse("pp2dp2"), Pipeline(component.build())
+    workload = Workload(DENSE.build, CrossEntropy().build(), AdamWConfig().build, rows=8, length=256, micro_batches=4)
+    flows = dry_run(workload, Plan.of([FullyShard(reshard=reshard)], place, pipeline)).flows
+    counted = {flow.kind: flow.wire for flow in flows if flow.axis == "dp_shard"}
+    blueprint, model = work(DENSE)
+    execution = Execution(rows=8, length=256, micro_batches=4, reshard=reshard)
+    parts = predict(model, stages_of(blueprint, pipeline, 2), place, execution, WIRE, PERFECT, pipeline).parts
+    assert parts["gradients of data ranks"] == pytest.approx(counted["reduce_scatter"], rel=0.02)
+    assert parts["parameters of data ranks"] == pytest.approx(counted["all_gather"], rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_block_is_on_one_stage(ranks: int) -> None:
+    config, pipeline = replace(DENSE, layers=7, mtp=MTPConfig(depth=1)), Pipeline(OneForwardOneBackward().build())
+    blueprint, model = work(config)
+    stages = stages_of(blueprint, pipeline, ranks)
+    assert [index for stage in stages for index in stage.blocks] == list(range(len(model.blocks))) == list(range(8))
+    assert [stage.head for stage in stages] == [False] * (ranks - 1) + [True]
+    assert model.heads == 2

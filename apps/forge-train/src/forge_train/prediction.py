@@ -103,8 +103,8 @@ def unmodeled(job: Job) -> str:
     for name, transform in job.transforms.items():
         if name not in MODELED:
             return f"[transforms.{name}] has no modeled time"
-        usual = type(transform)()
-        for key in (item.name for item in fields(transform) if item.name not in MODELED[name]):
+        usual: Any = type(transform)()
+        for key in (item.name for item in fields(usual) if item.name not in MODELED[name]):
             if getattr(transform, key) != getattr(usual, key):
                 return f"transforms.{name}.{key} = {getattr(transform, key)!r} has no modeled time; only its default has"
     if getattr(getattr(job.model, "moe", None), "capacity", None) is not None:
@@ -122,8 +122,8 @@ def execution_of(job: Job, layout: Layout, imbalance: float = IMBALANCE) -> Exec
     """
     if reason := unmodeled(job):
         raise ForgeError(reason)
-    transforms: Mapping[str, Any] = job.transforms
-    shard, tensor, context, expert = (transforms.get(name, DEFAULTS[name]) for name in ("shard", "tensor", "context", "expert"))
+    transforms: Mapping[str, Any] = {**DEFAULTS, **job.transforms}
+    shard, tensor, context, expert = (transforms[name] for name in ("shard", "tensor", "context", "expert"))
     recompute, float8 = transforms.get("recompute"), transforms.get("float8")
     return Execution(
         rows=job.train.micro_batch,

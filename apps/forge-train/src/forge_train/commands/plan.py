@@ -114,11 +114,8 @@ def plan(
         _refuse({"--memory": memory}, "without --search there is nothing to bound with")
     if hardware is None:
         _refuse(modeled | saving | {"--search": search}, "name the GPU whose times to model with --hardware, to use")
-    elif modules or device != "cpu":
-        _refuse(
-            {"--modules": modules, "--device": device != "cpu"},
-            "--hardware names the device and models times; remove",
-        )
+    else:
+        _refuse({"--modules": modules, "--device": device != "cpu"}, "--hardware names the device and models times; remove")
     times = Times.of(hardware, per_node, constants, calibrate or [], write_constants, imbalance, registry, console)
     if search:
         _search(context, recipe, world, memory, top, times, registry, console, as_json)

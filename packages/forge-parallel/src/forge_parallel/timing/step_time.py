@@ -19,7 +19,7 @@ The parts of peaks are the free constants in `Efficiency`. They were fitted to p
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
@@ -29,7 +29,7 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_parallel.dryrun.fake_world import expert_probability
 from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.pipeline.schedules import Action, actions_of, simulate
+from forge_parallel.pipeline.schedules import Action, PipelineTimeline, actions_of, simulate
 from forge_parallel.timing.hardware import Hardware, Link
 from forge_parallel.timing.work import ITEM, BlockWork, Execution, ModelWork, Product, RankWork, StageBlocks, rank_work
 
@@ -216,57 +216,96 @@ def _in_turn(clock: "_Clock", stage: StageBlocks) -> _Parts:
 def _pipelined(clock: "_Clock", stages: tuple[StageBlocks, ...], pipeline: Pipeline, exact: bool) -> tuple[_Parts, float]:
     """Returns the parts of a step on the pipeline rank that works longest, and the bubble of the schedule."""
     layout, count = clock.layout, clock.execution.micro_batches
-    forwards = [clock.forward(stage, gathers=clock.frees) for stage in stages]
-    backwards = [clock.backward(stage, clock.frees, reduces=False) for stage in stages]
-    inputs = [clock.backward(stage, clock.frees, reduces=False, half=True) for stage in stages]
-    costs = {"F": [sum(parts.values()) for parts in forwards], "B": [sum(parts.values()) for parts in backwards]}
-    costs["I"] = [sum(parts.values()) for parts in inputs]
-    costs["W"] = [max(whole - half, 0.0) for whole, half in zip(costs["B"], costs["I"], strict=True)]
-
-    def cost(action: Action) -> float:
-        return costs[action.kind][action.stage]
-
+    parts_of = {
+        (kind, stage, gathers): _action(clock, kind, stages[stage], gathers)
+        for kind in ("F", "B", "I", "W")
+        for stage in range(len(stages))
+        for gathers in (False, True)
+    }
+    costs = {key: max(sum(parts.values()), 0.0) for key, parts in parts_of.items()}
     placement = pipeline.placement(layout.pp)
     if exact:
-        length, busy = _timeline(pipeline, layout.pp, count, len(stages), cost, clock.transfer())
+        length, busy, done = _timeline(pipeline, layout.pp, count, len(stages), costs, clock.frees, clock.transfer())
     else:
-        busy = tuple(
-            count * sum(costs["F"][stage] + costs["B"][stage] for stage, rank in enumerate(placement) if rank == own)
-            for own in range(layout.pp)
-        )
-        before = [0.0, *accumulate(forward + backward for forward, backward in zip(costs["F"], costs["B"], strict=True))]
+        done = Counter({(kind, stage, clock.frees and kind == "B"): count for kind in "FB" for stage in range(len(stages))})
+        each = [costs["F", stage, False] + costs["B", stage, clock.frees] for stage in range(len(stages))]
+        busy = tuple(count * sum(each[stage] for stage, rank in enumerate(placement) if rank == own) for own in range(layout.pp))
+        before = [0.0, *accumulate(each)]
         length = max(busy[rank] + before[placement.index(rank)] for rank in range(layout.pp))
     busiest = max(range(layout.pp), key=busy.__getitem__)
     parts = _Parts()
-    own = [stage for stage, rank in enumerate(placement) if rank == busiest]
-    for stage in own:
-        parts.add(forwards[stage], count).add(backwards[stage], count)
+    for key, number in done.items():
+        if placement[key[1]] == busiest:
+            parts.add(parts_of[key], number)
+    for stage in (stages[index] for index, rank in enumerate(placement) if rank == busiest):
         # Gathered before the first forward and reduced after the last backward of a step, beside one micro-batch of work.
         # What is beside a block may be hidden by waits for the host, so parts can also become smaller.
         if not clock.frees:
-            parts.add(clock.forward(stages[stage], gathers=True)).add(forwards[stage], -1)
-        parts.add(clock.backward(stages[stage], clock.frees, reduces=True)).add(backwards[stage], -1)
-        parts.add(clock.update(stages[stage]))
+            parts.add(clock.forward(stage, gathers=True)).add(clock.forward(stage, gathers=False), -1)
+        else:  # what is outside of blocks stays gathered
+            parts.add(clock.outside(stage))
+        parts.add(clock.backward(stage, clock.frees, reduces=True)).add(clock.backward(stage, clock.frees, reduces=False), -1)
+        parts.add(clock.update(stage))
     parts["pipeline waits"] = length - busy[busiest]
     return parts, layout.pp * length / sum(busy) - 1
+
+
+def _action(clock: "_Clock", kind: str, stage: StageBlocks, gathers: bool) -> _Parts:
+    """Returns the parts of one action of a schedule, whose stage gathers its blocks first or has them."""
+    if kind == "F":
+        return clock.forward(stage, gathers, outside=False)
+    if kind == "W":
+        whole = clock.backward(stage, False, reduces=False)
+        return _Parts(whole).add(clock.backward(stage, False, reduces=False, half=True), -1)
+    return clock.backward(stage, gathers, reduces=False, half=kind == "I")
 
 
 ROUNDS = 4
 """Micro-batches per pipeline rank after which a schedule repeats itself: a test compares longer ones."""
 
+Done = Counter[tuple[str, int, bool]]
+"""How often an action of a kind runs on a stage, with and without gathering its blocks."""
+
 
 def _timeline(
-    pipeline: Pipeline, ranks: int, count: int, stages: int, cost: Callable[[Action], float], transfer: float
-) -> tuple[float, tuple[float, ...]]:
-    """Returns the length of a step's schedule and the working time of each rank; a long schedule repeats its middle."""
+    pipeline: Pipeline,
+    ranks: int,
+    count: int,
+    stages: int,
+    costs: Mapping[tuple[str, int, bool], float],
+    frees: bool,
+    transfer: float,
+) -> tuple[float, tuple[float, ...], Done]:
+    """Returns the length of a step's schedule, the working time of each rank, and its actions; a long schedule repeats its
+    middle."""
     most = count if count % ranks else min(count, ranks * ROUNDS)
-    last = simulate(actions_of(pipeline.schedule, ranks, most), stages, cost, transfer)
+
+    def simulated(size: int) -> tuple[PipelineTimeline, Done]:
+        table = actions_of(pipeline.schedule, ranks, size)
+        keys = {
+            action: (action.kind, action.stage, frees and gathers) for order in table for action, gathers in _gathering(order)
+        }
+        return simulate(table, stages, lambda action: costs[keys[action]], transfer), Counter(keys.values())
+
+    last, done = simulated(most)
     if most == count:
-        return last.length, last.busy
-    before = simulate(actions_of(pipeline.schedule, ranks, most - ranks), stages, cost, transfer)
+        return last.length, last.busy, done
+    before, less = simulated(most - ranks)
     more = (count - most) // ranks
     busy = tuple(now + more * (now - then) for then, now in zip(before.busy, last.busy, strict=True))
-    return last.length + more * (last.length - before.length), busy
+    total = Counter({key: number + more * (number - less[key]) for key, number in done.items()})
+    return last.length + more * (last.length - before.length), busy, total
+
+
+def _gathering(order: Sequence[Action]) -> Iterator[tuple[Action, bool]]:
+    """Yields the actions of a rank, and whether each gathers its stage's blocks: a forward frees them, a backward does not."""
+    kept = set[int]()
+    for action in order:
+        yield action, action.stage not in kept
+        if action.kind == "F":
+            kept.discard(action.stage)
+        else:
+            kept.add(action.stage)
 
 
 class _Clock:
@@ -298,12 +337,13 @@ class _Clock:
             self._works[id(block)] = rank_work(block, self.model.dim, self.layout, self.execution)
         return self._works[id(block)]
 
-    def forward(self, stage: StageBlocks, gathers: bool) -> _Parts:
-        """Returns the forward of a stage; the head's is in its backward, since the loss head computes both."""
-        key = ("forward", *self._signature(stage), gathers)
+    def forward(self, stage: StageBlocks, gathers: bool, outside: bool = True) -> _Parts:
+        """Returns the forward of a stage; the head's is in its backward, since the loss head computes both. `outside`: if blocks
+        are gathered, so is what is outside of them."""
+        key = ("forward", *self._signature(stage), gathers, outside)
         if key not in self._times:
-            parts = self._sum(stage, lambda block, _: self._block_forward(block, gathers))
-            self._times[key] = parts + self._outside(stage, gathers) + self._embedded(stage)
+            parts = self._sum(stage, lambda block, _: self._block_forward(block, gathers)) + self._embedded(stage)
+            self._times[key] = parts.add(self.outside(stage)) if gathers and outside else parts
         return self._times[key]
 
     def backward(self, stage: StageBlocks, gathers: bool, reduces: bool, half: bool = False) -> _Parts:
@@ -478,12 +518,10 @@ class _Clock:
             seconds += self._ring(2 * elements / shards * item * (copies - 1) / copies, stride, copies)
         return seconds
 
-    def _outside(self, stage: StageBlocks, gathers: bool) -> _Parts:
+    def outside(self, stage: StageBlocks) -> _Parts:
         """Returns the gather of what is outside of blocks, which nothing hides."""
         layout = self.layout
         shards = layout.dp_shard * layout.cp
-        if not gathers or shards == 1:
-            return _Parts()
         size = self._outside_elements(stage) * ITEM[self.execution.compute] * (shards - 1) / shards
         return _Parts({"parameters of data ranks": self._ring(size, layout.tp, shards)})
 
