@@ -376,6 +376,9 @@ def test_lists_and_json(fake: FakeProcesses, capsys: pytest.CaptureFixture[str])
         (["--list", "--dry-run"], "exclude each other"),
         (["--wait"], "--cluster"),
         (["--slurm.time=3"], "--cluster"),
+        (["--device", "h200"], "add --dry-run, or remove"),
+        (["--list", "--retry", "failed"], "--list starts nothing, so --retry would have no effect"),
+        (["--dry-run", "--retry", "failed", "--cluster", "c.toml"], "so --retry and --cluster would have no effect"),
     ):
         assert forge("layouts.toml", *wrong) == 2 and words in capsys.readouterr().err
     assert forge() == 2 and "CAMPAIGN is missing" in capsys.readouterr().err

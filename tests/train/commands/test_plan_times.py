@@ -70,12 +70,12 @@ def test_unknown_hardware_has_bytes_but_no_time(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--search"], "name the GPU whose times to model with --hardware, to use --search"),
+        (["--search"], "add --hardware with the name of the GPU, or remove --search"),
         (["--search", "--hardware", "rtx"], "--search compares modeled times, and these need known hardware"),
-        (["--memory", "3"], "without --search there is nothing to bound with --memory"),
-        (["--calibrate", "runs/x", "--stall", "3"], "with --hardware, to use --calibrate, --stall"),
-        (["--hardware", "h100", "--search", "--rank", "0", "--page", "x"], "that you choose with --rank, --page"),
-        (["--hardware", "h100", "--search", "--gpu-hours", "3"], "that you choose with --gpu-hours"),
+        (["--memory", "3"], "add --search, or remove --memory"),
+        (["--calibrate", "runs/x", "--stall", "3"], "or remove --calibrate, --stall"),
+        (["--hardware", "h100", "--search", "--rank", "0", "--page", "x"], "that you choose: --rank, --page"),
+        (["--hardware", "h100", "--search", "--gpu-hours", "3"], "that you choose: --gpu-hours"),
         (["--hardware", "h100", "--device", "h200"], "--hardware names the device and models times; remove --device"),
         (["--hardware", "h100", "--imbalance", "inf"], "--imbalance is finite"),
         (["--hardware", "h100", "--search", "--memory", "inf"], "positive and finite"),

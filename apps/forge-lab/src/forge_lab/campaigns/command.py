@@ -97,6 +97,10 @@ def bench(
         raise ForgeError("--wait waits for jobs of a cluster; give --cluster FILE, or remove it")
     if wrong := [status for status in retry or () if status not in _RETRIED]:
         raise ForgeError(f"--retry {wrong[0]}: choose one of {', '.join(_RETRIED)}")
+    if device != "cpu" and not dry_run:
+        raise ForgeError("--device is the device whose memory --dry-run estimates; add --dry-run, or remove it")
+    if chosen and (idle := [name for name, given in {"--retry": retry, "--cluster": cluster}.items() if given]):
+        raise ForgeError(f"{chosen[0]} starts nothing, so {' and '.join(idle)} would have no effect; remove one of them")
     if list_campaigns:
         _list_campaigns(console)
         return

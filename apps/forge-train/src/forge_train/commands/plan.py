@@ -109,11 +109,13 @@ def plan(
     modeled = {"--imbalance": imbalance, "--calibrate": calibrate, "--constants": constants, "--write-constants": write_constants}
     saving = {"--gpu-hours": gpu_hours, "--stall": stall}
     if search:
-        _refuse(options | saving, "--search compares layouts, and does not show one; plan the layout that you choose with")
+        _refuse(
+            options | saving, "--search compares layouts, and shows no single one; remove, or plan the layout that you choose:"
+        )
     else:
-        _refuse({"--memory": memory}, "without --search there is nothing to bound with")
+        _refuse({"--memory": memory}, "add --search, or remove")
     if hardware is None:
-        _refuse(modeled | saving | {"--search": search}, "name the GPU whose times to model with --hardware, to use")
+        _refuse(modeled | saving | {"--search": search}, "add --hardware with the name of the GPU, or remove")
     else:
         _refuse({"--modules": modules, "--device": device != "cpu"}, "--hardware names the device and models times; remove")
     times = Times.of(hardware, per_node, constants, calibrate or [], write_constants, imbalance, registry, console)
