@@ -253,7 +253,7 @@ def shell(page: Path, directory: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["models", "interpretability", "data", "data-formats", "checkpoints", "parallelism", "sweeps", "campaigns"]
+    "name", ["models", "interpretability", "data", "data-formats", "checkpoints", "parallelism", "scale", "sweeps", "campaigns"]
 )
 def test_commands_of_a_page_run_as_written(name: str, tmp_path) -> None:
     shell(ROOT / f"docs/concepts/{name}.md", tmp_path)

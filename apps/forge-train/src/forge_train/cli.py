@@ -38,10 +38,26 @@ NATIVE_LOG = "TORCH_CPP_LOG_LEVEL"
 """What torch's C++ writes to the terminal, by its level; read when torch is imported. Its warnings of a lost connection are pages
 of native frames in front of the one line in which Forge says which rank has ended."""
 
+NOT_GIVEN = 2
+"""Exit code without a command, as of every group of commands: a script that lost its arguments must not go on."""
+FIRST = """\
+Forge trains foundation models in plain PyTorch, from a laptop CPU to a cluster.
+
+Three commands to begin with:
+  forge-train run demo    Train a small model on real text: minutes on a CPU, no download.
+  forge-train init        Write a recipe of your own, from five questions.
+  forge-train doctor      Find what is missing, wrong or slow on this machine.
+
+All commands: forge-train --help. Options of one: forge-train COMMAND --help."""
+"""What `forge-train` alone prints."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs `forge-train`; a refusal is printed without a traceback and ends the process with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given and COMPLETE not in os.environ:
+        print(FIRST)
+        sys.exit(NOT_GIVEN)
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # less of a GPU's memory lies idle between tensors of odd sizes
     os.environ.setdefault(NATIVE_LOG, "ERROR")

@@ -91,5 +91,6 @@ PARTS = {
         "profile": "forge_train.commands.reports:profile",
         "runs": "forge_train.commands.runs:runs",
         "doctor": "forge_train.commands.doctor:doctor",
+        "init": "forge_train.commands.init:init",
     },
 }
