@@ -266,6 +266,31 @@ def test_a_recipe_names_the_sources_of_its_numbers(tmp_path: Path) -> None:
     assert tokens == pytest.approx(20 * parameters, rel=1e-3)
 
 
+def test_the_small_recipe_is_that_of_the_demo() -> None:
+    """Its model, its optimizer, its length, and how often it evaluates."""
+    recipe = tomllib.loads(draft(RecipeAnswers("a.toml", DataPath.of("stdlib"))).text)
+    demo = tomllib.loads(Registry().load("forge.presets", "demo").read_text())
+    for section in ("model", "optimizer", "schedule", "train"):
+        assert recipe[section] == demo[section]
+    every = {hook["name"]: hook.get("every") for hook in demo["hooks"]}
+    assert {hook["name"]: hook.get("every") for hook in recipe["hooks"]} == every
+
+
+@pytest.mark.parametrize(
+    ("scale", "micro_batch", "recompute", "reduce"),
+    [
+        *((350_000_000, 8, None, None), (1_300_000_000, 2, "selective", None)),
+        *((7_000_000_000, 1, "full", None), (13_000_000_000, 1, "full", "each")),
+    ],
+)
+def test_larger_models_save_memory(scale: int, micro_batch: int, recompute: str | None, reduce: str | None) -> None:
+    """As the presets of these sizes do."""
+    recipe = tomllib.loads(draft(RecipeAnswers("a.toml", DataPath.of("stdlib"), scale=scale, gpus=8)).text)
+    transforms = recipe.get("transforms", {})
+    assert recipe["train"]["micro_batch"] == micro_batch
+    assert transforms.get("recompute", {}).get("policy") == recompute and transforms.get("shard", {}).get("reduce") == reduce
+
+
 def test_notes_say_what_a_machine_needs() -> None:
     def notes(**answers: int) -> str:
         return "\n".join(draft(RecipeAnswers("a.toml", DataPath.of("stdlib"), **answers)).notes)

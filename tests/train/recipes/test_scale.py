@@ -176,6 +176,12 @@ def test_no_other_width_is_nearer_to_the_law_of_depth(wish: int) -> None:
                 assert abs(log(dim / optimal_width(layers))) >= abs(log(shape.dim / optimal_width(shape.layers)))
 
 
+def test_a_close_number_of_parameters_comes_before_the_law_of_depth() -> None:
+    """A layer more or less of a shallow model changes it by several percent, so the nearest width may miss the number."""
+    for wish in range(10_400_000, 12_200_000, 100_000):
+        assert abs(shape_of(wish, 8192).parameters / wish - 1) <= 0.025
+
+
 def test_narrow_shapes_that_fit_less_well_are_a_last_resort() -> None:
     """A vocabulary that takes almost everything leaves few widths; the closest of them is taken up to 5 %."""
     shapes = [shape_of(wish, 200064) for wish in range(14_000_000, 30_000_000, 500_000)]
