@@ -19,7 +19,8 @@ from forge_data import example_corpus
 from forge_models.flops import count_flops
 from forge_train import cli
 from forge_train.commands import init as command
-from forge_train.recipe.draft import DataPath, RecipeAnswers, commands, draft
+from forge_train.recipe.data_path import DataPath
+from forge_train.recipe.draft import RecipeAnswers, commands, draft
 from forge_train.recipe.load import load_recipe
 from harness import commands as processes
 
@@ -147,7 +148,7 @@ def test_the_kind_of_the_data_is_found(places: dict[str, str], tmp_path: Path) -
     (saved / "data.arrow").write_text("")
     assert DataPath.of(str(saved)).source == "huggingface"
     assert DataPath.of("s3://bucket/a.jsonl.gz") == DataPath("jsonl", "s3://bucket/a.jsonl.gz")
-    assert DataPath.of("corpus/**/*.txt").source == "text"
+    assert DataPath.of(f"{places['text']}/**/*.txt").source == "text"
     assert DataPath.of("text:s3://bucket/all") == DataPath("text", "s3://bucket/all")
 
 
@@ -180,9 +181,12 @@ def test_the_lines_for_an_evaluation_of_records_are_accepted(places: dict[str, s
     ("arguments", "named"),
     [
         (["--data", "nowhere"], ["--data nowhere does not exist", "huggingface:OWNER/NAME", "stdlib"]),
+        (["--data", "text:nowhere"], ["--data nowhere does not exist"]),
+        (["--data", "corpus/**/*.txt"], ["does not exist"]),
+        (["--data", " "], ["--data is empty"]),
         (["--data", "jsonl:"], ["--data jsonl:", "is missing"]),
         (["--data", "s3://bucket/all"], ["s3://bucket/all", "jsonl:s3://bucket/all"]),
-        (["--data", "mixed"], ["several formats (text, jsonl)", "jsonl:mixed"]),
+        (["--data", "mixed"], ["several formats (jsonl, text)", "jsonl:mixed"]),
         (["--data", "empty"], ["--data empty", "format is not known"]),
         (["--data", "raw.npy"], ["--vocab-size is missing"]),
         (["--data", "raw.npy", "--vocab-size", "9", "--tokenizer", "bpe"], ["--tokenizer bpe", "token ids (tokens)"]),
@@ -199,8 +203,8 @@ def test_the_lines_for_an_evaluation_of_records_are_accepted(places: dict[str, s
         (["mine.yaml"], ["mine.yaml", ".toml"]),
         (["x" * 201 + ".toml"], ["at most 200 bytes"]),
         (["a\nb/c.toml"], ["control character", "rename"]),
-        (["--data", "text:a\tb"], ["control character", "rename"]),
-        (["--data", "text:a\udcffb"], ["not UTF-8"]),
+        (["--data", "huggingface:a\tb"], ["control character", "rename"]),
+        (["--data", "huggingface:a\udcffb"], ["not UTF-8"]),
         (["folder.toml"], ["folder.toml is a directory"]),
         (["mixed/a.txt/b.toml"], ["mixed/a.txt/b.toml cannot be written"]),
     ],

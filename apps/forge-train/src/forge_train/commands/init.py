@@ -26,9 +26,7 @@ SMALL = "small"
 
 
 def init(
-    file: Annotated[
-        str, typer.Argument(help="The recipe to write.", metavar="[FILE]", show_default="recipe.toml")
-    ] = "recipe.toml",
+    file: Annotated[str, typer.Argument(help="The recipe to write.", metavar="FILE")] = "recipe.toml",
     data: Annotated[
         str | None,
         typer.Option(
@@ -56,8 +54,8 @@ def init(
         str | None,
         typer.Option(
             "--scale",
-            help="Number of parameters, such as 125m, 1.3b or 7e9: depth, width, batch, learning rate and tokens follow from "
-            "published laws. Default: the small model of the preset demo.",
+            help="Number of parameters, such as 125m, 1.3b or 7e9, from 10m to 500b: depth, width, batch, learning "
+            "rate and tokens follow from published laws. Default: the small model of the preset demo.",
             show_default=False,
         ),
     ] = None,
@@ -82,8 +80,7 @@ def init(
     On a terminal, it asks for every answer that is not given as an option; elsewhere, it takes defaults. It prints the three
     commands that follow: check, plan and run.
 
-    Examples: forge-train init
-    forge-train init mine.toml --data texts/ --scale 125m --gpus 8
+    Example: forge-train init mine.toml --data texts/ --scale 125m --gpus 8
     """
     from forge_train.recipe.draft import commands, draft
     from forge_train.recipe.scale import spell
@@ -163,7 +160,8 @@ def _answers(
     Raises:
         ForgeError: an option has an invalid value.
     """
-    from forge_train.recipe.draft import STDLIB, DataPath, RecipeAnswers, check_tokenizer
+    from forge_train.recipe.data_path import STDLIB, DataPath
+    from forge_train.recipe.draft import RecipeAnswers, check_tokenizer
     from forge_train.recipe.scale import optimal_tokens, read_count, spell
 
     corpus = ask.answer(data, "What to train on? A path, huggingface:OWNER/NAME, or stdlib", STDLIB, DataPath.of)

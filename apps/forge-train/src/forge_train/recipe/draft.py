@@ -1,6 +1,7 @@
 """Writes the recipe of a newcomer: from answers to five questions to a commented TOML file. No torch.
 
-    from forge_train.recipe.draft import RecipeAnswers, DataPath, draft
+    from forge_train.recipe.data_path import DataPath
+    from forge_train.recipe.draft import RecipeAnswers, draft
 
     print(draft(RecipeAnswers("mine.toml", DataPath.of("stdlib"), "bpe", scale=125_000_000, gpus=8)).text)
 
@@ -13,7 +14,6 @@ import re
 import shlex
 import tomllib
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import ceil
 from pathlib import Path
 from types import MappingProxyType
@@ -21,25 +21,8 @@ from typing import Any
 
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
+from forge_train.recipe.data_path import HELD_OUT, STDLIB, TEXTS, DataPath
 from forge_train.recipe.scale import FEWEST_STEPS, INIT_STD, UNTIED, WARMUP, Scale, batch_of, optimal_tokens, spell
-
-STDLIB = "stdlib"
-SUFFIXES = MappingProxyType(
-    {
-        "text": (".txt", ".md"),
-        "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson"),
-        "parquet": (".parquet",),
-        "arrow": (".arrow", ".feather"),
-    }
-)
-"""Sources of text, by the suffixes of their files."""
-TEXTS = (STDLIB, *SUFFIXES, "huggingface")
-TOKENS = ("store", "megatron", "llmc", "datatrove", "tokens")
-SAVED_DATASET = ("state.json", "dataset_dict.json")
-"""Files that `save_to_disk` of the `datasets` library writes."""
-HELD_OUT = 0.05
-LEAST_HELD_OUT = 1 << 16
-"""Bytes of held-out text from which on it is evaluated."""
 
 TOKENIZERS = ("bpe", "bytes", "gpt2")
 ENCODINGS = MappingProxyType({"bytes": 257, "gpt2": 50257})
@@ -59,110 +42,8 @@ STATE = 16
 
 
 @dataclass(frozen=True)
-class DataPath:
-    """What to train on.
-
-    Attributes:
-        source: name of the source, such as `jsonl`.
-        path: its path; empty for `stdlib`.
-        held_out: whether a part of the text can be held out for evaluation.
-    """
-
-    source: str
-    path: str = ""
-    held_out: bool = False
-
-    @classmethod
-    def of(cls, given: str) -> "DataPath":
-        """Finds the source for `stdlib`, a path, or SOURCE:PATH.
-
-        Raises:
-            ForgeError: the path does not exist, or its format is not known.
-        """
-        name, separator, rest = given.partition(":")
-        if given == STDLIB:
-            return cls(STDLIB, held_out=True)
-        if separator and name in (*TEXTS[1:], *TOKENS):
-            if not rest:
-                raise ForgeError(f"--data {given}: the path after {name}: is missing")
-            return cls(name, rest, name == "text" and _can_hold_out(rest))
-        source = _source_of(given)
-        return cls(source, given, source == "text" and _can_hold_out(given))
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the source has text, and so needs a tokenizer."""
-        return self.source in TEXTS
-
-    @cached_property
-    def vocab_size(self) -> int | None:
-        """Number of token ids that a token store records; None if it records none."""
-        if self.source != "store":
-            return None
-        from forge_data.sources.store import read_manifest
-
-        tokenizer = read_manifest(Path(self.path)).tokenizer
-        return None if tokenizer is None else tokenizer.vocab_size
-
-
-def _source_of(path: str) -> str:
-    """Returns the name of the source that reads a path.
-
-    Raises:
-        ForgeError: the path does not exist, or its format is not known.
-    """
-    hint = f"name the format, as in --data jsonl:{path}; formats: {', '.join((*TEXTS[1:], *TOKENS))}"
-    named = [source for source, suffixes in SUFFIXES.items() if path.endswith(suffixes)]
-    folder = Path(path).expanduser()
-    if named and ("://" in path or any(letter in path for letter in "*?[") or folder.is_file()):
-        return named[0]
-    if "://" in path:
-        raise ForgeError(f"--data {path}: the format does not follow from the name; {hint}")
-    if folder.is_dir() and not (folder / "manifest.json").is_file():
-        if any((folder / file).is_file() for file in SAVED_DATASET):
-            return "huggingface"
-        kinds = [source for source, suffixes in SUFFIXES.items() if any(_below(folder, suffixes))]
-        if len(kinds) > 1:
-            raise ForgeError(f"--data {path}: the directory has files of several formats ({', '.join(kinds)}); {hint}")
-        if kinds:
-            return kinds[0]
-    if not folder.exists() and not any(letter in path for letter in "*?[") and not Path(f"{folder}.idx").is_file():
-        raise ForgeError(
-            f"--data {path} does not exist; for a dataset of the Hugging Face hub write --data huggingface:OWNER/NAME, and for "
-            f"text that every machine has --data {STDLIB}"
-        )
-    return _token_format(path, hint)
-
-
-def _below(folder: Path, suffixes: tuple[str, ...]) -> Any:
-    return (file for file in folder.rglob("*") if file.name.endswith(suffixes))
-
-
-def _token_format(path: str, hint: str) -> str:
-    from forge_data.sources.formats import detect
-
-    try:
-        return detect(path)
-    except ForgeError as cause:
-        raise ForgeError(f"--data {path}: its format is not known; {hint}") from cause
-
-
-def _can_hold_out(path: str) -> bool:
-    """Whether some of the files that a path names are held out, and enough of them."""
-    from forge_data.sources.text import text_files
-
-    if "://" in path:
-        return False
-    try:
-        text_files(path, "train", HELD_OUT)
-        return sum(file.size for file in text_files(path, "held_out", HELD_OUT).files) >= LEAST_HELD_OUT
-    except ForgeError:
-        return False
-
-
-@dataclass(frozen=True)
 class RecipeAnswers:
-    """RecipeAnswers to the five questions.
+    """Answers to the five questions.
 
     Attributes:
         file: path of the recipe; its stem is the name of the run.
