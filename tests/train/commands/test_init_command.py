@@ -22,6 +22,7 @@ from forge_train.commands import init as command
 from forge_train.recipe.data_path import DataPath
 from forge_train.recipe.draft import RecipeAnswers, commands, draft
 from forge_train.recipe.load import load_recipe
+from forge_train.recipe.scale import Scale
 from harness import commands as processes
 
 Say = Callable[..., tuple[int, str, str]]
@@ -301,10 +302,13 @@ def test_notes_say_what_a_machine_needs() -> None:
 
     assert "memory" not in notes(scale=1_300_000_000, gpus=1)
     assert "memory" not in notes(scale=7_000_000_000, gpus=4)
+    assert "with 4 GPUs of 80 GB" in notes(scale=7_000_000_000, gpus=2), "as the preset 7b says"
     large = notes(scale=70_000_000_000, gpus=8)
     parameters = draft(RecipeAnswers("a.toml", DataPath.of("stdlib"), scale=70_000_000_000, gpus=8)).parameters
     assert f"take {16 * parameters / 8 / 1e9:.0f} GB of each of 8 GPUs; with 32 GPUs of 80 GB" in large
-    assert "hours of a CPU" in notes(scale=10_000_000) and "hours of a CPU" not in notes(scale=10_000_000, tokens=2_000_000)
+    hours = Scale.of(10_000_000, 8192).compute / 1e11 / 3600
+    assert f"about {hours:.0f} hours of a CPU with 100 GFLOP/s" in notes(scale=10_000_000)
+    assert "hours of a CPU" not in notes(scale=10_000_000, tokens=2_000_000)
     assert notes() == ""
 
 
