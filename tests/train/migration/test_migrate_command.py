@@ -5,12 +5,15 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from forge_train.cli import main
+from forge_train.migration.formats import FRAMEWORKS
 
+ROOT = Path(__file__).parents[3]
 Say = Callable[..., tuple[int, str, str]]
 NANOGPT = (
     "batch_size = 4\nn_head = 4\nn_embd = 64\nmax_iters = 50\nwarmup_iters = 5\nlr_decay_iters = 50\nmy_own = 3\ndropout = 0.1\n"
@@ -139,3 +142,19 @@ def test_neither_help_nor_a_migration_imports_torch(tmp_path: Path) -> None:
             [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, check=False, timeout=60
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_the_pages_have_the_tables_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "_ext"))
+    tables = import_module("migration_tables")
+    for name, framework in FRAMEWORKS.items():
+        text = (ROOT / f"docs/migration/{name}.md").read_text()
+        assert text == tables.page(framework), "run `python docs/_ext/migration_tables.py`"
+        for key in framework.keys:
+            assert f"`{key.name}`" in text
+
+
+def test_the_overview_names_every_framework_and_outcome() -> None:
+    page = (ROOT / "docs/migration/overview.md").read_text()
+    assert all(f"]({name}.md)" in page and framework.title in page for name, framework in FRAMEWORKS.items())
+    assert "--force" in page and "--function" in page and "--world" in page
