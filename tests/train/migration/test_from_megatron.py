@@ -128,6 +128,18 @@ def test_defaults_of_megatron_that_forge_does_not_have_are_named(migrated: "Migr
     found.check()
 
 
+def test_expert_ranks_are_data_ranks_in_both(migrated: "Migrate") -> None:
+    """Without a number of processes, the recipe is for the least one: 4, whose ranks are data and expert ranks."""
+    found = migrated(
+        "args.txt",
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 300 --lr 1e-3 --swiglu "
+        "--train-iters 10 --micro-batch-size 1 --global-batch-size 8 --num-experts 8 --expert-model-parallel-size 4 --bf16 "
+        "--disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights --position-embedding-type rope",
+    )
+    assert (found.at("parallel.ep"), found.at("parallel.etp"), found.at("train.global_batch")) == (4, 1, 8)
+    found.check()
+
+
 def megatron_factor(samples: float, warmup: float, decay: float, style: str, least: float, wsd: float = 0) -> float:
     """The documented schedule, relative to the peak; it counts samples."""
     if warmup > 0 and samples <= warmup:

@@ -111,6 +111,13 @@ max_iters = (10 + 5) * 2
     assert {outcome.line for outcome in found.migration.of("unread")} >= {3, 5, 6, 7, 8, 9}
 
 
+def test_numbers_are_computed_within_bounds(migrated: "Migrate") -> None:
+    """A file must not make the reader compute for long."""
+    found = migrated("numbers.py", "n_embd = 2 ** 8\nbatch_size = (7 + 1) // 2\nn_head = 1 ** 101\nmax_iters = 1 // 0\n")
+    assert (found.at("model.dim"), found.at("train.micro_batch")) == (256, 4)
+    assert {outcome.key for outcome in found.migration.of("unread")} == {"n_head = 1 ** 101", "max_iters = 1 // 0"}
+
+
 @pytest.mark.parametrize(
     ("text", "key", "kind"),
     [

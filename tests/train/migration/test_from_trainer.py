@@ -79,6 +79,12 @@ def test_arguments_by_hand(migrated: "Migrate") -> None:
         found.check()
 
 
+def test_a_share_of_the_run_is_rounded_up_as_transformers_does(migrated: "Migrate") -> None:
+    """3.01 % of 2,000 steps are 60.2."""
+    found = migrated("arguments.json", json.dumps(ARGUMENTS | {"warmup_ratio": 0.0301}))
+    assert found.at("schedule.warmup") == 61
+
+
 def test_a_model_folder_and_yaml(migrated: "Migrate") -> None:
     found = migrated(
         "arguments.yaml", "model_name_or_path: ./model\nmax_steps: 10\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\n"

@@ -70,6 +70,21 @@ def test_json_has_all_keys(say: Say, tmp_path: Path) -> None:
     assert tomllib.loads(document["recipe"])["train"]["global_batch"] == 160
 
 
+def test_what_is_to_be_filled_in_is_no_fault_of_the_translation(say: Say, tmp_path: Path) -> None:
+    (tmp_path / "arguments.json").write_text('{"max_steps": 10, "per_device_train_batch_size": 2, "block_size": 64}')
+    document = json.loads(say("arguments.json", "--json")[1])
+    assert document["faults"] == [] and "model.dim" in {blank["key"] for blank in document["fill_in"]}
+    assert "but keys are to be filled in" in say("arguments.json")[2]
+
+
+def test_a_table_begins_with_its_name_and_long_comments_stand_above(say: Say, tmp_path: Path) -> None:
+    folder = "/data/" + "very/" * 12
+    (tmp_path / "run.toml").write_text(f'[data]\ndataset_path = "{folder}"\n[optimizer]\nlr = 1e-3\nname = "lion"\n')
+    out = say("run.toml", "--from", "kempnerforge")[1]
+    assert '[optimizer]\nname = "lion"  # optimizer.name = "lion"\n' in out
+    assert '\n# data.dataset_path = "/data/very' in out and max(map(len, out.splitlines())) < 200
+
+
 def test_faults_of_the_recipe_are_listed(say: Say, tmp_path: Path) -> None:
     text = "[model]\ndim = 64\nn_heads = 4\nn_kv_heads = 3\n[train]\nmax_steps = 100\n[scheduler]\nwarmup_steps = 1\n"
     (tmp_path / "run.toml").write_text(text)

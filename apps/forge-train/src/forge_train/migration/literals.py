@@ -58,7 +58,7 @@ def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
                 return _computed(_BINARY[type(op)], one, two)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             base, exponent = value_of(left, names), value_of(right, names)
-            if _is_number(base) and isinstance(exponent, int) and abs(base) <= 1024 and abs(exponent) <= 10:
+            if _is_number(base) and isinstance(exponent, int) and abs(base) <= 1024 and abs(exponent) <= 100:
                 return _computed(operator.pow, base, exponent)
         case _:
             pass
