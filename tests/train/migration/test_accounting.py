@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from forge_core.errors import ForgeError
-from forge_train.migration.engine import Framework, Migration, Setting, Source
+from forge_train.migration.engine import Framework, Migration, Source, SourceSetting
 from forge_train.migration.formats import FRAMEWORKS
 from forge_train.migration.writer import recipe_text
 from forge_train.recipe.load import load_recipe
@@ -23,7 +23,7 @@ SECTIONS = {item.name for item in fields(Job)}
 
 
 def run(framework: Framework, values: dict[str, Any], world: int | None = None) -> Migration:
-    migration = Migration(framework, Source({name: Setting(value, 1) for name, value in values.items()}), world)
+    migration = Migration(framework, Source({name: SourceSetting(value, 1) for name, value in values.items()}), world)
     migration.run()
     return migration
 

@@ -7,7 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from forge_core.terminal import Console
-    from forge_train.migration.engine import Migration, Outcome
+    from forge_train.migration.engine import KeyOutcome, Migration
 
 
 def migrate(
@@ -138,7 +138,7 @@ def _report(migration: "Migration", faults: list[str], warnings: list[str], cons
         say("\nforge-train check finds no fault in the recipe" + (", but keys are to be filled in" if migration.blanks else ""))
 
 
-def _line(outcome: "Outcome") -> str:
+def _line(outcome: "KeyOutcome") -> str:
     from forge_train.migration.engine import shown
 
     text = outcome.key if outcome.kind == "unread" else f"{outcome.key} = {shown(outcome.value)}"

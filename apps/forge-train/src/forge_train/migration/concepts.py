@@ -110,7 +110,7 @@ def write_axes(migration: Migration, axes: Axes, keys: dict[str, str]) -> None:
 
 
 @dataclass(frozen=True)
-class Curve:
+class RateCurve:
     """A schedule of a source: a linear warm-up, the full rate up to `begin`, and a decay that reaches `floor` at `end`.
 
     Steps count from 0; `floor` is relative to the full rate.
@@ -123,7 +123,7 @@ class Curve:
     floor: float = 0.0
 
 
-def write_schedule(migration: Migration, curve: Curve, steps: int, keys: dict[str, str], warmup_note: str = "") -> None:
+def write_schedule(migration: Migration, curve: RateCurve, steps: int, keys: dict[str, str], warmup_note: str = "") -> None:
     """Writes `[schedule]`, and a longer `train.max_steps` with `train.stop_at` if the decay goes on after the last step.
 
     Args:

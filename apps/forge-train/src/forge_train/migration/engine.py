@@ -28,7 +28,7 @@ default: the file does not set the key; the recipe states the framework's defaul
 
 
 @dataclass(frozen=True)
-class Setting:
+class SourceSetting:
     """A key that a file sets. `line` counts from 1, or is None if unknown."""
 
     value: Any
@@ -54,7 +54,7 @@ class Source:
         name: name of the run, from the file's name.
     """
 
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, SourceSetting]
     unread: tuple[Unread, ...] = ()
     name: str = "migrated"
 
@@ -112,7 +112,7 @@ class Framework:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class KeyOutcome:
     """What became of one key. `to` is the Forge key with its `result`; both are empty if nothing was written."""
 
     kind: Kind
@@ -158,7 +158,7 @@ class Migration:
     recipe: dict[str, Any] = field(default_factory=dict[str, Any], init=False)
     comments: dict[str, str] = field(default_factory=dict[str, str], init=False)
     blanks: list[Blank] = field(default_factory=list[Blank], init=False)
-    outcomes: list[Outcome] = field(default_factory=list[Outcome], init=False)
+    outcomes: list[KeyOutcome] = field(default_factory=list[KeyOutcome], init=False)
     _table: dict[str, Key] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -322,7 +322,7 @@ class Migration:
         for name, setting in self.source.settings.items():
             if name not in self._table:
                 self.outcomes.append(
-                    Outcome(
+                    KeyOutcome(
                         "unknown",
                         name,
                         hashable(setting.value),
@@ -341,13 +341,13 @@ class Migration:
             if name not in recorded:
                 self.drop(name, self._table[name].note or "has no effect with the other settings of this file")
         for part in self.source.unread:
-            self.outcomes.append(Outcome("unread", part.text, None, note=part.why, line=part.line))
+            self.outcomes.append(KeyOutcome("unread", part.text, None, note=part.why, line=part.line))
 
-    def of(self, *kinds: Kind) -> list[Outcome]:
+    def of(self, *kinds: Kind) -> list[KeyOutcome]:
         """Returns the outcomes of some kinds, each once, in the order of the table."""
         return [outcome for outcome in dict.fromkeys(self._ordered()) if outcome.kind in kinds]
 
-    def _ordered(self) -> Iterable[Outcome]:
+    def _ordered(self) -> Iterable[KeyOutcome]:
         order = {name: index for index, name in enumerate(self._table)}
         return sorted(self.outcomes, key=lambda outcome: order.get(outcome.key, len(order)))
 
@@ -386,7 +386,7 @@ class Migration:
     def _record(self, kind: Kind, key: str, path: str = "", result: Any = None, note: str = "") -> None:
         setting = self.source.settings.get(key)
         line = None if setting is None else setting.line
-        self.outcomes.append(Outcome(kind, key, hashable(self.get(key)), path, hashable(result), note, line))
+        self.outcomes.append(KeyOutcome(kind, key, hashable(self.get(key)), path, hashable(result), note, line))
 
     def _items(self, array: str) -> list[Any]:
         table: Any = self.recipe

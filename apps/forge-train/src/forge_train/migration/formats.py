@@ -12,7 +12,7 @@ from forge_core.config.toml import key_lines, shown_path
 from forge_core.config.tree import Keys
 from forge_core.errors import ForgeError
 from forge_train.migration import kempnerforge, megatron, nanogpt, torchtitan, torchtitan_python, trainer
-from forge_train.migration.engine import Framework, Setting, Source, Unread
+from forge_train.migration.engine import Framework, Source, SourceSetting, Unread
 from forge_train.migration.literals import assignments
 from forge_train.migration.shell import FLAG, read_arguments, scalar
 from forge_train.recipe.schema import Job
@@ -32,7 +32,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
 LARGEST = 4_000_000
 """Maximum number of bytes of a configuration."""
 
-Settings = tuple[dict[str, Setting], list[Unread]]
+Settings = tuple[dict[str, SourceSetting], list[Unread]]
 
 
 def read_source(path: Path, framework: str | None = None, function: str | None = None) -> tuple[Framework, Source]:
@@ -139,9 +139,9 @@ def _run_name(path: Path, function: str | None) -> str:
     return name or "migrated"
 
 
-def flattened(tree: Mapping[str, Any], lines: Mapping[Keys, int], whole: frozenset[str]) -> dict[str, Setting]:
+def flattened(tree: Mapping[str, Any], lines: Mapping[Keys, int], whole: frozenset[str]) -> dict[str, SourceSetting]:
     """Returns dotted keys; tables named in `whole` are values."""
-    settings: dict[str, Setting] = {}
+    settings: dict[str, SourceSetting] = {}
 
     def walk(table: Mapping[str, Any], path: tuple[str, ...]) -> None:
         for name, value in table.items():
@@ -150,13 +150,13 @@ def flattened(tree: Mapping[str, Any], lines: Mapping[Keys, int], whole: frozens
             if isinstance(value, dict) and dotted not in whole:
                 walk(value, here)  # pyright: ignore[reportUnknownArgumentType]
             else:
-                settings[dotted] = Setting(value, lines.get(here))
+                settings[dotted] = SourceSetting(value, lines.get(here))
 
     walk(tree, ())
     return settings
 
 
-def read_toml_settings(text: str, whole: frozenset[str] = frozenset()) -> dict[str, Setting] | None:
+def read_toml_settings(text: str, whole: frozenset[str] = frozenset()) -> dict[str, SourceSetting] | None:
     """Reads TOML as dotted keys; returns None if the text is not TOML."""
     try:
         tree = tomllib.loads(text)
@@ -214,7 +214,7 @@ def _trainer(text: str, path: Path, function: str | None) -> Settings | None:  #
         raise ForgeError(f"holds a {type(tree).__name__}, but a configuration is a table of keys")
     nested = {**tree, **(tree.get("training_args") or {})} if isinstance(tree.get("training_args"), dict) else tree
     nested = {name: value for name, value in nested.items() if name != "training_args"}
-    return {str(name): Setting(scalar(value) if isinstance(value, str) else value) for name, value in nested.items()}, []
+    return {str(name): SourceSetting(scalar(value) if isinstance(value, str) else value) for name, value in nested.items()}, []
 
 
 def _python(text: str, path: Path) -> ast.Module | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from forge_train.migration.concepts import (
     Axes,
-    Curve,
+    RateCurve,
     decay_embeddings,
     write_axes,
     write_batch,
@@ -233,7 +233,7 @@ def _schedule(migration: Migration) -> None:
                 migration.write("schedule.name", "constant", "scheduler.name")
             rest = [*rest, "scheduler.warmup_steps"]
         elif name == "constant":
-            write_schedule(migration, Curve("constant", warmup, 0, 0), steps, keys, WARMUP)
+            write_schedule(migration, RateCurve("constant", warmup, 0, 0), steps, keys, WARMUP)
         else:
             migration.write("schedule.name", "none", "scheduler.name")
             rest = [*rest, "scheduler.warmup_steps"]
@@ -258,7 +258,7 @@ def _schedule(migration: Migration) -> None:
         shape = "cosine"
     if name == "wsd":
         keys["begin"] = "scheduler.stable_steps"
-    curve = Curve(shape, warmup, warmup + stable, warmup + stable + length, migration.number("scheduler.min_lr_ratio"))
+    curve = RateCurve(shape, warmup, warmup + stable, warmup + stable + length, migration.number("scheduler.min_lr_ratio"))
     write_schedule(migration, curve, steps, keys, WARMUP)
     if name == "wsd" and shape == kind:
         path = "schedule.shape" if migration.recipe["schedule"]["name"] == "wsd" else "schedule.name"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from forge_train.migration.engine import Setting, Unread
+from forge_train.migration.engine import SourceSetting, Unread
 
 LARGEST = 10**30
 """Largest magnitude of a computed number: a file must not make the reader compute for long."""
@@ -89,12 +89,12 @@ CODE = "is code, which is not executed; set the value in the recipe yourself"
 NOT_LITERAL = "is not a literal value, and code is not executed; set the value in the recipe yourself"
 
 
-def assignments(module: ast.Module) -> tuple[dict[str, Setting], list[Unread]]:
+def assignments(module: ast.Module) -> tuple[dict[str, SourceSetting], list[Unread]]:
     """Reads assignments of literals at the top of a file, in their order; the last one counts.
 
     Imports, docstrings and `if __name__ == "__main__"` are no settings. Other statements are not read.
     """
-    settings: dict[str, Setting] = {}
+    settings: dict[str, SourceSetting] = {}
     rest: list[Unread] = []
     names: dict[str, Any] = {}
     for node in module.body:
@@ -107,7 +107,7 @@ def assignments(module: ast.Module) -> tuple[dict[str, Setting], list[Unread]]:
             ):
                 try:
                     names[name] = value_of(value, names)
-                    settings[name] = Setting(names[name], node.lineno)
+                    settings[name] = SourceSetting(names[name], node.lineno)
                 except NotLiteral:
                     rest.append(unread(node, NOT_LITERAL))
                     names.pop(name, None)

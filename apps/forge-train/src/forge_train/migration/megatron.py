@@ -7,7 +7,7 @@ from typing import Any
 
 from forge_train.migration.concepts import (
     Axes,
-    Curve,
+    RateCurve,
     Shape,
     decay_embeddings,
     write_axes,
@@ -16,7 +16,7 @@ from forge_train.migration.concepts import (
     write_schedule,
     write_start,
 )
-from forge_train.migration.engine import Framework, Migration, Setting, Unread
+from forge_train.migration.engine import Framework, Migration, SourceSetting, Unread
 from forge_train.migration.megatron_keys import KEYS
 from forge_train.migration.megatron_model import translate_experts, translate_model
 from forge_train.migration.nanogpt import plain_name, ratio
@@ -25,12 +25,12 @@ from forge_train.migration.shell import scalar
 WARMUP = "step s of the warm-up has the factor (s + 1) / warmup in Forge, s / warmup there: the first rate is not 0"
 
 
-def read_yaml(tree: Mapping[Any, Any]) -> tuple[dict[str, Setting], list[Unread]]:
+def read_yaml(tree: Mapping[Any, Any]) -> tuple[dict[str, SourceSetting], list[Unread]]:
     """Reads arguments from a parsed YAML file: a table `MODEL_ARGS` of flags, or nested tables of names with underscores.
 
     A flag that is `false` counts as absent only if it has no value otherwise.
     """
-    settings: dict[str, Setting] = {}
+    settings: dict[str, SourceSetting] = {}
     rest: list[Unread] = []
     found = tree.get("MODEL_ARGS")
     if isinstance(found, dict):
@@ -42,7 +42,7 @@ def read_yaml(tree: Mapping[Any, Any]) -> tuple[dict[str, Setting], list[Unread]
     return settings, rest
 
 
-def _collect(tree: Mapping[Any, Any], settings: dict[str, Setting], rest: list[Unread]) -> None:
+def _collect(tree: Mapping[Any, Any], settings: dict[str, SourceSetting], rest: list[Unread]) -> None:
     for name, value in tree.items():
         if isinstance(value, dict):
             _collect(value, settings, rest)  # pyright: ignore[reportUnknownArgumentType]
@@ -52,7 +52,7 @@ def _collect(tree: Mapping[Any, Any], settings: dict[str, Setting], rest: list[U
             )
         else:
             key = str(name).lstrip("-").replace("_", "-")
-            settings[key] = Setting(scalar(value) if isinstance(value, str) else value)
+            settings[key] = SourceSetting(scalar(value) if isinstance(value, str) else value)
 
 
 def translate(migration: Migration) -> None:
@@ -207,7 +207,7 @@ def _schedule(migration: Migration, batch: int) -> None:
     style = get("lr-decay-style")
     wsd_keys = ("lr-wsd-decay-style", "lr-wsd-decay-iters", "lr-wsd-decay-samples")
     if style == "constant":
-        write_schedule(migration, Curve("constant", warmup, 0, 0), steps, names, note)
+        write_schedule(migration, RateCurve("constant", warmup, 0, 0), steps, names, note)
     elif style == "inverse-square-root":
         migration.write("schedule.name", "inverse_sqrt", "lr-decay-style")
         migration.write("schedule.warmup", warmup, warmup_key, note=note)
@@ -215,7 +215,7 @@ def _schedule(migration: Migration, batch: int) -> None:
             migration.cannot("min-lr", "inverse_sqrt has no minimum")
     elif style in ("linear", "cosine"):
         shape: Shape = "linear" if style == "linear" else "cosine"
-        write_schedule(migration, Curve(shape, warmup, warmup, end, floor), steps, names, note)
+        write_schedule(migration, RateCurve(shape, warmup, warmup, end, floor), steps, names, note)
     elif style == "WSD":
         shapes: Mapping[Any, Shape] = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "one_minus_sqrt"}
         shape = shapes.get(get("lr-wsd-decay-style"), "linear")
@@ -233,7 +233,7 @@ def _schedule(migration: Migration, batch: int) -> None:
             migration.write("schedule.min_ratio", floor, "min-lr")
             return
         names["begin"] = "lr-wsd-decay-samples" if get("lr-wsd-decay-samples") is not None else "lr-wsd-decay-iters"
-        write_schedule(migration, Curve(shape, warmup, end - length, end, floor), steps, names, note)
+        write_schedule(migration, RateCurve(shape, warmup, end - length, end, floor), steps, names, note)
         if shape == shapes.get(get("lr-wsd-decay-style")):
             migration.write("schedule.shape", shape, "lr-wsd-decay-style")
     else:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from forge_train.migration.concepts import Curve, decay_embeddings, write_micro_batch, write_schedule, write_start
+from forge_train.migration.concepts import RateCurve, decay_embeddings, write_micro_batch, write_schedule, write_start
 from forge_train.migration.engine import Framework, Key, Migration
 
 POSITIONS = "nanoGPT adds learned positions; Forge's decoder rotates q and k (rotary positions) instead"
@@ -110,7 +110,7 @@ def _optimizer(migration: Migration) -> None:
         return
     warmup, end = migration.integer("warmup_iters"), migration.integer("lr_decay_iters")
     rate, least = migration.number("learning_rate"), migration.number("min_lr")
-    write_schedule(migration, Curve("cosine", warmup, warmup, end, ratio(least, rate)), steps, keys, WARMUP)
+    write_schedule(migration, RateCurve("cosine", warmup, warmup, end, ratio(least, rate)), steps, keys, WARMUP)
     migration.write("schedule.min_ratio", ratio(least, rate), "min_lr", note=f"{least} / {rate}")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from forge_core.errors import ForgeError
-from forge_train.migration.engine import Setting, Unread
+from forge_train.migration.engine import SourceSetting, Unread
 
 _ASSIGNMENT = re.compile(r"^(?:(?:export|readonly|declare(?: -\w+)?|local)\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]([^}]*))?(?:\[[@*]\])?\}|(\w+))")
@@ -23,7 +23,7 @@ _MISSING = "\x01"
 FLAG = re.compile(r"^--[A-Za-z][\w-]*(?:=|$)")
 
 
-def read_arguments(text: str) -> tuple[dict[str, Setting], list[Unread]]:
+def read_arguments(text: str) -> tuple[dict[str, SourceSetting], list[Unread]]:
     """Reads `--flag value`, `--flag=value` and `--flag` of a script or an argument file.
 
     Returns settings by name, without dashes in front and with `-` for `_`; the last one counts. A flag without a value is True, a
@@ -182,8 +182,8 @@ def _sum(found: re.Match[str], variables: dict[str, str]) -> str:
     return str({"*": one * two, "+": one + two, "-": one - two}[factors[2]])
 
 
-def _settings(tokens: list[tuple[str, int]]) -> tuple[dict[str, Setting], list[Unread]]:
-    settings: dict[str, Setting] = {}
+def _settings(tokens: list[tuple[str, int]]) -> tuple[dict[str, SourceSetting], list[Unread]]:
+    settings: dict[str, SourceSetting] = {}
     rest: list[Unread] = []
     at = 0
     while at < len(tokens):
@@ -205,7 +205,9 @@ def _settings(tokens: list[tuple[str, int]]) -> tuple[dict[str, Setting], list[U
             settings.pop(name.replace("_", "-"), None)
             continue
         plain = [scalar(item) for item in values]
-        settings[name.replace("_", "-")] = Setting(True if not plain else plain[0] if len(plain) == 1 else plain, line or None)
+        settings[name.replace("_", "-")] = SourceSetting(
+            True if not plain else plain[0] if len(plain) == 1 else plain, line or None
+        )
     return settings, rest
 
 

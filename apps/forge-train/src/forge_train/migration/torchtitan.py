@@ -5,7 +5,7 @@ from typing import Any
 
 from forge_train.migration.concepts import (
     Axes,
-    Curve,
+    RateCurve,
     Shape,
     write_axes,
     write_batch,
@@ -193,9 +193,9 @@ def _schedule(migration: Migration) -> None:
     if migration.has("lr_scheduler.total_steps"):
         names["end"] = "lr_scheduler.total_steps"
     if decay < 1:
-        write_schedule(migration, Curve("constant", warmup, 0, 0), steps, names)
+        write_schedule(migration, RateCurve("constant", warmup, 0, 0), steps, names)
         return
-    curve = Curve(shape, warmup, total - decay, total, migration.number("lr_scheduler.min_lr_factor"))
+    curve = RateCurve(shape, warmup, total - decay, total, migration.number("lr_scheduler.min_lr_factor"))
     write_schedule(migration, curve, steps, names)
     if ratio is not None:
         if migration.recipe["schedule"]["name"] == "wsd":

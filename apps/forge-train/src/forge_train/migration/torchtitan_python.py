@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.errors import ForgeError
-from forge_train.migration.engine import Setting, Unread
+from forge_train.migration.engine import SourceSetting, Unread
 from forge_train.migration.literals import CODE, NOT_LITERAL, NotLiteral, callee, unread, value_of
 
 
@@ -15,14 +15,14 @@ from forge_train.migration.literals import CODE, NOT_LITERAL, NotLiteral, callee
 class _Values:
     """What a function has computed so far: settings of its configuration, literals by name, calls by name."""
 
-    settings: dict[str, Setting] = field(default_factory=dict[str, Setting])
+    settings: dict[str, SourceSetting] = field(default_factory=dict[str, SourceSetting])
     rest: list[Unread] = field(default_factory=list[Unread])
     config: str = ""
     literals: dict[str, Any] = field(default_factory=dict[str, Any])
     calls: dict[str, ast.expr] = field(default_factory=dict[str, ast.expr])
 
 
-def read_python(module: ast.Module, path: Path, function: str | None) -> tuple[dict[str, Setting], list[Unread]] | None:
+def read_python(module: ast.Module, path: Path, function: str | None) -> tuple[dict[str, SourceSetting], list[Unread]] | None:
     """Reads the configuration that a function returns; returns None if no function returns one.
 
     Args:
@@ -42,7 +42,7 @@ def read_python(module: ast.Module, path: Path, function: str | None) -> tuple[d
     if name not in functions:
         raise ForgeError(f"has no function {name!r}; its configurations are {', '.join(returning[:12])}")
     values = _run(functions[name], functions, frozenset())
-    values.settings.setdefault("model.name", Setting(path.resolve().parent.name))
+    values.settings.setdefault("model.name", SourceSetting(path.resolve().parent.name))
     return values.settings, values.rest
 
 
@@ -105,7 +105,7 @@ def _set(key: str, value: ast.expr, values: _Values, statement: ast.AST) -> None
     for other in [item for item in values.settings if item == name or item.startswith(f"{name}.")]:
         del values.settings[other]
     try:
-        values.settings[name] = Setting(value_of(node, values.literals), line)
+        values.settings[name] = SourceSetting(value_of(node, values.literals), line)
         return
     except NotLiteral:
         pass
@@ -115,21 +115,21 @@ def _set(key: str, value: ast.expr, values: _Values, statement: ast.AST) -> None
     if name == "model_spec" and called.endswith("model_registry") and arguments:
         for item in arguments[:1]:
             try:
-                values.settings["model.flavor"] = Setting(value_of(item, values.literals), line)
+                values.settings["model.flavor"] = SourceSetting(value_of(item, values.literals), line)
             except NotLiteral:
                 values.rest.append(unread(item, NOT_LITERAL))
         for keyword in node.keywords if isinstance(node, ast.Call) else []:
             values.rest.append(unread(keyword.value, f"is the argument {keyword.arg} of model_registry; {NOT_LITERAL}"))
     elif name == "optimizer" and tail == "default_adamw":
-        values.settings["optimizer.name"] = Setting("AdamW", line)
+        values.settings["optimizer.name"] = SourceSetting("AdamW", line)
         _flatten(node, "optimizer.", values)
     elif name == "activation_checkpoint" and tail in _MODES:
-        values.settings["activation_checkpoint.mode"] = Setting(_MODES[tail], line)
+        values.settings["activation_checkpoint.mode"] = SourceSetting(_MODES[tail], line)
         if _MODES[tail] == "selective":
-            values.settings["activation_checkpoint.selective_ac_option"] = Setting("op", line)
+            values.settings["activation_checkpoint.selective_ac_option"] = SourceSetting("op", line)
         _flatten(node, "activation_checkpoint.", values)
     elif name == "loss":
-        values.settings["loss"] = Setting(tail, line)
+        values.settings["loss"] = SourceSetting(tail, line)
     elif called.endswith("Config") and name not in ("dataloader", "validation.dataloader"):
         _flatten(node, f"{key}.", values)
     else:

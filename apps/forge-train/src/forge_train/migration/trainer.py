@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
-from forge_train.migration.concepts import Axes, Curve, decay_embeddings, write_batch, write_schedule, write_start
-from forge_train.migration.engine import Framework, Migration, Setting, Unread
+from forge_train.migration.concepts import Axes, RateCurve, decay_embeddings, write_batch, write_schedule, write_start
+from forge_train.migration.engine import Framework, Migration, SourceSetting, Unread
 from forge_train.migration.literals import NOT_LITERAL, NotLiteral, assignments, callee, unread, value_of
 from forge_train.migration.nanogpt import plain_name, ratio
 from forge_train.migration.trainer_keys import KEYS
@@ -34,7 +34,7 @@ _OPTIMIZERS: Mapping[str, str] = {
 }
 
 
-def read_python(module: ast.Module) -> tuple[dict[str, Setting], list[Unread]] | None:
+def read_python(module: ast.Module) -> tuple[dict[str, SourceSetting], list[Unread]] | None:
     """Reads the arguments of the first call of `TrainingArguments` or one of its subclasses, or a literal dict `training_args`.
 
     Returns None if a file has neither.
@@ -42,20 +42,20 @@ def read_python(module: ast.Module) -> tuple[dict[str, Setting], list[Unread]] |
     names = {name: setting.value for name, setting in assignments(module)[0].items()}
     for node in ast.walk(module):
         if isinstance(node, ast.Call) and callee(node).rpartition(".")[2] in _CALLS:
-            settings: dict[str, Setting] = {}
+            settings: dict[str, SourceSetting] = {}
             rest = [unread(argument, NOT_LITERAL) for argument in node.args]
             for keyword in node.keywords:
                 if keyword.arg is None:
                     rest.append(unread(keyword.value, NOT_LITERAL))
                     continue
                 try:
-                    settings[keyword.arg] = Setting(value_of(keyword.value, names), keyword.value.lineno)
+                    settings[keyword.arg] = SourceSetting(value_of(keyword.value, names), keyword.value.lineno)
                 except NotLiteral:
                     shown = unread(keyword.value, NOT_LITERAL)
                     rest.append(Unread(f"{keyword.arg} = {shown.text}", shown.line, NOT_LITERAL))
             return settings, rest
     found = names.get("training_args")
-    return ({name: Setting(value) for name, value in found.items()}, []) if isinstance(found, dict) else None
+    return ({name: SourceSetting(value) for name, value in found.items()}, []) if isinstance(found, dict) else None
 
 
 _CALLS = frozenset({"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig"})
@@ -162,7 +162,7 @@ def _schedule(migration: Migration, steps: int | None) -> None:
         migration.unused("lr_scheduler_kwargs", because=f'{key} is "constant"')
         return
     if kind == "constant_with_warmup":
-        write_schedule(migration, Curve("constant", warmup, 0, 0), steps or 1, names, note)
+        write_schedule(migration, RateCurve("constant", warmup, 0, 0), steps or 1, names, note)
         return
     if kind == "inverse_sqrt":
         migration.write("schedule.name", "inverse_sqrt", key)
@@ -196,7 +196,7 @@ def _schedule(migration: Migration, steps: int | None) -> None:
             migration.write("schedule.warmup", warmup, warmup_key, note=note)
         migration.write("schedule.min_ratio", float(f"{floor:.12g}"), *([names["floor"]] if "floor" in names else []))
         return
-    curve = Curve("cosine" if shape == "cosine" else "linear", warmup, warmup, steps, float(f"{floor:.12g}"))
+    curve = RateCurve("cosine" if shape == "cosine" else "linear", warmup, warmup, steps, float(f"{floor:.12g}"))
     write_schedule(migration, curve, steps, names, note)
 
 
