@@ -82,6 +82,7 @@ PARTS = {
         "check": "forge_train.commands.recipe:check",
         "plan": "forge_train.commands.plan:plan",
         "convert": "forge_train.commands.weights:convert",
+        "migrate": "forge_train.commands.migrate:migrate",
         "evaluate": "forge_train.commands.evaluate:evaluate",
         "generate": "forge_train.commands.generate:generate",
         "upcycle": "forge_train.commands.weights:upcycle",
