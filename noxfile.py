@@ -33,6 +33,15 @@ TRITON = "triton==3.7.1"
 """The version that torch of `constraints.txt` requires where it is built for CUDA. Only the rehearsal has one."""
 DOCUMENTATION = ("furo", "myst-parser", "sphinx")
 WORKSHOP = ROOT / ".nox" / "workshop"
+FAST = "not gpu and not slow and not slurm and not rehearsal"
+CLUSTER = {
+    **dict.fromkeys(("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue"), "slurm-wlm"),
+    **dict.fromkeys(("munged", "munge"), "munge"),
+    **dict.fromkeys(("unshare", "nsenter", "setpriv"), "util-linux"),
+    "ip": "iproute2",
+    "nft": "nftables",
+}
+"""Programs of `nox -s slurm`, and the packages of Debian that have them."""
 SUPPORTED = ((3, 11), (3, 12), (3, 13), (3, 14))
 
 nox.options.sessions = ["lint", "types", "tests"]
@@ -49,7 +58,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Everything that needs no accelerator and no patience, two at a time; `-- -n 0` runs one by one."""
-    _pytest(session, "not gpu and not slow and not rehearsal", "-n", "2", "--dist", "worksteal")
+    _pytest(session, FAST, "-n", "2", "--dist", "worksteal")
 
 
 @nox.session(venv_backend="none")
@@ -57,6 +66,19 @@ def slow(session: nox.Session) -> None:
     """The tests that take minutes."""
     none_collected = 5
     _pytest(session, "slow and not gpu", success=(0, none_collected))
+
+
+@nox.session(venv_backend="none")
+def slurm(session: nox.Session) -> None:
+    """Jobs on a real SLURM of two nodes, runs on two hosts; needs root. `-- tests/train/launch/test_real_slurm.py` is short."""
+    programs = f"{os.environ['PATH']}{os.pathsep}/usr/sbin"
+    missing = {package for program, package in CLUSTER.items() if shutil.which(program, path=programs) is None}
+    if missing:
+        session.error(f"apt-get install {' '.join(sorted(missing))}, for a SLURM and network namespaces on this machine")
+    if os.geteuid() != 0:
+        session.error("start it as root: daemons of SLURM and network namespaces need that")
+    place = () if any(argument.startswith("tests/") for argument in session.posargs) else ("tests/train/launch",)
+    _pytest(session, "slurm and not gpu", "-n", "2", "--dist", "loadfile", *place)
 
 
 @nox.session(venv_backend="none")
@@ -100,7 +122,7 @@ def newest(session: nox.Session) -> None:
     install = (python, "-m", "pip", "install", "-qq", "--upgrade", "-c", loose, "torch", *_editable(), *TOOLS, *LIBRARIES)
     session.run(*install, external=True)
     session.run(python, "-c", "import sys, torch; print('Python', sys.version, 'torch', torch.__version__)", external=True)
-    _pytest(session, "not gpu and not slow and not rehearsal", "-n", "2", "--dist", "worksteal", python=python)
+    _pytest(session, FAST, "-n", "2", "--dist", "worksteal", python=python)
     _isolated(session, PROJECTS, interpreter)
 
 

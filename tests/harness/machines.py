@@ -76,7 +76,7 @@ def run(condition: Condition, arguments: list[str], seconds: float) -> tuple[int
             "FORGE_MARGINS": str(noted),
             "TORCHINDUCTOR_CACHE_DIR": directory,  # code that was made for another instruction set does not compile
         }
-        which = "numbers and not gpu and not slow and not rehearsal"
+        which = "numbers and not gpu and not slow and not slurm and not rehearsal"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which]
         process = subprocess.Popen([*command, *arguments, *given], env=environment)
         try:

@@ -27,7 +27,8 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     (bin_folder / "scontrol").write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/scontrol\n')
-    (bin_folder / "squeue").write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/squeue\necho "$STATE"\n')
+    squeue = 'if [[ "$*" == *RestartCnt* ]]; then echo "${RESTARTS-}"; else echo "$STATE"; fi'
+    (bin_folder / "squeue").write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/squeue\n{squeue}\n')
     (bin_folder / "forge-train").write_text(
         f'#!{sys.executable}\nimport os, signal, sys, time\nopen("{tmp_path}/called", "a").write(repr(sys.argv[1:]) + "\\n")\n'
         "asked = []\nsignal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
@@ -84,7 +85,8 @@ def test_fault_31_and_32_a_warning_lets_the_run_save_and_queues_the_task_again_o
     """Bash runs a trap only once the command that it waits for has ended: the command is in the background for that."""
     assert signaled(tmp_path, cluster, number) == 75
     assert (tmp_path / "scontrol").read_text() == "requeue 41_2\n"
-    assert (tmp_path / "squeue").read_text() == "--noheader --jobs=41_2 --format=%T\n"
+    asked = ["--noheader --jobs=41_2 --Format=RestartCnt:12", "--noheader --jobs=41_2 --format=%T"]
+    assert (tmp_path / "squeue").read_text().splitlines() == asked
 
 
 @pytest.mark.parametrize("code", [5, 6, 8])
@@ -96,6 +98,12 @@ def test_fault_31_a_lost_rank_and_too_little_memory_queue_the_task_again(
     )
     assert done.returncode == code
     assert (tmp_path / "scontrol").read_text() == "requeue 41_2\n"
+
+
+def test_a_task_on_a_lost_node_does_not_requeue_the_one_that_started_elsewhere(tmp_path: Path, cluster: dict[str, str]) -> None:
+    task = {**cluster, "CODE": "5", "RESTARTS": "1           "}
+    done = subprocess.run(["bash", str(written(tmp_path))], env=task, cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == 5 and not (tmp_path / "scontrol").exists()
 
 
 def test_fault_31_where_the_state_is_not_known_the_task_is_queued_again(tmp_path: Path, cluster: dict[str, str]) -> None:

@@ -24,6 +24,7 @@ from forge_models.hf.families import FAMILIES
 from forge_parallel.model.plan import Order, Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
+from forge_parallel.timing import Hardware
 from forge_testing import conforms
 from forge_train.launch.cluster import SECTIONS, load_cluster
 from forge_train.recipe.load import load_recipe
@@ -152,7 +153,7 @@ def test_the_hook_of_the_page(plugins) -> None:
 
 
 def test_recipes_of_the_pages_have_no_fault(everything) -> None:
-    """Whole recipes as they stand, fragments on top of `debug`, and files for clusters."""
+    """Whole recipes as they stand, fragments on top of `debug`, files for clusters, and descriptions of hardware."""
     recipes = [name for page in PAGES for name, text in files_of(page) if name.endswith(".toml") and "[project]" not in text]
     assert set(recipes) >= {"rsqrt.toml", "largest.toml", "small.toml", "reglu.toml", "mine.toml"}
     for name in recipes:
@@ -170,6 +171,8 @@ def test_recipes_of_the_pages_have_no_fault(everything) -> None:
             path.write_text(text)
             load_cluster(str(path), [])
             clusters += 1
+        elif "memory_gib" in text:
+            assert Hardware.read(text, path.name).name == "mine"
         else:
             path.write_text(f'base = "debug"\n\n{text}')
             load_recipe(path)
@@ -249,7 +252,9 @@ def shell(page: Path, directory: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["models", "interpretability", "data", "data-formats", "checkpoints", "parallelism", "sweeps"])
+@pytest.mark.parametrize(
+    "name", ["models", "interpretability", "data", "data-formats", "checkpoints", "parallelism", "sweeps", "campaigns"]
+)
 def test_commands_of_a_page_run_as_written(name: str, tmp_path) -> None:
     shell(ROOT / f"docs/concepts/{name}.md", tmp_path)
 

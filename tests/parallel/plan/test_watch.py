@@ -190,7 +190,9 @@ def test_silence_comes_first_and_a_rank_that_waits_does_not_name_itself() -> Non
     watch._heard[3] = (1, time.monotonic())
     assert [sight.rank for sight in watch._late(seen) if isinstance(sight, RankStatus)] == [3]
     watch._heard[1] = (1, time.monotonic() - 100)
-    assert list(watch._late(seen)) == [seen[1]]
+    (silent,) = watch._late(seen)
+    assert isinstance(silent, RankStatus) and silent._replace(silent=0) == seen[1]
+    assert "0 s; no status for 100 s: stopped, or the network to its host is cut)" in str(silent)
 
 
 def test_many_late_ranks_are_counted() -> None:

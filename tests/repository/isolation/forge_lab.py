@@ -1,4 +1,4 @@
-"""forge-lab with what it declares: a sweep of two points, their comparison, and the law that made some losses."""
+"""forge-lab with what it declares: a sweep of two points, their comparison, the campaigns, and the law that made some losses."""
 
 import subprocess
 import sys
@@ -38,4 +38,6 @@ with tempfile.TemporaryDirectory() as directory:
     assert "What differs" in (Path(directory) / "compared.html").read_text()
     forge("report", "sweeps/steps/points", "--out", "again.html")
     assert "What differs" in (Path(directory) / "again.html").read_text()
+    assert "mfu_scaling" in forge("bench", "--list-campaigns")  # its files are in the wheel
+    assert "dp8tp4" in forge("bench", "mfu_scaling", "--list")
     assert "forge-interp" in forge("similarity", "debug", code=2)

@@ -35,7 +35,8 @@ echo "$@" >> {folder}/{name}
 
 BODIES = {
     "scontrol": 'exit "${SCONTROL:-0}"',
-    "squeue": 'if [[ "$*" == *--jobs=* ]]; then echo "${STATE-RUNNING}"; else cat "$JOBS" 2>/dev/null; fi; exit "${SQUEUE:-0}"',
+    "squeue": 'if [[ "$*" == *RestartCnt* ]]; then echo "${RESTARTS-}"; '
+    'elif [[ "$*" == *--jobs=* ]]; then echo "${STATE-RUNNING}"; else cat "$JOBS" 2>/dev/null; fi; exit "${SQUEUE:-0}"',
     "sbatch": 'cat > "$RECORDS/script"; [ -z "$SBATCH_ERROR" ] || { echo "$SBATCH_ERROR" >&2; exit 1; }; '
     'sleep "${SLEEPS:-0}"; echo "${ANSWER-41}"',
     "sinfo": "printf 'gpu\\nlong\\ngpu\\n'",

@@ -124,7 +124,7 @@ def test_fault_31_a_stopped_run_and_a_lost_rank_are_requeued_once(tmp_path: Path
     job = ended(tmp_path, slurm, CODE=str(code))
     assert job.returncode == code
     assert slurm.calls("scontrol") == ["requeue 41"]
-    assert slurm.calls("squeue") == ["--noheader --jobs=41 --format=%T"]
+    assert slurm.calls("squeue") == ["--noheader --jobs=41 --Format=RestartCnt:12", "--noheader --jobs=41 --format=%T"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
@@ -164,6 +164,17 @@ def test_fault_31_a_run_that_finishes_in_spite_of_a_warning_is_not_requeued(tmp_
     assert slurm.calls("scontrol") == []
 
 
+@pytest.mark.parametrize(("own", "known", "requeued"), [("", "0", True), ("2", "2", True), ("", "1", False), ("2", "3", False)])
+def test_a_script_on_a_lost_node_does_not_requeue_the_job_that_started_elsewhere(
+    tmp_path: Path, slurm: FakeSlurm, own: str, known: str, requeued: bool
+) -> None:
+    """SLURM pads the number of requeues with spaces."""
+    starts = {"SLURM_RESTART_COUNT": own} if own else {}
+    job = ended(tmp_path, slurm, CODE="137", RESTARTS=f"{known}           ", STATE="RUNNING", **starts)
+    assert job.returncode == 137 and (slurm.calls("scontrol") == ["requeue 41"]) is requeued
+    assert ("SLURM has canceled or requeued this job itself" in job.stdout) is not requeued
+
+
 @pytest.mark.parametrize(("count", "requeued"), [("", True), ("1", True), ("2", False), ("7", False)])
 def test_requeues_have_a_limit(tmp_path: Path, slurm: FakeSlurm, count: str, requeued: bool) -> None:
     job = ended(tmp_path, slurm, "--slurm.max_requeues=2", CODE="5", **({"SLURM_RESTART_COUNT": count} if count else {}))
@@ -188,7 +199,7 @@ def test_a_task_of_an_array_has_its_own_run_and_is_requeued_alone(tmp_path: Path
     assert call["arguments"][-2:] == ["--job.name=seed-2", "--job.seed=2"]
     assert "--output=runs/seed-2/slurm/40_2/rank-%5t.log" in call["arguments"]
     assert slurm.calls("scontrol") == ["requeue 40_2"]
-    assert slurm.calls("squeue") == ["--noheader --jobs=40_2 --format=%T"]
+    assert slurm.calls("squeue")[-1] == "--noheader --jobs=40_2 --format=%T"
 
 
 def test_pyxis_starts_ranks_in_a_container_that_sees_the_run(tmp_path: Path, slurm: FakeSlurm) -> None:

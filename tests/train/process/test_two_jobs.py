@@ -53,8 +53,9 @@ name = "./slow.py:Waits"
 
 
 def recipe(folder: Path) -> Path:
-    path = folder / "tiny.toml"
-    path.write_text(TINY)
+    path, fresh = folder / "tiny.toml", folder / f"{os.getpid()}.toml"
+    fresh.write_text(TINY)
+    fresh.replace(path)  # another rank may be reading it
     return path
 
 

@@ -1,4 +1,4 @@
-r"""Experiments of many runs: sweeps, scaling laws, and comparisons of runs.
+r"""Experiments of many runs: sweeps, scaling laws, campaigns of measurements, and comparisons of runs.
 
     from pathlib import Path
     from forge_lab import Law, read_sweep
@@ -10,7 +10,8 @@ r"""Experiments of many runs: sweeps, scaling laws, and comparisons of runs.
     law.loss(70e9, 1.4e12)  # of 70e9 parameters after 1.4e12 tokens
 
 After `forge-train sweep lr.toml`, `collect_results(sweep)` returns the results. `write_comparison` writes a page that
-compares runs. Importing this package imports no torch.
+compares runs. `read_campaign` reads a campaign of `forge-train bench`; `write_tables` writes its tables from the raw records.
+Importing this package imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from forge_lab.campaigns.campaign import Campaign, read_campaign
+    from forge_lab.campaigns.tables import CampaignResults, write_tables
     from forge_lab.comparison import differences, write_comparison
     from forge_lab.scaling.law import Fit, Frontier, Law, ObservedLosses, PowerLaw, fit, fit_frontier
     from forge_lab.scaling.runs import gather
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from forge_lab.sweep.results import Results, collect_results
 
 __all__ = [
+    "Campaign",
+    "CampaignResults",
     "Fit",
     "Frontier",
     "Law",
@@ -38,8 +43,10 @@ __all__ = [
     "fit",
     "fit_frontier",
     "gather",
+    "read_campaign",
     "read_sweep",
     "study",
     "write_comparison",
+    "write_tables",
 ]
 __getattr__, __dir__ = lazy_exports(__name__)

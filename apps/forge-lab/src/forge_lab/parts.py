@@ -5,5 +5,6 @@ PARTS = {
         "sweep": "forge_lab.commands:sweep",
         "fit": "forge_lab.commands:fit",
         "compare": "forge_lab.commands:compare",
+        "bench": "forge_lab.campaigns.command:bench",
     },
 }

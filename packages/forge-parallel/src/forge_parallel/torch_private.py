@@ -292,6 +292,16 @@ def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
+def store_with(key: str) -> dist.Store | None:
+    """Returns the store that has a key: that of the default process group, or one that torch made it from; None without one."""
+    store = default_store()
+    while not store.check([key]):
+        if not isinstance(store, dist.PrefixStore):
+            return None
+        store = store.underlying_store
+    return store
+
+
 @contextmanager
 def one_gloo_thread() -> Iterator[None]:
     """Context in which gloo groups are created with one thread for their collectives. torch's default is two, without an option.

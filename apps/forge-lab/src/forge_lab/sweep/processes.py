@@ -127,6 +127,9 @@ code=$?
 while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
 task="${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"
 case "$code" in {requeue})
+  # On a node that SLURM has lost, this shell goes on, while the task may have started again elsewhere.
+  starts=$(squeue --noheader --jobs="$task" --Format=RestartCnt:12 | tr -cd 0-9)
+  [ "${{starts:-${{SLURM_RESTART_COUNT:-0}}}}" = "${{SLURM_RESTART_COUNT:-0}}" ] || exit "$code"
   case "$(squeue --noheader --jobs="$task" --format=%T)" in
     CANCEL* | COMPLETING*) ;;
     *) scontrol requeue "$task" ;;

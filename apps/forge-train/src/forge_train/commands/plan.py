@@ -1,8 +1,11 @@
-"""`forge-train plan RECIPE --world N`: memory and traffic of a run, from a dry run in one process without tensor memory."""
+"""`forge-train plan RECIPE --world N`: memory, traffic and modeled time of a run, from one process without tensor memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Literal
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console as Terminal
@@ -20,15 +23,22 @@ if TYPE_CHECKING:
     from forge_parallel.dryrun.parameters import ParameterPlacement
     from forge_parallel.dryrun.sharding import Recommendation
     from forge_parallel.dryrun.traffic import Flow
+    from forge_parallel.timing.failures import SavePlan
+    from forge_parallel.timing.hardware import Hardware
+    from forge_parallel.timing.step_time import Efficiency, StepTime
     from forge_train.plan import DryRun
     from forge_train.recipe.load import Recipe
+    from forge_train.recipe.schema import Job
 
 
 def plan(
     context: typer.Context,
     recipe: RecipePath,
     world: Annotated[int, typer.Option("--world", min=1, help="Number of processes, one for each GPU.")] = 1,
-    per_node: Annotated[int, typer.Option("--per-node", min=1, help="Processes per node, for the map of ranks.")] = 8,
+    per_node: Annotated[
+        int | None,
+        typer.Option("--per-node", min=1, help="Processes per node. Default: those of the hardware, or 8.", show_default=False),
+    ] = None,
     ranks: Annotated[
         list[int] | None,
         typer.Option("--rank", help="A rank to show; may be given several times. Default: one per pipeline stage."),
@@ -41,15 +51,51 @@ def plan(
         bool, typer.Option("--modules", help="Show each parameter instead, with path, classes, placement and bytes.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, with bytes as integers.")] = False,
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", help="Model the time of a step: a100, h100, h200, b200, gb200, gb300, or a TOML file."),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the layouts with the shortest modeled step; needs --hardware.")
+    ] = False,
+    memory: Annotated[
+        float | None, typer.Option("--memory", help="With --search: GiB that a rank may hold. Default: 90 % of the GPU's.")
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="With --search: number of layouts to show.")] = 5,
+    imbalance: Annotated[
+        float | None,
+        typer.Option(
+            "--imbalance", min=1.0, help="Tokens of the busiest expert rank over the mean; 1 is balanced. Default: 1.2."
+        ),
+    ] = None,
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option("--calibrate", help="A run's directory, calibration.json or doctor.json to fit constants to; repeatable."),
+    ] = None,
+    constants: Annotated[Path | None, typer.Option("--constants", help="Constants of the model of time, as TOML.")] = None,
+    write_constants: Annotated[
+        Path | None, typer.Option("--write-constants", help="Write the constants used, for --constants.")
+    ] = None,
+    gpu_hours: Annotated[
+        float | None, typer.Option("--gpu-hours", help="Hours between failures of one GPU. Default: 50,000.", show_default=False)
+    ] = None,
+    stall: Annotated[
+        float | None, typer.Option("--stall", help="Seconds that a save stops training. Default: the copy to the host.")
+    ] = None,
+    page: Annotated[Path | None, typer.Option("--page", help="Write a page with charts.")] = None,
 ) -> None:
-    """Show the memory and traffic of a recipe on N processes, before renting any.
+    """Show the memory, traffic and modeled time of a recipe on N processes, before renting any.
 
     Draws which ranks form which group; then, per rank, bytes of parameters, gradients and optimizer state, of
     activations, and of every collective next to its lower bound. The recipe's own model, transforms and optimizer
     run for one step on tensors without memory, with a few of the equal blocks: this needs no GPU, no data, a few hundred
     MiB, and some seconds.
 
-    Example: forge-train plan 7b --world 64 --device h100 --parallel.dp_replicate=8
+    With --hardware it also models the time of a step by cause, tokens per second, MFU, and how often to save; with --search
+    it compares all layouts. Modeled times are not measured: the error on published runs is printed with them.
+
+    Examples: forge-train plan 7b --world 64 --hardware h100 --parallel.dp_replicate=8
+    forge-train plan 70b --world 512 --hardware h200 --search
     """
     from forge_core.errors import LayoutError
     from forge_core.registry import Registry
@@ -60,6 +106,23 @@ def plan(
     require_single_process("plan")
     registry = Registry()
     console = Console(as_json=as_json)
+    options = {"--rank": ranks, "--modules": modules, "--device": device != "cpu", "--page": page}
+    modeled = {"--imbalance": imbalance, "--calibrate": calibrate, "--constants": constants, "--write-constants": write_constants}
+    saving = {"--gpu-hours": gpu_hours, "--stall": stall}
+    if search:
+        _refuse(
+            options | saving, "--search compares layouts, and shows no single one; remove, or plan the layout that you choose:"
+        )
+    else:
+        _refuse({"--memory": memory}, "add --search, or remove")
+    if hardware is None:
+        _refuse(modeled | saving | {"--search": search}, "add --hardware with the name of the GPU, or remove")
+    else:
+        _refuse({"--modules": modules, "--device": device != "cpu"}, "--hardware names the device and models times; remove")
+    times = Times.of(hardware, per_node, constants, calibrate or [], write_constants, imbalance, registry, console)
+    if search:
+        _search(context, recipe, world, memory, top, times, registry, console, as_json)
+        return
     resolved = load_recipe(recipe, context.args, world, registry, here=None)
     for warning in resolved.warnings:
         console.note(f"warning: {warning}")
@@ -70,15 +133,169 @@ def plan(
     if modules:
         _show_modules(resolved, registry, chosen, recipe, console, as_json)
         return
-    from forge_parallel.dryrun.fake_world import ACCELERATORS
+    from forge_parallel.dryrun.fake_world import ACCELERATORS, Accelerator
     from forge_train.plan import dry_run
 
-    found = dry_run(resolved.job, resolved.layout, registry, per_node, chosen, ACCELERATORS.get(device))
-    if as_json:
-        console.document({"recipe": recipe, **found.as_json()})
-        return
+    gpu = times.hardware
+    accelerator = ACCELERATORS.get(device) if gpu is None else Accelerator(gpu.name, gpu.memory)
+    found = dry_run(resolved.job, resolved.layout, registry, times.per_node, chosen, accelerator)
+    time = times.step(resolved.job, resolved.layout, console)
+    saves = times.saves(found, gpu_hours, stall) if time is not None else None
+    if page is not None:
+        from forge_core.files import replace_file
+        from forge_train.commands.modeled import page as as_page
 
-    draw(found, recipe, _terminal(160))
+        page.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(page, as_page(found, recipe, time, saves, times.efficiency).encode())
+        console.note(f"wrote {page}")
+    if as_json:
+        console.document({"recipe": recipe, **found.as_json(), "modeled": times.as_json(time, saves)})
+        return
+    terminal = _terminal(160)
+    draw(found, recipe, terminal)
+    if time is not None and gpu is not None:
+        from forge_train.commands.modeled import draw_saves, draw_time
+
+        terminal.print()
+        draw_time(time, gpu, times.efficiency, terminal)
+        if saves is not None:
+            draw_saves(saves, time, terminal)
+
+
+def _refuse(given: Mapping[str, Any], why: str) -> None:
+    """Refuses options that would have no effect.
+
+    Raises:
+        ForgeError: one of them is given.
+    """
+    from forge_core.errors import ForgeError
+
+    if named := [name for name, value in given.items() if value not in (None, False, [])]:
+        raise ForgeError(f"{why} {', '.join(named)}")
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a plan needs to model times: the hardware, None if it is unknown, and constants."""
+
+    hardware: "Hardware | None"
+    per_node: int
+    efficiency: "Efficiency"
+    imbalance: float
+
+    @classmethod
+    def of(
+        cls,
+        name: str | None,
+        per_node: int | None,
+        constants: Path | None,
+        calibrate: list[Path],
+        write: Path | None,
+        imbalance: float | None,
+        registry: "Registry",
+        console: "Console",
+    ) -> "Times":
+        """Reads the hardware and the constants, and fits these.
+
+        Raises:
+            ForgeError: a file cannot be read; or constants are asked for without hardware.
+        """
+        from forge_core.errors import ForgeError
+        from forge_core.files import replace_file
+        from forge_parallel.timing.hardware import Hardware, UnknownHardware
+        from forge_parallel.timing.step_time import Efficiency
+        from forge_train.prediction import IMBALANCE, as_toml, calibrated, constants_of
+
+        if imbalance is not None and imbalance == inf:
+            raise ForgeError("--imbalance is finite: tokens of the busiest expert rank over the mean")
+        hardware = None
+        if name is not None:
+            try:
+                hardware = Hardware.load(name)
+            except UnknownHardware as unknown:
+                console.note(f"no modeled time: {unknown}")
+        efficiency = Efficiency() if constants is None else constants_of(constants)
+        if hardware is not None:
+            hardware = replace(hardware, per_node=per_node or hardware.per_node)
+            if calibrate:
+                efficiency, runs = calibrated(calibrate, hardware, efficiency, registry)
+                for run in runs:
+                    console.note(
+                        f"{run.name}: measured {run.measured:,.0f} tokens/s of a GPU, modeled {run.error(efficiency):+.1%}"
+                    )
+            if write is not None:
+                write.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(write, as_toml(efficiency).encode())
+        return cls(hardware, per_node or (hardware.per_node if hardware else 8), efficiency, imbalance or IMBALANCE)
+
+    def step(self, job: "Job", layout: Layout, console: "Console") -> "StepTime | None":
+        """Returns the modeled step; None, with the reason on the console, if it cannot be modeled."""
+        from forge_core.errors import ForgeError
+        from forge_train.prediction import ModeledRecipe
+
+        if self.hardware is None:
+            return None
+        try:
+            return ModeledRecipe(job).predict(job, layout, self.hardware, self.efficiency, self.imbalance)
+        except ForgeError as refusal:
+            console.note(f"no modeled time: {refusal}")
+            return None
+
+    def saves(self, plan: "DryRun", gpu_hours: float | None, stall: float | None) -> "SavePlan":
+        """Returns when to save. A save stops training while a rank copies its state to its host.
+
+        Raises:
+            ForgeError: a number is not positive.
+        """
+        from forge_parallel.timing.failures import GPU_HOURS, best_interval
+
+        assert self.hardware is not None, "times are modeled for some hardware"
+        state = max(estimate.parameters + estimate.optimizer for estimate in plan.ranks)
+        hours = GPU_HOURS if gpu_hours is None else gpu_hours
+        return best_interval(plan.layout.world, state / self.hardware.host if stall is None else stall, gpu_hours=hours)
+
+    def as_json(self, time: "StepTime | None", saves: "SavePlan | None") -> dict[str, Any] | None:
+        """Returns plain data; None without a modeled step."""
+        if self.hardware is None or time is None or saves is None:
+            return None
+        known = self.efficiency.error
+        return {
+            "hardware": self.hardware.name,
+            **time.as_json(),
+            "saves": {**vars(saves), "lost": saves.lost()},
+            "constants": {name: value for name, value in vars(self.efficiency).items() if name != "error"},
+            "error": None if known is None else vars(known),
+        }
+
+
+def _search(
+    context: typer.Context,
+    recipe: str,
+    world: int,
+    memory: float | None,
+    top: int,
+    times: Times,
+    registry: "Registry",
+    console: "Console",
+    as_json: bool,
+) -> None:
+    from forge_core.errors import ForgeError
+    from forge_parallel.timing.hardware import GIB
+    from forge_train.commands.modeled import draw_search, search_as_json
+    from forge_train.search import search
+
+    if times.hardware is None:
+        raise ForgeError("--search compares modeled times, and these need known hardware")
+    if memory is not None and not 0 < memory < inf:
+        raise ForgeError(f"--memory {memory}: the memory of a rank is positive and finite, in GiB")
+    bound = None if memory is None else int(memory * GIB)
+    gpu, constants = times.hardware, times.efficiency
+    console.note(f"comparing layouts of {world:,} {gpu.name}; large worlds take up to a minute")
+    found = search(recipe, context.args, world, registry, gpu, constants, memory=bound, wanted=top, imbalance=times.imbalance)
+    if as_json:
+        console.document({"recipe": recipe, "world": world, "hardware": gpu.name, **search_as_json(found)})
+        return
+    draw_search(found, recipe, world, gpu, constants, _terminal(160))
 
 
 def _show_modules(

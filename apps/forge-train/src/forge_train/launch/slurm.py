@@ -67,7 +67,10 @@ case "$code" in
 esac
 told="$(date +%FT%T) job $job ended with code $code"
 if [ "$again" = yes ]; then
-  case "$(timeout 60 squeue --noheader --jobs="$job" --format=%T)" in
+  # On a node that SLURM has lost, this shell goes on, while the job may have started again elsewhere.
+  starts=$(timeout 60 squeue --noheader --jobs="$job" --Format=RestartCnt:12 | tr -cd 0-9)
+  [ "${{starts:-${{SLURM_RESTART_COUNT:-0}}}}" = "${{SLURM_RESTART_COUNT:-0}}" ] && state= || state=COMPLETING
+  case "${{state:-$(timeout 60 squeue --noheader --jobs="$job" --format=%T)}}" in
     CANCEL* | COMPLETING*) # by scancel: it stays canceled. By a preemption: SLURM has already requeued it.
       echo "$told; SLURM has canceled or requeued this job itself" ;;
     *)

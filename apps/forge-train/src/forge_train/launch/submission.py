@@ -88,21 +88,33 @@ def _remedy(words: str, seconds: float) -> str:
     return "; correct the key that it names, or see the options of sbatch in the script (without --submit)"
 
 
-def _refuse_second(run: CheckedRun, seconds: float) -> None:
-    """Checks that no job for a directory of the run is pending or running."""
-    done = _asked(["squeue", "--noheader", "--format=%i|%T|%k"], seconds)  # jobs that have not ended
+def queued_jobs(seconds: float = ANSWER_SECONDS) -> list[tuple[str, str, str]]:
+    """Returns (number, state, comment) of each job that has not ended.
+
+    Raises:
+        ForgeError: SLURM is missing or does not answer.
+    """
+    done = _asked(["squeue", "--noheader", "--format=%i|%T|%k"], seconds)
     if done.returncode != 0:
         raise ForgeError(
             f"squeue failed, so nothing was submitted, because the run may have a job already: {done.stderr.strip()}"
         )
+    jobs = []
     for line in lines_of(done.stdout):
         number, _, rest = line.partition("|")
         state, _, comment = rest.partition("|")
+        jobs.append((number.strip(), state, comment.strip()))
+    return jobs
+
+
+def _refuse_second(run: CheckedRun, seconds: float) -> None:
+    """Checks that no job for a directory of the run is pending or running."""
+    for number, state, comment in queued_jobs(seconds):
         for directory in run.directories:
-            if _is_job_of(directory, number.strip(), comment.strip()):
-                base = number.strip().partition("_")[0]
+            if _is_job_of(directory, number, comment):
+                base = number.partition("_")[0]
                 raise ForgeError(
-                    f"job {number.strip()} ({state}) trains in {directory} already, so nothing was submitted: two jobs would "
+                    f"job {number} ({state}) trains in {directory} already, so nothing was submitted: two jobs would "
                     f"take the run from each other. Wait for it, cancel it with `scancel {base}`, or set another job.name"
                 )
 

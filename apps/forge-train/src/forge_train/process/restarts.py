@@ -296,7 +296,7 @@ def run_local_ranks(
                 own = {"RANK": str(first_rank + rank), "LOCAL_RANK": str(rank), DEVICE: str(place)}
                 own["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error-{rank}"
                 variables = {**os.environ, **common, **own}
-                ranks.append(subprocess.Popen(command, env=variables, preexec_fn=_dies_with_parent()))
+                ranks.append(subprocess.Popen(command, env=variables, preexec_fn=dies_with_parent()))
             order = _wait(ranks, grace, signals or Passed())
         finally:
             for process in ranks:
@@ -344,7 +344,7 @@ def _free_port() -> int:
         return free.getsockname()[1]
 
 
-def _dies_with_parent() -> Callable[[], None] | None:
+def dies_with_parent() -> Callable[[], None] | None:
     """Returns a function that makes a new process die with this one, however this one ends; None if not on Linux."""
     if not sys.platform.startswith("linux"):
         return None

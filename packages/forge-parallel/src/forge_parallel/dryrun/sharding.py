@@ -13,6 +13,7 @@ input. Experts have an even load.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any, Literal, Protocol
@@ -25,7 +26,7 @@ from forge_core.specs import Dim, Specs
 from forge_parallel.checks import compositions_are_proven
 from forge_parallel.model.parallel_model import DTYPES
 from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.pipeline.schedules import Action
+from forge_parallel.pipeline.schedules import Action, PipelineSchedule, actions_of
 from forge_parallel.pipeline.stages import StageSplit
 from forge_parallel.placement.shares import CUT, apart
 from forge_parallel.transforms.shard import FullyShard
@@ -242,22 +243,50 @@ class _Unit:
     leaving: float = 0.0
 
 
-def needs(described: Described, layout: Layout, load: Load, pipeline: Pipeline | None = None) -> Needs:
-    """The bytes of the rank that holds most.
+Units = tuple[tuple[Mapping[str, "_Unit"], int], ...]
+"""For each pipeline rank, its tensors by block, and the number of its stages."""
+
+
+def units_of(described: Described, layout: Layout, top_k: int, pipeline: Pipeline | None = None) -> Units:
+    """The tensors of each pipeline rank; a search keeps them for all layouts that cut them alike.
 
     Raises:
         PlanError: the pipeline cannot be cut; see `StageSplit.of`.
     """
     if pipeline is None or layout.pp == 1:
-        return _of_rank(_units(described, layout, load.top_k), described.specs, layout, load, in_flight=1.0)
+        return ((_units(described, layout, top_k), 1),)
     cut = StageSplit.of(described.module, described.specs, pipeline, layout.pp, 0)
     found = []
-    for rank, order in enumerate(pipeline.schedule.actions(layout.pp, load.micro_batches)):
+    for rank in range(layout.pp):
         stages = [paths for stage, paths in enumerate(cut.stages) if cut.placement[stage] == rank]
         within = tuple(f"{path}." for paths in stages for path in paths)
-        units = _units(described, layout, load.top_k, within)
-        found.append(_of_rank(units, described.specs, layout, load, in_flight=most_open(order) / len(stages)))
+        found.append((_units(described, layout, top_k, within), len(stages)))
+    return tuple(found)
+
+
+def needs(
+    described: Described, layout: Layout, load: Load, pipeline: Pipeline | None = None, units: Units | None = None
+) -> Needs:
+    """The bytes of the rank that holds most. `units` are those of `units_of`, if they are known.
+
+    Raises:
+        PlanError: the pipeline cannot be cut; see `StageSplit.of`.
+    """
+    held = units_of(described, layout, load.top_k, pipeline) if units is None else units
+    if pipeline is None or layout.pp == 1:
+        return _of_rank(held[0][0], described.specs, layout, load, in_flight=1.0)
+    opened = _opened(pipeline.schedule, layout.pp, load.micro_batches)
+    found = [
+        _of_rank(own, described.specs, layout, load, in_flight=most / stages)
+        for (own, stages), most in zip(held, opened, strict=True)
+    ]
     return max(found, key=lambda one: one.lasting + one.activations + one.gradients)
+
+
+@lru_cache(maxsize=4096)
+def _opened(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> tuple[int, ...]:
+    """`most_open` of every pipeline rank."""
+    return tuple(most_open(order) for order in actions_of(schedule, ranks, micro_batches))
 
 
 def most_open(order: Sequence[Action]) -> int:
@@ -269,7 +298,7 @@ def most_open(order: Sequence[Action]) -> int:
     return most
 
 
-def _of_rank(units: dict[str, _Unit], specs: Specs, layout: Layout, load: Load, in_flight: float) -> Needs:
+def _of_rank(units: Mapping[str, _Unit], specs: Specs, layout: Layout, load: Load, in_flight: float) -> Needs:
     compute, state = DTYPES[load.compute], DTYPES[load.state]
     summed = torch.promote_types(state, torch.float32) if compute == torch.bfloat16 else compute
     blocks = [units[path] for path in specs.blocks if path in units]

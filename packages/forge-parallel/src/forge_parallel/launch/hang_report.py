@@ -41,6 +41,7 @@ class RankStatus(NamedTuple):
         limit: maximum number of seconds until the next mark; None if unknown.
         stack: the calling lines of code, outermost last.
         calls: number of completed calls of observing hooks.
+        silent: seconds since a new status was received, if that is too long; 0 otherwise.
     """
 
     rank: int
@@ -55,9 +56,11 @@ class RankStatus(NamedTuple):
     limit: float | None = None
     stack: Sequence[str] = ()
     calls: int = 0
+    silent: float = 0.0
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ({self.who}; {self.doing}, {self.where}, {self.seconds:.0f} s)"
+        silent = f"; no status for {self.silent:.0f} s: stopped, or the network to its host is cut" if self.silent else ""
+        return f"rank {self.rank} ({self.who}; {self.doing}, {self.where}, {self.seconds:.0f} s{silent})"
 
     @property
     def is_over(self) -> bool:

@@ -102,6 +102,10 @@ _LAST_SECONDS = 5.0
 _SHOWN = 8
 """Maximum number of keys and ranks that a message names."""
 
+_COME = (
+    "is MASTER_ADDR the host of rank 0, did every rank start, and does the firewall of that host pass TCP from the other hosts?"
+)
+
 SAME_ON_ALL_RANKS = (
     *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS"),
     *("NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_PXN_DISABLE", "GLOO_DEVICE_TRANSPORT"),
@@ -198,12 +202,17 @@ class Wait:
         """Shortens the limit to `seconds` from now."""
         self.limit = min(self.limit, self.passed + seconds)
 
-    def until(self, true: Callable[[], bool], missing: Callable[[], str]) -> None:
+    def until(self, true: Callable[[], bool], missing: Callable[[], str], remedy: str = _COME) -> None:
         """Returns when `true` returns True.
+
+        Args:
+            missing: returns what is missing.
+            remedy: what to do if the time limit is reached.
 
         Raises:
             PeerFailure: the time limit is reached; with exit code `STOPPED` after a stop request.
         """
+        self.pause = 0.01
         while not true():
             if not self.hurries and self.asked():
                 self.hurries = True
@@ -212,8 +221,7 @@ class Wait:
                 raise PeerFailure(
                     f"rank {self.where.rank} of {self.where.size} (started by {self.where.launcher}) "
                     f"{'received a stop request and ' if self.hurries else ''}waited {self.passed:.0f} s at the start: "
-                    f"{missing()}; "
-                    "is MASTER_ADDR the host of rank 0, and did every rank start?",
+                    f"{missing()}; {remedy}",
                     STOPPED if self.hurries else PeerFailure.exit_code,
                 )
             if self.passed > self.told:

@@ -1,16 +1,21 @@
 """Opens and closes the process groups of a launched process."""
 
+import contextlib
+import json
 import logging
 import os
 import socket
+import struct
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from forge_core.errors import LayoutError
+from forge_core.errors import ForgeError, LayoutError
 from forge_parallel import accelerator
 from forge_parallel.launch.environment import Launch, is_agents_store
 from forge_parallel.launch.meeting import Wait, meet, opened_by
@@ -22,6 +27,12 @@ _MEETING_SECONDS = 300.0
 
 _TRY_SECONDS = 5.0
 """Time limit of one attempt to reach a store."""
+
+_READ_SECONDS = 5.0
+"""How long rank 0 keeps its store open, so that the others can read why no group was opened."""
+
+_SHOWN = 8
+"""Maximum number of ranks that a message names."""
 
 _RECORD = (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
 """Number of newest collectives that torch records, for the report of a hang."""
@@ -72,10 +83,7 @@ def init_process_groups(
         store, remark = _meet(where, wait, device, content(), run)
         if remark:
             _log.log(logging.INFO if where.rank else logging.WARNING, "%s", remark)
-        with one_gloo_thread():
-            dist.init_process_group(
-                accelerator.backend(device), store=store, rank=where.rank, world_size=where.size, timeout=_limit(timeout, device)
-            )
+        _open(where, Wait(where, min(timeout, _MEETING_SECONDS), patience, hurry), device, store, _limit(timeout, device))
     except (dist.DistError, OSError, RuntimeError, ValueError) as cause:
         failure = (
             f"rank {where.rank} of {where.size} (started by {where.launcher}) could not connect to the other ranks at "
@@ -85,6 +93,94 @@ def init_process_groups(
             raise PeerFailure(failure) from cause
         raise LayoutError(f"{failure}; is MASTER_ADDR the host of rank 0, and did every rank start?") from cause
     return device
+
+
+def _open(where: Launch, wait: Wait, device: torch.device, store: dist.Store, limit: timedelta) -> None:
+    """Collective: opens the default group; if one rank cannot connect, all raise the same error.
+
+    A thread connects, because gloo waits as long as a collective may take, handles no signals meanwhile, and does not learn that
+    the other side has given up.
+    """
+    group = store  # gloo waits in it, and a connection answers one call after the other
+    store = dist.PrefixStore(f"forge/{group.get('name').decode()}", _connected(where, max(wait.limit, _TRY_SECONDS)))
+    store.set(f"at/{where.rank}", f"rank {where.rank} (process {os.getpid()} on {socket.gethostname()}, {_own_address()})")
+    own: list[BaseException] = []
+    connecting = threading.Thread(target=_connect, args=(where, device, group, limit, own), daemon=True)
+    connecting.start()
+
+    def done() -> bool:
+        if own:
+            raise own[0]
+        return store.check(["failed"]) or store.add("opened", 0) == where.size
+
+    try:
+        wait.until(done, lambda: _unconnected(where, store), _REACH)
+    except ForgeError as failure:  # of this wait
+        _leave_word(store, str(failure), failure.exit_code)
+    except Exception as cause:
+        code = PeerFailure.exit_code if is_broken_connection(cause) else LayoutError.exit_code
+        _leave_word(store, f"{_unconnected(where, store)}: {cause}; {_REACH}", code)
+        if not isinstance(cause, (OSError, RuntimeError, ValueError)):
+            raise
+    if not store.check(["failed"]):
+        return
+    word = json.loads(store.get("failed"))
+    store.add("read", 1)
+    until = time.monotonic() + _READ_SECONDS
+    while where.rank == 0 and not is_agents_store() and store.add("read", 0) < where.size and time.monotonic() < until:
+        time.sleep(0.02)
+    raise LayoutError(word["why"]) if word["code"] == LayoutError.exit_code else PeerFailure(word["why"], word["code"])
+
+
+def _connect(where: Launch, device: torch.device, store: dist.Store, limit: timedelta, errors: list[BaseException]) -> None:
+    """Opens the default group in a thread of its own."""
+    try:
+        if device.type != accelerator.CPU.type:
+            accelerator.use(device.index)  # a thread begins with the first device
+        with one_gloo_thread():
+            backend = accelerator.backend(device)
+            dist.init_process_group(backend, store=store, rank=where.rank, world_size=where.size, timeout=limit)
+        store.set(f"open/{where.rank}", "1")
+        store.add("opened", 1)
+    except BaseException as error:  # noqa: BLE001 (raised again by the main thread)
+        errors.append(error)
+
+
+_REACH = (
+    "set GLOO_SOCKET_IFNAME on each host to the network interface that the other hosts reach (`ip -br address` lists them), and "
+    "let its firewall pass TCP from the other hosts on all ports"
+)
+
+
+def _leave_word(store: dist.Store, why: str, code: int) -> None:
+    """Tells all ranks why the group cannot be opened. The first reason counts."""
+    store.compare_set("failed", "", json.dumps({"why": why, "code": code}))
+
+
+def _unconnected(where: Launch, store: dist.Store) -> str:
+    """Describes which ranks this one may not have reached: those that are not connected to all others."""
+    others = [rank for rank in range(where.size) if rank != where.rank and not store.check([f"open/{rank}"])]
+    names = [store.get(f"at/{rank}").decode() if store.check([f"at/{rank}"]) else f"rank {rank}" for rank in others[:_SHOWN]]
+    more = f" and {len(others) - _SHOWN} more ranks" if len(others) > _SHOWN else ""
+    return f"{store.get(f'at/{where.rank}').decode()} is not connected to {', '.join(names) or 'the other ranks'}{more}"
+
+
+def _own_address() -> str:
+    """Returns the address at which gloo lets other ranks connect to this one, and where it comes from."""
+    card = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    with contextlib.suppress(OSError):
+        if not card:
+            return f"address {socket.gethostbyname(socket.gethostname())} of its host name"
+        if sys.platform.startswith("linux"):
+            import fcntl
+
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+                facts = fcntl.ioctl(asking.fileno(), _ADDRESS_OF, struct.pack("256s", card.encode()[:15]))
+            return f"address {socket.inet_ntoa(facts[20:24])} of {card} (GLOO_SOCKET_IFNAME)"
+    return f"address of {card} (GLOO_SOCKET_IFNAME) unknown" if card else "address of its host name unknown"
+
+
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR of linux/sockios.h
 
 
 def _own(number: int) -> torch.device:
@@ -143,10 +239,8 @@ def _reached(where: Launch, wait: Wait) -> dist.Store:
     return stores[0]
 
 
-def _connected(where: Launch) -> dist.Store:
-    return dist.TCPStore(
-        where.address, where.port, is_master=False, timeout=timedelta(seconds=_TRY_SECONDS), wait_for_workers=False
-    )
+def _connected(where: Launch, seconds: float = _TRY_SECONDS) -> dist.Store:
+    return dist.TCPStore(where.address, where.port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
 
 
 def _meeting_at(where: Launch) -> str:

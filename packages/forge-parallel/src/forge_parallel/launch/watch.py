@@ -11,6 +11,9 @@ its last status.
 
 The limit of a section is learned from how long it took before (`LearnedLimits`).
 
+No call of the store has a time limit, and a connection that is cut is not reset: a second daemon thread reports a store that does
+not answer, and ends this rank at the limit at which the first one would have.
+
 A rank that ends with an error leaves a note. The first note is what all other ranks report as the cause. A rank that finds a note
 but does not end by itself, for example because it hangs, is ended by its daemon thread.
 """
@@ -27,10 +30,10 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, TypeVar
 
 import torch.distributed as dist
 
@@ -38,9 +41,11 @@ from forge_core.errors import ForgeError
 from forge_parallel.launch import hang_report
 from forge_parallel.launch.environment import Launch, is_agents_store
 from forge_parallel.launch.hang_report import RankStatus, several
-from forge_parallel.torch_private import default_store
+from forge_parallel.torch_private import store_with
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _BROKEN = re.compile(
     r"Connection (closed|reset|refused)|[Tt]imed? ?out|Broken pipe|Socket closed|Failed to recv|remote process exited|"
@@ -50,7 +55,9 @@ HANGS = "hang.txt"
 """File in the log folder of a run to which reports of hangs are appended."""
 
 _STORE_GONE = "the process that hosts the group's store (rank 0, or torchrun's agent) has ended"
+_CUT = "{host} at {at} has not answered for {seconds:.0f} s: it is stopped, or the network between its host and {own} is cut"
 _READ_SECONDS = 10.0
+_NOTE_SECONDS = 5.0
 _LAST_SECONDS = 30.0
 
 
@@ -109,6 +116,8 @@ class Watch:
         limits: maximum durations of sections, with or without waiting.
         log: file to which the stacks of this rank are appended when it hangs; see `log_to`.
         hosts: whether this process hosts the group's store, so that it must end after the others have read the note.
+        host: name of the process that hosts the store.
+        at: address of the store.
     """
 
     def __init__(
@@ -121,8 +130,10 @@ class Watch:
         log: Path | None = None,
         hosts: bool = False,
         limits: Limits | None = None,
+        host: str = "rank 0",
+        at: str = "its store",
     ) -> None:
-        self.hosts, self.limits = hosts, limits or _Unlimited()
+        self.hosts, self.host, self.at, self.limits = hosts, host, at, limits or _Unlimited()
         self.rank, self.size, self.patience, self.timeout = rank, size, patience, timeout
         self.passed, self.doing, self.section = 0, "the start", ""
         self.calls = 0
@@ -142,6 +153,9 @@ class Watch:
         self._heard: dict[int, tuple[int, float]] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name=hang_report.WATCHING, daemon=True)
+        self._looks, self._looking, self._left = 0, False, timeout
+        self._unanswered, self._is_cut = 0.0, False
+        self._second = threading.Thread(target=self._watch_store, name=f"{hang_report.WATCHING}-store", daemon=True)
 
     @classmethod
     def open(cls, where: Launch, patience: float, timeout: float) -> "Watch":
@@ -151,11 +165,15 @@ class Watch:
             watch.start()
             return watch
         tcp = dist.TCPStore(where.address, where.port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
-        own = default_store()
-        name = own.get("name").decode() if own.check(["name"]) else "watch"  # name of the meeting that opened the group
+        group = store_with("name")  # named by the meeting that opened the group
+        name = group.get("name").decode() if group is not None else "watch"
         store = dist.PrefixStore(f"forge/{name}/watch", tcp)
         hosts = where.rank == 0 and not is_agents_store()
-        watch = cls(where.rank, where.size, store, patience, timeout, hosts=hosts)
+        host = "torchrun's agent" if is_agents_store() else "rank 0"
+        if group is not None and not is_agents_store() and group.check(["at/0"]):
+            host = group.get("at/0").decode()
+        at = f"{where.address}:{where.port}"
+        watch = cls(where.rank, where.size, store, patience, timeout, hosts=hosts, host=host, at=at)
         watch.start()
         return watch
 
@@ -164,6 +182,8 @@ class Watch:
         if self._log is not None:
             self.log_to(self._log)
         self._thread.start()
+        if not self.hosts:
+            self._second.start()
 
     def log_to(self, path: Path) -> None:
         """Sets the file to which this rank's stacks are appended when it hangs."""
@@ -231,10 +251,11 @@ class Watch:
 
     def failed(self, message: str, exit_code: int) -> None:
         """Leaves a note with the reason why this rank ends. Only the first note of all ranks counts."""
-        if self._store is None:
+        if self._store is None or self._is_cut:
             return
         self.stop()
-        with contextlib.suppress(RuntimeError):  # the store is gone, so the others know already
+
+        def leave_note() -> None:
             if self._known is None:  # otherwise another rank was first, and may have ended the store
                 named = f"rank {self.rank} ended first, with exit code {exit_code}: {message}"
                 self._leave_note(named, exit_code if exit_code == 75 else 5)
@@ -242,13 +263,18 @@ class Watch:
             if self.hosts:
                 self._wait_until_read()
 
+        with contextlib.suppress(RuntimeError, TimeoutError):  # the store is gone or silent, so the others know already
+            self._within(_NOTE_SECONDS + _READ_SECONDS * self.hosts, leave_note)
+
     def explain(self, error: BaseException) -> PeerFailure:
         """Returns the error to raise instead of `error`, a broken connection: it names the first cause. Takes up to 3 seconds."""
         if self._store is None:
             return PeerFailure(f"a connection broke: {error}")
         where = hang_report.place(list(hang_report.frames_of(error.__traceback__))[::-1])
         try:
-            note = self._known or self._cause()
+            note = self._known or self._within(3 * self._interval + _NOTE_SECONDS, self._cause)
+        except TimeoutError:
+            note = {"message": self._cut(), "code": 5}
         except RuntimeError:
             note = self._known or {"message": _STORE_GONE, "code": 5}
         hints = "".join(f"; {hint}" for hint in getattr(error, "__notes__", ()))
@@ -257,6 +283,50 @@ class Watch:
             f"it resumes from its newest checkpoint{hints}",
             note["code"],
         )
+
+    def _within(self, seconds: float, call: Callable[[], T]) -> T:
+        """Returns the result of a call of the store.
+
+        Raises:
+            TimeoutError: there is none after `seconds`.
+            RuntimeError: the store is gone.
+        """
+        results: list[T] = []
+        errors: list[RuntimeError] = []
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except RuntimeError as error:
+                errors.append(error)
+
+        began = time.monotonic()
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if errors:
+            raise errors[0]
+        if not results:
+            self._is_cut, self._unanswered = True, max(self._unanswered, time.monotonic() - began)
+            raise TimeoutError
+        return results[0]
+
+    def _watch_store(self) -> None:
+        """Reports a look of the other thread that does not end, and ends this process if it takes too long."""
+        look, told = -1, self.patience
+        while not self._done.wait(self._interval):
+            if not self._looking or self._looks != look:
+                look, told, self._unanswered = self._looks, self.patience, 0.0
+                continue
+            self._unanswered += self._interval  # counted, so that a process that was stopped is not late
+            if self._unanswered > self._left and not self._done.wait(self._grace):
+                self._leave(self._cut())
+            if self._unanswered > told:
+                told *= 2
+                _log.warning("%s; rank %d is in %s", self._cut(), self.rank, self.doing)
+
+    def _cut(self) -> str:
+        return _CUT.format(host=self.host, at=self.at, seconds=self._unanswered, own=socket.gethostname())
 
     def _cause(self) -> dict[str, Any]:
         """Returns the first note; if there is none, finds out the cause and leaves a note."""
@@ -273,7 +343,7 @@ class Watch:
         unmoved = [rank for rank in range(self.size) if rank not in moved and rank != self.rank]
         gone = [now.get(rank) or f"rank {rank} (no status received)" for rank in unmoved]
         if gone:
-            message = f"{several(gone)} ended without a message: killed, out of memory or stopped"
+            message = f"{several(gone)} ended without a message: killed, out of memory or stopped, or its host is cut off"
         elif guilty := hang_report.late(now) if now else ():  # this rank has stopped waiting
             return self._leave_note(f"{several(guilty)} did not come within {self.timeout:g} s", 5, hangs=True)
         else:
@@ -283,14 +353,16 @@ class Watch:
     def _run(self) -> None:
         cause = None
         while cause is None:
+            self._looks, self._looking = self._looks + 1, True
             try:
                 cause = self._look()
             except RuntimeError:  # do not try again: torch prints a page to the terminal every time
                 cause = _STORE_GONE
+            self._looking = False
             if cause is None and self._done.wait(self._interval):
                 return
         if not self._done.wait(self._grace):  # this process may be ending by itself, with a better message
-            self._leave(cause)
+            self._leave(f"the others have given up: {cause}")
 
     def _look(self) -> str | None:
         """Publishes one status. Returns why this process has to end; None if it need not."""
@@ -299,7 +371,8 @@ class Watch:
         self._woke = now
         status = self._sight()
         left = self.timeout if status.limit is None else status.limit - status.held
-        self._end_without_lock(max(left, self._grace) + 2 * self._grace)
+        self._left = max(left, self._grace)
+        self._end_without_lock(self._left + 2 * self._grace)
         self._beat += 1
         self._store.set(f"rank/{self.rank}", json.dumps(status._replace(beat=self._beat)))
         if (note := self._note()) is not None:
@@ -351,7 +424,7 @@ class Watch:
         """Logs a last message and ends this process, whose training thread hangs."""
         status = self._sight()
         message = (
-            f"the others have given up: {cause}. This rank has been in {status.doing}, {status.where}, for "
+            f"{cause}. This rank has been in {status.doing}, {status.where}, for "
             f"{status.seconds:.0f} s; its stacks are in its log"
         )
         # The hanging thread may hold the lock of a log or of the terminal.
@@ -424,7 +497,12 @@ class Watch:
     def _late(self, seen: dict[int, RankStatus]) -> "Sequence[RankStatus | str]":
         """Returns the ranks that the others wait for, including this one if it does not wait. See `hang_report.late`."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        silent = [seen.get(rank) or f"rank {rank} (no status received)" for rank in others if self._is_quiet(rank)]
+        now = time.monotonic()
+        silent = [
+            seen[rank]._replace(silent=now - self._heard[rank][1]) if rank in seen else f"rank {rank} (no status received)"
+            for rank in others
+            if self._is_quiet(rank)
+        ]
         own = self._sight()
         late = hang_report.late({self.rank: own, **seen}, silent)
         return [status for status in late if status != own] if own.waits else late

@@ -3,14 +3,15 @@
 torch implements the orders. This file has the properties that are needed before torch is imported, so that `check` can refuse a
 recipe without it.
 
-`simulate` computes how long ranks wait for each other, given the costs of forward and backward. Communication costs nothing, so
-only the schedule matters. For M micro-batches on p ranks, forward cost 1 and backward cost
-2, the idle time relative to the working time is (p - 1) / M for GPipe and 1F1B, and (p - 1) / (v M) for interleaved 1F1B with v
-stages per rank (Narayanan et al., 2021).
+`simulate` computes how long ranks wait for each other, given the costs of forward and backward. By default communication costs
+nothing, so only the schedule matters. For M micro-batches on p ranks, forward cost 1 and backward cost 2, the idle time relative
+to the working time is (p - 1) / M for GPipe and 1F1B, and (p - 1) / (v M) for interleaved 1F1B with v stages per rank (Narayanan
+et al., 2021).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -126,6 +127,12 @@ def placement(schedule: PipelineSchedule, ranks: int) -> tuple[int, ...]:
     return tuple(rank for turn in range(schedule.stages_per_rank) for rank in (down if turn % 2 == 0 else down[::-1]))
 
 
+@lru_cache(maxsize=64)
+def actions_of(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """Returns `schedule.actions`, computed once for each schedule and pair of numbers."""
+    return schedule.actions(ranks, micro_batches)
+
+
 def fake_stages(schedule: PipelineSchedule, ranks: int) -> list[SimpleNamespace]:
     """Returns objects with the attributes of rank 0's stages that torch's schedules read, without modules or process group."""
     where = placement(schedule, ranks)
@@ -239,12 +246,25 @@ class PipelineTimeline:
         return len(self.busy) * self.length / sum(self.busy) - 1
 
 
-def simulate(table: Sequence[Sequence[Action]], stages: int, costs: Mapping[str, float] = UNIT) -> PipelineTimeline:
+def simulate(
+    table: Sequence[Sequence[Action]],
+    stages: int,
+    costs: Mapping[str, float] | Callable[[Action], float] = UNIT,
+    transfer: float = 0.0,
+) -> PipelineTimeline:
     """Runs a table of actions, for each rank in order, as early as their inputs are available.
+
+    Args:
+        table: actions of each rank.
+        stages: number of stages.
+        costs: cost of an action: by its kind, or a function where stages differ.
+        transfer: time that an input from another rank takes; no rank works meanwhile, and transfers do not delay each other.
 
     Raises:
         PlanError: the schedule deadlocks.
     """
+    cost = costs if callable(costs) else lambda action: costs[action.kind]
+    where = {action.stage: rank for rank, order in enumerate(table) for action in order}
     ends: dict[Action, float] = {}
     at = [0] * len(table)
     clock = [0.0] * len(table)
@@ -254,15 +274,18 @@ def simulate(table: Sequence[Sequence[Action]], stages: int, costs: Mapping[str,
         for rank, order in enumerate(table):
             while at[rank] < len(order) and all(any(a in ends for a in either) for either in _needs(order[at[rank]], stages)):
                 action = order[at[rank]]
-                ready = [min(ends[a] for a in either if a in ends) for either in _needs(action, stages)]
-                clock[rank] = max([clock[rank], *ready]) + costs[action.kind]
+                ready = [
+                    min(ends[a] + (transfer if where[a.stage] != rank else 0.0) for a in either if a in ends)
+                    for either in _needs(action, stages)
+                ]
+                clock[rank] = max([clock[rank], *ready]) + cost(action)
                 ends[action] = clock[rank]
                 at[rank] += 1
                 moved = True
     stuck = {rank: order[at[rank]] for rank, order in enumerate(table) if at[rank] < len(order)}
     if stuck:
         raise PlanError(f"the schedule deadlocks; ranks wait at {stuck}")
-    return PipelineTimeline(max(clock), tuple(sum(costs[action.kind] for action in order) for order in table), ends)
+    return PipelineTimeline(max(clock), tuple(sum(map(cost, order)) for order in table), ends)
 
 
 def _needs(action: Action, stages: int) -> list[tuple[Action, ...]]:

@@ -1,0 +1,1 @@
+"""Campaigns: many short runs that measure layouts, models and precisions."""
