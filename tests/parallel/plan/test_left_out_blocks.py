@@ -54,6 +54,7 @@ MOE = MoEConfig(
 MODELS: dict[str, DecoderConfig] = {
     "dense": SHAPE,
     "deep": replace(SHAPE, layers=20),
+    "wide": replace(SHAPE, dim=64, ffn_dim=96),
     "tied": replace(SHAPE, tied_embeddings=True),
     "tied deep": replace(SHAPE, layers=14, tied_embeddings=True),
     "mtp": replace(SHAPE, mtp=MTPConfig(depth=2), tied_embeddings=True),
@@ -137,7 +138,7 @@ CASES: dict[str, Case] = {
     "pp one block in the second": Case("pp2", (), "dense", OneForwardOneBackward(), "6,1", 2, ranks=(0, 1)),
     "float8": Case("dp2", (Float8(emulate=True), SHARD, Recompute())),
     "float8 but the first": Case("dp2", (Float8(emulate=True, exclude=["blocks.0.*"]), SHARD), "deep"),
-    "float8 rowwise": Case("dp2tp2", (Float8(emulate=True, recipe="rowwise"), TENSOR, SHARD)),
+    "float8 rowwise": Case("dp2tp2", (Float8(emulate=True, recipe="rowwise"), TENSOR, SHARD), "wide"),
     "bf16 state": Case("dp2", (SHARD,), state="bf16"),
     "lion": Case("dp2", (SHARD,), optimizer=LionConfig(), compute="fp32"),
     "lion alone": Case("1", (), optimizer=LionConfig(), compute="fp32", micro_batches=2),
