@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from forge_core.layout import Layout
+from forge_models.blocks.moe.routers import SigmoidTopK
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig
@@ -259,6 +260,25 @@ def test_blocks_that_differ_are_no_repetitions() -> None:
     assert repeats.left_out == {0: 3}
     assert repeats.unit_of("blocks.6.mlp.up_proj.weight") == Unit(0, 3)
     assert repeats.unit_of("norm.weight") is None
+
+
+def test_blocks_that_share_a_module_are_no_repetitions() -> None:
+    """Of 7 blocks, 2 and 3 share a projection, so there are not more than 3 equal ones in a row."""
+    blueprint = Blueprint.of(SHAPE.build)
+    blueprint.module.get_submodule("blocks.2.mlp").up_proj = blueprint.module.get_submodule("blocks.3.mlp.up_proj")
+    assert shorten(blueprint, Plan.of([], Layout()), NO_SETTINGS, 4) is None
+
+
+def test_a_block_with_an_observer_that_declares_nothing_is_no_repetition() -> None:
+    plan = Plan.of([], Layout())
+    assert shorten(Blueprint.of(MODELS["experts"].build), plan, NO_SETTINGS, 4) is not None
+    blueprint = Blueprint.of(MODELS["experts"].build)
+    observers = [module for module in blueprint.module.modules() if isinstance(module, SigmoidTopK)]
+    other = type("Other", (SigmoidTopK,), {})
+    for module in observers:
+        module.__class__ = other
+    assert len(observers) == 7
+    assert shorten(blueprint, plan, NO_SETTINGS, 4) is None
 
 
 def entry(number: int | None, size: int, what: Any = "work") -> Entry:
