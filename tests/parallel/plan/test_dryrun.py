@@ -347,9 +347,9 @@ def test_a_ledger_sees_storages_come_shrink_and_go() -> None:
         place = ledger.here()
         del third
     assert torch.UntypedStorage.resize_ is before
-    assert ledger.at(place) == {"mine": 400}
-    assert ledger.peak() == {"mine": 400, "communication": 400}
-    assert ledger.at(ledger.here()) == {}
+    assert ledger.record().at(place) == {"mine": 400}
+    assert ledger.record().peak() == {"mine": 400, "communication": 400}
+    assert ledger.record().at(ledger.here()) == {}
 
 
 def test_compilation_is_left_out() -> None:

@@ -94,7 +94,7 @@ def _held(rows: int, vocab: int, soft_cap: float | None, block: int) -> tuple[in
         start = ledger.here()
         with ledger.open():
             head(hidden.requires_grad_(), share.requires_grad_(), labels, 0.0, soft_cap)
-        return ledger.rise(start, ledger.here()), rows * len(share) * 2
+        return ledger.record().rise(start, ledger.here()), rows * len(share) * 2
     finally:
         chunking.CPU_BLOCK = before
 

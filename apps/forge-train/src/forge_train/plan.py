@@ -12,6 +12,7 @@ from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_data.order.phases import intervals_of
+from forge_parallel.dryrun.blocks import by_parameter
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
 from forge_parallel.dryrun.fake_world import Accelerator
 from forge_parallel.dryrun.parameters import ParameterPlacement, parameters_of
@@ -192,6 +193,9 @@ class _Keeping:
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         return {**self._optimizer.state(), **self._kept}
+
+    def by_parameter(self) -> Sequence[tuple[Sequence[str], Tensor]]:
+        return by_parameter(self._optimizer)
 
 
 def _keeping(job: Job) -> list[Hook]:

@@ -2,7 +2,8 @@
 
 Every layout, micro-batch and memory option is priced in closed form. In the order of their modeled speed, each then has to pass
 what a run has to pass: the memory of a rank (`forge_parallel.dryrun.sharding.needs`), and the recipe's own checks, those of
-unproven combinations included. So the search offers nothing that `forge-train check` refuses.
+unproven combinations included. So the search offers nothing that `forge-train check` refuses. The best one also runs dry
+(`forge_parallel.dryrun.estimate`), which counts its memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +16,14 @@ from typing import Any
 from forge_core.errors import ConfigError, ForgeError
 from forge_core.layout import DENSE, Layout, divisors
 from forge_core.registry import Registry
+from forge_parallel.dryrun.fake_world import Accelerator
 from forge_parallel.dryrun.sharding import USABLE, Load, Needs, Units, needs, options, units_of
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import Interleaved, OneForwardOneBackward
 from forge_parallel.timing.hardware import GIB, Hardware
 from forge_parallel.timing.step_time import Efficiency, StepTime, predict
 from forge_parallel.timing.work import StageBlocks, stages_of
+from forge_train.plan import dry_run, first_ranks
 from forge_train.prediction import IMBALANCE, ModeledRecipe, execution_of
 from forge_train.recipe.load import Recipe, load_recipe
 
@@ -48,6 +51,7 @@ class Candidate:
         schedule: of the pipeline; empty without one.
         time: its modeled step; of a pipeline at least as short, unless `exact`.
         memory: bytes of the rank that holds most, as estimated; 0 until it is known.
+        counted: whether a dry run counted `memory`.
     """
 
     layout: Layout
@@ -59,6 +63,7 @@ class Candidate:
     time: StepTime
     memory: int = 0
     exact: bool = True
+    counted: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -98,6 +103,7 @@ class Candidate:
             "overrides": self.overrides(),
             "fragment": self.fragment(),
             "memory": self.memory,
+            "memory_counted": self.counted,
             "modeled": self.time.as_json(),
         }
 
@@ -115,7 +121,8 @@ class SearchResult:
     """The best candidates, and why others were not offered.
 
     Attributes:
-        best: fastest first, one for each kind of layout (pipeline, context, tensor and expert parallelism).
+        best: fastest first, one for each kind of layout (pipeline, context, tensor and expert parallelism). The memory of the
+            first one is counted.
         rejected: faster candidates that do not fit or are refused, one for each kind of layout, fastest first.
         slower: for each other kind of layout its fastest candidate, which may not fit.
         refused: reason of `check` -> number of candidates.
@@ -146,6 +153,7 @@ def search(
     memory: int | None = None,
     wanted: int = 5,
     imbalance: float = IMBALANCE,
+    count: bool = True,
 ) -> SearchResult:
     """Returns the `wanted` fastest ways to run a recipe on `world` GPUs.
 
@@ -158,6 +166,7 @@ def search(
         memory: bytes that a rank may hold; by default nine tenths of the GPU's memory.
         wanted: number of candidates.
         imbalance: see `Execution`.
+        count: whether a dry run counts the memory of the best candidate, so that it surely fits. This takes some seconds.
 
     Raises:
         ForgeError: the time cannot be modeled, or no candidate fits into `memory`; the message names the smallest one.
@@ -176,6 +185,7 @@ def search(
         raise ForgeError(f"no layout of {world} GPUs divides the {first.job.train.global_batch} sequences of train.global_batch")
     sizes = _Sizes(modeled, first.job)
     smallest, offered, said = None, set[Kind](), set[Kind]()
+    correction = 1.0  # of estimated memory: the largest that a dry run showed to be needed
     while candidates:
         _, number, candidate = heappop(candidates)
         if len(result.best) >= wanted:
@@ -185,21 +195,27 @@ def search(
             continue
         if candidate.kind in offered:
             continue
-        held = candidate.memory or sizes.memory(candidate)
+        held = candidate.memory or int(sizes.memory(candidate) * correction)
         candidate = replace(candidate, memory=held)
         if held <= bound and not candidate.exact:  # the bound is close, so few schedules have to be simulated
             candidate = pricing.exactly(candidate)
             heappush(candidates, (candidate.time.seconds, number, candidate))
             continue
-        if smallest is None or held < smallest.memory:
-            smallest = candidate
         reason = ""
         if held > bound:
             result.too_large += 1
             reason = f"needs about {held / GIB:.1f} GiB of {bound / GIB:.1f} GiB"
-        elif refusal := _refusal(recipe, overrides, candidate, world, registry):
-            result.refused[refusal] = result.refused.get(refusal, 0) + 1
-            reason = f"refused: {refusal}"
+        elif isinstance(loaded := _load(recipe, overrides, candidate, world, registry), str):
+            result.refused[loaded] = result.refused.get(loaded, 0) + 1
+            reason = f"refused: {loaded}"
+        elif count and not result.best:
+            candidate = replace(candidate, memory=_counted(loaded, candidate.layout, registry, hardware), counted=True)
+            if candidate.memory > bound:
+                correction = max(correction, candidate.memory / sizes.memory(candidate))
+                result.too_large += 1
+                reason = f"a dry run counts {candidate.memory / GIB:.1f} GiB of {bound / GIB:.1f} GiB"
+        if smallest is None or candidate.memory < smallest.memory:
+            smallest = candidate
         if not reason:
             result.best.append(candidate)
             offered.add(candidate.kind)
@@ -234,14 +250,22 @@ def _readable(recipe: str, overrides: Sequence[str], world: int, registry: Regis
         return load_recipe(recipe, overrides, None, registry, here=None)
 
 
-def _refusal(recipe: str, overrides: Sequence[str], candidate: Candidate, world: int, registry: Registry) -> str:
-    """Returns why `check` refuses a candidate; empty if it does not."""
+def _load(recipe: str, overrides: Sequence[str], candidate: Candidate, world: int, registry: Registry) -> Recipe | str:
+    """Returns the recipe of a candidate, or why `check` refuses it."""
     try:
-        load_recipe(recipe, [*overrides, *candidate.overrides()], world, registry, here=None)
+        return load_recipe(recipe, [*overrides, *candidate.overrides()], world, registry, here=None)
     except ConfigError as error:
         fault = error.faults[0]
         return f"{fault.key}: {fault.message}"
-    return ""
+
+
+def _counted(recipe: Recipe, layout: Layout, registry: Registry, hardware: Hardware) -> int:
+    """Returns the largest peak of a rank in a dry run. Of a pipeline, the first and the last stage run: one keeps the activations
+    of most micro-batches, the other has the head."""
+    stages = first_ranks(layout)
+    ranks = tuple(dict.fromkeys((stages[0], stages[-1])))
+    found = dry_run(recipe.job, layout, registry, hardware.per_node, ranks, Accelerator(hardware.name, hardware.memory))
+    return max(sum(estimate.peak.values()) for estimate in found.ranks)
 
 
 class _Pricing:

@@ -43,6 +43,8 @@ class Decoder(nn.Module):
 
     inputs: ClassVar[frozenset[str]] = frozenset()
     """Names of a batch's extras that the forward takes."""
+    treats_blocks_alike: ClassVar[bool] = True
+    """See `forge_core.protocols.model.Model`. A subclass declares it anew."""
 
     def __init__(self, shape: DecoderShape, block: Callable[[DecoderShape, int], nn.Module] = Block) -> None:
         super().__init__()

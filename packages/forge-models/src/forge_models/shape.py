@@ -118,6 +118,10 @@ class BlockContext:
     init_std: float
     norm: Component
 
+    def of_any_layer(self) -> "BlockContext":
+        """Returns the context without the number of the block, to compare blocks."""
+        return replace(self, layer=0)
+
     @property
     def output_std(self) -> float:
         """Standard deviation of projections that write to the residual stream: init_std / sqrt(2 * layers).
@@ -149,6 +153,10 @@ class RouterContext:
     def of(cls, context: BlockContext, experts: int, top_k: int) -> "RouterContext":
         """Returns the context of a router in a block with `experts` experts, `top_k` of them per token."""
         return cls(dim=context.dim, experts=experts, top_k=top_k, layer=context.layer, init_std=context.init_std)
+
+    def of_any_layer(self) -> "RouterContext":
+        """Returns the context without the number of the block, to compare blocks."""
+        return replace(self, layer=0)
 
 
 NormPlacement = Literal["pre", "post", "sandwich"]

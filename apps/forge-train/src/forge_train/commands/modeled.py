@@ -95,7 +95,8 @@ def draw_search(
         table.add_column(name, justify="left" if name in ("", "layout") else "right", no_wrap=name != "layout")
     for number, one in enumerate(found.best, 1):
         time = one.time
-        row = str(one), seconds(time.seconds), f"{time.tokens_per_second:,.0f}", f"{time.utilization:.1%}", size(one.memory)
+        held = size(one.memory) if one.counted else f"about {size(one.memory)}"
+        row = str(one), seconds(time.seconds), f"{time.tokens_per_second:,.0f}", f"{time.utilization:.1%}", held
         table.add_row(str(number), *row)
     out.print(table)
     out.print()
@@ -110,8 +111,8 @@ def draw_search(
     out.print()
     out.print(
         Text(
-            f"{found.priced:,} candidates in {found.seconds:.0f} s. Memory is an estimate from shapes; plan the chosen layout "
-            f"for exact bytes. {caveat(efficiency)}",
+            f"{found.priced:,} candidates in {found.seconds:.0f} s. A dry run counted the memory of the first layout; that of "
+            f"the others is an estimate from shapes: plan one to count it. {caveat(efficiency)}",
             style="dim",
         )
     )

@@ -88,7 +88,8 @@ def plan(
 
     Draws which ranks form which group; then, per rank, bytes of parameters, gradients and optimizer state, of
     activations, and of every collective next to its lower bound. The recipe's own model, transforms and optimizer
-    run for one step on tensors without memory: this needs no GPU, no data, a few hundred MiB, and up to a minute.
+    run for one step on tensors without memory, with a few of the equal blocks: this needs no GPU, no data, a few hundred
+    MiB, and some seconds.
 
     With --hardware it also models the time of a step by cause, tokens per second, MFU, and how often to save; with --search
     it compares all layouts. Modeled times are not measured: the error on published runs is printed with them.

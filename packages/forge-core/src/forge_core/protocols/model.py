@@ -357,6 +357,11 @@ class Model(Protocol):
     A model with extras may have `with_extras(batch)`. For checks, it adds extras to a batch of random tokens; the extras of a
     row must depend only on this row.
 
+    A model that runs each of `Specs.blocks` once and in order, and does the same with equal ones, whatever their number, may
+    declare `treats_blocks_alike = True` in its class, not in one that it inherits from. A dry run then leaves out most of them,
+    and so takes seconds. A module inside a block declares it to say that it does not depend on the number of its block, even if
+    it knows it.
+
     A model whose loss changes over a run may have `at_step(step, steps)`. It is called on every stage before each optimizer
     step, with the number of finished steps and of all steps of the run.
     """
@@ -395,6 +400,11 @@ class Optimizer(Protocol):
     An optimizer that updates its parameters in parts may have `shorten()`, which a dry run calls: its steps may then skip parts
     that need no more memory than the updated ones.
 
+    An optimizer that does the same for equal parameters, one after another, whatever their number, may have `by_parameter()` in
+    its class, not in one that it inherits from. It returns (names of parameters, tensor with one number for each) for every
+    such tensor that `state` does not return, or None if it does not do the same after all. A dry run may then leave out most of
+    the equal blocks of a model.
+
     An optimizer whose parameters depend on the step may have `at_step(step)`, which is called before the forward of a step with
     the number of finished steps.
     """
@@ -428,6 +438,10 @@ class AveragingOptimizer(Optimizer, Protocol):
 
 class Transform(Protocol):
     """One strategy. Derive from this class and override what the strategy changes; the default methods do nothing.
+
+    A strategy that does the same with equal blocks, whatever their number, may have `block_variant(index, path, modules)` in its
+    class, not in one that it inherits from. For the block at `path`, number `index` of its part, with the given paths of modules
+    inside, it returns a value that is equal for blocks that it treats alike. A dry run may then leave out most of them.
 
     Attributes:
         order: place among the transforms.

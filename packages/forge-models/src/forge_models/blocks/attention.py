@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from math import sqrt
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -288,6 +288,8 @@ class Attention(nn.Module):
     the position embedding of this layer.
     """
 
+    treats_blocks_alike: ClassVar[bool] = True
+
     def __init__(
         self,
         context: BlockContext,
@@ -379,6 +381,8 @@ class LatentAttention(nn.Module):
 
     Rotation is half-split, as in `rope`; weights of models that rotate neighboring pairs need their rows permuted.
     """
+
+    treats_blocks_alike: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -414,7 +414,7 @@ def _chunked(
     z = torch.empty_like(nll)
     uniform = torch.empty_like(nll) if smoothing else None
     hidden_grad = torch.empty_like(hidden) if needs[0] else None
-    weight_sum = _WeightGradient(weight, wide) if needs[1] else None
+    weight_sum = _WeightGradient(weight, wide, head.sampled) if needs[1] else None
     # Buffers are reused: on a CPU, new ones of this size cost a page fault per 4 KiB.
     rows = max(1, min(head.rows or chunk_rows(vocab, hidden.shape[1], hidden.element_size()), count))
     buffer = torch.empty(rows, vocab, dtype=hidden.dtype, device=hidden.device)
@@ -485,10 +485,11 @@ def _losses(
 
 
 class _WeightGradient:
-    """Sum over chunks of gradient.T @ x, kept in `wide` for products of every dtype; with one chunk it is the product."""
+    """Sum over chunks of gradient.T @ x, kept in `wide` for products of every dtype; with one chunk it is the product. If
+    `sampled`, only a few blocks of it are added, which takes the same memory."""
 
-    def __init__(self, weight: Tensor, wide: torch.dtype) -> None:
-        self._wide = wide
+    def __init__(self, weight: Tensor, wide: torch.dtype, sampled: bool) -> None:
+        self._wide, self._sampled = wide, sampled
         self._product = torch.empty_like(weight)
         self._total: Tensor | None = None
 
@@ -509,5 +510,5 @@ class _WeightGradient:
         torch.mm(gradient.T, x, out=self._product)
         # A CPU adds tensors of two dtypes by way of a whole copy in the wider one; so a part at a time.
         size = block_rows(len(self._total), x.shape[1], x.device.type)
-        for total, part in zip(self._total.split(size), self._product.split(size), strict=True):
-            total += part
+        for at in _block_starts(len(self._total), size, self._sampled):
+            self._total[at : at + size].add_(self._product[at : at + size])

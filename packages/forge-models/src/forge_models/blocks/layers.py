@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from math import nan
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +166,8 @@ HIDDEN: tuple[Dim, ...] = ("batch", "sequence", "ffn")
 class MLP(nn.Module):
     """down(activation(up(x)))."""
 
+    treats_blocks_alike: ClassVar[bool] = True
+
     def __init__(self, context: BlockContext, *, activation: str, bias: bool = False) -> None:
         super().__init__()
         self.context = context
@@ -195,6 +197,8 @@ class MLP(nn.Module):
 
 class GatedMLP(MLP):
     """down(activation(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+    treats_blocks_alike: ClassVar[bool] = True
 
     def __init__(self, context: BlockContext, *, activation: str, bias: bool = False) -> None:
         super().__init__(context, activation=activation, bias=bias)

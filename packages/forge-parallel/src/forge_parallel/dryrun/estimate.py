@@ -6,7 +6,8 @@ kernels may save more or less; for GPUs, attention is replaced (`dryrun.fake_wor
 saves at most as much. Experts have equal loads.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,9 +22,12 @@ from forge_core.batch import Batch
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import Context, ExpertDispatcher, LossTerms, Objective, Optimizer, Transform
+from forge_parallel.dryrun.attribution import Attribution, follow
+from forge_parallel.dryrun.blocks import KEPT, NO_REPEATS, Repeats, by_parameter, shorten
 from forge_parallel.dryrun.fake_world import Accelerator, FusedAttention, Weightless, evenly, fake_world
 from forge_parallel.dryrun.lower_bounds import Bound, bounds
-from forge_parallel.dryrun.memory import GRADIENTS, Ledger, held
+from forge_parallel.dryrun.memory import Ledger, held_by
+from forge_parallel.dryrun.record import GRADIENTS, Irregular, Record, Unit
 from forge_parallel.dryrun.traffic import Flow, Traffic
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Order, Plan
@@ -38,6 +42,7 @@ from forge_parallel.step.step import Step
 from forge_parallel.torch_private import detect_fake_mode
 
 CPU = torch.device("cpu")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -118,12 +123,19 @@ class Estimate:
 
 
 def dry_run(
-    workload: Workload, plan: Plan, rank: int = 0, *, accelerator: Accelerator | None = None, device: torch.device = CPU
+    workload: Workload,
+    plan: Plan,
+    rank: int = 0,
+    *,
+    accelerator: Accelerator | None = None,
+    device: torch.device = CPU,
+    every_block: bool = False,
 ) -> Estimate:
     """Returns what `rank` holds and exchanges in a step, without other ranks and without memory for tensors.
 
     Runs a step of at most two micro-batches (in a pipeline two steps, with the fewest micro-batches that the schedule supports
-    and with twice as many); each further micro-batch adds the traffic of one of these.
+    and with twice as many); each further micro-batch adds the traffic of one of these. Of equal blocks only a few run, if model,
+    transforms and optimizer declare that they treat equal blocks alike, and if the step shows it; see `dryrun.blocks`.
 
     Args:
         workload: the work of every rank.
@@ -131,11 +143,12 @@ def dry_run(
         rank: the rank to estimate.
         accelerator: whose attention kernels to assume; None: those of `device`.
         device: device of the fake tensors. "cuda" needs a torch with such devices; `accelerator` does not.
+        every_block: whether every block runs. The estimate is the same, and takes longer.
 
     Raises:
         ForgeError: an error of a real run; or this process belongs to a process group.
     """
-    return dry_runs(workload, plan, (rank,), accelerator=accelerator, device=device)[0]
+    return dry_runs(workload, plan, (rank,), accelerator=accelerator, device=device, every_block=every_block)[0]
 
 
 def dry_runs(
@@ -145,11 +158,12 @@ def dry_runs(
     *,
     accelerator: Accelerator | None = None,
     device: torch.device = CPU,
+    every_block: bool = False,
 ) -> list[Estimate]:
     """Runs `dry_run` for several ranks, one after the other."""
     if workload.micro_batches < 1:
         raise PlanError(f"a step needs at least one micro-batch, got {workload.micro_batches}")
-    run = partial(_run, accelerator=accelerator, device=device)
+    run = partial(_run, accelerator=accelerator, device=device, every_block=every_block)
     done: dict[int, Estimate] = {}
     metrics: tuple[str, ...] = ()
     if plan.pipeline is not None:
@@ -175,18 +189,47 @@ def _fewest(plan: Plan) -> int:
 
 
 def _run(
-    workload: Workload, plan: Plan, rank: int, metrics: Sequence[str], *, accelerator: Accelerator | None, device: torch.device
+    workload: Workload,
+    plan: Plan,
+    rank: int,
+    metrics: Sequence[str],
+    *,
+    accelerator: Accelerator | None,
+    device: torch.device,
+    every_block: bool,
 ) -> tuple[Estimate, tuple[str, ...]]:
     """Returns the estimate of one rank and the names of the metrics that it computed."""
-    kept = [transform for transform in plan.transforms if transform.order != Order.COMPILE]
     told = [] if accelerator is None else [FusedAttention()]
+    kept = [transform for transform in plan.transforms if transform.order != Order.COMPILE]
+    plan = Plan.of([*told, *kept], plan.layout, plan.pipeline)
+
+    def blueprint() -> Blueprint:
+        return apply(Blueprint.of(workload.build), workload.settings)
+
+    for kept_units in () if every_block else KEPT[plan.layout.ep > 1 :]:
+        if (short := shorten(blueprint(), plan, workload.settings, kept_units)) is None:
+            break
+        try:
+            return _run_of(workload, *short, rank, metrics, device)
+        except Exception as error:  # noqa: BLE001 (an error of the whole model is raised below)
+            _log.debug("with %s of equal blocks: %s", kept_units, error)
+    return _run_of(workload, blueprint(), plan, NO_REPEATS, rank, metrics, device)
+
+
+def _run_of(
+    workload: Workload,
+    blueprint: Blueprint,
+    plan: Plan,
+    repeats: Repeats,
+    rank: int,
+    metrics: Sequence[str],
+    device: torch.device,
+) -> tuple[Estimate, tuple[str, ...]]:
     with fake_world(plan.layout.world, rank), ExitStack() as stack:
         topology = Topology.of(plan.layout, device)
-        watch = _Watch(stack, separate=plan.layout.pp == 1, metrics=list(metrics))
-        watched = Plan.of([*told, *kept, watch], plan.layout, plan.pipeline)
-        model = realize(
-            apply(Blueprint.of(workload.build), workload.settings), watched, topology, _nothing, workload.compute, workload.state
-        )
+        watch = _Watch(stack, separate=plan.layout.pp == 1, metrics=list(metrics), repeats=repeats)
+        watched = Plan.of([*plan.transforms, watch], plan.layout, plan.pipeline)
+        model = realize(blueprint, watched, topology, _nothing, workload.compute, workload.state)
         return _estimate(workload, model, watch), tuple(watch.metrics)
 
 
@@ -201,12 +244,11 @@ def _nothing(_: ParallelModel) -> None:
 
 @dataclass
 class _Notes:
-    """Records of one step: its traffic, also before each micro-batch, its ledger, and the spans of the ledger in which forwards
-    of a part and loss heads ran."""
+    """The ledger of one step, and places in it: where micro-batches begin, and the spans in which forwards of a part and loss
+    heads ran."""
 
-    traffic: Traffic
-    ledger: Ledger = field(default_factory=Ledger)
-    starts: list[list[Flow]] = field(default_factory=list)
+    ledger: Ledger
+    starts: list[int] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
     forwards: list[tuple[int, int]] = field(default_factory=list)
     heads: list[tuple[int, int]] = field(default_factory=list)
@@ -222,6 +264,7 @@ class _Watch(Transform):
     stack: ExitStack
     separate: bool
     metrics: list[str]
+    repeats: Repeats = NO_REPEATS
     steps: list[_Notes] = field(default_factory=list)
     name: str = "watch"
     order: int = max(Order) + 1
@@ -242,11 +285,25 @@ class _Watch(Transform):
         cast = "communication" if isinstance(part, FSDPModule) else "parameters in compute precision"
         part.register_forward_pre_hook(lambda *_: self._begins(cast))
         part.register_forward_hook(lambda *_: self._ends())
+        if self.repeats.units:
+            for path in context.specs.blocks:
+                follow(part.get_submodule(path), path, self.repeats.unit_of(path), self._attribution)
         return part
+
+    def _attribution(self) -> Attribution | None:
+        return self.steps[-1].ledger.attribution if self.steps else None
+
+    def after_backward(self, part: nn.Module, context: Context) -> None:
+        if (attribution := self._attribution()) is not None:
+            attribution.end_any()
+            gradients = ((name, p.grad) for name, p in part.named_parameters() if p.grad is not None)
+            self.steps[-1].ledger.attribute(_owned(gradients, self.repeats))
 
     def before_micro_batch(self, part: nn.Module, last: bool) -> None:
         notes = self.steps[-1]
-        notes.starts.append(notes.traffic.flows())
+        notes.starts.append(notes.ledger.here())
+        if notes.ledger.attribution is not None and self.separate:
+            notes.ledger.attribution.end_any()
         if self.separate and notes.forwards:
             notes.ledger.name_rest("gradients being accumulated")
 
@@ -281,18 +338,26 @@ class _Watch(Transform):
 
 @dataclass(frozen=True)
 class _Counted:
-    """One step with some micro-batches: bytes of its gradients, its flows, its largest calls, and its records."""
+    """One step with some micro-batches: bytes of its gradients by unit, and its record, in which `starts`, `forwards` and `heads`
+    are places as in `_Notes`."""
 
-    micro_batches: int
-    gradients: int
-    flows: tuple[Flow, ...]
-    gathered: int
-    reduced: int
-    notes: _Notes
+    gradients: list[tuple[Unit | None, int]]
+    record: Record
+    starts: list[int]
+    forwards: list[tuple[int, int]]
+    heads: list[tuple[int, int]]
+
+    def unrolled(self, missing: Mapping[Unit, int]) -> "_Counted":
+        """Returns the step of the whole model."""
+        whole = self.record.unrolled(missing)
+        forwards, heads = (
+            [(whole.moved(first), whole.moved(last)) for first, last in spans] for spans in (self.forwards, self.heads)
+        )
+        return replace(self, record=whole.record, starts=[*map(whole.moved, self.starts)], forwards=forwards, heads=heads)
 
 
 def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estimate:
-    stages, wanted = model.topology.layout.pp, workload.micro_batches
+    stages, wanted, repeats = model.topology.layout.pp, workload.micro_batches, watch.repeats
     fewest = _fewest(model.plan)
     optimizer = workload.optimizer(model)
     getattr(optimizer, "shorten", lambda: None)()
@@ -303,39 +368,53 @@ def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estima
     for size in sizes if stages > 1 else (1,):
         _step(first, step, optimizer, watch, size)
     counted = [_counted(workload, step, optimizer, watch, size) for size in sizes]
-    last, ledger = counted[-1], counted[-1].notes.ledger
-    peak, flows = ledger.peak(), last.flows
+    lasting = _lasting(model, optimizer, repeats)
+    tables = [*lasting.values(), *(one.gradients for one in counted)]
+    repeats = repeats.standing_for_all([one.record for one in counted], tables)
+    counted = [one.unrolled(repeats.missing) for one in counted]
+    last, record = counted[-1], counted[-1].record
+    peak, flows = record.peak(), tuple(record.flows())
     if wanted > sizes[-1] and stages == 1:
-        flows = _continued(flows, *last.notes.starts, added=1, further=wanted - 2)
+        flows = _continued(flows, *map(record.flows, last.starts), added=1, further=wanted - 2)
     elif wanted > sizes[-1]:
-        flows = _continued(flows, counted[0].flows, flows, added=fewest, further=wanted - 2 * fewest)
-        peak = _linear(counted[0].notes.ledger.peak(), peak, sizes, wanted)
+        flows = _continued(flows, counted[0].record.flows(), flows, added=fewest, further=wanted - 2 * fewest)
+        peak = _linear(counted[0].record.peak(), peak, sizes, wanted)
     # A forward of the last part computes the loss once for the next token, and once for each MTP module.
-    scored = last.notes.heads[: 1 + model.specs.mtp_depth]
-    heads = [ledger.growth(*span) for span in scored]
-    work = [ledger.rise(*span) for span in scored]
-    parts, state = model.parts, optimizer.state()
+    scored = last.heads[: 1 + model.specs.mtp_depth]
+    heads = [record.growth(*span) for span in scored]
+    work = [record.rise(*span) for span in scored]
     return Estimate(
         rank=model.topology.rank,
         at=model.topology.coordinates,
-        elements=sum(local_box(tensor).local.numel() for _, tensor in model.parameters_held()),
-        parameters=held(parameter for part in parts for parameter in part.parameters()),
-        gradients=last.gradients,
-        optimizer=held(tensor for tensors in state.values() for tensor in tensors.values()),
-        buffers=held(buffer for part in parts for buffer in part.buffers()),
-        activations=sum(ledger.growth(*span) for span in last.notes.forwards[: len(parts)]) - sum(heads),
+        **{name: repeats.total(table) for name, table in lasting.items()},
+        gradients=repeats.total(last.gradients),
+        activations=sum(record.growth(*span) for span in last.forwards[: len(model.parts)]) - sum(heads),
         head=sum(heads),
         head_work=max(work, default=0),
-        gathered=last.gathered,
-        reduced=last.reduced,
+        gathered=record.largest("all_gather"),
+        reduced=record.largest("reduce_scatter"),
         peak=peak,
         flows=flows,
-        bounds=tuple(bounds(model, wanted, workload.rows * workload.length, workload.documents)),
+        bounds=tuple(bounds(model, wanted, workload.rows * workload.length, workload.documents, repeats.times_of)),
     )
 
 
+def _lasting(model: ParallelModel, optimizer: Optimizer, repeats: Repeats) -> dict[str, list[tuple[Unit | None, int]]]:
+    """Returns what lasts longer than a step, by unit: field of `Estimate` -> summands."""
+    return {
+        "elements": [(repeats.unit_of(name), local_box(tensor).local.numel()) for name, tensor in model.parameters_held()],
+        "parameters": held_by(_owned(((n, p) for part in model.parts for n, p in part.named_parameters()), repeats)),
+        "optimizer": held_by(_owned((named for state in optimizer.state().values() for named in state.items()), repeats)),
+        "buffers": held_by(_owned(((n, b) for part in model.parts for n, b in part.named_buffers()), repeats)),
+    }
+
+
+def _owned(named: Iterable[tuple[str, torch.Tensor]], repeats: Repeats) -> Iterator[tuple[Unit | None, torch.Tensor]]:
+    return ((repeats.unit_of(name), tensor) for name, tensor in named)
+
+
 def _step(workload: Workload, step: Step, optimizer: Optimizer, watch: _Watch, micro_batches: int) -> None:
-    watch.steps.append(_Notes(Traffic(step.model.topology.layout)))
+    watch.steps.append(_Notes(Ledger()))
     result = step([workload.batch(step.model.topology.device) for _ in range(micro_batches)])
     clip_grad_norm(step.model, result.norm, 1.0)
     optimizer.step(result.skip)
@@ -343,25 +422,30 @@ def _step(workload: Workload, step: Step, optimizer: Optimizer, watch: _Watch, m
 
 
 def _counted(workload: Workload, step: Step, optimizer: Optimizer, watch: _Watch, micro_batches: int) -> _Counted:
-    model = step.model
+    model, repeats = step.model, watch.repeats
     batches = [workload.batch(model.topology.device) for _ in range(micro_batches)]
-    notes = _Notes(Traffic(model.topology.layout))
+    attribution = Attribution(repeats.edges) if repeats.units else None
+    ledger = Ledger(attribution)
+    notes = _Notes(ledger)
     watch.steps.append(notes)
-    ledger, traffic = notes.ledger, notes.traffic
-    ledger.name("parameters", (parameter for part in model.parts for parameter in part.parameters()))
-    ledger.name("buffers", (buffer for part in model.parts for buffer in part.buffers()))
-    ledger.name("optimizer state", (tensor for tensors in optimizer.state().values() for tensor in tensors.values()))
-    with ledger.open(), traffic:
+    ledger.own("parameters", _owned(((n, p) for part in model.parts for n, p in part.named_parameters()), repeats))
+    ledger.own("buffers", _owned(((n, b) for part in model.parts for n, b in part.named_buffers()), repeats))
+    ledger.own("optimizer state", _owned((named for state in optimizer.state().values() for named in state.items()), repeats))
+    if attribution is not None:
+        for names, numbers in by_parameter(optimizer):
+            ledger.know(numbers, [repeats.unit_of(name) for name in names])
+    with ledger.open(), Traffic(model.topology.layout, ledger.call):
         result = step(batches)
-        gradients = [tensor.grad for _, tensor, _ in model.trainable() if tensor.grad is not None]
-        ledger.name(GRADIENTS, gradients, anew=True)
+        gradients = [(name, tensor.grad) for name, tensor, _ in model.trainable() if tensor.grad is not None]
+        ledger.name(GRADIENTS, (gradient for _, gradient in gradients), anew=True)
         clip_grad_norm(model, result.norm, 1.0)
         optimizer.step(result.skip)
-    size = held(gradients)
+    table = held_by(_owned(gradients, repeats))
+    del gradients
     optimizer.zero_grad()
-    return _Counted(
-        micro_batches, size, tuple(traffic.flows()), traffic.largest("all_gather"), traffic.largest("reduce_scatter"), notes
-    )
+    if attribution is not None and attribution.irregular is not None:
+        raise Irregular(attribution.irregular)
+    return _Counted(table, ledger.record(), notes.starts, notes.forwards, notes.heads)
 
 
 def _continued(

@@ -3,7 +3,7 @@
 Expert loads are equal, and GPU attention kernels are replaced by operators with the same outputs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import comb
@@ -262,6 +262,9 @@ class FusedAttention(Transform):
     name: str = "fused_attention"
     order: int = min(Order) - 1
     axes: frozenset[str] = frozenset()
+
+    def block_variant(self, index: int, path: str, modules: Sequence[str]) -> Hashable:
+        return None
 
     def apply(self, part: nn.Module, context: Context) -> nn.Module:
         for path in context.specs.blocks:

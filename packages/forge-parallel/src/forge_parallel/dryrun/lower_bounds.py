@@ -4,7 +4,7 @@ Counted traffic may exceed them: uneven shards are padded, and code may send mor
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -33,7 +33,18 @@ class Bound:
     wire: int
 
 
-def bounds(model: ParallelModel, micro_batches: int, tokens: int, documents: bool = False) -> Iterator[Bound]:
+Times = Callable[[str], int]
+"""Name of a tensor -> number of tensors of the whole model that it stands for."""
+
+
+def once(_: str) -> int:
+    """Returns 1: each tensor stands for itself."""
+    return 1
+
+
+def bounds(
+    model: ParallelModel, micro_batches: int, tokens: int, documents: bool = False, times: Times = once
+) -> Iterator[Bound]:
     """Yields a bound for each axis and kind of collective with a known closed form.
 
     None is known yet for pipelines, for experts, and for attention that does not compute keys and values from the residual stream
@@ -44,6 +55,7 @@ def bounds(model: ParallelModel, micro_batches: int, tokens: int, documents: boo
         micro_batches: per step.
         tokens: tokens of a micro-batch, in whole rows.
         documents: whether rows contain several documents, whose indices ranks that share a row exchange.
+        times: see `Times`; for a model of which repeated blocks were left out.
     """
     layout = model.topology.layout
     if layout.pp * layout.ep > 1:
@@ -52,11 +64,11 @@ def bounds(model: ParallelModel, micro_batches: int, tokens: int, documents: boo
     open_end = False
     for transform in model.plan.transforms:
         if isinstance(transform, FullyShard):
-            all_bounds += _sharded(model, transform, micro_batches)
+            all_bounds += _sharded(model, transform, micro_batches, times)
         elif isinstance(transform, TensorParallel):
-            all_bounds += _split(model, transform, micro_batches, tokens // layout.cp)
+            all_bounds += _split(model, transform, micro_batches, tokens // layout.cp, times)
         elif isinstance(transform, ContextParallel) and layout.cp > 1:
-            attended = list(_attended(model, transform, micro_batches, tokens, documents))
+            attended = list(_attended(model, transform, micro_batches, tokens, documents, times))
             all_bounds += attended
             open_end = not attended
     # If only rows are split, parameters and attention use the same ranks and are counted together.
@@ -67,7 +79,7 @@ def bounds(model: ParallelModel, micro_batches: int, tokens: int, documents: boo
 
 
 def _attended(
-    model: ParallelModel, context: ContextParallel, micro_batches: int, tokens: int, documents: bool
+    model: ParallelModel, context: ContextParallel, micro_batches: int, tokens: int, documents: bool, times: Times
 ) -> Iterator[Bound]:
     """Yields the bounds of attention over n ranks that share rows. Each token's keys and values must reach every rank, and their
     gradients must come back (`all_gather`; Llama 3, 2024), as partial sums in a ring (`ring`; Liu et al., 2023); or each token's
@@ -79,7 +91,7 @@ def _attended(
     widths = Counter[tuple[str | None, ...]]()
     for name, spec in specs.tensors.items():
         if name.startswith(tuple(f"{path}." for path in specs.blocks)) and len(spec.dims) == 2:
-            widths[spec.dims] += model.shapes[name][spec.dims[0] == "embed"] if name in model.shapes else 0
+            widths[spec.dims] += times(name) * model.shapes[name][spec.dims[0] == "embed"] if name in model.shapes else 0
     queries, outputs, pairs = (widths[dims] for dims in (("heads", "embed"), ("embed", "heads"), ("kv_heads", "embed")))
     if again or not (queries and outputs and pairs):
         return
@@ -103,7 +115,7 @@ def _attended(
         yield Bound("cp", "all_to_all", micro_batches * 2 * mine * apart * size)
 
 
-def _split(model: ParallelModel, split: TensorParallel, micro_batches: int, tokens: int) -> Iterator[Bound]:
+def _split(model: ParallelModel, split: TensorParallel, micro_batches: int, tokens: int, times: Times) -> Iterator[Bound]:
     """Yields the bounds of tensor and sequence parallelism over n ranks (Korthikanti et al., 2022).
 
     The residual stream is gathered before each pair of split matrices and scattered after it in the forward, and vice versa in
@@ -114,7 +126,7 @@ def _split(model: ParallelModel, split: TensorParallel, micro_batches: int, toke
     again = any(isinstance(transform, Recompute) and transform.policy == "full" for transform in model.plan.transforms)
     if size == 1 or not split.sequence_parallel or again:
         return
-    pairs = sum(spec.dims in (("embed", "heads"), ("embed", "ffn")) for spec in model.specs.tensors.values())
+    pairs = sum(times(name) for name, spec in model.specs.tensors.items() if spec.dims in (("embed", "heads"), ("embed", "ffn")))
     stream = tokens * model.specs.units["embed"] * model.compute.itemsize
     numbers = 3 * tokens * torch.promote_types(model.compute, torch.float32).itemsize
     scored = 1 + model.specs.mtp_depth  # number of tokens for which the head computes a loss
@@ -122,7 +134,7 @@ def _split(model: ParallelModel, split: TensorParallel, micro_batches: int, toke
         yield Bound("tp", kind, micro_batches * (2 * (pairs + scored) * _share(stream, size) + scored * further))
 
 
-def _sharded(model: ParallelModel, shard: FullyShard, micro_batches: int) -> Iterator[Bound]:
+def _sharded(model: ParallelModel, shard: FullyShard, micro_batches: int, times: Times) -> Iterator[Bound]:
     """Yields the bounds of fully sharded data parallelism over n ranks, with r replicas (Rajbhandari et al., 2020; Zhao et al.,
     2023).
 
@@ -137,20 +149,20 @@ def _sharded(model: ParallelModel, shard: FullyShard, micro_batches: int) -> Ite
     gathers = 1 if shard.reshard is False else 2
     gathered = scattered = 0
     for name, tensor in model.parameters_held():
-        elements = _elements(tensor)
+        elements = times(name) * _elements(tensor)
         gathered += elements * (gathers if name.startswith(blocks) else 1)
         scattered += elements * tensor.requires_grad
     context = model.contexts[0]
     wide = torch.promote_types(context.state, torch.float32) if context.compute == torch.bfloat16 else context.state
-    times = micro_batches if shard.reduce == "each" else 1
+    reductions = micro_batches if shard.reduce == "each" else 1
     if size > 1:
         mesh = model.topology.data_mesh
         axis = axis_of(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)), layout)
         yield Bound(axis, "all_gather", micro_batches * _share(gathered * context.compute.itemsize, size))
-        yield Bound(axis, "reduce_scatter", times * _share(scattered * wide.itemsize, size))
+        yield Bound(axis, "reduce_scatter", reductions * _share(scattered * wide.itemsize, size))
     if layout.dp_replicate > 1:
         summed = 2 * _share(scattered * wide.itemsize, layout.dp_replicate)
-        yield Bound("dp_replicate", "all_reduce", times * (-(-summed // size)))
+        yield Bound("dp_replicate", "all_reduce", reductions * (-(-summed // size)))
 
 
 def _share(payload: int, size: int) -> int:

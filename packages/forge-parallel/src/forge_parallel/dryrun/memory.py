@@ -4,47 +4,60 @@ Counts the bytes that tensors request, not memory that kernels allocate themselv
 """
 
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from forge_parallel.dryrun.attribution import Attribution, Place, Segments, segments_of, shares_of
+from forge_parallel.dryrun.record import TOUCHED, WORK, Call, Entry, Record, Shares, Unit
+from forge_parallel.dryrun.traffic import SCATTERED, Flow
 from forge_parallel.placement.boxes import plain
 from forge_parallel.torch_private import TorchDispatchMode, local_part, schema, storage_key, tree_leaves
 
-WORK = "activations and work"
-"""Class of all storages that are not classified."""
-
-GRADIENTS = "gradients"
-"""Class of the memory that a step leaves to the optimizer; a loss head may compute some of it in its forward."""
-
 
 class Ledger(TorchDispatchMode):
-    """Context that records the storages that operators allocate, resize and free, each under a number."""
+    """Context that records the storages that operators allocate, resize and free, each under a number.
 
-    def __init__(self) -> None:
+    Attributes:
+        attribution: says which of the repeated blocks an entry belongs to; None if blocks do not matter.
+    """
+
+    def __init__(self, attribution: Attribution | None = None) -> None:
         super().__init__()
+        self.attribution = attribution
         self._numbers: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._sizes: list[int] = []
         self._classes: dict[int, str] = {}
-        self._events: list[tuple[int, int]] = []
+        self._events: list[tuple[Unit | None, int | str | Call, int, Shares]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor of tensors, such as DTensor: operators on its parts are recorded
-        out = func(*args, **(kwargs or {}))
+        attribution, owners = self.attribution, None
+        if attribution is None or attribution.inside:
+            out = func(*args, **(kwargs or {}))
+        else:
+            taken = _plain((args, kwargs))
+            covers = attribution.look(func, args, taken, self._number)
+            if attribution.unit is not None:
+                self._events.append((attribution.unit, TOUCHED, 0, ()))
+            out = func(*args, **(kwargs or {}))
+            if covers and _allocates(func):
+                fresh = [leaf for leaf in _plain(out) if leaf.device.type != "meta"]
+                owners = iter(attribution.results(func, taken, covers, fresh))
         if func.namespace == "c10d":
             self.name("communication", _plain((args, kwargs)))
         elif _allocates(func):
             for leaf in _plain(out):
                 if leaf.device.type != "meta":
-                    self._note(leaf.untyped_storage())
+                    self._note(leaf.untyped_storage(), None if owners is None else next(owners))
+        if attribution is not None and not attribution.inside:
+            attribution.unit = None
         return out
 
     @contextmanager
@@ -71,6 +84,44 @@ class Ledger(TorchDispatchMode):
             if anew or number not in self._classes:
                 self._classes[number] = kind
 
+    def own(self, kind: str, owned: Iterable[tuple[Unit | None, torch.Tensor]]) -> None:
+        """Classifies storages that outlive the step, like `name`, and records the units that they belong to."""
+        for storage, places in places_of(owned).values():
+            address = storage_key(storage)
+            if self.attribution is not None and address not in self._numbers:
+                self.attribution.name(len(self._sizes), storage.nbytes(), places)
+            number = self._note(storage, (), kept=True)
+            self._classes.setdefault(number, kind)
+
+    def attribute(self, owned: Iterable[tuple[Unit | None, torch.Tensor]]) -> None:
+        """Records the units that known storages belong to, such as those of gradients."""
+        for address, (storage, places) in places_of(owned).items() if self.attribution is not None else ():
+            if (number := self._numbers.get(address)) is not None:
+                self.attribution.name(number, storage.nbytes(), places)  # type: ignore[union-attr]
+
+    def know(self, tensor: torch.Tensor, units: Sequence[Unit | None]) -> None:
+        """Records the owner of each number of a contiguous vector, which is not counted."""
+        if self.attribution is not None and storage_key(tensor.untyped_storage()) not in self._numbers:
+            number, size = len(self._sizes), tensor.element_size()
+            self._numbers[_address(tensor)] = number
+            self._sizes.append(0)
+            self.attribution.name(number, tensor.nbytes, [(index * size, size, unit) for index, unit in enumerate(units)])
+
+    def call(self, flow: Flow, ranks: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Records a collective; `tensors` are its payload."""
+        attribution, unit, shares = self.attribution, None, ()
+        if attribution is not None and attribution.inside:
+            unit = attribution.unit
+        elif attribution is not None:
+            covers = attribution.look(None, (), tensors, self._number)
+            unit, attribution.unit = attribution.unit, None
+            if covers:
+                segments = tuple(segment for cover in covers for segment in cover)
+                unit, shares = shares_of(segments, flow.payload)
+                if flow.kind in SCATTERED:
+                    attribution.irregular = f"{flow.kind} over {flow.axis} exchanges tensors of several blocks"
+        self._events.append((unit, Call(flow, ranks), flow.payload, shares))
+
     def name_rest(self, kind: str) -> None:
         """Classifies all living storages that have no class yet."""
         for number in self._alive:
@@ -81,41 +132,35 @@ class Ledger(TorchDispatchMode):
         """Returns the current position in the sequence of events."""
         return len(self._events)
 
-    def peak(self, first: int = 0, last: int | None = None) -> dict[str, int]:
-        """Returns the bytes by class at the moment between two positions when the total is largest."""
-        totals = list(accumulate((change for _, change in self._events), initial=0))
-        last = len(self._events) if last is None else last
-        return self.at(max(range(first, last + 1), key=totals.__getitem__))
+    def record(self) -> Record:
+        """Returns what was recorded so far."""
+        classes = self._classes
+        return Record(
+            [
+                Entry(unit, classes.get(what, WORK) if isinstance(what, int) else what, size, shares)
+                for unit, what, size, shares in self._events
+            ]
+        )
 
-    def at(self, place: int) -> dict[str, int]:
-        """Returns the bytes by class at one position."""
-        sizes: Counter[str] = Counter()
-        for number, change in self._events[:place]:
-            sizes[self._classes.get(number, WORK)] += change
-        return {kind: size for kind, size in sizes.items() if size}
+    def _number(self, tensor: torch.Tensor) -> int | None:
+        return self._numbers.get(_address(tensor))
 
-    def growth(self, first: int, last: int) -> int:
-        """Returns the bytes of activations, work and gradients allocated between two positions and not freed by the second."""
-        before, after = self.at(first), self.at(last)
-        return sum(after.get(kind, 0) - before.get(kind, 0) for kind in (WORK, GRADIENTS))
-
-    def rise(self, first: int, last: int) -> int:
-        """Returns how far the total rises above that at the first position before the second."""
-        return sum(self.peak(first, last).values()) - sum(self.at(first).values())
-
-    def _note(self, storage: torch.UntypedStorage) -> int:
+    def _note(self, storage: torch.UntypedStorage, owners: Segments | None = None, *, kept: bool = False) -> int:
         address = storage_key(storage)
         number = self._numbers.get(address)
         if number is None:
             number = self._numbers[address] = len(self._sizes)
             self._sizes.append(0)
             self._alive[number] = weakref.ref(storage, partial(self._gone, address, number))
+            if self.attribution is not None and not kept:
+                self.attribution.claim(number, storage.nbytes(), owners)
         self._change(number, storage.nbytes())
         return number
 
     def _change(self, number: int, size: int) -> None:
-        if size != self._sizes[number]:
-            self._events.append((number, size - self._sizes[number]))
+        if change := size - self._sizes[number]:
+            unit, shares = (None, ()) if self.attribution is None else self.attribution.shares(number, change)
+            self._events.append((unit, number, change, shares))
             self._sizes[number] = size
 
     def _gone(self, address: int, number: int, _: Any) -> None:
@@ -132,8 +177,23 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def held(tensors: Iterable[torch.Tensor]) -> int:
     """Returns the bytes of the storages of `tensors` on this rank, each storage once, including padding of uneven shards."""
-    storages = {_address(part): part.untyped_storage().nbytes() for part in map(local, tensors)}
-    return sum(storages.values())
+    return sum(size for _, size in held_by((None, tensor) for tensor in tensors))
+
+
+def held_by(owned: Iterable[tuple[Unit | None, torch.Tensor]]) -> list[tuple[Unit | None, int]]:
+    """Returns the bytes of the storages of tensors by unit, in any number of summands; see `held`."""
+    return [part for storage, places in places_of(owned).values() for part in segments_of(storage.nbytes(), places)]
+
+
+def places_of(owned: Iterable[tuple[Unit | None, torch.Tensor]]) -> dict[int, tuple[torch.UntypedStorage, list[Place]]]:
+    """Returns each storage of tensors once, with the places of the tensors in it."""
+    storages: dict[int, tuple[torch.UntypedStorage, list[Place]]] = {}
+    for unit, tensor in owned:
+        part = local(tensor)
+        first = int(part.storage_offset()) * part.element_size()
+        place = first, part.numel() * part.element_size(), unit
+        storages.setdefault(_address(part), (part.untyped_storage(), []))[1].append(place)
+    return storages
 
 
 @cache

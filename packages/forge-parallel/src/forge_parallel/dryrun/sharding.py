@@ -5,7 +5,7 @@ estimates both for every combination of `reduce` and `reshard` and returns the o
 into the device; where none fits, the one with the least memory. `forge-train plan --device` prints it. A run never chooses: it
 does what its recipe says.
 
-The estimate reads the shapes of a model in about a second; a dry run takes up to a minute for each combination. Parameters,
+The estimate reads the shapes of a model in about a second; a dry run takes several for each combination. Parameters,
 gradients and optimizer state are exact except for padding and copies, with two moments for each parameter, as AdamW has.
 Activations are what enters and leaves each matrix of a block, counted once for each matrix, also where several matrices share an
 input. Experts have an even load.

@@ -3,7 +3,7 @@
 It counts what the code does, not what a formula predicts, in real runs and in a fake world.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -115,13 +115,17 @@ class Traffic(TorchDispatchMode):
 
     Code that is compiled inside this context runs uncompiled.
 
+    Args:
+        layout: names the axes.
+        tell: receives each call before it runs: its traffic, the number of its ranks, and the tensors of its payload.
+
     Raises:
         ForgeError: torch has a collective operator for which there is no rule.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, tell: Callable[[Flow, int, list[torch.Tensor]], None] | None = None) -> None:
         super().__init__()
-        self._layout = layout
+        self._layout, self._tell = layout, tell
         self._flows: dict[tuple[str, str], Flow] = {}
         self._largest: dict[tuple[str, str], int] = {}
         self._axes: dict[str, str] = {}
@@ -130,8 +134,10 @@ class Traffic(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor of tensors, such as DTensor: operators on its parts are counted
         if func.namespace in NAMESPACES:
-            for flow in self._counted(func, args, kwargs or {}):
+            for flow, ranks, sent in self._counted(func, args, kwargs or {}):
                 key = flow.axis, flow.kind
+                if self._tell is not None:
+                    self._tell(flow, ranks, [leaf for leaf in tree_leaves(sent) if isinstance(leaf, torch.Tensor)])
                 self._flows[key] = self._flows[key] + flow if key in self._flows else flow
                 self._largest[key] = max(self._largest.get(key, 0), flow.payload)
         elif _takes_a_group(func):
@@ -150,7 +156,7 @@ class Traffic(TorchDispatchMode):
         """Returns the bytes of the largest payload of one call of a kind."""
         return max((size for (_, named), size in self._largest.items() if named == kind), default=0)
 
-    def _counted(self, func: Any, args: Any, kwargs: Any) -> Iterator[Flow]:
+    def _counted(self, func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Flow, int, Any]]:
         name = schema(func).name.partition("::")[2]
         if name in SILENT:
             return
@@ -162,11 +168,12 @@ class Traffic(TorchDispatchMode):
         axis = self._axis(group)
         if name == "batch_p2p_ops":
             for way, tensor in zip(arguments["op_list"], arguments["tensors"], strict=True):
-                yield Flow(axis, KINDS[way], 1, _bytes(tensor), _bytes(tensor))
+                yield Flow(axis, KINDS[way], 1, _bytes(tensor), _bytes(tensor)), group.size(), tensor
             return
         kind = KINDS[name]
         payload = _payload(kind, arguments, group.size())
-        yield Flow(axis, kind, 1, payload, _wire(kind, arguments, payload, group))
+        flow = Flow(axis, kind, 1, payload, _wire(kind, arguments, payload, group))
+        yield flow, group.size(), _named(arguments, "input", "tensor")
 
     def _axis(self, group: dist.ProcessGroup) -> str:
         if group.group_name not in self._axes:
@@ -229,11 +236,20 @@ def _wire(kind: str, given: Mapping[str, Any], payload: int, group: dist.Process
     if kind == "reduce_scatter":
         scattered = _named(given, "out")
         return payload - (_bytes(scattered) if scattered else payload // size)
-    if kind == "all_reduce":
-        return -(-2 * payload * (size - 1) // size)
     if kind == "all_to_all":
         return payload - _kept(given, payload, group)
-    return payload
+    return wire_of(kind, payload, size)
+
+
+SCATTERED = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
+"""Kinds whose wire depends on more than the payload."""
+
+
+def wire_of(kind: str, payload: int, ranks: int) -> int:
+    """Returns the wire of a call of a kind that is not in `SCATTERED`, see `Flow`."""
+    if ranks == 1:
+        return 0
+    return -(-2 * payload * (ranks - 1) // ranks) if kind == "all_reduce" else payload
 
 
 def _kept(given: Mapping[str, Any], payload: int, group: dist.ProcessGroup) -> int:

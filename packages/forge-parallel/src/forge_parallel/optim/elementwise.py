@@ -71,6 +71,10 @@ class AdamW(HasTorchView):
         """Returns the updated parameters."""
         return self._named
 
+    def by_parameter(self) -> Sequence[tuple[Sequence[str], torch.Tensor]]:
+        """See `forge_core.protocols.model.Optimizer`."""
+        return []
+
     def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Returns `step` (scalar), `exp_avg` and `exp_avg_sq` (shaped like the parameter) by global name."""
         return {key: {name: self._adamw.state[t][key] for name, t, _ in self._named} for key in ("step", "exp_avg", "exp_avg_sq")}
@@ -231,7 +235,7 @@ class ElementwiseOptimizer(HasTorchView):
         after = dict(self._rule.advance(self._counts, rate)) | {"step": self._counts["step"] + 1}
         for key, count in self._counts.items():
             count.copy_(torch.where(taken, after[key], count))
-        exact = [rate.expand_as(self._decays), self._decays, *self._rule.numbers(self._counts, rate)]
+        exact = [torch.full_like(self._decays, self.lr), self._decays, *self._rule.numbers(self._counts, rate)]
         numbers = [number.to(self._format) for number in exact]
         for index, (name, tensor, _) in enumerate(self._named):
             if tensor.grad is None:
@@ -248,6 +252,10 @@ class ElementwiseOptimizer(HasTorchView):
         are updated one after another and need the same memory."""
         first = {local_box(tensor).local.shape: name for name, tensor, _ in reversed(self._named)}
         self._parts = {name: parts[:1] if name in first.values() else [] for name, parts in self._parts.items()}
+
+    def by_parameter(self) -> Sequence[tuple[Sequence[str], Tensor]]:
+        """See `forge_core.protocols.model.Optimizer`."""
+        return [([name for name, _, _ in self._named], self._decays)]
 
     def set_factor(self, factor: float) -> None:
         """Sets the learning rate to `factor` times its peak."""

@@ -357,6 +357,13 @@ class GroupedOptimizer(HasTorchView):
         """Returns the parameters of all optimizers."""
         return [named for _, part in self._parts for named in part.trained()]  # type: ignore[attr-defined]
 
+    def by_parameter(self) -> "Sequence[tuple[Sequence[str], Tensor]] | None":
+        """See `forge_core.protocols.model.Optimizer`."""
+        parts: list[Any] = [part for _, part in self._parts]
+        if not all("by_parameter" in vars(type(part)) for part in parts):
+            return None
+        return [vector for part in parts for vector in part.by_parameter()]
+
     def state(self) -> "Mapping[str, Mapping[str, Tensor]]":
         """Returns the states of all optimizers together."""
         states: dict[str, dict[str, Tensor]] = {}

@@ -57,6 +57,8 @@ class ScheduleFree(ElementwiseOptimizer):
         if callable(evaluate_with := getattr(model, "evaluate_with", None)):
             evaluate_with(self.averaged)
 
+    by_parameter = ElementwiseOptimizer.by_parameter
+
     @contextmanager
     def averaged(self) -> Iterator[Mapping[str, Tensor]]:
         """Context in which parameters hold x. Yields y by name, sharded like the parameters; y is restored bit for bit."""

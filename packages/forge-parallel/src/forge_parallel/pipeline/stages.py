@@ -110,7 +110,7 @@ class StageSplit:
         part = deepcopy(module)
         for other, paths in enumerate(self.stages):
             for path in paths if other != stage else ():
-                _remove(part, path)
+                remove(part, path)
         for follower in self.followers:
             if follower.copy_stage == stage:
                 path, _, slot = follower.copy.rpartition(".")
@@ -145,7 +145,8 @@ def _stage_of(name: str, at: Mapping[str, int]) -> int | None:
     return next((at[path] for end in range(len(words), 0, -1) if (path := ".".join(words[:end])) in at), None)
 
 
-def _remove(part: nn.Module, path: str) -> None:
+def remove(part: nn.Module, path: str) -> None:
+    """Takes a module out of a model; all other modules keep their names."""
     if callable(leave_out := getattr(part, "leave_out", None)):  # a foreign module removes its modules itself
         leave_out(path)
         return

@@ -137,8 +137,9 @@ def begin_statistics(found: Sequence[Observer], model: ParallelModel, batches: S
     ]
     count = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=topology.device)
     count = topology.stage_sum(count if topology.coordinates["tp"] == 0 else torch.zeros_like(count))
+    scale = 1 / count.clamp(min=1).double()
     for observer in found:
-        observer.before_step(1 / count.clamp(min=1).double())
+        observer.before_step(scale)
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ from forge_core.protocols.model import Transform
 from forge_parallel.model.plan import Order
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
     from torch import nn
 
     from forge_core.protocols.model import Context
@@ -46,6 +48,10 @@ class ExpertParallel(Component, Transform):
             raise ValueError("dispatcher = 'hierarchical' needs ranks_per_node, the number of ep ranks in one node")
         if self.dispatcher != "hierarchical" and self.ranks_per_node is not None:
             raise ValueError(f"dispatcher = '{self.dispatcher}' does not use ranks_per_node; remove it, or use 'hierarchical'")
+
+    def block_variant(self, index: int, path: str, modules: "Sequence[str]") -> "Hashable":
+        """Returns nothing: experts of every block are split in the same way."""
+        return None
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Splits stacked experts over `ep` and `etp` and replaces their layers' dispatchers. Does nothing if both are 1.

@@ -11,6 +11,8 @@ from forge_core.protocols.model import Transform
 from forge_parallel.model.plan import Order
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
     from torch import nn
 
     from forge_core.protocols.model import Context
@@ -44,6 +46,10 @@ class Recompute(Component, Transform):
     def whole_backward(self) -> bool:  # type: ignore[override]
         """Whether split backwards are not supported: saved results can be used by one backward only."""
         return self.policy == "selective"
+
+    def block_variant(self, index: int, path: str, modules: "Sequence[str]") -> "Hashable":
+        """Returns whether the block is recomputed."""
+        return index % self.every == 0
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Wraps every n-th block of `part` in place."""

@@ -9,6 +9,8 @@ from forge_core.protocols.model import Transform
 from forge_parallel.model.plan import Order, Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
     import torch
     from torch import nn
 
@@ -40,6 +42,10 @@ class FullyShard(Component, Transform):
     offload: Annotated[bool, Feature("offload", when=True)] = False
     """Keep parameters, gradients and optimizer state in the host's memory: a block's parameters come to the GPU when it is
     gathered, and the optimizer runs on the host. For models that fit no other way; needs CUDA."""
+
+    def block_variant(self, index: int, path: str, modules: "Sequence[str]") -> "Hashable":
+        """Returns nothing: every block is sharded in the same way."""
+        return None
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Applies FSDP2 to each block, then to the rest. On one data rank it does nothing, unless shards lie on the host.

@@ -6,7 +6,7 @@ precision and width; it reads the token counts on the host, which synchronizes w
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ GROUPED = (torch.bfloat16, torch.float16, torch.float32)
 
 class Experts(nn.Module):
     """`num_experts` feed-forward layers with hidden width `context.ffn_dim`."""
+
+    treats_blocks_alike: ClassVar[bool] = True
 
     def __init__(
         self, context: BlockContext, num_experts: int, activation: str, gated: bool, kernel: ExpertKernel = "auto"

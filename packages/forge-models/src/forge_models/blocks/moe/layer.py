@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ class ExpertLayer(nn.Module):
     instead of accumulating them, so that recomputed forwards are not counted twice.
     """
 
+    treats_blocks_alike: ClassVar[bool] = True
     load: Tensor
 
     def __init__(self, shape: MoEShape, mlp: Any, context: BlockContext) -> None:

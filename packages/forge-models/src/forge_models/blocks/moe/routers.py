@@ -26,7 +26,7 @@ when most backwards are done. It therefore needs no communication inside a forwa
 """
 
 from math import pi
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,8 @@ class Biased(Protocol):
 class SoftmaxTopK(nn.Module):
     """See `forge_models.components.experts.SoftmaxTopKConfig`."""
 
+    treats_blocks_alike: ClassVar[bool] = True
+
     def __init__(self, context: RouterContext, *, normalize: bool = True) -> None:
         super().__init__()
         self.context, self.normalize = context, normalize
@@ -100,6 +102,8 @@ class SigmoidTopK(nn.Module):
 
     bias: Tensor
     updates: Tensor
+
+    treats_blocks_alike: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -177,6 +181,8 @@ class SigmoidTopK(nn.Module):
 
 class Hash(nn.Module):
     """See `forge_models.components.experts.HashConfig`. Each (token, expert) pair has a pseudo-random score; the largest win."""
+
+    treats_blocks_alike: ClassVar[bool] = True
 
     def __init__(self, context: RouterContext, *, seed: int = 0) -> None:
         super().__init__()

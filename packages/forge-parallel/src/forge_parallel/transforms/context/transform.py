@@ -10,6 +10,8 @@ from forge_parallel.model.plan import Order
 from forge_parallel.transforms.context.row_order import SequenceOrder
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
     from torch import nn
 
     from forge_core.batch import Batch
@@ -45,6 +47,10 @@ class ContextParallel(Component, Transform):
     def sequence_order(self, ranks: int) -> SequenceOrder:
         """Returns which positions each rank holds. Ulysses needs no balance, because it works on whole rows."""
         return SequenceOrder(ranks, balanced=self.kind != "ulysses")
+
+    def block_variant(self, index: int, path: str, modules: "Sequence[str]") -> "Hashable":
+        """Returns nothing: attention of every block is replaced in the same way."""
+        return None
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Replaces `core` in the modules of each block of `part` that have one. On one rank of `cp` it does nothing.

@@ -10,6 +10,8 @@ from forge_parallel import torchao_library
 from forge_parallel.model.plan import Order
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
     from torch import nn
 
     from forge_core.protocols.model import Context
@@ -60,6 +62,15 @@ class Float8(Component, Transform):
     def build(self) -> "Float8":
         torchao_library.check_installed(f"transforms.{self.name}", extra=self.name)
         return self
+
+    def block_variant(self, index: int, path: str, modules: "Sequence[str]") -> "Hashable":
+        """Returns which modules of the block the patterns select."""
+        from fnmatch import fnmatchcase
+
+        def chosen(patterns: list[str]) -> "frozenset[str]":
+            return frozenset(name for name in modules if any(fnmatchcase(f"{path}.{name}", pattern) for pattern in patterns))
+
+        return chosen(self.include) - chosen(self.exclude)
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Converts layers of `part` in place: modules keep their parameters and hooks, but get another class.

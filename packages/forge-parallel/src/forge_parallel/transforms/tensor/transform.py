@@ -9,6 +9,8 @@ from forge_core.protocols.model import Transform
 from forge_parallel.model.plan import Order
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
     from torch import nn
 
     from forge_core.protocols.model import Context
@@ -41,6 +43,10 @@ class TensorParallel(Component, Transform):
         from forge_parallel.transforms.tensor.rules import tensor_parallel_rules
 
         return tensor_parallel_rules(specs, tp, self.sequence_parallel)
+
+    def block_variant(self, index: int, path: str, modules: "Sequence[str]") -> "Hashable":
+        """Returns nothing: every block is split in the same way."""
+        return None
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Splits the parameters of a part over tp ranks. Does nothing on one tp rank.
