@@ -115,7 +115,7 @@ def write(store: Store, draft: Draft, order: SaveRequest, world: World, may: Cal
     def begin() -> dict[str, Any]:
         if fault:
             raise CheckpointError(fault)
-        # Of the ranks with one signature, the last one that is set here, which is the first one, sends it.
+        # Of the ranks with one signature, the first one sends it: often rank 0, whose table does not travel.
         signers = {entry["digest"]: rank for rank, entry in reversed([*enumerate(intents)])}
         return _open(store, step, needed, may) | {"signers": signers}
 
