@@ -248,7 +248,7 @@ def draw(rows: list[Row]) -> None:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=3.5, label=label, color=f"C{number}")
         axes.set(title=title, xlabel="ranks", ylabel=unit, xscale="log")
         if curves[0][0] == "plan":
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
             axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 4))
         else:
             axes.set_yscale("log")

@@ -19,7 +19,7 @@ from forge_core.errors import LayoutError
 from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import Launch
 from forge_parallel.launch.hang_report import several
-from forge_parallel.launch.large_store import Turn, absent, pause_of, put, values
+from forge_parallel.launch.large_store import ReadingTurn, absent, pause_of, put, values
 from forge_parallel.launch.watch import Watch
 from forge_parallel.model.realize import Blueprint
 from forge_train.process.ranks import StartAgreement
@@ -143,7 +143,7 @@ def test_one_rank_at_a_time_has_the_turn_and_loses_it_by_silence(monkeypatch: py
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     store = dist.HashStore()
-    first, second, third = (Turn(store, "turn", rank, 3.0) for rank in range(3))
+    first, second, third = (ReadingTurn(store, "turn", rank, 3.0) for rank in range(3))
     assert first.mine() and first.mine()
     assert not second.mine() and not third.mine()
     now += 2.9
@@ -161,6 +161,15 @@ def test_one_rank_at_a_time_has_the_turn_and_loses_it_by_silence(monkeypatch: py
     assert third.mine() and not second.mine()
     third.leave()
     assert third.mine(), "it may take it again at once"
+    assert not first.mine()
+    now += 3.1
+    assert first.mine(), "after a silence"
+    first.leave()
+    assert third.mine() and not first.mine(), "who lost it by silence, and asks after it was left, has it"
+    assert third.mine() and not second.mine()
+    third.leave()
+    monkeypatch.setattr(third, "_store", None)
+    third.leave()  # asks nothing
 
 
 def waiting(monkeypatch: pytest.MonkeyPatch, seconds: float, *watches: Watch) -> None:

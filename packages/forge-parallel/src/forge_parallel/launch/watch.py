@@ -3,7 +3,7 @@
 A daemon thread in each process does both once a second, over a second connection to the group's store. The training thread only
 counts the marks that it passes. All ranks pass the same marks in the same order, so a rank with a smaller count is behind. From
 the stack of the training thread, the daemon thread sees the current line and whether it waits in a collective. Of many ranks that
-wait, one at a time reads the status of all others and publishes for whom they wait (`large_store.Turn`).
+wait, one at a time reads the status of all others and publishes for whom they wait (`large_store.ReadingTurn`).
 
 A section of the run that exceeds its limit (`Limits`) is a hang, in a collective or in a rank's own work. The rank that detects
 it first names the hanging rank and collects the reports of all ranks into `hang.txt`. It does so over the store, because
@@ -42,7 +42,7 @@ from forge_core.errors import ForgeError
 from forge_parallel.launch import hang_report
 from forge_parallel.launch.environment import Launch, is_agents_store
 from forge_parallel.launch.hang_report import RankStatus, several
-from forge_parallel.launch.large_store import Turn, absent, pause_of, values
+from forge_parallel.launch.large_store import ReadingTurn, absent, pause_of, values
 from forge_parallel.launch.limits import Limits, Unlimited
 from forge_parallel.torch_private import store_with
 
@@ -555,8 +555,8 @@ class Watch:
     def _quiet(self) -> float:
         return max(5 * self._interval, self.patience / 4)
 
-    def _turn(self, key: str, seconds: float) -> Turn:
-        return Turn(self._store, key, self.rank, seconds)
+    def _turn(self, key: str, seconds: float) -> ReadingTurn:
+        return ReadingTurn(self._store, key, self.rank, seconds)
 
     def _sight(self) -> RankStatus:
         """Returns this rank's status; `seconds` counts from when the training thread was first seen at its current line."""
