@@ -39,6 +39,10 @@ class ThreadRank:
         self.meeting.barrier.wait()
         return every
 
+    def gather(self, payload: bytes) -> list[bytes]:
+        every = self.all_gather(payload)
+        return every if self.rank == 0 else []
+
     def broadcast(self, payload: bytes | None) -> bytes:
         return self.all_gather(payload or b"")[0]
 

@@ -3,12 +3,13 @@
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckpt.ranks import blank, digest, equal, on_ranks, sample, shards, whole
+from ckpt.ranks import ThreadRank, blank, digest, equal, on_ranks, sample, shards, whole
 from forge_ckpt.checkpoint.read import load, newest
 from forge_ckpt.checkpoint.retention import retain
 from forge_ckpt.checkpoint.save import save
@@ -243,6 +244,66 @@ def over_gloo(root: str) -> tuple[list[bytes], bytes, bool, str]:
     load(LocalStore(root), found, whole(live), world)
     same = equal(live, {name: state[name] for name in live})
     return world.all_gather(payload), world.broadcast(b"x\0y" if world.rank == 0 else None), same, digest(list(live.values()))
+
+
+def gathered_over_gloo() -> list[list[bytes]]:
+    world = ProcessGroupWorld()
+    longest_first, longest_last = bytes(99 - world.rank), bytes([world.rank]) * 3 * world.rank
+    return [world.gather(payload) for payload in (longest_first, longest_last, b"")]
+
+
+def test_a_process_group_gathers_on_rank_0_only(world) -> None:
+    first, *others = world.run(gathered_over_gloo, 3, timeout=60)
+    assert first == [[bytes(99), bytes(98), bytes(97)], [b"", b"\1" * 3, b"\2" * 6], [b"", b"", b""]]
+    assert others == [[[], [], []]] * 2
+
+
+@dataclass
+class Receiving(ThreadRank):
+    """A rank that counts the bytes that it receives from the others."""
+
+    received: int = 0
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        every = super().all_gather(payload)
+        self.received += sum(map(len, every))
+        return every
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        before = self.received
+        every = super().gather(payload)
+        self.received = before + sum(map(len, every[1:]))
+        if every:
+            lengths = [len(payload) for payload in every[1:]]
+            assert max(lengths) - min(lengths) <= 2, "rank 0 has the names, and sends nothing"
+        return every
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        before = self.received
+        found = super().broadcast(payload)
+        self.received = before + len(found)
+        return found
+
+
+def test_a_save_sends_what_all_ranks_say_to_rank_0_only(tmp_path: Path) -> None:
+    """More ranks are more for rank 0, and the same for each other one."""
+
+    def received(size: int) -> list[int]:
+        state = {f"t{number}": torch.zeros(64, 8) for number in range(20)}
+
+        def body(world: ThreadRank) -> int:
+            rank = Receiving(world.rank, world.size, world.meeting)
+            pieces = [shards(name, tensor, 0, size)[rank.rank] for name, tensor in state.items()]
+            save(LocalStore(tmp_path / str(size)), pieces, {}, 1, rank)
+            return rank.received
+
+        return on_ranks(size, body)
+
+    small, large = received(4), received(32)
+    assert len(set(small[1:])) == len(set(large[1:])) == 1
+    assert large[1] == small[1] < 1000
+    table = 20 * (8 + 2 * 16 + 16)  # index, offset and extent in two dimensions, checksum
+    assert 28 * table < large[0] - small[0] < 28 * (table + 300)
 
 
 def test_over_a_process_group(world, tmp_path: Path) -> None:

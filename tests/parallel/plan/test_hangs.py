@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import read_launcher
-from forge_parallel.launch.watch import LearnedLimits, Watch, is_broken_connection
+from forge_parallel.launch.limits import LearnedLimits
+from forge_parallel.launch.watch import Watch, is_broken_connection
 
 how, folder = sys.argv[1], Path(sys.argv[2])
 where = read_launcher(os.environ)

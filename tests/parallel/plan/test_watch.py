@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.hang_report import RankStatus, late, several
+from forge_parallel.launch.limits import LearnedLimits
 from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
-from forge_parallel.launch.watch import LearnedLimits, PeerFailure, Watch, is_broken_connection
+from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
 from harness.pool import World
 
 

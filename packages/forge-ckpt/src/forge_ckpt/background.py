@@ -113,6 +113,8 @@ class SaverProcess:
                 return {"stopped": fault}
             elif head["collective"] == "broadcast":
                 channel.send({}, self.world.broadcast(payloads[0] if self.world.rank == 0 else None))
+            elif head["collective"] == "gather":
+                channel.send({}, *self.world.gather(payloads[0]))
             else:
                 channel.send({}, *self.world.all_gather(payloads[0]))
 

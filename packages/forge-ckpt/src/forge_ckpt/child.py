@@ -172,6 +172,9 @@ class RelayWorld:
     def all_gather(self, payload: bytes) -> list[bytes]:
         return [payload] if self.size == 1 else self._ask("all_gather", payload)
 
+    def gather(self, payload: bytes) -> list[bytes]:
+        return [payload] if self.size == 1 else self._ask("gather", payload)
+
     def broadcast(self, payload: bytes | None) -> bytes:
         return (payload or b"") if self.size == 1 else self._ask("broadcast", payload or b"")[0]
 

@@ -24,6 +24,9 @@ class SingleProcessWorld:
     def all_gather(self, payload: bytes) -> list[bytes]:
         return [payload]
 
+    def gather(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
     def broadcast(self, payload: bytes | None) -> bytes:
         if payload is None:
             raise ValueError("rank 0 must give what it broadcasts")
@@ -68,6 +71,24 @@ class ProcessGroupWorld:
         rows = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(rows, padded, group=self.group)
         return [row[:size].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """See `World`. Rank 0 keeps its own payload; each row begins with its length and is padded to the longest one."""
+        import torch
+        import torch.distributed as dist
+
+        sent = len(payload).to_bytes(8, "little") + payload if self.rank else b""
+        longest = torch.tensor([len(sent)], dtype=torch.int64, device=self.device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
+        row = torch.zeros(int(longest.item()), dtype=torch.uint8, device=self.device)
+        if sent:
+            row[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(self.device)
+        rows = [torch.empty_like(row) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(row, rows, group=self.group, group_dst=0)
+        if rows is None:
+            return []
+        received = [row.cpu().numpy().tobytes() for row in rows[1:]]
+        return [payload, *(text[8 : 8 + int.from_bytes(text[:8], "little")] for text in received)]
 
     def broadcast(self, payload: bytes | None) -> bytes:
         import torch

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,7 @@ from forge_core.registry import HOMES, Registry, canonical
 from forge_core.terminal import Console
 from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import Launch
+from forge_parallel.launch.large_store import absent, pause_of
 from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
 from forge_parallel.torch_private import default_store
 from forge_train.process.logs import RunLog
@@ -56,6 +58,9 @@ results nor the order of collectives."""
 
 REPORT = 30.0
 """Seconds after which a rank that waits for a verdict logs the ranks that it waits for."""
+
+_SHOWN = 8
+"""Maximum number of ranks that a message names."""
 
 LAST_WORDS = 5.0
 """Maximum seconds that ranks wait for each other before they end: rank 0 publishes the cause, and the other ranks read it."""
@@ -154,12 +159,7 @@ class StartAgreement:
             if store.add(f"{key}/arrived", 1) == self.size:
                 store.set(f"{key}/all", "1")
 
-            def absent() -> str:
-                late = [str(rank) for rank in range(self.size) if not store.check([f"{key}/here/{rank}"])]
-                more = f" and {len(late) - 8} more" if len(late) > 8 else ""
-                return f"rank {', '.join(late[:8])}{more} has not reached {phase!r}" if late else f"{phase!r} is nearly done"
-
-            _wait_for(store, f"{key}/all", patience, absent)
+            _wait_for(store, f"{key}/all", patience, partial(self._late, store, key, phase), self.size)
             faulty = [int(rank) for rank in store.get(f"{key}/faulty").split()] if store.check([f"{key}/faulty"]) else []
             if not faulty:
                 return None
@@ -173,6 +173,19 @@ class StartAgreement:
                 "see the output of the other ranks"
             ) from cause
         return Refused(text if first == 0 else f"rank {first}: {text}", code)
+
+    def _late(self, store: Any, key: str, phase: str) -> str:
+        """Describes the ranks that have not reached a phase. Rank 0 looks them up and publishes them, the others read that."""
+        if self.rank == 0:
+            late = absent(store, [f"{key}/here/{rank}" for rank in range(self.size)], _SHOWN)
+            more = self.size - store.add(f"{key}/arrived", 0) - len(late)
+            ranks = ", ".join(name.rpartition("/")[2] for name in late) + (f" and {more} more" if more > 0 else "")
+            store.set(f"{key}/late", f"rank {ranks} has not reached {phase!r}" if late else f"{phase!r} is nearly done")
+        elif not store.check([f"{key}/here/0"]):
+            return f"rank 0 has not reached {phase!r}"
+        elif not store.check([f"{key}/late"]):
+            return f"rank 0 has not said which ranks have not reached {phase!r}"
+        return store.get(f"{key}/late").decode()
 
 
 @dataclass
@@ -259,10 +272,10 @@ def _digest(files: Mapping[str, bytes]) -> str:
     return f"sha256:{whole.hexdigest()[:12]}"
 
 
-def _wait_for(store: Any, key: str, patience: float, absent: Callable[[], str] | None = None) -> None:
-    """Waits for a key in the store; logs `absent()` after `REPORT` seconds, and again each time the wait has doubled.
+def _wait_for(store: Any, key: str, patience: float, late: Callable[[], str] | None = None, size: int = 1) -> None:
+    """Waits for a key in the store; logs `late()` after `REPORT` seconds, and again each time the wait has doubled.
 
-    It polls in Python, so that signals are handled; `store.wait` would block them.
+    It polls, each of `size` ranks for itself, in Python, so that signals are handled; `store.wait` would block them.
 
     Raises:
         RuntimeError: the key is missing after `patience` seconds, or the store is gone.
@@ -272,11 +285,11 @@ def _wait_for(store: Any, key: str, patience: float, absent: Callable[[], str] |
         passed = time.monotonic() - began
         if passed > patience:
             raise RuntimeError(f"key {key} was not set within {patience:g} s")
-        if passed > report and absent is not None:
+        if passed > report and late is not None:
             report *= 2
-            _log.warning("waiting for %.0f s at the start: %s", passed, absent())
+            _log.warning("waiting for %.0f s at the start: %s", passed, late())
         time.sleep(pause)
-        pause = min(1.5 * pause, 0.2)
+        pause = min(1.5 * pause, pause_of(size, 0.2))
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from forge_parallel.accelerator import deterministic
+from forge_parallel.launch.limits import LearnedLimits
 from forge_parallel.launch.process_group import limit
-from forge_parallel.launch.watch import LearnedLimits
 from forge_train.process.ranks import JobRanks
 from forge_train.process.stop import RolledBackTooOften, TrainingError
 from forge_train.run.health import RollBack

@@ -108,14 +108,18 @@ def write(store: Store, draft: Draft, order: SaveRequest, world: World, may: Cal
         error = error or describe_error(cause)
     new = table.bytes - (table.frozen_bytes if before else 0)
     intent = {"error": error, "step": step, "bytes": new, "digest": table.digest}
-    intents = [json.loads(payload) for payload in world.all_gather(json.dumps(intent).encode())]
-    _raise_first(step, [entry["error"] for entry in intents])
-    if {entry["step"] for entry in intents} != {step}:
-        raise CheckpointError(f"ranks save different steps: {sorted({entry['step'] for entry in intents})}")
-
-    needed = sum(entry["bytes"] for entry in intents)
+    intents = [json.loads(payload) for payload in world.gather(json.dumps(intent).encode())]  # none on other ranks than 0
+    fault, needed = _fault(step, intents), sum(entry["bytes"] for entry in intents)
     refusal = partial(_refusal, step, store)
-    opening = from_rank_0(world, lambda: _open(store, step, needed, may), lambda cause: refusal(0, cause, needed))
+
+    def begin() -> dict[str, Any]:
+        if fault:
+            raise CheckpointError(fault)
+        # Of the ranks with one signature, the first one sends it: often rank 0, whose table does not travel.
+        signers = {entry["digest"]: rank for rank, entry in reversed([*enumerate(intents)])}
+        return _open(store, step, needed, may) | {"signers": signers}
+
+    opening = from_rank_0(world, begin, lambda cause: fault or refusal(0, cause, needed))
     temporary = opening["temporary"]
 
     reply = b""
@@ -126,16 +130,16 @@ def write(store: Store, draft: Draft, order: SaveRequest, world: World, may: Cal
         if draft.frozen is not None:
             put_frozen(store, draft.frozen, before, temporary, world.rank)
             table = replace(table, checksum=table.checksum + b"".join(draft.frozen.checksums))
-        first = [entry["digest"] for entry in intents].index(table.digest)
-        reply = b"=" + pack(table, with_signature=first == world.rank)
+        reply = b"=" + pack(table, with_signature=opening["signers"][table.digest] == world.rank)
     except Exception as cause:  # noqa: BLE001 (a store is a plugin and may raise anything; every rank must learn of it)
         reply = b"!" + _describe(cause, store, table.bytes).encode()
-    replies = world.all_gather(reply)
+    replies = world.gather(reply)
     errors = [packed[1:].decode() if packed[:1] == b"!" else None for packed in replies]
 
     def commit() -> str:
         try:
-            _raise_first(step, errors)
+            if failure := _first_failure(step, errors):
+                raise CheckpointError(failure)
             manifest = join(
                 unpack([packed[1:] for packed in replies]), step=step, generation=opening["generation"], meta=order.meta
             )
@@ -226,12 +230,20 @@ def _discard(store: Store, temporary: str) -> None:
         _log.warning("%s could not be removed: %s", temporary, cause)
 
 
-def _raise_first(step: int, errors: list[str | None]) -> None:
-    """Raises the error of the first failing rank; the message is equal on all ranks."""
+def _fault(step: int, intents: list[dict[str, Any]]) -> str:
+    """Returns why the save must not begin; empty if it may."""
+    if failure := _first_failure(step, [entry["error"] for entry in intents]):
+        return failure
+    steps = sorted({entry["step"] for entry in intents})
+    return f"ranks save different steps: {steps}" if len(steps) > 1 else ""
+
+
+def _first_failure(step: int, errors: list[str | None]) -> str:
+    """Returns the error of the first failing rank; empty if none has failed."""
     failed = [(rank, error) for rank, error in enumerate(errors) if error]
-    if failed:
-        others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-        raise CheckpointError(_failed(step, *failed[0], others))
+    if not failed:
+        return ""
+    return _failed(step, *failed[0], f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else "")
 
 
 def _refusal(step: int, store: Store, rank: int, cause: Exception, needed: int) -> str:

@@ -43,6 +43,10 @@ class World(Protocol):
         """Collective: returns the payloads of all ranks, in rank order."""
         ...
 
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Collective: returns the payloads of all ranks, in rank order, on rank 0, and an empty list on the others."""
+        ...
+
     def broadcast(self, payload: bytes | None) -> bytes:
         """Collective: returns the payload of rank 0."""
         ...

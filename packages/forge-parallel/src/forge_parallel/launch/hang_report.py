@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
+from forge_parallel.launch.large_store import absent, values
 from forge_parallel.torch_private import flight_record
 
 WAITS = ("torch.distributed", "torch._ops", "forge_parallel.placement.collectives", "forge_parallel.placement.topology")
@@ -23,7 +24,7 @@ WATCHING = "forge-watch"
 
 _LIBRARY = (f"{sep}torch{sep}", sysconfig.get_path("stdlib") + sep)
 _DEBUGGERS = ("bdb", "pdb", "pydevd")
-_RANKS_SHOWN = 4
+RANKS_SHOWN = 4
 _OUTER = 8
 _LONGEST = 20_000
 
@@ -88,10 +89,10 @@ def late(seen: Mapping[int, RankStatus], silent: Sequence["RankStatus | str"] = 
     return [sight for sight in last if not sight.waits] or last
 
 
-def several(ranks: "Sequence[RankStatus | str]") -> str:
-    """Formats the first few ranks, and the number of the others."""
-    more = f", and {len(ranks) - _RANKS_SHOWN} more ranks" if len(ranks) > _RANKS_SHOWN else ""
-    return "; ".join(map(str, ranks[:_RANKS_SHOWN])) + more
+def several(ranks: "Sequence[RankStatus | str]", count: int = 0) -> str:
+    """Formats the first few ranks, and the number of the others, of `count` ranks if `ranks` are only the first ones."""
+    more = max(count, len(ranks)) - RANKS_SHOWN
+    return "; ".join(map(str, ranks[:RANKS_SHOWN])) + (f", and {more} more ranks" if more > 0 else "")
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -215,12 +216,14 @@ def answers(store: Any, others: Mapping[int, str], seconds: float) -> tuple[dict
     `others`."""
     told, records, keys = dict(others), dict[int, Sequence[Entered]](), {rank: f"stacks/{rank}" for rank in others}
     until = time.monotonic() + seconds
-    while keys and not store.check(list(keys.values())) and time.monotonic() < until:
+    left = list(keys.values())
+    while (left := absent(store, left)) and time.monotonic() < until:
         time.sleep(seconds / 20)
-    for rank, key in keys.items():
-        if store.check([key]):
-            told[rank], entries = json.loads(store.get(key))
-            records[rank] = [Entered(*entry) for entry in entries]
+    unanswered = set(left)
+    answered = {rank: key for rank, key in keys.items() if key not in unanswered}
+    for rank, text in zip(answered, values(store, list(answered.values())), strict=True):
+        told[rank], entries = json.loads(text)
+        records[rank] = [Entered(*entry) for entry in entries]
     return told, records
 
 

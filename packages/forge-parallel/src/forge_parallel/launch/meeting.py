@@ -16,6 +16,8 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from forge_core.errors import ForgeError, LayoutError
 from forge_core.terminal import size
 from forge_parallel import accelerator
 from forge_parallel.launch.environment import Launch
+from forge_parallel.launch.large_store import absent, pause_of, put, values
 from forge_parallel.launch.watch import PeerFailure
 
 _NEARLY = 0.02
@@ -228,7 +231,7 @@ class Wait:
                 self.told *= 2
                 _log.warning("waiting for %.0f s at the start: %s", self.passed, missing())
             time.sleep(self.pause)
-            self.pause = min(1.5 * self.pause, 0.5)
+            self.pause = min(1.5 * self.pause, pause_of(self.where.size, 0.5))
 
 
 def meet(
@@ -304,12 +307,13 @@ class _Host:
 
     def complete(self) -> bool:
         """Reads the messages since the last call. Returns whether all ranks have come."""
-        for number in range(self.read + 1, self.store.add("came", 0) + 1):
-            if not self.store.check([f"came/{number}"]):  # about to be written
-                break
-            self.read = number
-            self.welcome(Attendant.from_text(self.store.get(f"came/{number}")))
-        if (text := self.missing()) != self.said and self.wait.passed > self.when:
+        keys = [f"came/{number}" for number in range(self.read + 1, self.store.add("came", 0) + 1)]
+        if unwritten := absent(self.store, keys, 1):  # about to be written
+            keys = keys[: keys.index(unwritten[0])]
+        self.read += len(keys)
+        for text in values(self.store, keys):
+            self.welcome(Attendant.from_text(text))
+        if self.wait.passed > self.when and (text := self.missing()) != self.said:
             self.said, self.when = text, self.wait.passed + 0.2
             self.store.set("missing", text)
         return len(self.present) == self.me.size
@@ -347,9 +351,11 @@ class _Host:
         return f"{self.wait.where.address}:{self.wait.where.port}"
 
     def missing(self) -> str:
-        absent = [rank for rank in range(self.me.size) if rank not in self.present]
-        count = self.me.size - len(absent)
-        return f"{count} of {self.me.size} ranks have come; rank {_first(absent)} did not come to {self.at}"
+        late = [*islice((rank for rank in range(self.me.size) if rank not in self.present), _SHOWN)]
+        count = sum(rank < self.me.size for rank in self.present)
+        more = self.me.size - count - len(late)
+        ranks = ", ".join(map(str, late)) + (f" and {more} more" if more else "")
+        return f"{count} of {self.me.size} ranks have come; rank {ranks} did not come to {self.at}"
 
     def differences(self) -> str:
         """Describes the ranks whose content differs from that of rank 0; "" if there are none."""
@@ -365,20 +371,24 @@ class _Host:
         host = f"rank 0 is process {self.me.process} on {self.me.host}"
         return f"ranks differ: {'; '.join(lines)}{more}; {host}. Start all of them with one recipe, one environment and one code"
 
-    def tell(self, rank: Attendant, fault: str, code: int, remark: str = "") -> None:
-        self.store.set(f"answer/{rank.number}", json.dumps({"fault": fault, "code": code, "remark": remark}))
+    def tell(self, rank: Attendant, *answer: Any) -> None:
+        put(self.store, [_answer(rank, *answer)])
 
     def answer(self, fault: str, code: int, remark: str = "") -> None:
         """Answers all ranks that have come. After a refusal, waits until they have read it if the store ends with this
         process."""
         self.store.set("name", self.me.number)
         others = [rank for rank in self.present.values() if rank.rank != 0]
-        for rank in others:
-            self.tell(rank, fault, code, remark)
+        put(self.store, [_answer(rank, fault, code, remark) for rank in others])
         self.store.set("closed", "1")
         until = time.monotonic() + _LAST_SECONDS
         while fault and not self.outlives and time.monotonic() < until and self.store.add("heard", 0) < len(others):
             time.sleep(0.02)
+
+
+def _answer(rank: Attendant, fault: str, code: int, remark: str = "") -> tuple[str, str]:
+    """Returns key and value of the answer to a process."""
+    return f"answer/{rank.number}", json.dumps({"fault": fault, "code": code, "remark": remark})
 
 
 class _Guest:
@@ -463,8 +473,3 @@ def _differences(theirs: Content, mine: Content) -> list[tuple[str, str, str]]:
 def _shown(value: str) -> str:
     """Removes the digest of a secret value."""
     return re.sub(r" #[0-9a-f]{12}$", "", value)
-
-
-def _first(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"{', '.join(map(str, ranks[:_SHOWN]))}{more}"

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import socket
 import struct
 import sys
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from forge_core.errors import ForgeError, LayoutError
 from forge_parallel import accelerator
 from forge_parallel.launch.environment import Launch, is_agents_store
+from forge_parallel.launch.large_store import absent
 from forge_parallel.launch.meeting import Wait, meet, opened_by
 from forge_parallel.launch.watch import PeerFailure, is_broken_connection
 from forge_parallel.torch_private import one_gloo_thread, set_timeouts
@@ -30,6 +32,12 @@ _TRY_SECONDS = 5.0
 
 _READ_SECONDS = 5.0
 """How long rank 0 keeps its store open, so that the others can read why no group was opened."""
+
+_CONNECTIONS = 3
+"""Connections of each rank to the store: for the meeting and the group, for messages while it is opened, and for the watch."""
+
+_OTHER_FILES = 512
+"""Open files that a process needs besides."""
 
 _SHOWN = 8
 """Maximum number of ranks that a message names."""
@@ -114,12 +122,13 @@ def _open(where: Launch, wait: Wait, device: torch.device, store: dist.Store, li
         return store.check(["failed"]) or store.add("opened", 0) == where.size
 
     try:
-        wait.until(done, lambda: _unconnected(where, store), _REACH)
+        wait.until(done, lambda: _unconnected(where, store, where.rank == 0), _REACH)
     except ForgeError as failure:  # of this wait
         _leave_word(store, str(failure), failure.exit_code)
     except Exception as cause:
         code = PeerFailure.exit_code if is_broken_connection(cause) else LayoutError.exit_code
-        _leave_word(store, f"{_unconnected(where, store)}: {cause}; {_REACH}", code)
+        if not store.check(["failed"]):
+            _leave_word(store, f"{_unconnected(where, store, looks=True)}: {cause}; {_REACH}", code)
         if not isinstance(cause, (OSError, RuntimeError, ValueError)):
             raise
     if not store.check(["failed"]):
@@ -157,12 +166,28 @@ def _leave_word(store: dist.Store, why: str, code: int) -> None:
     store.compare_set("failed", "", json.dumps({"why": why, "code": code}))
 
 
-def _unconnected(where: Launch, store: dist.Store) -> str:
-    """Describes which ranks this one may not have reached: those that are not connected to all others."""
-    others = [rank for rank in range(where.size) if rank != where.rank and not store.check([f"open/{rank}"])]
-    names = [store.get(f"at/{rank}").decode() if store.check([f"at/{rank}"]) else f"rank {rank}" for rank in others[:_SHOWN]]
-    more = f" and {len(others) - _SHOWN} more ranks" if len(others) > _SHOWN else ""
-    return f"{store.get(f'at/{where.rank}').decode()} is not connected to {', '.join(names) or 'the other ranks'}{more}"
+def _unconnected(where: Launch, store: dist.Store, looks: bool) -> str:
+    """Describes which ranks this one may not have reached: those that are not connected to all others.
+
+    Args:
+        looks: whether this rank looks them up and publishes them; the others read what was published.
+    """
+    if looks:
+        keys = {f"open/{rank}": rank for rank in range(where.size)}
+        first = [keys[key] for key in absent(store, list(keys), _SHOWN + 1)]
+        names = [store.get(f"at/{rank}").decode() if store.check([f"at/{rank}"]) else f"rank {rank}" for rank in first]
+        text = json.dumps({"ranks": [*zip(first, names, strict=True)], "count": where.size - store.add("opened", 0)})
+        store.set("unconnected", text)
+    elif store.check(["unconnected"]):
+        text = store.get("unconnected").decode()
+    else:
+        text = '{"ranks": [], "count": 0}'
+    published = json.loads(text)
+    others = [name for rank, name in published["ranks"] if rank != where.rank]
+    count = published["count"] - len(published["ranks"]) + len(others)
+    more = f" and {count - _SHOWN} more ranks" if count > _SHOWN else ""
+    own = store.get(f"at/{where.rank}").decode()
+    return f"{own} is not connected to {', '.join(others[:_SHOWN]) or 'the other ranks'}{more}"
 
 
 def _own_address() -> str:
@@ -197,6 +222,7 @@ def _meet(where: Launch, wait: Wait, device: torch.device, content: Mapping[str,
     if where.rank != 0 or outlives:
         tcp = _reached(where, wait)
     else:
+        _allow_files(where, gloo=accelerator.COLLECTIVES.get(device.type) is None)
         socket.getaddrinfo(where.address, where.port)  # torch would retry for minutes, without a message
         try:
             tcp = dist.TCPStore(
@@ -211,6 +237,25 @@ def _meet(where: Launch, wait: Wait, device: torch.device, content: Mapping[str,
                 f"rank 0 cannot open its store at {_at(where)}: {other or 'another process'} listens at this address; {do}"
             ) from cause
     return meet(tcp, where, wait, device, content, run, outlives)
+
+
+def _allow_files(where: Launch, gloo: bool) -> None:
+    """Lets the process that hosts the store open a file for each connection, if its soft limit is too low.
+
+    Raises:
+        LayoutError: the hard limit is too low; beyond it, ranks would wait for an answer until they time out.
+    """
+    each = _CONNECTIONS + gloo  # gloo connects all ranks with each other
+    needed = each * where.size + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise LayoutError(
+            f"rank 0 of {where.size:,} has {each} connections to each rank, so it needs {needed:,} open files, but its limit "
+            f"is {hard:,}; raise the hard limit of open files on its host (`ulimit -Hn`; LimitNOFILE of slurmd or the container)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _reached(where: Launch, wait: Wait) -> dist.Store:

@@ -2,14 +2,15 @@
 
 A daemon thread in each process does both once a second, over a second connection to the group's store. The training thread only
 counts the marks that it passes. All ranks pass the same marks in the same order, so a rank with a smaller count is behind. From
-the stack of the training thread, the daemon thread sees the current line and whether it waits in a collective.
+the stack of the training thread, the daemon thread sees the current line and whether it waits in a collective. Of many ranks that
+wait, one at a time reads the status of all others and publishes for whom they wait (`large_store.ReadingTurn`).
 
 A section of the run that exceeds its limit (`Limits`) is a hang, in a collective or in a rank's own work. The rank that detects
 it first names the hanging rank and collects the reports of all ranks into `hang.txt`. It does so over the store, because
 collectives hang. A rank that cannot report, for example because it is stopped or never gets the interpreter lock, appears with
 its last status.
 
-The limit of a section is learned from how long it took before (`LearnedLimits`).
+The limit of a section is learned from how long it took before (`forge_parallel.launch.limits`).
 
 No call of the store has a time limit, and a connection that is cut is not reset: a second daemon thread reports a store that does
 not answer, and ends this rank at the limit at which the first one would have.
@@ -29,11 +30,11 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch.distributed as dist
 
@@ -41,6 +42,8 @@ from forge_core.errors import ForgeError
 from forge_parallel.launch import hang_report
 from forge_parallel.launch.environment import Launch, is_agents_store
 from forge_parallel.launch.hang_report import RankStatus, several
+from forge_parallel.launch.large_store import ReadingTurn, absent, pause_of, values
+from forge_parallel.launch.limits import Limits, Unlimited
 from forge_parallel.torch_private import store_with
 
 _log = logging.getLogger(__name__)
@@ -69,26 +72,6 @@ class PeerFailure(ForgeError):
     def __init__(self, message: str, exit_code: int = 5) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-
-
-class Limits(Protocol):
-    """Maximum durations of the sections of a run, by name."""
-
-    def took(self, section: str, seconds: float) -> None:
-        """Records that a section took `seconds`."""
-        ...
-
-    def of(self, section: str, waiting: float) -> float | None:
-        """Returns the limit in seconds; None if unknown. `waiting` is the number of seconds that ranks wait for each other."""
-        ...
-
-
-class _Unlimited:
-    def took(self, section: str, seconds: float) -> None:
-        pass
-
-    def of(self, section: str, waiting: float) -> float | None:
-        return None
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -133,7 +116,7 @@ class Watch:
         host: str = "rank 0",
         at: str = "its store",
     ) -> None:
-        self.hosts, self.host, self.at, self.limits = hosts, host, at, limits or _Unlimited()
+        self.hosts, self.host, self.at, self.limits = hosts, host, at, limits or Unlimited()
         self.rank, self.size, self.patience, self.timeout = rank, size, patience, timeout
         self.passed, self.doing, self.section = 0, "the start", ""
         self.calls = 0
@@ -141,7 +124,7 @@ class Watch:
         self._file: TextIO | None = None
         self._folder: Path | None = None
         self._known: dict[str, Any] | None = None
-        self._interval, self._grace = min(1.0, patience / 5), min(10.0, patience)
+        self._interval, self._grace = pause_of(size, min(1.0, patience / 5)), min(10.0, patience)
         self._main = threading.get_ident()
         self._who = f"process {os.getpid()} on {socket.gethostname()}"
         self._mark: tuple[Any, ...] = ()
@@ -150,7 +133,13 @@ class Watch:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._suspected, self._suspect_at = False, 0.0
         self._told, self._beat = 0.0, 0
+        self._readings, self._read_at = 0, -math.inf
+        self._reading, self._judging, self._giving_up = (
+            self._turn(f"turn/{name}", 3 * self._interval) for name in ("reading", "judging", "giving up")
+        )
+        self._before: dict[str, Any] | None = None
         self._heard: dict[int, tuple[int, float]] = {}
+        self._publishing: set[int] = set()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name=hang_report.WATCHING, daemon=True)
         self._looks, self._looking, self._left = 0, False, timeout
@@ -223,30 +212,44 @@ class Watch:
         """
         if self._store is None or not self._thread.is_alive():
             return None
-        self._store.set(f"call/{call}/{self.rank}", "")
-        left, past = set(range(self.size)) - {self.rank}, False
-        while True:
-            left = {rank for rank in left if not self._store.check([f"call/{call}/{rank}"])}
-            seen = self._sights() if left else {}
-            beyond = {rank for rank in left if rank in seen and seen[rank].calls > call}
-            left, past = left - beyond, past or bool(beyond)
-            if not left:
-                return not past
-            stuck = [sight for rank, sight in seen.items() if rank in left and sight.waits and sight.seconds > self.patience]
-            if stuck or self._note() is not None:
+        store, key, pause = self._store, f"call/{call}", self._interval / 20
+        store.set(f"{key}/{self.rank}", "")
+        store.add(f"{key}/failed", 1)
+        turn = self._turn(f"{key}/turn", 3 * self._interval)
+        while store.add(f"{key}/failed", 0) < self.size:
+            if turn.mine() and (result := self._result_of(call)) != "unknown":
+                store.compare_set(f"{key}/result", "", json.dumps(result))
+            if store.check([f"{key}/result"]):
+                return json.loads(store.get(f"{key}/result"))
+            if self._note() is not None:
                 return None
-            time.sleep(self._interval / 20)
+            time.sleep(pause)
+            pause = min(1.5 * pause, self._interval / 2)
+        return True
+
+    def _result_of(self, call: int) -> bool | str | None:
+        """Returns the result of `failed_in`, which is the same for all ranks that failed; "unknown" if some still compute."""
+        keys = {f"call/{call}/{rank}": rank for rank in range(self.size) if rank != self.rank}
+        left = [keys[key] for key in absent(self._store, list(keys))]
+        seen = self._sights()
+        working = [rank for rank in left if rank not in seen or seen[rank].calls <= call]
+        if not working:
+            return not left
+        stuck = any(seen[rank].waits and seen[rank].seconds > self.patience for rank in working if rank in seen)
+        return None if stuck else "unknown"
 
     def all_fail(self, step: int, seconds: float) -> bool:
         """Reports that this rank is about to end after a step. Returns whether all others report the same within `seconds`."""
         if self._store is None or not self._thread.is_alive():
             return False
-        self._store.set(f"fails/{step}/{self.rank}", "")
-        keys, until = [f"fails/{step}/{rank}" for rank in range(self.size)], time.monotonic() + seconds
-        while not self._store.check(keys):
+        if self._store.add(f"fails/{step}/{self.rank}", 1) == 1:  # each rank counts once
+            self._store.add(f"fails/{step}", 1)
+        until, pause = time.monotonic() + seconds, self._interval / 20
+        while self._store.add(f"fails/{step}", 0) < self.size:
             if time.monotonic() > until:
                 return False
-            time.sleep(self._interval / 20)
+            time.sleep(pause)
+            pause = min(1.5 * pause, self._interval / 2)
         return True
 
     def failed(self, message: str, exit_code: int) -> None:
@@ -272,7 +275,7 @@ class Watch:
             return PeerFailure(f"a connection broke: {error}")
         where = hang_report.place(list(hang_report.frames_of(error.__traceback__))[::-1])
         try:
-            note = self._known or self._within(3 * self._interval + _NOTE_SECONDS, self._cause)
+            note = self._known or self._within(4 * self._interval + _NOTE_SECONDS, self._cause)
         except TimeoutError:
             note = {"message": self._cut(), "code": 5}
         except RuntimeError:
@@ -329,7 +332,13 @@ class Watch:
         return _CUT.format(host=self.host, at=self.at, seconds=self._unanswered, own=socket.gethostname())
 
     def _cause(self) -> dict[str, Any]:
-        """Returns the first note; if there is none, finds out the cause and leaves a note."""
+        """Returns the first note; if there is none, one rank finds out the cause and leaves a note."""
+        turn, pause = self._turn("turn/cause", self._interval), self._interval / 10
+        while not (note := self._note()) and not turn.mine():
+            time.sleep(pause)
+            pause = min(1.5 * pause, self._interval / 2)
+        if note:
+            return note
         first, moved = self._sights(), set[int]()
         deadline = time.monotonic() + 3 * self._interval
         while len(moved) < len(first) or len(first) < self.size - 1:
@@ -338,6 +347,7 @@ class Watch:
             if time.monotonic() > deadline:
                 break
             time.sleep(self._interval / 10)
+            turn.mine()
             moved |= {rank for rank, sight in self._sights().items() if rank not in first or sight.beat != first[rank].beat}
         now = self._sights()
         unmoved = [rank for rank in range(self.size) if rank not in moved and rank != self.rank]
@@ -382,16 +392,38 @@ class Watch:
         if (cause := self._hang(status)) is not None:
             self._end_without_lock(_LAST_SECONDS + 2 * self._grace)
             return self._leave_note(cause, 5, hangs=True)["message"]
-        if not status.waits:
-            return None
-        if self._told == 0 and status.seconds > self.patience / 2:
-            self._told = self.patience / 2
-            self._late(self._sights())  # a rank counts as alive only if its status changes between two looks
-        elif self._told and status.seconds > 2 * self._told:
-            self._told *= 2
-            if guilty := self._late(self._sights()):
-                _log.warning("waiting for %.0f s in %s, %s, for %s", status.seconds, status.doing, status.where, several(guilty))
+        if status.waits and status.seconds > self.patience / 2:
+            self._tell(status, now)
+        else:
+            self._reading.leave()
         return None
+
+    def _tell(self, status: RankStatus, now: float) -> None:
+        """Logs for whom this rank waits, after `patience` and each time the wait has doubled. One rank reads for all."""
+        if self._reading.mine() and now - self._read_at > self.patience / 4:
+            again, self._read_at = now - self._read_at < self.patience, now
+            late = self._late_of_all(self._sights(), status)
+            if again:  # a rank counts as alive only if its status changes between two looks
+                self._publish(late)
+        if self._told == 0:
+            self._told, self._before = self.patience / 2, self._published()
+        elif status.seconds > 2 * self._told and (found := self._published()) != self._before and found is not None:
+            self._told, self._before = 2 * self._told, found
+            others = [text for rank, text in found["ranks"] if rank != self.rank]
+            if others:
+                count = found["count"] - len(found["ranks"]) + len(others)
+                guilty = several(others, count)
+                _log.warning("waiting for %.0f s in %s, %s, for %s", status.seconds, status.doing, status.where, guilty)
+
+    def _publish(self, late: "Sequence[RankStatus | str]") -> None:
+        """Publishes which ranks the others wait for, with texts of as many as a message shows."""
+        self._readings += 1
+        named = [(each.rank if isinstance(each, RankStatus) else None, str(each)) for each in late[: hang_report.RANKS_SHOWN + 1]]
+        record = {"by": self.rank, "reading": self._readings, "count": len(late), "ranks": named}
+        self._store.set("late", json.dumps(record))
+
+    def _published(self) -> dict[str, Any] | None:
+        return json.loads(self._store.get("late")) if self._store.check(["late"]) else None
 
     def _end_without_lock(self, seconds: float) -> None:
         """Lets a C thread end this process after `seconds`, even if the interpreter lock is never released."""
@@ -404,8 +436,10 @@ class Watch:
         This takes two looks at the others: a rank counts as alive only if its status changes between them.
         """
         if status.waits and status.seconds > self.timeout:
+            if not self._giving_up.mine():  # another rank is about to leave the note
+                return None
             return f"{several(self._late(self._sights()))} did not come within {self.timeout:g} s"
-        if not status.is_over:
+        if not status.is_over or not self._judging.mine():
             self._suspected = False
             return None
         seen = self._sights()
@@ -450,13 +484,15 @@ class Watch:
     def _wait_until_read(self) -> None:
         """Waits until every other rank has read the note or has stopped publishing its status; at most ten seconds."""
         before, began = self._sights(), time.monotonic()
-        left = set(range(self.size)) - {self.rank}
+        keys = {f"read/{rank}": rank for rank in range(self.size) if rank != self.rank}
+        left = list(keys)
         while left and time.monotonic() - began < _READ_SECONDS:
             time.sleep(self._interval / 5)
-            left = {rank for rank in left if not self._store.check([f"read/{rank}"])}
+            left = absent(self._store, left)
             if time.monotonic() - began > max(3 * self._interval, 2.0):
                 now = self._sights()
-                left -= {rank for rank, sight in before.items() if now[rank].beat == sight.beat}
+                ended = {rank for rank, sight in before.items() if now[rank].beat == sight.beat}
+                left = [key for key in left if keys[key] not in ended]
 
     def _leave_note(self, message: str, code: int, hangs: bool = False) -> dict[str, Any]:
         """Returns the note that counts: this one, or an earlier one. After a hang, the first rank then writes the report."""
@@ -483,11 +519,12 @@ class Watch:
 
     def _sights(self) -> dict[int, RankStatus]:
         """Returns the published status of the other ranks; ranks without one are left out."""
-        keys = {rank: f"rank/{rank}" for rank in range(self.size) if rank != self.rank}
-        known = (
-            list(keys) if self._store.check(list(keys.values())) else [r for r, key in keys.items() if self._store.check([key])]
-        )
-        sights = {rank: RankStatus(*json.loads(self._store.get(keys[rank]))) for rank in known}
+        unknown = {f"rank/{rank}": rank for rank in range(self.size) if rank != self.rank and rank not in self._publishing}
+        missing = set(absent(self._store, list(unknown)))
+        self._publishing |= {rank for key, rank in unknown.items() if key not in missing}
+        known = sorted(self._publishing)
+        texts = values(self._store, [f"rank/{rank}" for rank in known])
+        sights = {rank: RankStatus(*json.loads(text)) for rank, text in zip(known, texts, strict=True)}
         now = time.monotonic()
         for rank, sight in sights.items():
             if self._heard.get(rank, (None, 0.0))[0] != sight.beat:
@@ -496,16 +533,19 @@ class Watch:
 
     def _late(self, seen: dict[int, RankStatus]) -> "Sequence[RankStatus | str]":
         """Returns the ranks that the others wait for, including this one if it does not wait. See `hang_report.late`."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        own = self._sight()
+        late = self._late_of_all(seen, own)
+        return [status for status in late if status != own] if own.waits else late
+
+    def _late_of_all(self, seen: dict[int, RankStatus], own: RankStatus) -> "Sequence[RankStatus | str]":
+        """Returns the ranks that the others wait for, including this one."""
         now = time.monotonic()
         silent = [
             seen[rank]._replace(silent=now - self._heard[rank][1]) if rank in seen else f"rank {rank} (no status received)"
-            for rank in others
+            for rank in range(self.size)
             if self._is_quiet(rank)
         ]
-        own = self._sight()
-        late = hang_report.late({self.rank: own, **seen}, silent)
-        return [status for status in late if status != own] if own.waits else late
+        return hang_report.late({self.rank: own, **seen}, silent)
 
     def _is_quiet(self, rank: int) -> bool:
         """Whether another rank has stopped publishing its status."""
@@ -514,6 +554,9 @@ class Watch:
     @property
     def _quiet(self) -> float:
         return max(5 * self._interval, self.patience / 4)
+
+    def _turn(self, key: str, seconds: float) -> ReadingTurn:
+        return ReadingTurn(self._store, key, self.rank, seconds)
 
     def _sight(self) -> RankStatus:
         """Returns this rank's status; `seconds` counts from when the training thread was first seen at its current line."""
@@ -527,42 +570,3 @@ class Watch:
         return RankStatus(
             self.rank, self._who, self._beat, passed, doing, *here, held, limit, hang_report.places(stack), self.calls
         )
-
-
-WINDOW = 200
-LEAST = 10
-QUANTILE = 0.9
-FACTOR = 10.0
-
-
-class LearnedLimits:
-    """Limits of the sections of one process: `FACTOR` times what 9 of 10 of its last `WINDOW` times were, never below a floor.
-
-    A quantile moves little with a few times that are far off, such as a first step that compiles. Sections have names; what
-    takes another time on purpose, as steps of another size do, has another one. Before `LEAST` times nothing is known.
-
-    Args:
-        floor: seconds; no limit is lower.
-        waiting: sections in which a process may always wait only as long as it may for other processes, known or not.
-    """
-
-    def __init__(self, floor: float, waiting: tuple[str, ...] = ()) -> None:
-        self.floor, self.waiting = floor, waiting
-        self._times: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self._limits: dict[str, float] = {}
-
-    def took(self, section: str, seconds: float) -> None:
-        """A section has ended after so many seconds."""
-        times = self._times[section]
-        times.append(seconds)
-        if len(times) >= LEAST:
-            usual = sorted(times)[int(QUANTILE * (len(times) - 1))]
-            self._limits[section] = max(self.floor, FACTOR * usual)
-
-    def of(self, section: str, waiting: float) -> float | None:
-        """Seconds that a section may take; None while nothing is known of it. Another thread may ask.
-
-        Args:
-            waiting: seconds that processes wait for each other.
-        """
-        return self._limits.get(section, waiting if section in self.waiting else None)
