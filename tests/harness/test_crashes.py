@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.crashes import MOST, REPEATED
+from harness.siblings import fast
 
 CONFTEST = """
 from harness import crashes
@@ -28,7 +29,10 @@ def test_that_passes(number):
 """
 
 
-@pytest.mark.parametrize(("crashes", "workers", "code"), [(0, 0, 0), (MOST, 2, 0), (MOST + 1, 2, 1), (MOST + 1, 0, 1)])
+@pytest.mark.parametrize(
+    ("crashes", "workers", "code"),
+    fast((MOST, 2, 0), (MOST + 1, 2, 1), of=[(0, 0, 0), (MOST, 2, 0), (MOST + 1, 2, 1), (MOST + 1, 0, 1)]),
+)
 def test_more_than_a_few_repeats_fail_a_run_whose_tests_pass(tmp_path: Path, crashes: int, workers: int, code: int) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_some.py").write_text(TEST.format(tests=MOST + 2, crashes=crashes, words=REPEATED))

@@ -49,6 +49,7 @@ def test_eager_configurations_of_experts_train_and_agree(script):
     assert losses[0] == pytest.approx(losses[1], abs=0.02)  # bf16 products in another order
 
 
+@pytest.mark.slow
 def test_ranks_orthogonalize_what_one_process_does_and_send_no_byte_too_much():
     """Every matrix once over all ranks, from copies that are near to its owner."""
     lines = run(BENCHMARKS / "parallel" / "muon.py", "--smoke").splitlines()

@@ -74,6 +74,7 @@ def test_transformers_gives_the_ids_of_tiktoken(name: str, tmp_path: Path) -> No
     assert {text: found.convert_tokens_to_ids(text) for text in SPECIAL} == SPECIAL
 
 
+@pytest.mark.slow
 def test_a_token_that_no_merges_make(tmp_path: Path) -> None:
     """tiktoken takes a word that is a token as it is. Special tokens are then no words, also where the pattern cuts them out."""
     given, special = ranks() | {b"whole": 640}, {"<|endoftext|>": 645, "<|b|>": 642}

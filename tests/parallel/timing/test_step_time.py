@@ -43,6 +43,7 @@ from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.expert import ExpertParallel
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
+from harness.siblings import fast
 
 DENSE = DecoderConfig(dim=64, layers=4, heads=8, kv_heads=4, ffn_dim=96, vocab_size=256, max_length=256)
 SPARSE = replace(DENSE, moe=MoEConfig(experts=8, top_k=2, ffn_dim=48, kernel="loop"))
@@ -450,7 +451,7 @@ def test_stages_send_over_the_network() -> None:
 
 
 @pytest.mark.parametrize("component", [GPipe(), OneForwardOneBackward(), Interleaved(), ZeroBubbleV()])
-@pytest.mark.parametrize("reshard", [None, True])
+@pytest.mark.parametrize("reshard", fast(None, of=[None, True]))
 def test_messages_of_a_pipeline_are_those_of_a_dry_run(component: Any, reshard: bool | None) -> None:
     """The rank with the first stage: blocks are gathered once in a step, or before each action that finds them freed; gradients
     are reduced once."""

@@ -16,6 +16,7 @@ from forge_train.directory import CHECKPOINTS
 from forge_train.formats.forge import ForgeWeights
 from forge_train.run.loop import fit
 from harness.pool import World
+from harness.siblings import fast
 from train.runs import TINY, digest, prepared, train
 
 REGISTRY = Registry()
@@ -55,7 +56,7 @@ def options(directory: Path, name: str, steps: int, *more: str) -> list[str]:
     return [f"--job.dir={directory}", *named, *CONSTANT, *more]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", fast("adamw", "adamw8bit", of=OPTIMIZERS))
 def test_fault_17_a_fresh_process_goes_on_bit_for_bit(world: World, recipe: Path, tmp_path: Path, name: str) -> None:
     """With groups, on two ranks that shard, then on one: there the losses agree."""
     recipe.write_text(TINY + GROUP)
@@ -70,7 +71,7 @@ def test_fault_17_a_fresh_process_goes_on_bit_for_bit(world: World, recipe: Path
     assert alone["losses"] == pytest.approx(whole[0]["losses"][4:], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", fast("lion", "muon", of=OPTIMIZERS))
 def test_what_is_trained_from_a_resume_on_begins_without_state(
     recipe: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

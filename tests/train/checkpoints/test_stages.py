@@ -15,6 +15,7 @@ from forge_train.plan import dry_run
 from forge_train.recipe.load import load_recipe
 from forge_train.run.loop import fit
 from harness.pool import World
+from harness.siblings import fast
 from train.checkpoints.test_optimizer_resume import CONSTANT, LION, OPTIMIZERS, chosen
 from train.runs import TINY, digest, prepared, train
 
@@ -49,10 +50,7 @@ def options(directory: Path, name: str, steps: int, *more: str) -> list[str]:
     return [f"--job.dir={directory}", *named, *CONSTANT, *more]
 
 
-FAST = ("adamw", "schedule_free_adamw")
-
-
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS])
+@pytest.mark.parametrize("name", fast("schedule_free_adamw", of=OPTIMIZERS))
 def test_every_optimizer_goes_on_bit_for_bit_inside_of_stages_and_at_their_borders(
     recipe: Path, tmp_path: Path, name: str
 ) -> None:
@@ -152,6 +150,7 @@ def test_another_end_of_a_stage_is_told_at_a_resume(recipe: Path, tmp_path: Path
     assert counts["head.weight"] == 0 and not state["exp_avg"]["head.weight"].any()
 
 
+@pytest.mark.slow
 def test_a_plugin_from_a_file_has_stages_too(recipe: Path, tmp_path: Path) -> None:
     recipe.write_text(recipe.read_text().replace(STAGES, DECAYLESS))
     name = f"{LION}:Lion"

@@ -177,6 +177,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_e7_check_and_ranks_agree_on_random_recipes(recipe: Path) -> None:
     """Refusals of both are quick; of what `check` takes a few are run."""
     refused = taken = 0

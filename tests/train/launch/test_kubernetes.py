@@ -142,6 +142,7 @@ def script_of(tmp_path: Path, kind: str, body: str) -> str:
     return pods_of(job)[0]["containers"][0]["command"][2]
 
 
+@pytest.mark.slow
 def test_two_pods_of_a_jobset_train_one_run(tmp_path: Path) -> None:
     """Their script runs as it is, but for the name of pod 0, which only a cluster resolves, and the place of the recipe."""
     with socket.socket() as free:

@@ -98,6 +98,7 @@ def test_a_run_that_is_killed_resumed_and_finished(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs/tiny/checkpoints/owner").read_text())["mark"] == starts[1].mark
 
 
+@pytest.mark.slow
 def test_a_run_that_a_signal_ends_is_preempted(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "tiny.toml").write_text(TINY + HOOKS)

@@ -156,6 +156,7 @@ def test_fault_37_a_run_that_went_back_is_the_run_that_never_saw_the_data(
         assert weights == expected
 
 
+@pytest.mark.slow
 def test_fault_37_a_run_that_ends_after_it_went_back_does_not_see_the_data_either(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
 
@@ -193,6 +194,7 @@ def test_a_start_after_a_rollback_has_the_time_of_a_start(tmp_path: Path) -> Non
     assert timeouts == [77, 77]
 
 
+@pytest.mark.slow
 def test_fault_37_the_rate_is_lowered_for_the_rest_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     slower = [*POLICY, "--train.rollback_lr=0.5"]
@@ -206,6 +208,7 @@ def test_fault_37_the_rate_is_lowered_for_the_rest_of_the_run(tmp_path: Path) ->
     assert again.health.lr_scale == 0.5, "it is kept in checkpoints"
 
 
+@pytest.mark.slow
 def test_fault_37_a_run_that_went_back_too_often_ends_with_its_own_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = [*POLICY, "--train.max_rollbacks=2"]
     with (

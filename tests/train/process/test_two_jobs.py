@@ -145,6 +145,7 @@ def test_a_start_that_is_refused_leaves_the_older_job_alone(tmp_path: Path) -> N
     assert fit(older) == "finished"
 
 
+@pytest.mark.slow
 def test_fault_14_at_the_command_line_the_older_job_exits_with_4(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     recipe, save, rest = TINY.replace("max_steps = 8", "max_steps = 3000").partition("\n[[hooks]]")

@@ -20,6 +20,7 @@ from forge_train.run.loop import fit
 from forge_train.trackers import METRICS
 from forge_train.trackers import read_metrics as metrics_of
 from harness.pool import World
+from harness.siblings import fast
 from train.runs import TINY, prepared, train
 
 SMALL = ("--model.layers=1", "--train.global_batch=4")
@@ -120,7 +121,12 @@ def full_disk(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", ["recorder.publish", "recorder._write", "summary.summarize", "recorder.profiled", "recorder.record_function"]
+    "where",
+    fast(
+        "recorder.profiled",
+        "summary.summarize",
+        of=["recorder.publish", "recorder._write", "summary.summarize", "recorder.profiled", "recorder.record_function"],
+    ),
 )
 def test_a_failure_of_the_profile_costs_a_warning(
     recipe: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -36,6 +36,7 @@ def _calm(recipe: Path, directory: Path, until: int) -> None:
     fit(prepared(recipe, [f"--job.dir={directory}", "--checkpoint.every=4", f"--train.stop_at={until}"])[0])
 
 
+@pytest.mark.slow
 def test_fault_44_a_run_in_a_short_storm_ends_with_the_bits_of_a_clean_one(world: World, tmp_path: Path) -> None:
     assert short(world, tmp_path, 18, *SHORT) == []
 

@@ -22,6 +22,7 @@ from forge_parallel.transforms.context.cores import cut_rows
 from forge_parallel.transforms.context.row_order import SequenceOrder
 from forge_train.hooks.metrics import keys_met
 from forge_train.run.loop import fit
+from harness.siblings import fast
 from models.conftest import fill
 from train.runs import TINY, prepared, train
 
@@ -203,7 +204,7 @@ def test_trials_c2_keys_met_are_those_of_tokens(corpus: Path, tmp_path: Path, do
     assert keys_met(batches, LENGTH, None) == pytest.approx(keys / sum(LENGTHS[:4]))
 
 
-@pytest.mark.parametrize("packing", ["pad", "best_fit", "concatenate"])
+@pytest.mark.parametrize("packing", fast("pad", of=["pad", "best_fit", "concatenate"]))
 def test_trials_c2_the_tokens_of_a_law_are_no_padding(corpus: Path, tmp_path: Path, packing: str) -> None:
     """D of runs over one and a half epochs: what the documents of their rows hold, summed by hand from the ids that they read."""
     tables = '[[hooks]]\nname = "log"\nevery = 1\n[[trackers]]\nname = "jsonl"\n'

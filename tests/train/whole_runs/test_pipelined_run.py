@@ -31,7 +31,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["untied", "tied"])
 def test_fault_19_a_checkpoint_crosses_stages(world: World, recipe: Path, tmp_path: Path, tied: bool) -> None:
     """Three steps on two stages, three on one process, the rest on four stages of a V: the losses and samples of one run."""
     common = [*FP64, f"--model.tied_embeddings={str(tied).lower()}"]
@@ -94,6 +94,7 @@ def test_a_recipe_that_cannot_be_cut_is_refused_before_it_starts(recipe: Path, g
         assert message in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_the_parity_command_measures_pipelines(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["parity", str(recipe), "--layouts", "pp2", "--length", "8", "--steps", "1"]
     with pytest.raises(SystemExit) as ended:

@@ -61,6 +61,7 @@ def forge(*overrides: str) -> tuple[int, str]:
     return code, said.getvalue()
 
 
+@pytest.mark.slow
 def test_fault_13_a_run_goes_on_though_the_clock_is_a_day_behind(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on another node, whose clock is wrong: its files are older than those of the steps before."""
     expected = train(here / "tiny.toml", ["--job.dir=whole"])["weights"]

@@ -20,6 +20,7 @@ from forge_train.directory import SAMPLES
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.inference.tokenizer import tokenizer_for, write_tokenizer
+from harness.siblings import fast
 from train.runs import TINY, train
 
 TEXT = "the cat sat on the mat; the dog sat on the cat.\n" * 40
@@ -91,7 +92,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None
         tokenizer_for(weights(), tmp_path / "none.json", Registry(), lambda _: None)
 
 
-@pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece"])
+@pytest.mark.parametrize("kind", fast("sentencepiece", of=["tiktoken", "sentencepiece"]))
 def test_a_run_samples_and_generates(components: dict[str, Any], tmp_path: Path, kind: str) -> None:
     coder = built(components, kind)
     tokenizer = {

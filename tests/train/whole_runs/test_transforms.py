@@ -43,7 +43,7 @@ WIDE = ["--precision.compute=fp64", "--precision.state=fp64"]
     "switched",
     [
         ["--transforms.recompute.policy=full"],
-        ["--transforms.compile.fullgraph=true", "--transforms.recompute.policy=selective"],
+        pytest.param(["--transforms.compile.fullgraph=true", "--transforms.recompute.policy=selective"], marks=pytest.mark.slow),
     ],
     ids=["recompute", "compile and recompute"],
 )

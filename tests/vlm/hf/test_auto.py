@@ -30,6 +30,7 @@ from forge_vlm.components.adapters import (
 from forge_vlm.components.encoders import Features, SigLIP2, ViT
 from forge_vlm.components.fusions import MixtureOfTransformers
 from forge_vlm.components.model import VLM
+from harness.siblings import fast
 from vlm.encoders.test_published import CASES as TOWERS
 from vlm.encoders.test_published import stored
 from vlm.hf.earlier_folders import write_earlier
@@ -138,7 +139,7 @@ def in_fresh_process(program: str, folder: Path, weights: Any) -> tuple[torch.Te
     return logits_of(weights, tokens, extras=extras), load_file(found)
 
 
-@pytest.mark.parametrize("name", ["mot", "gemma", "mot-experts"])
+@pytest.mark.parametrize("name", fast("mot-experts", of=["mot", "gemma", "mot-experts"]))
 def test_transformers_opens_the_folder_where_the_wheel_is_installed(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     weights = written(HELD[name], tmp_path / "out")
@@ -194,6 +195,7 @@ save_file(found, out)
 """
 
 
+@pytest.mark.slow
 def test_transformers_generates_what_the_largest_logits_of_ours_say(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     weights = written(MOT, tmp_path / "out")

@@ -65,7 +65,7 @@ def test_a_folder_that_computes_something_else_is_moved_away(
 @pytest.mark.parametrize(
     ("words", "family"),
     [
-        (("mot",), "forge_standalone"),
+        pytest.param(("mot",), "forge_standalone", marks=pytest.mark.slow),
         pytest.param(
             ("moma", "--model.moe.experts=4", "--model.moe.kernel=loop"), "forge_standalone", marks=pytest.mark.slow, id="moma"
         ),
