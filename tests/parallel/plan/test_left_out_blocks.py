@@ -19,7 +19,7 @@ from forge_parallel.dryrun.blocks import runs, shorten
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
 from forge_parallel.dryrun.fake_world import ACCELERATORS
 from forge_parallel.dryrun.memory import Ledger
-from forge_parallel.dryrun.record import WORK, Call, Entry, Irregular, Record, Unit
+from forge_parallel.dryrun.record import WORK, Call, Irregular, StepEvent, StepRecord, Unit
 from forge_parallel.dryrun.traffic import Flow
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint
@@ -281,8 +281,8 @@ def test_a_block_with_an_observer_that_declares_nothing_is_no_repetition() -> No
     assert shorten(blueprint, plan, NO_SETTINGS, 4) is None
 
 
-def entry(number: int | None, size: int, what: Any = "work") -> Entry:
-    return Entry(None if number is None else Unit(0, number), what, size)
+def entry(number: int | None, size: int, what: Any = "work") -> StepEvent:
+    return StepEvent(None if number is None else Unit(0, number), what, size)
 
 
 def test_a_record_is_unrolled_where_units_repeat() -> None:
@@ -291,7 +291,7 @@ def test_a_record_is_unrolled_where_units_repeat() -> None:
     forward = [entry(number, size) for number in range(4) for size in (10, 1)]
     backward = [entry(number, size) for number in (3, 2, 1, 0) for size in (-11, 5, -5)]
     loop = [item for number in range(4) for item in (entry(number, 8, Call(flow, 2)), entry(None, 2), entry(None, -2))]
-    record = Record([entry(None, 100), *forward, *backward, *loop])
+    record = StepRecord([entry(None, 100), *forward, *backward, *loop])
     whole = record.unrolled({Unit(0, 1): 3})
     assert sum(record.peak().values()) == 100 + 4 * 11
     assert sum(whole.record.peak().values()) == 100 + 7 * 11
@@ -308,19 +308,19 @@ def test_a_record_is_unrolled_where_units_repeat() -> None:
         ([entry(1, 5), entry(None, 1), entry(2, 5)], "do not do the same"),
         ([entry(1, 5)], "alone"),
         ([entry(1, 5), entry(2, 5), entry(2, 7)], "alone"),
-        ([Entry(None, "work", 9, ((Unit(0, 1), 4), (Unit(0, 2), 5)))], "different shares"),
+        ([StepEvent(None, "work", 9, ((Unit(0, 1), 4), (Unit(0, 2), 5)))], "different shares"),
     ],
 )
-def test_what_does_not_repeat_is_irregular(entries: list[Entry], why: str) -> None:
+def test_what_does_not_repeat_is_irregular(entries: list[StepEvent], why: str) -> None:
     with pytest.raises(Irregular, match=why):
-        Record(entries).unrolled({Unit(0, 1): 3})
+        StepRecord(entries).unrolled({Unit(0, 1): 3})
 
 
 def test_shared_entries_grow() -> None:
     """An all-reduce over 3 ranks of 4 bytes per block: 2 blocks of 6 left out, 24 bytes, of which 2/3 go twice."""
     shares = tuple((Unit(0, number), 4) for number in range(4))
     call = Call(Flow("tp", "all_reduce", 1, 16, 22), 3)
-    whole = Record([Entry(None, call, 16, shares), Entry(None, "work", 16, shares)]).unrolled({Unit(0, 1): 2}).record
+    whole = StepRecord([StepEvent(None, call, 16, shares), StepEvent(None, "work", 16, shares)]).unrolled({Unit(0, 1): 2}).record
     assert whole.flows() == [Flow("tp", "all_reduce", 1, 24, 32)]
     assert whole.peak() == {"work": 24}
 
@@ -340,11 +340,11 @@ def test_owners_of_a_storage_follow_from_the_tensors_in_it() -> None:
         part = both[4:] + 1
     entries = [item for item in ledger.record().entries if item.size and item.what == WORK]
     assert entries == [
-        Entry(None, WORK, 24, ((one, 16), (two, 8))),
-        Entry(None, WORK, 48, ((one, 32), (two, 16))),
-        *(Entry(unit, WORK, 4) for unit in (one, two)),
-        Entry(one, WORK, 16),
-        Entry(two, WORK, 8),
+        StepEvent(None, WORK, 24, ((one, 16), (two, 8))),
+        StepEvent(None, WORK, 48, ((one, 32), (two, 16))),
+        *(StepEvent(unit, WORK, 4) for unit in (one, two)),
+        StepEvent(one, WORK, 16),
+        StepEvent(two, WORK, 8),
     ]
     assert ledger.attribution is not None
     assert ledger.attribution.irregular is None

@@ -37,7 +37,8 @@ SHORTEST = 2048
 LARGEST_MICRO_BATCH = 16
 
 PIPELINE_MARGIN = 1.1
-"""Factor of the estimated memory of a pipeline. Dry runs of 70b in 8 stages counted 77.5 to 78.2 GiB where estimates were below 72."""
+"""Factor of the estimated memory of a pipeline. Dry runs of 70b in 8 stages counted 77.5 to 78.2 GiB where estimates were below
+72 GiB."""
 
 Kind = tuple[int, int, int, int]
 """Sizes of pipeline, context, tensor and expert parallelism."""
@@ -267,8 +268,8 @@ def _load(recipe: str, overrides: Sequence[str], candidate: Candidate, world: in
 
 
 def _counted(recipe: Recipe, layout: Layout, registry: Registry, hardware: Hardware, bound: int) -> int:
-    """Returns the largest peak of a rank in a dry run. Of a pipeline, the last and the first stage run: one has the head, the other
-    keeps the activations of most micro-batches. The first one does not run if the last one needs more than `bound`."""
+    """Returns the largest peak of a rank in a dry run. Of a pipeline, the last and the first stage run: one has the head, the
+    other keeps the activations of most micro-batches. The first one does not run if the last one needs more than `bound`."""
     stages, gpu = first_ranks(layout), Accelerator(hardware.name, hardware.memory)
     most = 0
     for rank in dict.fromkeys((stages[-1], stages[0])):

@@ -143,6 +143,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def not_persistent(module: nn.Module) -> frozenset[str]:
+    """Returns the names of a module's own buffers that its state does not have."""
+    return frozenset(module._non_persistent_buffers_set)
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd treats a tensor as a view, which cannot be detached in place."""
     return tensor._is_view()

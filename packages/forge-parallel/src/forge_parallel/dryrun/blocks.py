@@ -16,11 +16,12 @@ from torch import nn
 
 from forge_core.protocols.model import Observer
 from forge_core.specs import Specs
-from forge_parallel.dryrun.record import Irregular, Record, Unit
+from forge_parallel.dryrun.record import Irregular, StepRecord, Unit
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint
 from forge_parallel.optim.groups import Settings
 from forge_parallel.pipeline.stages import StageSplit, remove
+from forge_parallel.torch_private import not_persistent
 
 KEPT = (4, 6)
 """Repetitions of a run that stay: the first and the last, whose neighbors differ, and between them two to compare. More are
@@ -65,7 +66,7 @@ class Repeats:
         """Returns the sum over the whole model of numbers of the shortened one, by unit."""
         return sum(number * (1 + self.missing.get(unit, 0) if unit is not None else 1) for unit, number in summands)
 
-    def standing_for_all(self, records: Sequence[Record], tables: Sequence[Sequence[tuple[Unit | None, int]]]) -> "Repeats":
+    def standing_for_all(self, records: Sequence[StepRecord], tables: Sequence[Sequence[tuple[Unit | None, int]]]) -> "Repeats":
         """Returns the repeats with a unit of each run that stands for those that were left out: one that does the same as the
         next one, in every record, and has the same numbers, in every table.
 
@@ -236,7 +237,7 @@ def _described(value: Any, depth: int) -> Hashable:
         own = {name: kept for name, kept in vars(value).items() if name not in OF_TORCH}
         if declared(value):
             own = {name: kept.of_any_layer() if hasattr(kept, "of_any_layer") else kept for name, kept in own.items()}
-        slots = (value._parameters, value._buffers, value._modules, sorted(value._non_persistent_buffers_set))
+        slots = (value._parameters, value._buffers, value._modules, sorted(not_persistent(value)))
         return type(value), inner(own), *map(inner, slots), object() if hooks else None
     if isinstance(value, Mapping):
         return type(value), tuple((inner(key), inner(item)) for key, item in value.items())

@@ -27,7 +27,7 @@ from forge_parallel.dryrun.blocks import KEPT, NO_REPEATS, Repeats, by_parameter
 from forge_parallel.dryrun.fake_world import Accelerator, FusedAttention, Weightless, evenly, fake_world
 from forge_parallel.dryrun.lower_bounds import Bound, bounds
 from forge_parallel.dryrun.memory import Ledger, held_by
-from forge_parallel.dryrun.record import GRADIENTS, Irregular, Record, Unit
+from forge_parallel.dryrun.record import GRADIENTS, Irregular, StepRecord, Unit
 from forge_parallel.dryrun.traffic import Flow, Traffic
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Order, Plan
@@ -342,7 +342,7 @@ class _Counted:
     are places as in `_Notes`."""
 
     gradients: list[tuple[Unit | None, int]]
-    record: Record
+    record: StepRecord
     starts: list[int]
     forwards: list[tuple[int, int]]
     heads: list[tuple[int, int]]

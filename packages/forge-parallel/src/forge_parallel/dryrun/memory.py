@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forge_parallel.dryrun.attribution import Attribution, Place, Segments, segments_of, shares_of
-from forge_parallel.dryrun.record import TOUCHED, WORK, Call, Entry, Record, Shares, Unit
+from forge_parallel.dryrun.record import TOUCHED, WORK, Call, Shares, StepEvent, StepRecord, Unit
 from forge_parallel.dryrun.traffic import SCATTERED, Flow
 from forge_parallel.placement.boxes import plain
 from forge_parallel.torch_private import TorchDispatchMode, local_part, schema, storage_key, tree_leaves
@@ -132,12 +132,12 @@ class Ledger(TorchDispatchMode):
         """Returns the current position in the sequence of events."""
         return len(self._events)
 
-    def record(self) -> Record:
+    def record(self) -> StepRecord:
         """Returns what was recorded so far."""
         classes = self._classes
-        return Record(
+        return StepRecord(
             [
-                Entry(unit, classes.get(what, WORK) if isinstance(what, int) else what, size, shares)
+                StepEvent(unit, classes.get(what, WORK) if isinstance(what, int) else what, size, shares)
                 for unit, what, size, shares in self._events
             ]
         )

@@ -1,8 +1,8 @@
 """The record of a step: changes of memory and collectives, in order; and the record of a deeper model, made from that of a
 short one.
 
-Everything that a dry run counts in a step is an entry of its record. `Record.unrolled` repeats the entries of repeated blocks, so
-whatever is computed from a record needs no rule of its own for blocks that did not run.
+Everything that a dry run counts in a step is an entry of its record. `StepRecord.unrolled` repeats the entries of repeated
+blocks, so whatever is computed from a record needs no rule of its own for blocks that did not run.
 """
 
 from collections import Counter
@@ -48,7 +48,7 @@ class Call(NamedTuple):
     ranks: int
 
 
-class Entry(NamedTuple):
+class StepEvent(NamedTuple):
     """One event of a step.
 
     Attributes:
@@ -69,10 +69,10 @@ class Irregular(Exception):
 
 
 @dataclass(frozen=True)
-class Record:
+class StepRecord:
     """The entries of a step, in order. A place is the number of entries before it."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[StepEvent]
 
     @cached_property
     def _totals(self) -> list[int]:
@@ -127,14 +127,14 @@ class Record:
         for (before, _, _), (_, group, _) in pairwise(insertions):
             if group < before:
                 raise Irregular("two runs repeat in the same place")
-        entries: list[Entry] = []
+        entries: list[StepEvent] = []
         before = 0
         for place, group, times in insertions:
             entries += [_grown(entry, missing) for entry in self.entries[before:place]]
             entries += list(self.entries[group:place]) * times
             before = place
         entries += [_grown(entry, missing) for entry in self.entries[before:]]
-        return Unrolled(Record(entries), tuple((place, (place - group) * times) for place, group, times in insertions))
+        return Unrolled(StepRecord(entries), tuple((place, (place - group) * times) for place, group, times in insertions))
 
     def compare(self, unit: Unit) -> None:
         """Checks that a unit and the next one of its run do the same, one directly after the other.
@@ -174,7 +174,7 @@ class Record:
 class Unrolled:
     """An unrolled record. `added` has (place in the original, number of entries inserted there), sorted."""
 
-    record: Record
+    record: StepRecord
     added: tuple[tuple[int, int], ...] = ()
 
     def moved(self, place: int) -> int:
@@ -182,7 +182,7 @@ class Unrolled:
         return place + sum(count for where, count in self.added if where <= place)
 
 
-def _grown(entry: Entry, missing: Mapping[Unit, int]) -> Entry:
+def _grown(entry: StepEvent, missing: Mapping[Unit, int]) -> StepEvent:
     """Returns an entry of several units in a step with more of them."""
     further = sum(size * missing.get(unit, 0) for unit, size in entry.shares)
     if not further:
