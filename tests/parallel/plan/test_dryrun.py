@@ -273,6 +273,38 @@ def test_activations_are_those_that_a_real_forward_keeps(transforms: list[Any]) 
     assert estimate.activations == pytest.approx(held - kept, abs=scalars)
 
 
+def _kept(workload: Workload, layout: str, transforms: Any) -> int:
+    """Bytes that the second forward of a rank keeps."""
+    at = Layout.parse(layout)
+    plan, topology = Plan.of(transforms, at), Topology.of(at, CPU)
+    model = realize(Blueprint.of(workload.build), plan, topology, 0, workload.compute, workload.state)
+    step, batch = Step(model, workload.objective), workload.batch()
+    step([batch])
+    return held_after(lambda: step._forward(batch))[1]
+
+
+KEEPING: dict[str, tuple[str, list[Any]]] = {
+    "tp2": ("tp2", [TensorParallel()]),
+    "tp2 some": ("tp2", [TensorParallel(), Recompute()]),
+    "tp2 full": ("tp2", [TensorParallel(), Recompute(policy="full")]),
+    "tp2 whole sequences, some": ("tp2", [TensorParallel(sequence_parallel=False), Recompute()]),
+    "dp2": ("dp2", [FullyShard()]),
+    "dp2 some": ("dp2", [FullyShard(), Recompute()]),
+    "dp2tp2 some": ("dp2tp2", [TensorParallel(), FullyShard(), Recompute()]),
+}
+
+
+@pytest.mark.parametrize("case", fast("tp2 some", "dp2 some", of=KEEPING))
+def test_activations_of_a_rank_are_those_that_its_forward_keeps(world: World, case: str) -> None:
+    """What ranks exchange counts once: an operator that waits for a collective returns the tensor that it waited for."""
+    layout, transforms = KEEPING[case]
+    workload = replace(MODELS["decoder"], compute="fp32")
+    ranks = Layout.parse(layout).world
+    real = world.run(_kept, ranks, workload, layout, transforms)[-1]
+    estimate = dry_run(workload, Plan.of(transforms, Layout.parse(layout)), ranks - 1)
+    assert estimate.activations + estimate.head == real
+
+
 @pytest.mark.parametrize("transforms", [[], [Recompute(policy="full")]], ids=["all", "recompute"])
 def test_the_peak_is_that_of_the_allocator(transforms: list[Any]) -> None:
     """Torch's profiler sees every call of the allocator, so also what kernels take for themselves."""

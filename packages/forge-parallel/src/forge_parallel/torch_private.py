@@ -69,6 +69,7 @@ attention_math = aten._scaled_dot_product_attention_math
 TO_COPY = aten._to_copy.default
 LOCAL_SCALAR = aten._local_scalar_dense.default
 GROUPED_MM = aten._grouped_mm.default
+WAIT_TENSOR = functional.wait_tensor.default
 
 # Whether a profiler records this thread; public functions are too slow for a step.
 profiling: Callable[[], bool] = torch.autograd._profiler_enabled

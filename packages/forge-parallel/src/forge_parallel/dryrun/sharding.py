@@ -234,13 +234,14 @@ class Load:
 
 @dataclass
 class _Unit:
-    """Tensors that are gathered together: their elements on a rank before and after sharding, and the numbers of a token that
-    enter and leave their matrices."""
+    """Tensors that are gathered together: their elements on a rank before and after sharding, the numbers of a token that enter and
+    leave their matrices, and those that selective recomputation keeps of exchanges between tp ranks."""
 
     whole: int = 0
     shard: int = 0
     entering: float = 0.0
     leaving: float = 0.0
+    exchanged: float = 0.0
 
 
 Units = tuple[tuple[Mapping[str, "_Unit"], int], ...]
@@ -324,7 +325,7 @@ def _kept(unit: _Unit, width: float, load: Load, index: int) -> float:
     """Numbers of a token that a block keeps: the stream before and after attention, and what matrices take and make."""
     if load.recompute is None or index % load.every:
         return 2 * width + unit.entering + unit.leaving
-    return width if load.recompute == "full" else 2 * width + unit.leaving
+    return width if load.recompute == "full" else 2 * width + unit.leaving + unit.exchanged
 
 
 def _units(described: Described, layout: Layout, top_k: int, within: tuple[str, ...] = ("",)) -> dict[str, _Unit]:
@@ -344,6 +345,10 @@ def _units(described: Described, layout: Layout, top_k: int, within: tuple[str, 
             taken = top_k if stacked else 1
             unit.leaving += taken * _features(parameter.shape[-2], dims[-2], stacked, layout)
             unit.entering += taken * _features(parameter.shape[-1], dims[-1], stacked, layout)
+            if layout.tp > 1 and not stacked and dims[-1] in CUT and dims[-2] == "embed":
+                # Of its output, a sum over ranks, 1 / tp is in `leaving`. The rest is kept, with the scattered sum and with the
+                # stream that ranks gathered before.
+                unit.exchanged += 2 * parameter.shape[-2]
     return units
 
 
