@@ -127,6 +127,13 @@ def test_activations_by_what_is_computed_again(load: dict[str, Any], kept: int) 
     assert needs(Blueprint.of(SHAPE.build), Layout(), Load(1024, 2, compute="fp32", **load)).activations == 4 * 1024 * kept
 
 
+def test_selective_recomputation_keeps_what_tp_ranks_exchange() -> None:
+    """On 2 ranks: of attention and feed-forward layer the gathered stream, the whole sum, and its scattered half."""
+    kept = 6 * (256 + 3072 / 2 + 2 * (256 + 256 / 2 + 256 / 2)) + (3072 + 2560) / 2
+    load = Load(1024, 2, compute="fp32", recompute="selective")
+    assert needs(Blueprint.of(SHAPE.build), Layout(tp=2), load).activations == 4 * 1024 * kept
+
+
 def test_formats_and_shards_on_the_host() -> None:
     described = Blueprint.of(SHAPE.build)
     elements = sum(parameter.numel() for parameter in described.module.parameters())
@@ -153,6 +160,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         slow(SHAPE, "hsdp2x2", "each", False, (Recompute(policy="full"),)),
         slow(replace(SHAPE, tied_embeddings=True), "dp2", "last", False, (Recompute(policy="selective"),)),
         slow(SHAPE, "dp2tp2", "each", None, (TensorParallel(),)),
+        slow(SHAPE, "dp2tp4", "last", None, (TensorParallel(), Recompute(policy="selective"))),
         slow(MOE, "dp4", "each", False, ()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
