@@ -234,8 +234,8 @@ class Load:
 
 @dataclass
 class _Unit:
-    """Tensors that are gathered together: their elements on a rank before and after sharding, the numbers of a token that enter and
-    leave their matrices, and those that selective recomputation keeps of exchanges between tp ranks."""
+    """Tensors that are gathered together: their elements on a rank before and after sharding, the numbers of a token that enter
+    and leave their matrices, and those that selective recomputation keeps of exchanges between tp ranks."""
 
     whole: int = 0
     shard: int = 0
