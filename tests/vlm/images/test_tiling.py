@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -97,6 +97,8 @@ def test_square_is_the_whole_image() -> None:
     st.integers(1, 400),
     st.integers(1, 9),
 )
+@example("grid", 1, 253, 253, 1)
+@example("grid", 2000, 3, 253, 1)
 def test_any_image_becomes_at_most_as_many_tiles(name: Any, width: int, height: int, size: int, most: int) -> None:
     """And what is resized lies on the grid."""
     tiling = Tiling(name=name, most=most)

@@ -97,15 +97,15 @@ def anyres(width: int, height: int, size: int, grids: Sequence[tuple[int, int]])
 
 
 def grid(width: int, height: int, size: int, most: int) -> Tiles:
-    """Computes a grid whose longer side is `most` tiles long; both sides are rounded up to whole tiles."""
+    """Computes a grid whose longer side is `most` tiles long; both sides are rounded up to whole tiles, and at least one."""
     longest = _long_side(width, height, most * size)
     ratio = longest[0] / longest[1]
     if longest[0] >= longest[1]:
         across = _up(longest[0], size)
-        down = _up(int(across / ratio), size)
+        down = _up(max(1, int(across / ratio)), size)
     else:
         down = _up(longest[1], size)
-        across = _up(int(down * ratio), size)
+        across = _up(max(1, int(down * ratio)), size)
     rows, columns = down // size, across // size
     if rows == columns == 1:
         return Tiles(0, 0, "last", (longest, (across, down)))
