@@ -211,7 +211,8 @@ def test_other_formats_hold_the_same_numbers(make, inputs, tmp_path, dtype):
     store = ActivationStore(tmp_path / "store")
     for suffix in conversion.CONVERTERS:
         convert(store, tmp_path / f"found{suffix}")
-    arrays = np.load(tmp_path / "found.npz", allow_pickle=False)
+    with np.load(tmp_path / "found.npz", allow_pickle=False) as archive:
+        arrays = dict(archive)
     table = parquet.read_table(tmp_path / "found.parquet")
     in_memory, opened = as_xarray(store), xarray.open_zarr(tmp_path / "found.zarr", consolidated=False)
     hdf5 = h5py.File(tmp_path / "found.h5")

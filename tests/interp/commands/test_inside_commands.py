@@ -176,7 +176,8 @@ def test_pairs_of_layers_at_each_checkpoint_without_later_blocks(trained, tmp_pa
     assert not [name for name in read if name.startswith("blocks.1.")]
     assert any(name.startswith("blocks.0.") for name in read)
     assert found["names"] == ["blocks.0.residual", "blocks.0.residual_mid", "blocks.0.residual_after"]
-    kept = np.load(tmp_path / "pairs.npz")
+    with np.load(tmp_path / "pairs.npz") as archive:
+        kept = dict(archive)
     assert kept["values"].shape == (2, 3, 3)
     assert kept["checkpoints"].tolist() == found["checkpoints"]
     for number, name in enumerate(found["checkpoints"]):

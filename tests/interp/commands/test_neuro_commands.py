@@ -54,7 +54,8 @@ def test_a_planted_recording_is_predicted_and_a_shuffled_one_is_not(trained, sen
     assert results["blocks.1.residual_after"]["mean"] > results["blocks.0.residual_after"]["mean"]
     assert 0.8 < results["blocks.1.residual_after"]["normalized"] < 1.05
     assert results["all"]["shares"]["blocks.1.residual_after"] > 0.5
-    kept = np.load(tmp_path / "encoded" / "results.npz")
+    with np.load(tmp_path / "encoded" / "results.npz") as archive:
+        kept = dict(archive)
     assert kept["r/all"].shape == kept["ceiling"].shape == (6,)
     assert kept["shares"].shape == (6, 2)
     assert json.loads((tmp_path / "encoded" / "results.json").read_text())["results"] == found["results"]
@@ -92,13 +93,15 @@ def test_stored_activations_give_what_the_model_gives(trained, sentences, tmp_pa
 
 def test_rsa_is_the_rank_correlation_of_distances(trained, sentences, tmp_path, capsys) -> None:
     found = said(capsys, "neuro", "rsa", trained / "run", "--target", sentences, "--samples", 50, "--output", tmp_path / "rsa")
-    data, upper = np.load(sentences)["data"].mean(0), np.triu_indices(len(SENTENCES), 1)
+    with np.load(sentences) as archive:
+        data, upper = archive["data"].mean(0), np.triu_indices(len(SENTENCES), 1)
     theirs = 1 - np.corrcoef(data)[upper]
     for layer, one in enumerate(found["results"]):
         mine = 1 - np.corrcoef(stream(trained / "run", SENTENCES, layer))[upper]
         assert one["correlation"] == pytest.approx(spearmanr(mine, theirs).statistic, abs=1e-4)
         assert one["low"] < one["correlation"] < one["high"]
-    assert np.load(tmp_path / "rsa" / "results.npz")["recording"].shape == (27, 27)
+    with np.load(tmp_path / "rsa" / "results.npz") as archive:
+        assert archive["recording"].shape == (27, 27)
 
 
 def test_words_are_found_at_their_times_and_with_the_delay_of_the_recording(trained, tmp_path, capsys) -> None:

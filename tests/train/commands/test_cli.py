@@ -1,5 +1,6 @@
 """The command as a user meets it: what is wrong is said once, with exit code 2, and nothing is left half-written."""
 
+import gc
 import json
 import os
 import signal
@@ -260,3 +261,10 @@ def test_a_misspelled_option_is_refused_with_what_is_near(
         main(given)
     assert ended.value.code == 2
     assert near in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_command_leaves_the_garbage_collector_as_it_found_it(capsys: pytest.CaptureFixture[str]) -> None:
+    before = gc.get_threshold()
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert gc.get_threshold() == before

@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not given and COMPLETE not in os.environ:
         print(FIRST)
         sys.exit(NOT_GIVEN)
+    before = gc.get_threshold()
     gc.set_threshold(*COLLECTIONS)
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # less of a GPU's memory lies idle between tensors of odd sizes
@@ -72,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         root(Registry(), listing=listing).main(args=given, prog_name="forge-train")
     except ForgeError as refusal:
         sys.exit(Console(as_json="--json" in given).error(refusal))
+    finally:
+        gc.set_threshold(*before)
 
 
 def root(registry: Registry, listing: bool = True) -> TyperGroup:
