@@ -159,6 +159,7 @@ def saved_and_loaded(world: World, recipe: Path, tmp_path: Path, layout: str, ot
         assert [name for name in saved if not torch.equal(loaded[name], saved[name])] == []
 
 
+@pytest.mark.slow
 def test_fault_19_a_run_that_changes_its_layout_is_one_that_did_not(world: World, recipe: Path, tmp_path: Path) -> None:
     goes_on(world, recipe, tmp_path, [("ep2", 2), ("1", 3), ("tp2ep2", 4)])
 

@@ -121,6 +121,7 @@ def test_the_anchor_of_a_resume_may_not_change(recipe: Path, tmp_path: Path, cha
         train(recipe, [in_directory(tmp_path / "run"), change])
 
 
+@pytest.mark.slow
 def test_random_tokens_never_fall_below_their_entropy(recipe: Path, tmp_path: Path) -> None:
     """The floor: with every token seen once nothing can be learned, so a loss below ln V is a leak of labels."""
     overrides = ["--data.sources.0.tokens=400000", "--train.max_steps=150", "--train.global_batch=32", "--train.micro_batch=32"]

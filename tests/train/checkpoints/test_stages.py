@@ -110,6 +110,7 @@ def test_a_frozen_parameter_has_no_gradient_no_state_and_no_update(recipe: Path,
     assert sizes[0] < sizes[2] < sizes[4] or sizes[0] != sizes[2] != sizes[4]
 
 
+@pytest.mark.slow
 def test_an_average_of_the_weights_has_all_that_any_stage_trains(recipe: Path, tmp_path: Path) -> None:
     """By the definition, step by step, of parameters that are frozen for a while too; and across a border."""
     save = '[[hooks]]\nname = "save"'
@@ -193,6 +194,7 @@ def test_a_misspelled_name_is_refused_before_anything_starts(recipe: Path, tmp_p
     assert not (tmp_path / "run").exists() or not any((tmp_path / "run").glob("*.toml"))
 
 
+@pytest.mark.slow
 def test_a_plan_counts_what_any_stage_trains(recipe: Path, tmp_path: Path) -> None:
     """As without stages, where each parameter is trained in some; less where one never is."""
     layout, registry = Layout.parse("1"), Registry()

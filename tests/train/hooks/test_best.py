@@ -123,6 +123,7 @@ def test_a_best_step_is_saved_though_its_number_is_not_due(recipe: Path, tmp_pat
     assert names == ["step-00000004", "step-00000002", "step-00000001"]
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_patience_is_over_and_goes_on_with_more(recipe: Path, tmp_path: Path) -> None:
     values = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.5, 5: 1.0, 6: 2.0, 7: 2.0}
     directory = f"--job.dir={tmp_path / 'run'}"

@@ -103,6 +103,7 @@ def test_fault_17_a_resume_goes_on_with_it_exactly(recipe: Path, tmp_path: Path)
     assert all(value.dtype == torch.float32 and torch.equal(value, parts[name]) for name, value in whole.items())
 
 
+@pytest.mark.slow
 def test_other_ranks_go_on_with_it(world: World, recipe: Path, tmp_path: Path) -> None:
     whole = trained(recipe, [f"--job.dir={tmp_path / 'whole'}", *WIDE])[1]
     world.run(trained, 2, recipe, [f"--job.dir={tmp_path / 'cut'}", *WIDE, "--train.max_steps=6"])
@@ -141,6 +142,7 @@ def test_weights_that_are_not_there_are_refused(tmp_path: Path) -> None:
         run.weights("ema")
 
 
+@pytest.mark.slow
 def test_a_run_may_begin_and_cease_to_average(recipe: Path, tmp_path: Path) -> None:
     """A checkpoint without the average lets it begin with the weights; one with it does not hold up a run without the hook."""
     plain = tmp_path / "plain.toml"

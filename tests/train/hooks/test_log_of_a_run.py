@@ -64,6 +64,7 @@ def test_memory_that_is_held_is_that_of_weights_gradients_and_adam(recipe: Path,
         assert "memory/rest" not in entry, "the CPU has no peak that is reset"
 
 
+@pytest.mark.slow
 def test_speed_follows_from_tokens_per_second(recipe: Path, tmp_path: Path) -> None:
     entries, _, _ = logged(recipe, tmp_path / "run", [])
     matrices = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 24) + 61 * 16

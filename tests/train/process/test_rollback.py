@@ -179,6 +179,7 @@ def test_fault_38_one_spike_is_no_reason_and_two_in_a_row_are(tmp_path: Path) ->
     assert run.drawn[:8] == [1, 2, 3, 4, 5, 6, 7, 8]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_start_after_a_rollback_has_the_time_of_a_start(tmp_path: Path) -> None:
     """It reads a checkpoint, compiles and connects, which may take longer than a step."""
     recipe, ranks = read(tmp_path, [*POLICY, "--parallel.timeout=77", "--parallel.step_timeout=33"])

@@ -58,6 +58,7 @@ def test_a_run_in_three_parts_is_the_run_in_one(recipe: Path, tmp_path: Path) ->
     assert {3, 5, 8} <= logged, "and logged"
 
 
+@pytest.mark.slow
 def test_a_step_behind_the_end_is_the_end(recipe: Path, tmp_path: Path) -> None:
     assert train(recipe, [f"--job.dir={tmp_path / 'a'}", "--train.stop_at=9"])["reason"] == "finished"
     assert train(recipe, [f"--job.dir={tmp_path / 'b'}", "--train.stop_at=8"])["reason"] == "finished"
