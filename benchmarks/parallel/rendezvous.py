@@ -189,7 +189,7 @@ def phase(world: int) -> Counts:
     ranks = {0: stores["rank 0"], world - 1: stores["another"]}
 
     def run(rank: int) -> None:
-        while rank and not shared.check(["start/0/the model/here/0"]):
+        while rank and shared.add("start/0/the model/arrived", 0) < world - 1:
             time.sleep(0.001)
         with StartAgreement(rank, world, ranks[rank]).together("the model"):
             pass

@@ -50,9 +50,10 @@ def test_another_rank_asks_the_same_in_every_world_and_rank_0_at_most_linearly(r
     counted = {world: dict(rendezvous.rows(world)) for world in WORLDS}
     assert len(counted[16]) == 7
     for what in counted[16]:
-        others = {world: (found[what]["another"].total, found[what]["another"].keys) for world, found in counted.items()}
-        assert len(set(others.values())) == 1, (what, others)
-        assert others[16][0] <= 8
+        others = {world: found[what]["another"].total for world, found in counted.items()}
+        late = 2 if what == "meeting" else 0  # checks, if rank 0 closes the meeting between two of them
+        assert max(others.values()) - min(others.values()) <= late, (what, others)
+        assert others[16] <= 8 + late
         sizes = [counted[world][what]["another"].bytes for world in WORLDS]
         assert max(sizes) < 1.1 * min(sizes), "but for the digits of its number"
     linear = {"meeting": 3, "look, all wait": 2, "look, all have waited for 30 s": 1, "look, all have waited for 600 s": 1}
@@ -411,8 +412,11 @@ def test_a_process_that_may_not_open_a_file_for_each_connection_is_refused(monke
     assert given == []
     process_group._allow_files(Launch(0, 1024), gloo=False)
     assert given == [(3 * 1024 + 512, 4096)]
-    with pytest.raises(LayoutError, match=r"rank 0 of 1,024 has 4 connections.* 4,608 open files, but its limit is 4,096; raise"):
+    with pytest.raises(LayoutError, match=r"rank 0 of 1,024 has 4 connections.* 4,160 open files, but its limit is 4,096; raise"):
         process_group._allow_files(Launch(0, 1024), gloo=True)
+    limits = (100, 256)
+    process_group._allow_files(Launch(0, 2), gloo=True)
+    assert given.pop() == (256, 256), "a small world starts where few files are allowed"
     limits = (1024, resource.RLIM_INFINITY)
     process_group._allow_files(Launch(0, 65536), gloo=False)
     assert given[1:] == [(3 * 65536 + 512, resource.RLIM_INFINITY)]

@@ -15,7 +15,7 @@ from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.dryrun import estimate
 from forge_parallel.dryrun.attribution import Attribution, segments_of
-from forge_parallel.dryrun.blocks import runs, shorten
+from forge_parallel.dryrun.blocks import Repeats, runs, shorten
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
 from forge_parallel.dryrun.fake_world import ACCELERATORS
 from forge_parallel.dryrun.memory import Ledger
@@ -269,6 +269,24 @@ def test_blocks_that_share_a_module_are_no_repetitions() -> None:
     assert shorten(blueprint, Plan.of([], Layout()), NO_SETTINGS, 4) is None
 
 
+def test_a_block_with_a_hook_or_a_tensor_of_another_shape_is_no_repetition() -> None:
+    plan = Plan.of([], Layout())
+    blueprint = Blueprint.of(SHAPE.build)
+    blueprint.module.get_submodule("blocks.3.mlp").register_forward_hook(lambda *_: None)
+    assert shorten(blueprint, plan, NO_SETTINGS, 4) is None
+    blueprint = Blueprint.of(SHAPE.build)
+    wide = torch.nn.Parameter(torch.empty(96, 32, device="meta"))
+    blueprint.module.get_submodule("blocks.3.mlp.up_proj").weight = wide  # type: ignore[assignment]
+    assert shorten(blueprint, plan, NO_SETTINGS, 4) is None
+
+
+def test_a_unit_with_other_bytes_than_the_next_stands_for_none() -> None:
+    repeats, table = Repeats(left_out={0: 3}, kept={0: 4}), [(Unit(0, number), 8) for number in range(4)]
+    assert repeats.standing_for_all([], [table]).missing == {Unit(0, 1): 3}
+    with pytest.raises(Irregular, match="has 8 bytes or elements, and"):
+        repeats.standing_for_all([], [table, [*table[:2], (Unit(0, 2), 9), table[3]]])
+
+
 def test_a_block_with_an_observer_that_declares_nothing_is_no_repetition() -> None:
     plan = Plan.of([], Layout())
     assert shorten(Blueprint.of(MODELS["experts"].build), plan, NO_SETTINGS, 4) is not None
@@ -297,6 +315,7 @@ def test_a_record_is_unrolled_where_units_repeat() -> None:
     assert sum(whole.record.peak().values()) == 100 + 7 * 11
     assert whole.record.flows() == [flow * 7]
     assert whole.moved(1) == 1
+    assert whole.moved(5) == 5 + 3 * 2  # where the next unit begins, behind the repeated ones
     assert whole.moved(1 + len(forward)) == 1 + len(forward) + 3 * 2
     assert len(whole.record.entries) == len(record.entries) + 3 * (2 + 3 + 3)
 
@@ -314,6 +333,12 @@ def test_a_record_is_unrolled_where_units_repeat() -> None:
 def test_what_does_not_repeat_is_irregular(entries: list[StepEvent], why: str) -> None:
     with pytest.raises(Irregular, match=why):
         StepRecord(entries).unrolled({Unit(0, 1): 3})
+
+
+def test_runs_that_repeat_in_one_place_are_irregular() -> None:
+    other = [StepEvent(Unit(1, number), "work", 5) for number in (1, 2)]
+    with pytest.raises(Irregular, match="in the same place"):
+        StepRecord([entry(1, 5), other[0], entry(2, 5), other[1], entry(None, 5)]).unrolled({Unit(0, 1): 3, Unit(1, 1): 3})
 
 
 def test_shared_entries_grow() -> None:

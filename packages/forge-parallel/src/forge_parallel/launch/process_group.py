@@ -37,7 +37,10 @@ _CONNECTIONS = 3
 """Connections of each rank to the store: for the meeting and the group, for messages while it is opened, and for the watch."""
 
 _OTHER_FILES = 512
-"""Open files that a process needs besides."""
+"""Open files that a process may use besides."""
+
+_FEWEST_FILES = 64
+"""Open files without which no process starts."""
 
 _SHOWN = 8
 """Maximum number of ranks that a message names."""
@@ -246,16 +249,18 @@ def _allow_files(where: Launch, gloo: bool) -> None:
         LayoutError: the hard limit is too low; beyond it, ranks would wait for an answer until they time out.
     """
     each = _CONNECTIONS + gloo  # gloo connects all ranks with each other
-    needed = each * where.size + _OTHER_FILES
+    least = each * where.size + _FEWEST_FILES
+    wanted = each * where.size + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    if hard != resource.RLIM_INFINITY and hard < least:
         raise LayoutError(
-            f"rank 0 of {where.size:,} has {each} connections to each rank, so it needs {needed:,} open files, but its limit "
+            f"rank 0 of {where.size:,} has {each} connections to each rank, so it needs {least:,} open files, but its limit "
             f"is {hard:,}; raise the hard limit of open files on its host (`ulimit -Hn`; LimitNOFILE of slurmd or the container)"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if (allowed := wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)) > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def _reached(where: Launch, wait: Wait) -> dist.Store:
