@@ -5,6 +5,7 @@ import re
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,6 +221,21 @@ def test_the_best_layout_fits_as_a_dry_run_counts(monkeypatch: pytest.MonkeyPatc
     found = search("debug", (), 8, REGISTRY, h200, Efficiency(), memory=bound, wanted=2)
     assert [one.counted for one in found.best] == [True, False]
     assert found.best[0].memory <= bound and found.best[0].time.seconds >= first.time.seconds
+
+
+def test_what_a_dry_run_refuses_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Layout] = []
+
+    def refuse_first(job: Any, layout: Layout, *others: Any) -> Any:
+        tried.append(layout)
+        if len(tried) == 1:
+            raise ForgeError("blocks cannot be built")
+        return dry_run(job, layout, *others)
+
+    monkeypatch.setattr("forge_train.search.dry_run", refuse_first)
+    found = search("debug", (), 8, REGISTRY, Hardware.load("h200"), Efficiency(), wanted=1)
+    assert found.refused == {"blocks cannot be built": 1}
+    assert found.rejected[0].candidate.layout == tried[0] and found.best[0].counted
 
 
 def test_what_check_refuses_is_not_offered() -> None:

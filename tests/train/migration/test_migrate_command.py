@@ -117,6 +117,8 @@ def test_faults_of_the_recipe_are_listed(say: Say, tmp_path: Path) -> None:
         ("a.toml", b"[optimizer]\nlr = 1e-3\n", (), "may be a configuration of KempnerForge and torchtitan; name the framework"),
         ("a.toml", b"[train]\nbatch_size = 'x'\n", (), 'train.batch_size = "x" (line 2): KempnerForge expects an integer'),
         ("a.toml", b"[train]\nbatch_size = 0\n", (), "an integer above 0"),
+        ("a.toml", b"[train]\nseq_len = 8\n", ("--function", "f"), "--function f names a function of a torchtitan Python file"),
+        ("a.py", b"n_layer = 2\nblock_size = 8\n", ("--function", "f"), "torchtitan Python file, which a.py is not; remove it"),
         ("a.toml", b"[train]\nseq_len = 8\n", ("--force",), "--force replaces the file of --out"),
         ("a.toml", b"[train]\nseq_len = 8\n", ("--out", "."), "--out . is a directory; name a file"),
         ("a.toml", b"[train]\nseq_len = 8\n[distributed]\ntp = 4\n", ("--world", "6"), "a multiple of 4 processes"),

@@ -214,14 +214,20 @@ def search(
             result.too_large += 1
             reason = f"needs about {held / GIB:.1f} GiB of {bound / GIB:.1f} GiB"
         elif isinstance(loaded := _load(recipe, overrides, candidate, world, registry), str):
-            result.refused[loaded] = result.refused.get(loaded, 0) + 1
             reason = f"refused: {loaded}"
         elif count and not result.best:
-            candidate = replace(candidate, memory=_counted(loaded, candidate.layout, registry, hardware, bound), counted=True)
-            if candidate.memory > bound:
-                corrections[alike] = max(corrections[alike], candidate.memory / estimated)
-                result.too_large += 1
-                reason = f"a dry run counts {candidate.memory / GIB:.1f} GiB of {bound / GIB:.1f} GiB"
+            try:
+                candidate = replace(candidate, memory=_counted(loaded, candidate.layout, registry, hardware, bound), counted=True)
+            except ForgeError as refusal:  # of what a run builds after the checks
+                reason = f"refused: {refusal}"
+            else:
+                if candidate.memory > bound:
+                    corrections[alike] = max(corrections[alike], candidate.memory / estimated)
+                    result.too_large += 1
+                    reason = f"a dry run counts {candidate.memory / GIB:.1f} GiB of {bound / GIB:.1f} GiB"
+        if reason.startswith("refused: "):
+            refusal = reason.removeprefix("refused: ")
+            result.refused[refusal] = result.refused.get(refusal, 0) + 1
         if smallest is None or candidate.memory < smallest.memory:
             smallest = candidate
         if not reason:

@@ -4,7 +4,7 @@ import ast
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,15 @@ LARGEST = 4_000_000
 Settings = tuple[dict[str, SourceSetting], list[Unread]]
 
 
+@dataclass(frozen=True)
+class _File:
+    """A configuration file; `function` is the one that returns the configuration, if it was named."""
+
+    text: str
+    path: Path
+    function: str | None
+
+
 def read_source(path: Path, framework: str | None = None, function: str | None = None) -> tuple[Framework, Source]:
     """Reads a configuration file without running any code.
 
@@ -54,7 +63,7 @@ def read_source(path: Path, framework: str | None = None, function: str | None =
     failures: list[str] = []
     for candidate in chosen:
         try:
-            read = _READERS[candidate.name](text, path, function)
+            read = _READERS[candidate.name](_File(text, path, function))
         except ForgeError as error:
             failures.append(str(error))
             continue
@@ -70,6 +79,8 @@ def read_source(path: Path, framework: str | None = None, function: str | None =
         names = " and ".join(item[1].title for item in found if item[0] == found[0][0])
         raise ForgeError(f"{shown} may be a configuration of {names}; name the framework with --from")
     _, winner, (settings, rest) = found[0]
+    if function is not None and (winner is not torchtitan.TORCHTITAN or path.suffix == ".toml"):
+        raise ForgeError(f"--function {function} names a function of a torchtitan Python file, which {shown} is not; remove it")
     return winner, Source(settings, tuple(rest), _run_name(path, function))
 
 
@@ -166,48 +177,48 @@ def read_toml_settings(text: str, whole: frozenset[str] = frozenset()) -> dict[s
     return flattened(tree, lines, whole) if any(isinstance(value, dict) for value in tree.values()) else None
 
 
-def _kempnerforge(text: str, path: Path, function: str | None) -> Settings | None:  # noqa: ARG001 (every reader is given all)
-    settings = read_toml_settings(text, kempnerforge.TABLES)
+def _kempnerforge(file: _File) -> Settings | None:
+    settings = read_toml_settings(file.text, kempnerforge.TABLES)
     return None if settings is None else (settings, [])
 
 
-def _torchtitan(text: str, path: Path, function: str | None) -> Settings | None:
-    settings = read_toml_settings(text)
+def _torchtitan(file: _File) -> Settings | None:
+    settings = read_toml_settings(file.text)
     if settings is not None:
         return settings, []
-    module = _python(text, path)
-    return None if module is None else torchtitan_python.read_python(module, path, function)
+    module = _python(file.text, file.path)
+    return None if module is None else torchtitan_python.read_python(module, file.path, file.function)
 
 
-def _nanogpt(text: str, path: Path, function: str | None) -> Settings | None:  # noqa: ARG001 (every reader is given all)
-    module = _python(text, path)
+def _nanogpt(file: _File) -> Settings | None:
+    module = _python(file.text, file.path)
     return None if module is None else assignments(module)
 
 
-def _megatron(text: str, path: Path, function: str | None) -> Settings | None:  # noqa: ARG001 (every reader is given all)
-    if path.suffix in (".py", ".toml", ".json"):
+def _megatron(file: _File) -> Settings | None:
+    if file.path.suffix in (".py", ".toml", ".json"):
         return None
-    if path.suffix in (".yaml", ".yml"):
-        tree = _yaml(text)
+    if file.path.suffix in (".yaml", ".yml"):
+        tree = _yaml(file.text)
         if not isinstance(tree, dict):
             return None
         return megatron.read_yaml(tree)
-    if not any(FLAG.match(word) for word in text.replace("(", " ").replace('"', " ").replace("'", " ").split()):
+    if not any(FLAG.match(word) for word in file.text.replace("(", " ").replace('"', " ").replace("'", " ").split()):
         return None
-    return read_arguments(text)
+    return read_arguments(file.text)
 
 
-def _trainer(text: str, path: Path, function: str | None) -> Settings | None:  # noqa: ARG001 (every reader is given all)
-    if (module := _python(text, path)) is not None:
+def _trainer(file: _File) -> Settings | None:
+    if (module := _python(file.text, file.path)) is not None:
         return trainer.read_python(module)
     tree: Any
-    if text.lstrip().startswith(("{", "[")):
+    if file.text.lstrip().startswith(("{", "[")):
         try:
-            tree = json.loads(text)
+            tree = json.loads(file.text)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ForgeError(f"is not valid JSON: {error}") from error
-    elif path.suffix in (".yaml", ".yml"):
-        tree = _yaml(text)
+    elif file.path.suffix in (".yaml", ".yml"):
+        tree = _yaml(file.text)
     else:
         return None
     if not isinstance(tree, dict):
@@ -238,7 +249,7 @@ def _yaml(text: str) -> Any:
         raise ForgeError(f"is not valid YAML: {error}") from error
 
 
-_READERS: Mapping[str, Callable[[str, Path, str | None], Settings | None]] = {
+_READERS: Mapping[str, Callable[[_File], Settings | None]] = {
     "kempnerforge": _kempnerforge,
     "torchtitan": _torchtitan,
     "megatron": _megatron,
