@@ -15,10 +15,10 @@ CPU = torch.device("cpu")
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 3], [4, 4, 4, 4, 4, 4, 4, 4, 4]], dtype=torch.int32)
 
 
-def qkv(dtype=torch.float32, heads=4, kv_heads=2):
+def qkv(dtype=torch.float32, heads=4, kv_heads=2, width=16):
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, heads, 9, 16, generator=generator, dtype=dtype)
-    k, v = torch.randn(2, 2, kv_heads, 9, 16, generator=generator, dtype=dtype)
+    q = torch.randn(2, heads, 9, width, generator=generator, dtype=dtype)
+    k, v = torch.randn(2, 2, kv_heads, 9, width, generator=generator, dtype=dtype)
     return q, k, v
 
 
@@ -78,12 +78,28 @@ def test_flex(plain, documents, window, soft_cap):
     torch.testing.assert_close(found, by_hand(q, k, v, documents, window, 0.7, soft_cap), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("of_keys", "of_values"), [(8, 16), (16, 8)])
+def test_heads_for_which_flex_has_no_kernel_use_a_mask(plain, monkeypatch, of_keys, of_values):
+    """On a GPU, compiled flex attention refuses heads of less than 16: a model for tests would not run there."""
+    monkeypatch.setattr(module, "flex", lambda *_: pytest.fail("flex has no kernel for these heads"))
+    (q, k, _), (_, _, v) = qkv(width=of_keys), qkv(width=of_values)
+    shared = module.block_mask(DOCUMENTS, 9, 3, CPU)
+    found = LocalAttention()(q, k, v, shared, 0.7)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask(DOCUMENTS, 9, 3, CPU), scale=0.7, enable_gqa=True
+    )
+    assert torch.equal(found, expected)
+
+
 @masks
-def test_varlen(monkeypatch, documents, window):
-    def reference(query, key, value, starts, same, longest, also, *, scale, window_size, enable_gqa):
+@pytest.mark.parametrize("shares", [True, False], ids=["torch 2.12", "torch 2.11"])
+def test_varlen(monkeypatch, documents, window, shares):
+    """Until torch 2.11, keys must have as many heads as queries."""
+
+    def reference(query, key, value, starts, same, longest, also, *, scale, window_size, enable_gqa=False):
         """Each run of the flattened rows by itself."""
         assert starts is same
-        assert enable_gqa
+        assert enable_gqa == shares and (key.shape[1] < query.shape[1]) == shares
         assert longest == also >= int(starts.diff().max())
         parts = []
         for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
@@ -94,10 +110,17 @@ def test_varlen(monkeypatch, documents, window):
             parts.append(out[0].transpose(0, 1))
         return torch.cat(parts)
 
-    monkeypatch.setattr(varlen, "varlen_attn", reference)
+    def former(query, key, value, starts, same, longest, also, *, scale=None, window_size=(-1, -1)):
+        return reference(query, key, value, starts, same, longest, also, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", reference if shares else former)
+    module._shares_heads.cache_clear()
     q, k, v = qkv(torch.float64)
     shared = module.boundaries(documents, 9, window, CPU)
-    found = LocalAttention("varlen")(q, k, v, shared, 0.7)
+    try:
+        found = LocalAttention("varlen")(q, k, v, shared, 0.7)
+    finally:
+        module._shares_heads.cache_clear()
     torch.testing.assert_close(found, by_hand(q, k, v, documents, window, 0.7, None), rtol=1e-10, atol=1e-12)
 
 

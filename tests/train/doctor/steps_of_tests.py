@@ -52,6 +52,17 @@ def raises(_: DoctorSettings) -> Iterator[Check]:
     raise ValueError("three is not a number")
 
 
+def compiles(_: DoctorSettings) -> Iterator[Check]:
+    """Raises as compilers do: the cause in the first line, pages of what they held, and advice in the last."""
+    yield from ()
+    raise RuntimeError("no kernel for heads of 8\n" + "  held: everything\n" * 200 + "Set VERBOSE=1 for more")
+
+
+def mute(_: DoctorSettings) -> Iterator[Check]:
+    yield from ()
+    raise AssertionError
+
+
 def leaves(_: DoctorSettings) -> Iterator[Check]:
     """Code 0 without an end."""
     yield Check("before", "PASS", 1.0)

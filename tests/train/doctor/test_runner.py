@@ -46,7 +46,9 @@ def test_a_step_that_hangs_fails_keeps_what_it_found_and_leaves_no_process(tmp_p
     [
         ("aborts", "SIGABRT", 1),
         ("is_killed", "SIGKILL", 0),
-        ("raises", "ValueError: three is not a number", 1),
+        ("raises", "raised ValueError: three is not a number, after the check 'before'", 1),
+        ("compiles", "raised RuntimeError: no kernel for heads of 8, before its first check", 0),
+        ("mute", "raised AssertionError, before its first check", 0),
         ("leaves", "", 1),
     ],
 )

@@ -137,10 +137,11 @@ class Batch:
         return replace(self, mtp_targets=MTPTargets(_stacked(tokens), _stacked(labels)))
 
     def to(self, device: str) -> "Batch":
-        """Returns the same batch on `device`; copies from pinned memory are asynchronous."""
+        """Returns the same batch on `device`; copies from pinned memory to a device are asynchronous."""
+        asynchronous = not str(device).startswith("cpu")  # a copy to the host could be read before it arrives
 
         def move(tensor: "Tensor") -> "Tensor":
-            return tensor.to(device, non_blocking=True)
+            return tensor.to(device, non_blocking=asynchronous)
 
         return replace(
             self,

@@ -184,6 +184,9 @@ _CASES: dict[str, Callable[[torch.device, int, int, dist.ProcessGroup], _Pair]] 
 
 _TINY = {"dense": "debug", "experts": "debug-moe"}
 _SMALL = ("--model.dim=32", "--model.layers=2", "--hooks=[]")
+_ANGLES = 1e-5
+"""Maximum relative difference in fp64 between kinds of devices: angles of rotary positions, their sines and cosines are fp32, and
+each kind rounds their last bit otherwise. An H200 is 2e-6 away from a CPU, and 1e-12 with the CPU's angles."""
 _ROUNDED = {"fp32": 1e-4, "bf16": 3e-2}
 """Maximum relative difference between the loss and that in fp64."""
 
@@ -192,9 +195,10 @@ def examine_numbers(_: DoctorSettings) -> Iterator[Check]:
     """Step `numbers`: compares training on the device with fp64 on a CPU. The device processes all rows at once, the CPU one at a
     time, so that results do not agree only because sums have the same order."""
     here = device()
+    closest = TOLERANCE["fp64"] if here.type == "cpu" else _ANGLES
     for label, preset in _TINY.items():
         exact = _measured(preset, torch.device("cpu"), 1, "fp64")
-        yield _exact(label, exact, _measured(preset, here, 8, "fp64"))
+        yield _exact(label, exact, _measured(preset, here, 8, "fp64"), closest)
         for precision, limit in _ROUNDED.items():
             found = _measured(preset, here, 8, precision)
             yield _rounded(f"{label}, {precision}", exact, found, limit)
@@ -231,11 +235,11 @@ def _measured(preset: str, here: torch.device, micro_batch: int, precision: str,
     return measure(case, plan_of(job, Layout(), registry), here)
 
 
-def _exact(label: str, exact: Measurement, found: Measurement) -> Check:
+def _exact(label: str, exact: Measurement, found: Measurement, limit: float) -> Check:
     difference = compare(exact, found)
     worst = max(difference.loss, difference.norm, difference.gradients, difference.weights)
-    expected = f"loss, gradients and weights within {TOLERANCE['fp64']} of a CPU, after 3 steps"
-    if difference.accepted("fp64"):
+    expected = f"loss, gradients and weights within {limit} of a CPU, after 3 steps"
+    if difference.initial and worst <= limit:  # a number that is not finite is not
         return Check(f"{label}, fp64", "PASS", worst, "relative", expected)
     told = f"{worst:.1e}, worst: {difference.worst}" if difference.initial else "initial weights differ"
     remedy = "this installation computes wrong numbers: do not train, and report it with this file"

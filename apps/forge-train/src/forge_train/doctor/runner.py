@@ -100,8 +100,8 @@ ACCEPTANCE = (
 """Steps of `doctor --acceptance`."""
 
 
-SETTINGS, FOUND = "settings.json", "found.json"
-"""Files through which a step and its process exchange settings and results."""
+SETTINGS, FOUND, ERROR = "settings.json", "found.json", "error"
+"""Files through which a step and its process exchange settings, results and what ended it."""
 
 _LINES = 30
 """Number of lines to keep of the output of a failed step."""
@@ -182,10 +182,11 @@ def _result(step: DoctorStep, folder: Path, code: int | None, seconds: float, lo
     if code == 0 and written["ended"]:
         return StepOutcome.of(step, seconds, checks)
     last = f"after the check {checks[-1].name!r}" if checks else "before its first check"
-    return StepOutcome.of(step, seconds, [*checks, _broken(step, code, last, log)], log=log)
+    error = (folder / ERROR).read_text(encoding="utf-8") if (folder / ERROR).is_file() else "an error"
+    return StepOutcome.of(step, seconds, [*checks, _broken(step, code, last, error)], log=log)
 
 
-def _broken(step: DoctorStep, code: int | None, last: str, log: str) -> Check:
+def _broken(step: DoctorStep, code: int | None, last: str, error: str) -> Check:
     if code is None:
         told = f"did not end in {step.seconds:g} s, {last}"
         remedy = "a device, a link or a disk may hang: check dmesg (Xid, I/O errors), then run only this step with --only"
@@ -193,7 +194,7 @@ def _broken(step: DoctorStep, code: int | None, last: str, log: str) -> Check:
         told = f"ended by {signal.Signals(-code).name}, {last}"
         remedy = "a driver, a library or the memory limit may have ended it: check dmesg and the log below"
     else:
-        told = f"raised {log.splitlines()[-1] if log else 'an error'}, {last}"
+        told = f"raised {error}, {last}"
         remedy = "the log below has the traceback"
     return Check("ends as it should", "FAIL", told, expected=f"ends in {step.seconds:g} s", remedy=remedy)
 
@@ -223,6 +224,12 @@ def _write_found(folder: Path, found: list[Check], ended: bool) -> None:
     new.replace(folder / FOUND)
 
 
+def _write_error(folder: Path, error: BaseException) -> None:
+    """Writes kind and first line of an error: a compiler's cause is in its first lines, and its last ones are advice."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    (folder / ERROR).write_text(f"{type(error).__name__}: {first}".removesuffix(": "), encoding="utf-8")
+
+
 def _end_with_parent() -> None:
     sys.stdin.buffer.read()
     os._exit(1)
@@ -233,8 +240,9 @@ if __name__ == "__main__":
     code = 0
     try:
         work_as_child(sys.argv[1], Path(sys.argv[2]))
-    except BaseException:  # noqa: BLE001 (the parent reads the log)
+    except BaseException as error:  # noqa: BLE001 (the parent reads the log)
         traceback.print_exc()
+        _write_error(Path(sys.argv[2]), error)
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,6 +8,7 @@ see earlier keys in its window and its document.
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from inspect import signature
 from math import sqrt
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -25,6 +26,10 @@ from forge_models.blocks.layers import Linear, linear_specs
 from forge_models.blocks.rope import Rotary, Rotation, magnitude, rotate
 from forge_models.inner_values import tap
 from forge_models.shape import AttentionKernel, BlockContext
+
+
+NARROWEST_OF_FLEX = 16
+"""Width of heads from which flex attention has a kernel on a GPU."""
 
 
 class LocalAttention:
@@ -104,9 +109,9 @@ class LocalAttention:
                 return shared.attention(q, k, v, scale)
             shared = None
         if shared is not None and not isinstance(shared, Tensor):
-            if q.dtype != torch.float64:
+            if q.dtype != torch.float64 and min(q.shape[-1], v.shape[-1]) >= NARROWEST_OF_FLEX:
                 return flex(q, k, v, shared, scale, soft_cap)
-            shared = dense(shared, q, k)  # flex has no fp64 kernel; fp64 serves comparisons, not speed
+            shared = dense(shared, q, k)  # for comparisons in fp64 and tiny models, for which flex has no kernel
         if soft_cap is not None:
             return _written_out(q, k, v, shared, scale, soft_cap)
         return F.scaled_dot_product_attention(
@@ -238,6 +243,14 @@ def boundaries(
     return Boundaries(starts, length, window)
 
 
+@cache
+def _shares_heads() -> bool:
+    """Returns whether torch's variable-length attention takes fewer heads of keys than of queries (torch 2.12 and later)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
+
+
 def varlen(q: Tensor, k: Tensor, v: Tensor, shared: Boundaries, scale: float) -> Tensor:
     """Computes attention within each document and window."""
     from torch.nn.attention.varlen import varlen_attn
@@ -247,11 +260,15 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, shared: Boundaries, scale: float) ->
     if not starts.numel():
         starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)
     left = -1 if shared.window is None else shared.window - 1
+    shares: dict[str, Any] = {}
+    if (groups := q.shape[1] // k.shape[1]) > 1:
+        if _shares_heads():
+            shares["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    shares = q.shape[1] != k.shape[1]
-    out = varlen_attn(
-        flat_q, flat_k, flat_v, starts, starts, length, length, scale=scale, window_size=(left, 0), enable_gqa=shares
-    )
+    window = (left, 0)
+    out = varlen_attn(flat_q, flat_k, flat_v, starts, starts, length, length, scale=scale, window_size=window, **shares)
     assert isinstance(out, Tensor)
     return out.unflatten(0, (rows, length)).transpose(1, 2)
 

@@ -18,6 +18,9 @@ from forge_parallel.torch_private import recording
 CAUSAL_IS_A_MASK = True
 """True: causal attention to a rank's own keys needs a mask."""
 
+_NARROWEST = 16
+"""Width of heads from which flex attention has a kernel on a GPU."""
+
 Mask = list[Tensor]
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 LISTS_OF_QUERIES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
@@ -60,6 +63,11 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tupl
 
     if q.device.type != "cpu" and q.dtype == torch.float64:
         raise ValueError("ring attention has no fp64 kernel on a GPU; use transforms.context.kind = 'all_gather', or a CPU")
+    if q.device.type != "cpu" and (narrowest := min(q.shape[-1], v.shape[-1])) < _NARROWEST:
+        raise ValueError(
+            f"ring attention has no kernel for heads of {narrowest} on a GPU, only from {_NARROWEST}; "
+            "use transforms.context.kind = 'all_gather', or wider heads"
+        )
     blocks = None
     if mask:
         count = len(LISTS) + len(LISTS_OF_QUERIES)
