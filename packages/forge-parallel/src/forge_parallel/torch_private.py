@@ -35,10 +35,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # is
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # isort: skip
 from torch._guards import detect_fake_mode as detect_fake_mode  # isort: skip
 
-# The halves of a backward, for stages whose slots do not hold the parameters themselves.
-from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input  # isort: skip
-from torch.distributed.pipelining._backward import stage_backward_weight as stage_backward_weight  # isort: skip
-
 try:  # FSDP's placement of a dimension that tensor parallelism has sharded before; torch plans to remove it
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 except ImportError:
@@ -360,3 +356,17 @@ def flight_record() -> list[dict[str, Any]]:
         if (dump := getattr(c10d, name, None)) is not None:
             entries += json.loads(dump(True, False)).get("entries", ())
     return entries
+
+
+def stage_backward_input(*arguments: Any) -> Any:
+    """Runs the first half of a backward, for stages whose slots do not hold the parameters themselves."""
+    from torch.distributed.pipelining import _backward  # imports torch's compiler, which other runs can do without
+
+    return _backward.stage_backward_input(*arguments)
+
+
+def stage_backward_weight(*arguments: Any) -> Any:
+    """Runs the second half of a backward."""
+    from torch.distributed.pipelining import _backward
+
+    return _backward.stage_backward_weight(*arguments)

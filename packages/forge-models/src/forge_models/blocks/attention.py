@@ -27,7 +27,6 @@ from forge_models.blocks.rope import Rotary, Rotation, magnitude, rotate
 from forge_models.inner_values import tap
 from forge_models.shape import AttentionKernel, BlockContext
 
-
 NARROWEST_OF_FLEX = 16
 """Width of heads from which flex attention has a kernel on a GPU."""
 

@@ -111,8 +111,6 @@ def _accumulate(part: nn.Module) -> None:
 _WRAPPED = re.compile(r"[Ff]ailed to run (forward|stage backward)")
 """The first line of the errors in which torch wraps what a stage raises; the rest lists shapes."""
 
-Agree = Callable[[list[str]], list[str]]
-
 
 @dataclass
 class _Scored:
@@ -139,7 +137,7 @@ class PipelineRunner:
         agree: maps this rank's names of the objective's metrics to those of the last stage; by default by a broadcast.
     """
 
-    def __init__(self, model: ParallelModel, objective: Objective, agree: Agree | None = None) -> None:
+    def __init__(self, model: ParallelModel, objective: Objective, agree: Callable[[list[str]], list[str]] | None = None) -> None:
         assert model.cut is not None
         assert model.plan.pipeline is not None
         self._model, self._objective, self._cut = model, objective, model.cut

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -23,7 +23,6 @@ from forge_core.protocols.model import LossTerms, Objective, Observer
 from forge_parallel.accelerator import event_behind, timed_event
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.pipeline import stages
-from forge_parallel.step.pipeline import Agree, PipelineRunner
 from forge_parallel.step.reduce import (
     begin_statistics,
     finish_statistics,
@@ -38,7 +37,13 @@ from forge_parallel.step.reduce import (
 )
 from forge_parallel.torch_private import profiling
 
+if TYPE_CHECKING:
+    from forge_parallel.step.pipeline import PipelineRunner
+
 T = TypeVar("T")
+
+Agree = Callable[[list[str]], list[str]]
+"""How ranks of a pipeline get the names of the objective's metrics: the names on this rank -> the names on all ranks."""
 
 PREFIX = "forge/"
 """Prefix of the names in profiles."""
@@ -273,8 +278,12 @@ class Step:
         return observers(self.model)
 
     @cached_property
-    def _pipeline(self) -> PipelineRunner | None:
-        return None if self.model.cut is None else PipelineRunner(self.model, self.objective, self.agree)
+    def _pipeline(self) -> "PipelineRunner | None":
+        if self.model.cut is None:
+            return None
+        from forge_parallel.step.pipeline import PipelineRunner  # torch's pipelines import its compiler, most of a second
+
+        return PipelineRunner(self.model, self.objective, self.agree)
 
     def _train(self, batch: Batch, divisor: torch.Tensor, last: bool) -> LossTerms:
         before_micro_batch(self.model, last)
