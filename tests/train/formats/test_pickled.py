@@ -61,8 +61,8 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def of_dcp(prefix: str = "", recipe: Path | None = None, unsafe: bool = False) -> DcpConverter:
-    return DcpConverter(recipe=recipe and str(recipe), prefix=prefix, unsafe_pickle=unsafe)
+def of_dcp(prefix: str = "", recipe: Path | None = None, unsafe: bool = False, names: str = "forge") -> DcpConverter:
+    return DcpConverter(recipe=recipe and str(recipe), prefix=prefix, names=names, unsafe_pickle=unsafe)
 
 
 def of_torch(prefix: str = "", recipe: Path | None = None, unsafe: bool = False) -> TorchConverter:

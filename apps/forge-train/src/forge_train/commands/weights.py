@@ -33,9 +33,10 @@ def convert(
     max_shard_bytes: Annotated[int | None, typer.Option(help="Maximum size of one tensor file, in bytes.")] = None,
     recipe: Annotated[str | None, typer.Option(help="Recipe with the [model] of the tensors in SOURCE.")] = None,
     prefix: Annotated[str | None, typer.Option(help="Text before each name in SOURCE, such as `model.`.")] = None,
+    names: Annotated[str | None, typer.Option(help="Whose names SOURCE has (dcp): kempnerforge or torchtitan.")] = None,
     to_prefix: Annotated[str | None, typer.Option(help="Text before each name in TARGET.")] = None,
     unsafe_pickle: Annotated[
-        bool, typer.Option("--unsafe-pickle", help="Unpickle SOURCE, which can run any code of its author.")
+        bool, typer.Option("--unsafe-pickle", help="Also unpickle what is no tensor, which can run any code of its author.")
     ] = False,
     weights: Annotated[str, typer.Option(help="Weights to use: `model`, or `ema` for the average of hook ema.")] = "model",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
@@ -69,7 +70,9 @@ def convert(
     if dtype is not None and dtype not in DTYPES:
         raise ForgeError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     given = _given(family=family, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer and str(tokenizer), prefix=to_prefix)
-    read = _given(recipe=recipe, prefix=prefix, unsafe_pickle=unsafe_pickle or None, ignore=tuple(ignore) if ignore else None)
+    read = _given(recipe=recipe, prefix=prefix, names=names, ignore=tuple(ignore) if ignore else None)
+    if unsafe_pickle:
+        read["unsafe_pickle"] = True
     if recipe is not None and "recipe" in _options(registry, to):
         given["recipe"] = recipe  # for reading the result
     reader = converter(registry, from_, read | ({} if weights == "model" else {"weights": weights}))

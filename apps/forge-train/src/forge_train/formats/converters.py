@@ -1,7 +1,7 @@
 """Components of the formats of weights that Forge reads and writes: its own, and tensors under the model's names."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Gt
 
@@ -42,8 +42,10 @@ class Dcp(Component):
     """TOML file or preset whose `[model]` the tensors are of, for files that Forge did not write."""
     prefix: str = ""
     """What stands before every name in the files, such as `model.`; tensors without it are left out."""
+    names: Literal["forge", "kempnerforge", "torchtitan"] = "forge"
+    """Whose names, layouts and folders the checkpoint has; those of other frameworks can only be read."""
     unsafe_pickle: bool = False
-    """Unpickle a checkpoint that Forge did not write, in a separate process. This can run any code of its author as this user."""
+    """Also unpickle what is no tensor, in a separate process. This can run any code of the author as this user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,4 +59,4 @@ class Torch(Component):
     prefix: str = ""
     """What stands before every name in the files, such as `model.`; tensors without it are left out."""
     unsafe_pickle: bool = False
-    """Unpickle a file that Forge did not write, in a separate process. This can run any code of its author as this user."""
+    """Also unpickle what is no tensor, in a separate process. This can run any code of the author as this user."""

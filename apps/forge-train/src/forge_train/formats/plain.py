@@ -35,29 +35,25 @@ class PlainWeights:
         recipe: recipe with the `[model]` of the tensors; by default the description in the files.
         prefix: prefix of the names to read; tensors with other names are left out, with a note.
         origin: name of the weights in messages; by default `path`.
+        left: number of tensors that were left out before.
 
     Raises:
         ForgeError: there are no tensors, a file is damaged, or tensors do not fit the model (one error lists them).
     """
 
-    def __init__(self, path: Path, recipe: str | None = None, prefix: str = "", origin: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, recipe: str | None = None, prefix: str = "", origin: Path | None = None, left: int = 0
+    ) -> None:
         origin = origin or path
-        opened = [_opened(file) for file in _files(path)]
-        self._places: dict[str, tuple[Any, str]] = {}
-        left = 0
-        for handle in opened:
-            for stored in handle.keys():  # noqa: SIM118 (a handle does not iterate)
-                if not stored.startswith(prefix):
-                    left += 1
-                elif self._places.setdefault(stored.removeprefix(prefix), (handle, stored)) != (handle, stored):
-                    raise ForgeError(f"{path}: tensor {stored} is in two files; keep the files of one model in the folder")
+        found, texts = open_tensors(path)
+        self._places = {name.removeprefix(prefix): place for name, place in found.items() if name.startswith(prefix)}
+        left += len(found) - len(self._places)
         if not self._places:
-            raise ForgeError(f"{path} has no tensor{f' whose name begins with {prefix!r}' if prefix else ''}")
-        texts = {text for handle in opened if (text := (handle.metadata() or {}).get(DESCRIPTION)) is not None}
+            raise ForgeError(f"{origin} has no tensor{f' whose name begins with {prefix!r}' if prefix else ''}")
         if len(texts) > 1:
             raise ForgeError(f"{path}: the files belong to different models; keep the files of one model in the folder")
         description = _parsed(texts.pop(), path) if texts else None
-        self.tensors: Mapping[str, StoredTensor] = {name: _stored(*place) for name, place in self._places.items()}
+        self.tensors: Mapping[str, StoredTensor] = {name: stored_tensor(*place) for name, place in self._places.items()}
         self.model = model_of(description, recipe, origin)
         check_fit(self.model, self.tensors, origin)
         notes = (f"{left} tensors whose names do not begin with {prefix!r} were left out",) if left else ()
@@ -131,6 +127,23 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
+def open_tensors(path: Path) -> tuple[dict[str, tuple[Any, str]], set[str]]:
+    """Opens a file or a folder of files. Returns the open file and name of each tensor, and the descriptions in the files.
+
+    Raises:
+        ForgeError: there are no files, one is damaged, or two have a tensor of the same name.
+    """
+    places: dict[str, tuple[Any, str]] = {}
+    texts: set[str] = set()
+    for handle in map(_opened, _files(path)):
+        if (text := (handle.metadata() or {}).get(DESCRIPTION)) is not None:
+            texts.add(text)
+        for name in handle.keys():  # noqa: SIM118 (a handle does not iterate)
+            if places.setdefault(name, (handle, name))[0] is not handle:
+                raise ForgeError(f"{path}: tensor {name} is in two files; keep the files of one model in the folder")
+    return places, texts
+
+
 def _opened(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
@@ -150,7 +163,12 @@ def _parsed(text: str, path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _stored(handle: Any, name: str) -> StoredTensor:
+def stored_tensor(handle: Any, name: str) -> StoredTensor:
+    """Returns shape and dtype of a tensor in an open file.
+
+    Raises:
+        ForgeError: the dtype is not supported.
+    """
     entry = handle.get_slice(name)
     dtype = str(entry.get_dtype())
     if dtype not in _DTYPES:

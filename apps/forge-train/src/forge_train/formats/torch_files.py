@@ -1,8 +1,8 @@
 """The formats `dcp` and `torch`: checkpoints of `torch.distributed.checkpoint`, and `torch.save` files with a dict of tensors.
 
 Both are pickles. Next to torch's files, Forge writes `forge.json` with the position and digest of each tensor's bytes, so that
-it can read them without unpickling. Files without `forge.json`, or files that have changed since, come from somebody else; they
-are unpickled only with `--unsafe-pickle`, in a separate process.
+it can read them without unpickling. Files without `forge.json`, or files that have changed since, come from somebody else. A
+separate process unpickles tensors and their descriptions, and refuses files that contain anything else without `--unsafe-pickle`.
 
 The keys of `dcp` are the names of parameters at the top, as torchtitan has written them since its pull request 1347 of 2025.
 Checkpoints of `{"model": ...}`, as torchtitan wrote them before, have the prefix `model.`. Names and orientation of tensors are
@@ -34,6 +34,9 @@ from forge_train.formats.forge import TOKENIZER
 from forge_train.formats.plain import PlainWeights, check_fit, describe, facts_of, model_of, new_folder
 
 SIDECAR = "forge.json"
+
+REFUSED = 3
+"""Exit code of `unpickle` for a file that contains more than tensors."""
 
 
 @dataclass(frozen=True)
@@ -112,37 +115,64 @@ class BytesWeights:
 def read_pickled(
     path: Path, kind: str, marker: Path, *, recipe: str | None, prefix: str, unsafe: bool
 ) -> BytesWeights | PlainWeights:
-    """Opens pickled weights, by `forge.json` or, on request, by unpickling them in another process.
+    """Opens pickled weights, by `forge.json` or by unpickling them in another process.
 
     Args:
         kind: `dcp` or `torch`.
         marker: the file by which the format is recognized; `forge.json` is ignored if this file has changed since.
+        unsafe: also unpickle what is neither a tensor nor the description of one.
 
     Raises:
-        ForgeError: there are no such weights, unpickling was not requested or failed, or the tensors do not fit the model.
+        ForgeError: there are no such weights, unpickling failed, or the tensors do not fit the model.
     """
     if not marker.is_file():
         raise ForgeError(f"{path} is not of format {kind!r}: {marker} is missing")
     if (found := _of_forge(path, marker)) is not None:
         return BytesWeights(path, *found, recipe)
-    if not unsafe:
+    if (path / SIDECAR).exists() and not unsafe:
         raise ForgeError(
-            f"{path} is pickled ({kind}), and unpickling can run any code of its author as this user, so nothing was read. "
-            "If you trust its author, pass --unsafe-pickle"
+            f"{path} has changed since Forge wrote it: {SIDECAR} does not fit its files. Restore them; to read them as they are, "
+            "without checking their bytes, pass --unsafe-pickle"
         )
     folder = mkdtemp(prefix="forge-unpickled-")
     try:
-        command = [sys.executable, "-I", "-m", "forge_train.formats.unpickle", kind, str(path), folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
-            raise ForgeError(f"{path} could not be unpickled: {last[:500]}")
-        weights = PlainWeights(Path(folder), recipe, prefix, origin=path)
+        left = unpickle(kind, path, Path(folder), unsafe, prefix)
+        weights = PlainWeights(Path(folder), recipe, prefix, origin=path, left=left)
     except BaseException:
         rmtree(folder, ignore_errors=True)
         raise
     finalize(weights, rmtree, folder, ignore_errors=True)
     return weights
+
+
+def unpickle(kind: str, path: Path, folder: Path, unsafe: bool, *prefixes: str) -> int:
+    """Writes those tensors of a pickled file whose names begin with one of `prefixes` to safetensors files, in another process.
+
+    Args:
+        kind: `dcp` or `torch`.
+        path: the checkpoint or file.
+        folder: where to write; it is created.
+        unsafe: also unpickle what is neither a tensor nor the description of one.
+        prefixes: beginnings of names.
+
+    Returns:
+        The number of other tensors.
+
+    Raises:
+        ForgeError: the file contains more than tensors, or is damaged.
+    """
+    module = [sys.executable, "-I", "-m", "forge_train.formats.unpickle"]
+    command = [*module, kind, str(path), str(folder), "unsafe" if unsafe else "safe", *prefixes]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1][:500]
+    if done.returncode == REFUSED:
+        raise ForgeError(
+            f"{path} contains more than tensors ({last}), and unpickling that can run any code of its author as this user, so "
+            "nothing was read. If you trust its author, pass --unsafe-pickle"
+        )
+    if done.returncode:
+        raise ForgeError(f"{path} could not be unpickled: {last}")
+    return int(done.stdout.split()[-1])
 
 
 def write_sidecar(folder: Path, weights: Weights, marker: Path, places: Mapping[str, StoredBytes]) -> None:
@@ -212,19 +242,25 @@ METADATA = ".metadata"
 class DcpConverter:
     """The converter `dcp`."""
 
-    def __init__(self, *, recipe: str | None, prefix: str, unsafe_pickle: bool) -> None:
-        self.recipe, self.prefix, self.unsafe_pickle = recipe, prefix, unsafe_pickle
+    def __init__(self, *, recipe: str | None, prefix: str, names: str, unsafe_pickle: bool) -> None:
+        self.recipe, self.prefix, self.names, self.unsafe_pickle = recipe, prefix, names, unsafe_pickle
 
-    def read(self, path: Path) -> BytesWeights | PlainWeights:
-        """Opens a checkpoint; see `read_pickled`."""
+    def read(self, path: Path) -> Weights:
+        """Opens a checkpoint; see `read_pickled`, and `read_framework` for the names of other frameworks."""
+        if self.names != "forge":
+            from forge_train.formats.frameworks import FRAMEWORKS, read_framework
+
+            return read_framework(FRAMEWORKS[self.names], path, self.recipe, self.unsafe_pickle)
         return read_pickled(path, "dcp", path / METADATA, recipe=self.recipe, prefix=self.prefix, unsafe=self.unsafe_pickle)
 
     def write(self, path: Path, weights: Weights) -> None:
         """Writes a checkpoint of one rank, one tensor at a time, and `forge.json` next to it.
 
         Raises:
-            ForgeError: `path` exists and is not an empty folder.
+            ForgeError: `path` exists and is not an empty folder, or the names are not Forge's.
         """
+        if self.names != "forge":
+            raise ForgeError(f"checkpoints with the names of {self.names} can only be read; write the format hf for it")
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 

@@ -1,41 +1,82 @@
 """Converts pickled weights to safetensors in a separate process: `python -I -m forge_train.formats.unpickle ...`.
 
-Unpickling can run any code of the file's author as this user. It happens only here, and only on the user's request; the result is
-files of plain tensors.
+Unpickling can run any code of the file's author as this user. So only tensors and the descriptions of tensors are unpickled,
+and a file that names anything else is refused; on the user's request everything is unpickled. It happens only here, and the
+result is files of plain tensors.
 """
 
+import io
+import pickle
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+
+from forge_train.formats.torch_files import REFUSED
 
 _LIMIT = 2 << 30
 
+_DESCRIPTIONS = {
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "torch": {"Size"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+        *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.serialization": {"_get_layout"},
+}
+"""What the metadata of a distributed checkpoint may name: each is plain data, or a function that returns a constant of torch."""
 
-def of_dcp(path: Path) -> Iterator[dict[str, torch.Tensor]]:
+
+class _DescriptionUnpickler(pickle.Unpickler):
+    """Unpickles the metadata of a distributed checkpoint and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _DESCRIPTIONS.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+
+
+class _DescriptionReader(FileSystemReader):
+    """Reads a distributed checkpoint without unpickling anything but descriptions; torch reads the tensors likewise."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Any:
+        found = _DescriptionUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+        if getattr(found, "storage_meta", None) is None:
+            found.storage_meta = StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+def of_dcp(path: Path, keep: Callable[[str], bool], unsafe: bool) -> Iterator[dict[str, torch.Tensor]]:
     """Yields the tensors of a distributed checkpoint by flat name, in groups of about `_LIMIT` bytes."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    entries = {name: entry for name, entry in known.items() if isinstance(entry, TensorStorageMetadata)}
+    reader: Callable[[], FileSystemReader] = lambda: (FileSystemReader if unsafe else _DescriptionReader)(path)  # noqa: E731
+    known = reader().read_metadata().state_dict_metadata
+    entries = {name: entry for name, entry in known.items() if isinstance(entry, TensorStorageMetadata) and keep(name)}
     group: dict[str, torch.Tensor] = {}
     for name, entry in entries.items():
         group[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         if sum(tensor.nbytes for tensor in group.values()) >= _LIMIT:
-            dcp.load(group, checkpoint_id=path, no_dist=True)
+            dcp.load(group, storage_reader=reader(), no_dist=True)
             yield group
             group = {}
     if group:
-        dcp.load(group, checkpoint_id=path, no_dist=True)
+        dcp.load(group, storage_reader=reader(), no_dist=True)
         yield group
 
 
-def of_torch(path: Path) -> Iterator[dict[str, torch.Tensor]]:
+def of_torch(path: Path, keep: Callable[[str], bool], unsafe: bool) -> Iterator[dict[str, torch.Tensor]]:
     """Yields the tensors of a file of `torch.save`; the names of nested dicts are joined with dots."""
-    yield dict(_flat(torch.load(path, map_location="cpu", weights_only=False)))
+    yield {name: tensor for name, tensor in _flat(torch.load(path, map_location="cpu", weights_only=not unsafe)) if keep(name)}
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -48,16 +89,31 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from _flat(item, f"{name}.{key}" if name else str(key))
 
 
-def main(kind: str, source: Path, target: Path) -> None:
-    """Writes safetensors files into `target`."""
+def main(kind: str, source: Path, target: Path, unsafe: bool, *prefixes: str) -> None:
+    """Writes the tensors whose names begin with one of `prefixes` to safetensors files; prints how many others there are."""
     from safetensors.torch import save_file
 
-    for number, group in enumerate({"dcp": of_dcp, "torch": of_torch}[kind](source)):
+    left = 0
+
+    def keep(name: str) -> bool:
+        nonlocal left
+        left += not name.startswith(prefixes)
+        return name.startswith(prefixes)
+
+    target.mkdir(exist_ok=True)
+    for number, group in enumerate({"dcp": of_dcp, "torch": of_torch}[kind](source, keep, unsafe)):
         # safetensors does not allow shared memory, so tied tensors are copied.
         save_file(
             {name: tensor.detach().clone().contiguous() for name, tensor in group.items()}, target / f"{number}.safetensors"
         )
+    print(left)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    try:
+        main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4] == "unsafe", *sys.argv[5:])
+    except pickle.UnpicklingError as cause:
+        if (named := re.search(r"GLOBAL ([\w.]+)", str(cause))) is None:
+            raise
+        print(named[1], file=sys.stderr)
+        sys.exit(REFUSED)
