@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +18,7 @@ from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.reduce import clip_grad_norm
+from forge_parallel.step.reduce import clip_grad_norm, local_grad
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, share, synthetic
@@ -248,3 +250,24 @@ def test_parameters_are_cast_once_a_step_and_gradients_are_those_of_a_cast_in_ea
         (terms.sum / torch.tensor(float(total), dtype=torch.float64)).backward()
     for name, parameter in parameters.items():
         assert torch.equal(found[name], parameter.grad), name
+
+
+def _whole_gradient(placement: str) -> tuple[list[float], bool]:
+    """A parameter of width 3, cut over two ranks, whose gradient torch returned whole or as parts of a sum."""
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.arange(6.0).view(2, 3)
+    parameter = torch.nn.Parameter(distribute_tensor(values, mesh, [Shard(1)]))
+    kind = Replicate() if placement == "whole" else Partial()
+    parameter.grad = DTensor.from_local(values, mesh, [kind])
+    found = local_grad(parameter)
+    assert found is not None
+    again = local_grad(parameter)
+    return found.flatten().tolist(), again is not None and again.data_ptr() == found.data_ptr()
+
+
+def test_a_gradient_that_torch_returned_whole_is_cut_like_its_parameter(world: World) -> None:
+    """Otherwise every rank counts all of it in the norm. torch 2.11 returns one for a width that does not divide."""
+    first, second = world.run(_whole_gradient, 2, "whole")
+    assert first == ([0.0, 1.0, 3.0, 4.0], True) and second == ([2.0, 5.0], True)
+    with pytest.raises(Exception, match="ranks have not added it up"):
+        world.run(_whole_gradient, 2, "sum")

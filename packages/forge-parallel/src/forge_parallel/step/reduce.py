@@ -34,9 +34,24 @@ def reports(model: ParallelModel) -> bool:
 
 
 def local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Returns this rank's part of the gradient."""
+    """Returns this rank's part of the gradient.
+
+    DTensor may return a gradient whole, though its parameter is sharded: torch 2.11 does for a width that does not divide. Such a
+    gradient is cut like its parameter, which needs no communication, so that no norm counts it on every rank.
+
+    Raises:
+        ForgeError: the gradient is a sum that ranks have not added up.
+    """
     gradient = parameter.grad
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(parameter, DTensor), "the gradient of a local tensor is local"
+    pairs = list(zip(gradient.placements, parameter.placements, strict=True))
+    if any(found.is_partial() for found, _ in pairs):
+        raise ForgeError(f"a gradient has the placements {gradient.placements}: ranks have not added it up")
+    if any(found.is_replicate() and not wanted.is_replicate() for found, wanted in pairs):
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient.to_local()
 
 
 def squared_grad_norm(model: ParallelModel) -> torch.Tensor:
