@@ -15,7 +15,8 @@ from forge_core.protocols.model import Transform
 from forge_parallel.model.parallel_model import gathered
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamWConfig
-from forge_parallel.pipeline import stages
+from forge_parallel.pipeline import schedules, stages
+from forge_parallel.pipeline.schedules import DualPipeV, InterleavedZeroBubble, OneForwardOneBackward, ZeroBubbleV
 from forge_parallel.step.step import Evaluation, Step
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
@@ -196,6 +197,18 @@ def test_what_cannot_be_cut_is_refused_by_name(world: World, build: Any, message
 def test_a_step_that_the_schedule_cannot_run_is_refused(world: World) -> None:
     with pytest.raises(WorldFailed, match="1f1b needs at least as many micro-batches as stages, 2, but a rank has 1 per step"):
         world.run(measured, 2, decoder_case(rows=8, micro_batch=8), "pp2")
+
+
+@pytest.mark.parametrize("component", [InterleavedZeroBubble(), ZeroBubbleV(), DualPipeV()], ids=lambda one: type(one).__name__)
+def test_halves_of_a_backward_are_refused_where_no_test_has_compared_them(
+    component: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = component.build()
+    monkeypatch.setattr(schedules, "_torch_release", lambda: (2, 11))
+    assert "is proven from torch 2.13 on, and this is torch 2.11; update torch, or use" in (schedule.refusal(2, 8) or "")
+    assert OneForwardOneBackward().build().refusal(2, 8) is None
+    monkeypatch.setattr(schedules, "_torch_release", lambda: (2, 13))
+    assert schedule.refusal(2, 8) is None
 
 
 def _ragged(case: Case) -> None:

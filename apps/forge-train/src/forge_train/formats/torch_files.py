@@ -285,13 +285,15 @@ class DcpConverter:
         with new_folder(path, weights) as folder:
             with catch_warnings(action="ignore", category=UserWarning):  # torch warns about saving from one process
                 try:
-                    made: Any = dcp.save(outlines, checkpoint_id=folder, planner=OnDemand(), no_dist=True)
+                    dcp.save(outlines, checkpoint_id=folder, planner=OnDemand(), no_dist=True)
                 except dcp.CheckpointException:
                     if failed:
                         raise failed[0] from None
                     raise
             places = {}
-            for index, info in made.storage_data.items():
+            # Read again: torch 2.11 does not return where it wrote.
+            written: Any = dcp.FileSystemReader(folder).read_metadata().storage_data
+            for index, info in written.items():
                 name = index.fqn.removeprefix(prefix)
                 span = (info.offset, info.length)
                 places[name] = place_in(folder / info.relative_path, span, "0", weights.tensors[name])

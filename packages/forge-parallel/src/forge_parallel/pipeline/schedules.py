@@ -12,6 +12,7 @@ et al., 2021).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from types import MappingProxyType, SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -71,6 +72,16 @@ class PipelineSchedule(Protocol):
         ...
 
 
+SPLITS_BACKWARD = (2, 13)
+"""The first release of torch with which the halves of a backward were compared with one process; 2.11 fails in them."""
+
+
+@lru_cache(maxsize=1)
+def _torch_release() -> tuple[int, ...]:
+    """Returns the first two numbers of torch's version, without importing it."""
+    return tuple(int(number) for number in version("torch").split(".")[:2])
+
+
 @dataclass(frozen=True)
 class TorchSchedule:
     """A schedule of `torch.distributed.pipelining`; implements `PipelineSchedule`.
@@ -90,6 +101,12 @@ class TorchSchedule:
 
     def refusal(self, ranks: int, micro_batches: int) -> str | None:
         """Returns why the schedule does not support these numbers, and what it supports; None if it supports them."""
+        if self.splits_backward and _torch_release() < SPLITS_BACKWARD:
+            needed, found = (".".join(map(str, release)) for release in (SPLITS_BACKWARD, _torch_release()))
+            return (
+                f"{self.name} splits the backward, which is proven from torch {needed} on, and this is torch {found}; update "
+                "torch, or use the schedule 1f1b or interleaved"
+            )
         if self.rule == "stages" and micro_batches < (stages := ranks * self.stages_per_rank):
             return (
                 f"{self.name} needs at least as many micro-batches as stages, {stages}, but a rank has {micro_batches} per step"
