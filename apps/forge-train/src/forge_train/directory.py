@@ -62,7 +62,7 @@ INSIDE = "inside"
 OWNED = (
     *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SIMILARITY, SAMPLES, ANSWERS, "tensorboard"),
     *(INSIDE, "profiles", "wandb", "wandb-id", RESTARTS_FILE, STARTS, NO_PROGRESS_FILE, MICRO_BATCH),
-    PLUGIN_FILES,
+    *(PLUGIN_FILES, "mlflow", "mlflow-id"),
 )
 """Files that `--fresh` moves aside. Prepared data stays: it depends only on its inputs and is checked against them."""
 
