@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 
 from forge_core.conformance import checks_of
-from forge_core.errors import ForgeError
+from forge_core.errors import ForgeError, Superseded
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_train import mlflow_tracker
@@ -319,11 +319,17 @@ def is_asked_to_stop(run: Any) -> None:
     run.stop.wanted = lambda: True  # as after SIGTERM
 
 
+def is_taken_over(run: Any) -> None:
+    run.stop.superseded = lambda: True
+    raise Superseded("another job has started")
+
+
 ENDS = {
     "finished": (None, None, "FINISHED"),
     "failed": (fails, RuntimeError, "FAILED"),
     "interrupted": (is_interrupted, KeyboardInterrupt, "KILLED"),
     "asked to stop": (is_asked_to_stop, None, "KILLED"),
+    "taken over": (is_taken_over, Superseded, "RUNNING"),
 }
 
 
