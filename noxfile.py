@@ -5,6 +5,7 @@ is most of the time of a first run. It is brought up to date only when a require
 `isolation` makes an environment per wheel.
 """
 
+import json
 import os
 import re
 import shutil
@@ -190,8 +191,36 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def build(session: nox.Session) -> None:
-    """Wheels of all distributions into `dist/`."""
-    _build(session, ROOT / "dist", *PROJECTS)
+    """Wheels and sdists of all distributions into `dist/`, the same bytes for the same commit."""
+    _workshop(session)
+    dist = ROOT / "dist"
+    for old in dist.glob("forge_*"):
+        old.unlink()
+    date = subprocess.run(("git", "log", "-1", "--format=%ct"), cwd=ROOT, capture_output=True, text=True, check=True)
+    variables = {"SOURCE_DATE_EPOCH": date.stdout.strip()}
+    for project in PROJECTS:
+        with session.chdir(project):
+            session.run(_tool("python"), "-m", "hatchling", "build", "-d", dist, external=True, env=variables)
+
+
+@nox.session(reuse_venv=True)
+def sbom(session: nox.Session) -> None:
+    """What installing all distributions brings, with versions and licenses, as CycloneDX JSON: `dist/forge.cdx.json`; minutes."""
+    session.install("-q", "cyclonedx-bom>=7")
+    bill = ROOT / "dist" / "forge.cdx.json"
+    bill.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="forge-sbom-") as directory:
+        python = _new_environment(session, Path(directory) / "env", _interpreter(session))
+        _install(session, python, *PROJECTS)
+        session.run(python, "-m", "pip", "uninstall", "-qq", "-y", "pip", external=True)  # it came with the environment
+        session.run("cyclonedx-py", "environment", "--output-reproducible", "-o", str(bill), python)
+    content = json.loads(bill.read_text())
+    for component in content["components"]:
+        references = component.pop("externalReferences", [])
+        if kept := [item for item in references if not item["url"].startswith("file:")]:  # folders of this machine
+            component["externalReferences"] = kept
+    bill.write_text(json.dumps(content, indent=2) + "\n")
+    session.log(f"{len(content['components'])} distributions in {bill.relative_to(ROOT)}")
 
 
 @nox.session(venv_backend="none")

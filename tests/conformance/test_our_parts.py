@@ -1,6 +1,7 @@
 """Forge's own parts conform, and each check has a part that fails it: a check that cannot fail says nothing."""
 
 import importlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ def test_our_parts_conform(group: str) -> None:
     assert group in GROUPS
     names = {entry.distribution for entry in REGISTRY.of(group)} & {path.name for path in projects()}
     assert names, "there is something to check"
-    assert [str(problem) for name in sorted(names) for problem in problems(REGISTRY, name, group)] == []
+    found = [str(problem) for name in sorted(names) for problem in problems(REGISTRY, name, group)]
+    if find_spec("mlflow") is None:  # tests/train/hooks/test_mlflow.py runs the checks with a stand-in
+        found = [problem for problem in found if 'pip install "forge-train[mlflow]"' not in problem]
+    assert found == []
 
 
 def test_every_implementation_takes_the_arguments_of_its_group_and_the_fields_of_its_component() -> None:

@@ -121,7 +121,7 @@ def test_pages_and_examples_import_from_fronts(file: Path) -> None:
 
 
 def test_an_import_past_a_front_is_found() -> None:
-    assert imports_past_fronts("from forge_parallel import Step\nfrom forge_mlflow.tracker import MlflowTracker") == []
+    assert imports_past_fronts("from forge_parallel import Step\nfrom forge_lionize.lion import Lion") == []
     deep = "from forge_parallel.step.step import Step"
     assert imports_past_fronts(f"def f():\n    {deep}") == [deep]
     assert imports_past_fronts("from forge_parallel import Step, refresh") == ["from forge_parallel import refresh"]

@@ -16,6 +16,7 @@ import wandb
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
 from forge_train.directory import RECIPE, move_aside
+from forge_train.mlflow_tracker import Mlflow
 from forge_train.run.loop import fit
 from forge_train.trackers import SafeTracker, TensorBoard, Wandb, read_metrics
 from train.event_files import tensorboard_scalars, wandb_records, wandb_rows
@@ -109,7 +110,9 @@ def test_fault_48_wandb_keeps_id_rows_and_recipe(run, monkeypatch) -> None:
     assert b"sk-hidden" not in content
 
 
-@pytest.mark.parametrize(("component", "package"), [(TensorBoard(), "tensorboard"), (Wandb(), "wandb")])
+@pytest.mark.parametrize(
+    ("component", "package"), [(TensorBoard(), "tensorboard"), (Wandb(), "wandb"), (Mlflow(uri="http://there"), "mlflow")]
+)
 def test_a_missing_library_is_refused_with_its_extra(run, monkeypatch, component, package) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)

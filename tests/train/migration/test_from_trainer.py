@@ -139,7 +139,7 @@ def test_schedules_agree_after_the_warmup(migrated: "Migrate", kind: str) -> Non
         ({"fp16": True}, "fp16", "cannot"),
         ({"eval_strategy": "steps"}, "eval_strategy", "cannot"),
         ({"save_strategy": "epoch"}, "save_strategy", "cannot"),
-        ({"report_to": "mlflow"}, "report_to", "cannot"),
+        ({"report_to": "comet_ml"}, "report_to", "cannot"),
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha", "without"),
         ({"warmup_steps": 7}, "warmup_steps", "converted"),
     ],

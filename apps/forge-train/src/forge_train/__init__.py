@@ -19,6 +19,7 @@ from forge_core.exports import lazy_exports
 if TYPE_CHECKING:
     from forge_core.protocols.run import Hook, StepResult
     from forge_train.inference.stored import load_model, open_weights
+    from forge_train.mlflow_tracker import Mlflow
     from forge_train.process.ranks import JobRanks
     from forge_train.process.stop import TrainingError
     from forge_train.recipe.load import Recipe, load_recipe
@@ -40,6 +41,7 @@ __all__ = [
     "Jsonl",
     "JsonlTracker",
     "Linear",
+    "Mlflow",
     "MultiStep",
     "Recipe",
     "Rex",

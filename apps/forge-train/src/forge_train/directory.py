@@ -9,7 +9,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from forge_core.errors import ForgeError
 from forge_core.protocols.checkpoint import Store
 from forge_core.redaction import redacted_text
+from forge_core.registry import Entry, content_that_ran
 
 if TYPE_CHECKING:
     from forge_train.recipe.schema import Job
@@ -46,6 +47,9 @@ MICRO_BATCH = "micro-batch.json"
 RESTARTS_FILE = "restarts.json"
 """The number of automatic restarts from the same checkpoint; see `forge_train.process.restarts`."""
 
+PLUGIN_FILES = "plugin-files"
+"""Copies of the Python files that the recipe names, as they ran: `NAME-SHA256.py` with the first 12 digits of the sha256."""
+
 STARTS = "starts.jsonl"
 """A line for each start of the run and one for its end; see `forge_train.starts`."""
 
@@ -58,6 +62,7 @@ INSIDE = "inside"
 OWNED = (
     *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SIMILARITY, SAMPLES, ANSWERS, "tensorboard"),
     *(INSIDE, "profiles", "wandb", "wandb-id", RESTARTS_FILE, STARTS, NO_PROGRESS_FILE, MICRO_BATCH),
+    *(PLUGIN_FILES, "mlflow", "mlflow-id"),
 )
 """Files that `--fresh` moves aside. Prepared data stays: it depends only on its inputs and is checked against them."""
 
@@ -151,6 +156,17 @@ def keep_recipe(directory: Path, recipe: str) -> None:
     if private:
         path.chmod(0o600)  # the file may exist from an earlier start
     path.write_text(recipe, encoding="utf-8")
+
+
+def keep_plugin_files(directory: Path, entries: Iterable[Entry]) -> None:
+    """Copies the plugin files of components, so that a run can go on with the code that it had; only the owner can read them."""
+    for entry in entries:
+        if (content := content_that_ran(entry)) is not None:
+            (directory / PLUGIN_FILES).mkdir(exist_ok=True)
+            stem = Path(entry.distribution).stem
+            path = directory / PLUGIN_FILES / f"{stem}-{entry.version.removeprefix('sha256:')}.py"
+            path.touch(mode=0o600)  # like a recipe, the code may contain a secret
+            path.write_bytes(content)
 
 
 def _owned_files(directory: Path) -> list[Path]:

@@ -32,6 +32,7 @@ PARTS = {
     },
     "forge.trackers": {
         "jsonl": "forge_train.trackers:Jsonl",
+        "mlflow": "forge_train.mlflow_tracker:Mlflow",
         "tensorboard": "forge_train.trackers:TensorBoard",
         "wandb": "forge_train.trackers:Wandb",
     },

@@ -29,7 +29,7 @@ from annotated_types import Gt
 
 from forge_core.component import FREE, Component
 from forge_core.errors import ForgeError
-from forge_core.protocols.run import Tracker
+from forge_core.protocols.run import EndingTracker, EndStatus, Tracker
 from forge_core.redaction import redacted
 
 if TYPE_CHECKING:
@@ -56,6 +56,11 @@ class SafeTracker:
         """Passes on that a run continues after `step`; 0 is the start of a run."""
         self._try(lambda: self.tracker.rewind(step))
 
+    def end(self, status: EndStatus) -> None:
+        """Passes on how the start ended, if the tracker shows that."""
+        if isinstance(tracker := self.tracker, EndingTracker):
+            self._try(lambda: tracker.end(status))
+
     def close(self) -> None:
         """Passes on that nothing more will be written."""
         self._try(self.tracker.close)
@@ -68,6 +73,14 @@ class SafeTracker:
                 self.warned = True
                 what = type(self.tracker).__name__
                 _log.warning("%s failed (%s: %s); the run goes on; later failures are silent", what, type(cause).__name__, cause)
+
+
+def close_all(trackers: Sequence[Tracker], status: EndStatus) -> None:
+    """Closes the trackers of a start that ended with this status."""
+    for tracker in trackers:
+        if isinstance(tracker, EndingTracker):
+            tracker.end(status)
+        tracker.close()
 
 
 def import_library(name: str, extra: str) -> Any:

@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -240,6 +241,8 @@ class Registry:
         kind = GROUPS[group].kind
         if ".py:" in name:
             return _file_entry(group, name)
+        if name.endswith(".py"):
+            raise UnknownComponent(f"{kind} {name!r} names a file; add the class in it: {name}:ClassName")
         distribution, _, bare = name.rpartition(":")
         distribution = canonical(home_of(group, bare, distribution))
         matches = [e for e in self.of(group) if e.name == bare and distribution in ("", canonical(e.distribution))]
@@ -277,7 +280,8 @@ class Registry:
             except (BrokenPlugin, UntrustedCode):
                 raise
             except (Exception, SystemExit) as cause:  # a plugin's module may raise anything on import; scripts call sys.exit
-                raise BrokenPlugin(f"{_described(entry)} cannot be loaded: {type(cause).__name__}: {cause}") from cause
+                why = f"{type(cause).__name__}: {cause}{_where(cause, entry)}"
+                raise BrokenPlugin(f"{_described(entry)} cannot be loaded: {why}") from cause
             self._loaded[entry] = loaded
         return self._loaded[entry]
 
@@ -311,7 +315,11 @@ def _file_entry(group: str, name: str) -> Entry:
     file, _, attribute = name.rpartition(":")
     path = Path(file)
     if not path.is_file():
-        raise UnknownComponent(f"{GROUPS[group].kind} {name!r}: the file does not exist")
+        near = did_you_mean(path.name, [other.name for other in path.parent.glob("*.py") if other.is_file()])
+        raise UnknownComponent(
+            f"{GROUPS[group].kind} {name!r}: the file does not exist; "
+            + (near or "a relative path starts at the folder of the recipe, on the command line at the working directory")
+        )
     if not attribute.isidentifier():
         raise UnknownComponent(f"{GROUPS[group].kind} {name!r}: write it as file.py:ClassName")
     digest = sha256(path.read_bytes()).hexdigest()[:12]
@@ -320,13 +328,42 @@ def _file_entry(group: str, name: str) -> Entry:
 
 def _load_file(entry: Entry) -> Any:
     file, _, attribute = entry.target.rpartition(":")
-    name = f"forge_file_{sha256(file.encode()).hexdigest()[:12]}"
     content = trusted_content(Path(file), f"{GROUPS[entry.group].kind} {entry.name!r}")
+    name = _module_name(file, sha256(content).hexdigest())
     module = sys.modules.get(name) or run_file(name, Path(file), content)
     if not hasattr(module, attribute):
         offered = [name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
-        raise AttributeError(f"the file has no {attribute!r}; " + (did_you_mean(attribute, offered) or "it defines no class"))
+        hint = did_you_mean(attribute, offered) or f"it defines {'other classes' if offered else 'no class'}; {_DEFINE}"
+        raise AttributeError(f"the file has no {attribute!r}; {hint}")
     return getattr(module, attribute)
+
+
+_DEFINE = "derive a class from forge_core.Component, below @dataclass(frozen=True, kw_only=True)"
+
+
+def _module_name(file: str, digest: str) -> str:
+    """Returns the module of a plugin file. A file that was edited gets another one, so its old code does not pass for the new."""
+    return f"forge_file_{sha256(file.encode()).hexdigest()[:12]}_{digest[:12]}"
+
+
+def content_that_ran(entry: Entry) -> bytes | None:
+    """Returns the content of an entry's plugin file; None if this process has not loaded it, or if the entry has no file."""
+    name = _module_name(entry.target.rpartition(":")[0], entry.version.removeprefix("sha256:"))
+    loader = getattr(sys.modules.get(name), "__loader__", None)
+    return loader.content if isinstance(loader, FileLoader) else None
+
+
+def _where(cause: BaseException, entry: Entry) -> str:
+    """Returns the line of a plugin file that failed, and what to do about a file beside it that it cannot import."""
+    if ".py:" not in entry.target or isinstance(cause, SyntaxError):  # Python names the line of a wrong syntax itself
+        return ""
+    file = Path(entry.target.rpartition(":")[0])
+    lines = [frame.lineno for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == str(file)]
+    place = f" (line {lines[-1]})" if lines else ""
+    missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+    if missing and (file.with_name(f"{missing}.py").is_file() or (file.parent / missing).is_dir()):
+        place += f"; a plugin file cannot import what lies beside it: move {missing} into the file, or both into a wheel"
+    return place
 
 
 class FileLoader(SourceFileLoader):
@@ -377,7 +414,7 @@ def _conform(entry: Entry, loaded: Any) -> None:
             raise refuse("is not callable")
         return
     if not (inspect.isclass(loaded) and issubclass(loaded, Component)):
-        raise refuse("is not a forge_core.component.Component")
+        raise refuse(f"is not a forge_core.component.Component; {_DEFINE}")
     if (fault := decorator_fault(loaded)) and (loaded.keeps_state or "__dataclass_fields__" not in vars(loaded)):
         raise refuse(fault)
     fields_of(loaded)  # raises if a field's type cannot be resolved; the caller adds the plugin's name

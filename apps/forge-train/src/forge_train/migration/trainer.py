@@ -319,12 +319,12 @@ def _hooks(migration: Migration) -> None:
     reports = migration.get("report_to")
     reports = reports if isinstance(reports, list) else [reports]
     for name in reports:
-        if name in ("wandb", "tensorboard"):
+        if name in ("mlflow", "tensorboard", "wandb"):
             migration.table("trackers", name, "report_to")
         elif name in ("all", "none", None):
             migration.write_nothing("report_to", "no tracker; metrics are in metrics.jsonl of the run's directory")
         else:
-            migration.cannot("report_to", f"Forge has wandb and tensorboard; {name} needs a plugin of forge.trackers")
+            migration.cannot("report_to", f"Forge has mlflow, tensorboard and wandb; {name} needs a plugin of forge.trackers")
 
 
 TRAINER = Framework(

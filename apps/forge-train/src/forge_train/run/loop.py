@@ -11,17 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+from forge_core.protocols.run import EndStatus
 from forge_parallel.accelerator import deterministic
 from forge_parallel.launch.limits import LearnedLimits
 from forge_parallel.launch.process_group import limit
 from forge_train.process.ranks import JobRanks
-from forge_train.process.stop import RolledBackTooOften, TrainingError
+from forge_train.process.stop import STOPPED, RolledBackTooOften, TrainingError
 from forge_train.run.health import RollBack
 from forge_train.run.micro_batch import note_out_of_memory
 from forge_train.run.observers import rescue
 from forge_train.run.run import DATA, Run
 from forge_train.run.start import Back, start_run
 from forge_train.starts import recorded_end
+from forge_train.trackers import close_all
 
 if TYPE_CHECKING:
     from forge_train.recipe.load import Recipe
@@ -107,19 +109,23 @@ def train(recipe: "Recipe", ranks: JobRanks, *, fresh: bool = False) -> tuple[Ru
             run = start_run(recipe, ranks, fresh=fresh and back is None, back=back)
         watch.limits = LearnedLimits(parallel.least_timeout, waiting=(DATA,))
         with recorded_end(run) as ending:
+            status: EndStatus = "killed"  # by a signal, which is an exception that nothing here handles
             try:
                 ending.reason = fit(run)
+                status = "killed" if ending.reason == STOPPED else "finished"
                 return run, ending.reason
             except RollBack as wish:
+                status = "running"
                 back = way_back(run, str(wish))
                 run.calls(run, "leave")
                 run.saves.close()
             except Exception as error:
+                status = "failed"
                 rescue(run, error)
                 raise
             finally:
-                for tracker in run.trackers:
-                    tracker.close()  # also after a failure: the last values say most about it
+                # also after a failure: the last values say most about it
+                close_all(run.trackers, "running" if run.trackers and run.stop.superseded() else status)
         del run
         gc.collect()  # model, optimizer and loader make room for those of the next start
 

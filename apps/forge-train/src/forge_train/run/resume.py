@@ -147,7 +147,14 @@ def _other_distributions(meta: Mapping[str, Any], now: Resolution, before: Resol
 
 
 def _other_versions(meta: Mapping[str, Any], recipe: "Recipe", registry: Registry) -> list[str]:
-    """Returns the distributions and files whose version has changed."""
-    sides = (meta.get("plugins", ()), registry.used(recipe.used))
-    old, new = ({item["distribution"]: item["version"] for item in side} for side in sides)
-    return [f"{name} was {old[name]}, is {version}" for name, version in new.items() if old.get(name, version) != version]
+    """Returns the distributions and files whose version has changed; files of one name are compared together."""
+    old: dict[str, set[str]] = {}
+    new: dict[str, set[str]] = {}
+    for versions, items in ((old, meta.get("plugins", ())), (new, registry.used(recipe.used))):
+        for item in items:
+            versions.setdefault(item["distribution"], set()).add(item["version"])
+    return [
+        f"{name} was {' and '.join(sorted(old[name]))}, is {' and '.join(sorted(versions))}"
+        for name, versions in new.items()
+        if old.get(name, versions) != versions
+    ]

@@ -32,6 +32,7 @@ from forge_parallel.step.step import Step, StepTimer
 from forge_train.directory import (
     CHECKPOINTS,
     elsewhere,
+    keep_plugin_files,
     keep_recipe,
     prepare_directory,
     probe,
@@ -315,6 +316,7 @@ def take_over(run: Run, seen: Surroundings, trackers: list[Tracker], dropped: li
             ranks.watch.log_to(ranks.log.open(directory))
         if rank_0:
             keep_recipe(directory, run.decided.recipe.as_toml())
+            keep_plugin_files(directory, (registry.find(group, name) for group, name in run.decided.recipe.used))
             note_start(directory, run.state.step, seen.automatic)
             record_start(run, rollback=seen.back is not None)
             run.trackers = _opened(trackers, directory)

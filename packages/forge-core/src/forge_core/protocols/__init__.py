@@ -52,7 +52,19 @@ if TYPE_CHECKING:
         TrainableModel,
         Transform,
     )
-    from forge_core.protocols.run import Evaluation, Hook, HookRequests, Job, Run, RunState, Step, StepResult, Tracker
+    from forge_core.protocols.run import (
+        EndingTracker,
+        EndStatus,
+        Evaluation,
+        Hook,
+        HookRequests,
+        Job,
+        Run,
+        RunState,
+        Step,
+        StepResult,
+        Tracker,
+    )
     from forge_core.protocols.weights import Converter, HfModel, StoredTensor, Weights, WeightsInfo
 
 __all__ = [
@@ -61,6 +73,8 @@ __all__ = [
     "Context",
     "Converter",
     "Cursor",
+    "EndStatus",
+    "EndingTracker",
     "Evaluation",
     "EvaluationSet",
     "ExpertDispatcher",

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, cast, runtime_checkable
 
 from forge_core.batch import Batch
 from forge_core.component import Component
@@ -415,3 +415,16 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+EndStatus = Literal["finished", "failed", "killed", "running"]
+"""How a start ended: at its end, with an exception, by a signal; "running" if another start goes on in its place."""
+
+
+@runtime_checkable
+class EndingTracker(Tracker, Protocol):
+    """A tracker that shows how a start ended."""
+
+    def end(self, status: EndStatus) -> None:
+        """Once before `close`, if it is known how the start ended."""
+        ...

@@ -1,1 +1,0 @@
-"""A tracker of Forge that writes to MLflow."""
