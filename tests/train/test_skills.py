@@ -168,7 +168,8 @@ def words(text: str) -> Iterator[list[str]]:
     """The words of every call of forge-train, up to what the shell takes."""
     for line in commands_of(text):
         for part in re.split(r"\|\||&&|[|;]", line):
-            if part.strip().startswith("forge-train "):
+            part = re.sub(r"^ *([A-Z_]+=\S* +)*", "", part)  # variables of the command
+            if part.startswith("forge-train "):
                 yield shlex.split(re.split(r" >", part)[0])[1:]
 
 
@@ -268,7 +269,11 @@ def test_the_list_says_what_each_skill_requires(said: Said) -> None:
     assert (listed["slurm-launch"]["requires"], listed["slurm-launch"]["optional"]) == (["slurm"], ["multi-node"])
     assert listed["fine-tune"]["optional"] == ["hf", "gpu"] and Path(listed["fine-tune"]["file"]).name == FILE
     assert said("list") == (0, found)
-    assert said("show", "fine-tune") == (0, {**listed["fine-tune"], "text": (FOLDER / "fine-tune" / FILE).read_text()})
+    assert (
+        said("show", "fine-tune")
+        == said("fine-tune")
+        == (0, {**listed["fine-tune"], "text": (FOLDER / "fine-tune" / FILE).read_text()})
+    )
 
 
 @pytest.mark.parametrize(("agent", "folder"), [(None, ".agents/skills"), (".claude", ".claude/skills")])
@@ -305,7 +310,9 @@ def test_a_changed_file_is_replaced_by_force_only(said: Said, tmp_path: Path) ->
     ("arguments", "words"),
     [
         (["show", "smoke-tset"], ["did you mean 'smoke-test'"]),
-        (["show", "xyzzy"], ["forge-train skills", ", smoke-test"]),
+        (["show", "xyzzy"], ["known: add-a-component", ", smoke-test"]),
+        (["smoke-tset"], ["did you mean 'smoke-test'"]),
+        (["instal"], ["did you mean 'install'"]),
         (["install", "--only", "smoke-test,fine-tuning"], ["fine-tuning", "did you mean 'fine-tune'"]),
         (["install", "file"], ["file is a file", "name another folder"]),
         (["install", "file/below"], ["file is a file"]),

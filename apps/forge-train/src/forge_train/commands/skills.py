@@ -24,13 +24,24 @@ GATE = re.compile(r"^forge-train doctor --requires (\S+)$", re.MULTILINE)
 """A gate: a command that fails where the steps after it cannot work."""
 
 _FRONT = re.compile(r"---\n(.*?)\n---\n(.*)", re.DOTALL)
+_COMMANDS = ("list", "show", "install")
 _CLAUDE, _AGENTS = Path(".claude"), Path(".agents")
 
+
+class _Skills(ListingGroup):
+    """The command without a subcommand lists the skills; with the name of a skill it shows that one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses arguments as typer does, after `show` where the first word is no subcommand."""
+        named = args and not args[0].startswith("-") and args[0] not in self.commands
+        return super().parse_args(ctx, ["show", *args] if named and not ctx.resilient_parsing else args)
+
+
 skills = typer.Typer(
-    cls=ListingGroup,
+    cls=_Skills,
     add_completion=False,
     rich_markup_mode=None,
-    help="List the skills for coding agents, show one, and install them into a project.",
+    help="List the skills for coding agents, show one, and install them into a project. `skills NAME` is `skills show NAME`.",
 )
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
@@ -116,8 +127,8 @@ def _chosen(names: Sequence[str]) -> list[Skill]:
     known = [skill.name for skill in found]
     for name in names:
         if name not in known:
-            listed = "`forge-train skills` lists them: " + ", ".join(known)
-            near = did_you_mean(name, known)
+            near = did_you_mean(name, [*known, *_COMMANDS])
+            listed = f"known: {', '.join(known)}"
             raise ForgeError(f"no skill is called {name!r}; {near if near.startswith('did') else listed}")
     return [skill for skill in found if not names or skill.name in names]
 
