@@ -204,13 +204,17 @@ def log(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.", show_default=False)],
     rank: Annotated[list[int] | None, typer.Option("--rank", min=0, help="Only this rank; may be repeated.")] = None,
     tail: Annotated[int | None, typer.Option("--tail", min=1, help="Only the last N lines.", show_default=False)] = None,
+    as_json: _Json = False,
 ) -> None:
     """Merge the logs of all ranks by time, each line after its rank."""
     from forge_train.runs.logs import log_files, merged
 
     files = log_files(run, frozenset(rank or ()))
-    width, console = len(str(max(files))), Console()
+    width, console = len(str(max(files))), Console(as_json=as_json)
     try:
+        if as_json:
+            console.document([{"rank": number, "line": line} for number, line in merged(files, tail)])
+            return
         for number, line in merged(files, tail):
             console.text(f"{number:{width}} | {line}")
     except OSError as cause:
