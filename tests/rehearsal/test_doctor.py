@@ -38,3 +38,15 @@ def test_every_step_runs_on_devices_of_host_memory(tmp_path: Path) -> None:
     assert checks["training"]["loss"] == checks["training"]["peak memory"] == checks["endurance"]["loss"] == "PASS"
     failed = {name: verdict for name, found in checks.items() for verdict in found.values() if verdict == "FAIL"}
     assert failed == {}, done.stdout
+
+
+def test_the_requirement_gpu_is_met_on_devices_of_host_memory(tmp_path: Path) -> None:
+    try:
+        variables = {**os.environ, **environment(2), MEMORY: str(1 << 28)}
+    except NoCompiler as reason:
+        pytest.skip(str(reason))
+    command = [sys.executable, "-m", "forge_train", "doctor", "--requires", "gpu,torch", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=variables, timeout=300, check=False)
+    checks = {step["name"]: step["checks"] for step in json.loads(done.stdout)["steps"]}
+    assert done.returncode == 0 and [check["verdict"] for check in checks["gpu"]] == ["PASS"], done.stdout
+    assert checks["gpu"][0]["measured"].startswith("2 x ")

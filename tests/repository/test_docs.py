@@ -15,7 +15,7 @@ import pytest
 from harness.fronts import DISTRIBUTIONS, FRONTS
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("*.md", "packages/*/*.md", "apps/*/*.md", "docs/**/*.md", "examples/**/*.md")
+PLACES = ("*.md", "packages/*/*.md", "apps/*/*.md", "docs/**/*.md", "examples/**/*.md", "skills/*/*.md")
 PAGES = sorted(page for place in PLACES for page in ROOT.glob(place))
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

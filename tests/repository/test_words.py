@@ -14,8 +14,11 @@ BRITISH = re.compile(
     re.IGNORECASE,
 )
 ROOMS = sorted(str(source.relative_to(ROOT)) for place in ("packages", "apps") for source in ROOT.glob(f"{place}/*/src"))
-PAGES = ["README.md", "CONTRIBUTING.md"] + sorted(
-    str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md") if "adr" not in page.parts
+PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md"] + sorted(
+    str(page.relative_to(ROOT))
+    for place in ("docs/**/*.md", "skills/*/*.md")
+    for page in ROOT.glob(place)
+    if "adr" not in page.parts
 )
 
 

@@ -1,5 +1,6 @@
 """`forge-train upcycle` on a folder of transformers, which then computes with experts what it computed without."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,14 @@ def test_a_dense_folder_becomes_one_with_experts(tmp_path: Path, capsys: pytest.
     found = HfConverter().build().reference(tmp_path / "sparse", tokens())
     assert isinstance(found, torch.Tensor)
     assert_no_farther(found, expected, exact_logits(dense, tokens()))
+
+
+def test_a_program_gets_the_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(random_model("llama", {"rms_norm_eps": 1e-5}), tmp_path / "dense")
+    (tmp_path / "sparse.toml").write_text(RECIPE)
+    assert run("upcycle", folder, tmp_path / "sparse.toml", tmp_path / "sparse", "--json") == 0
+    counts = {"layers": 4, "layers_with_experts": 4, "experts": 4, "top_k": 2}
+    assert json.loads(capsys.readouterr().out) == {"target": str(tmp_path / "sparse"), **counts}
 
 
 def test_a_recipe_without_experts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

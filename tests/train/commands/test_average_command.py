@@ -30,7 +30,14 @@ def test_an_average_is_evaluated_generated_from_and_exported(tmp_path: Path, cap
 
     training.save = keep
     fit(training)
-    assert run("ckpt", "average", tmp_path / "run", 1, 2, 3, "--output", tmp_path / "averaged", "--weights", "1,1,2") == 0
+    capsys.readouterr()
+    assert (
+        run("ckpt", "average", tmp_path / "run", 1, 2, 3, "--output", tmp_path / "averaged", "--weights", "1,1,2", "--json") == 0
+    )
+    document = json.loads(capsys.readouterr().out)
+    assert document["of"] == [{"step": step, "share": share} for step, share in ((1, 0.25), (2, 0.25), (3, 0.5))]
+    assert document["tensors"] > 0 and Path(document["checkpoint"]).parent == tmp_path / "averaged"
+    assert Path(document["checkpoint"]).is_dir()
     model = load_model(open_weights(tmp_path / "averaged", Registry()))
     for name, tensor in model.state_dict().items():
         if name in weights[0]:

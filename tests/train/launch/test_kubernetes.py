@@ -91,6 +91,18 @@ def test_a_pytorchjob_has_one_master_and_the_other_pods_as_workers() -> None:
     assert list(manifests("--kubernetes.kind=pytorchjob", nodes=1)[1]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
 
 
+def test_a_program_gets_the_manifests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "kubernetes", "debug", "--ranks-per-node=1", "--nodes=2", "--image=x", "--volume=runs"]
+    file = tmp_path / "job.yaml"
+    for arguments, output in (([], None), ([f"--output={file}"], str(file))):
+        with pytest.raises(SystemExit) as end:
+            main([*words, *arguments, "--json"])
+        document = json.loads(capsys.readouterr().out)
+        assert not end.value.code and document["output"] == output
+        assert [manifest["kind"] for manifest in document["manifests"]] == ["ConfigMap", "JobSet"]
+    assert list(yaml.safe_load_all(file.read_text())) == document["manifests"]
+
+
 def test_what_would_lose_checkpoints_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["launch", "kubernetes", "debug", "--ranks-per-node=1"])

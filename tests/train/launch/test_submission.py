@@ -1,5 +1,6 @@
 """`launch slurm --submit`: what is submitted, when nothing is, and what the user is told. SLURM's programs are stand-ins."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -45,6 +46,17 @@ def test_the_script_that_is_printed_is_the_script_that_is_submitted(slurm: FakeS
     assert (slurm.folder / "script").read_text() == printed
     assert (Path.cwd() / "runs/debug/slurm/41.sh").read_text() == printed
     assert slurm.calls("sbatch") == ["--parsable"]
+
+
+def test_a_program_gets_the_number_of_the_job(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*(item for item in ARGUMENTS if item != "--submit"), "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert not end.value.code and printed["job"] is None and slurm.calls("sbatch") == []
+    assert submitted("--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == {**printed, "job": "41"} and document["script"] == (slurm.folder / "script").read_text()
+    assert (document["name"], document["ranks"]) == ("debug", 2) and document["directories"] == [str(Path.cwd() / "runs/debug")]
 
 
 def test_a_script_is_printed_without_slurm_and_changes_nothing(
@@ -189,7 +201,7 @@ def test_two_submissions_at_once_yield_one_job(slurm: FakeSlurm) -> None:
     for thread in threads:
         thread.join()
     assert slurm.calls("sbatch") == ["called"]
-    assert sorted(result.split()[0] for result in results) == ["job", "submitted"]
+    assert sorted(result.split()[0] for result in results) == ["41", "job"]
 
 
 def test_a_job_does_not_inherit_the_variables_of_the_job_that_submits_it(

@@ -1,10 +1,12 @@
 """The merged log: by time, each line after its rank, whole tracebacks, and the same from the end as from the beginning."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from forge_core.errors import DataError
+from forge_train.cli import main
 from forge_train.runs import logs
 from forge_train.runs.logs import log_files, merged
 
@@ -56,6 +58,13 @@ def test_lines_are_merged_by_time(run: Path, block: int, monkeypatch: pytest.Mon
 def test_the_tail_is_the_end_of_the_whole(run: Path, tail: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_BLOCK", block)
     assert list(merged(log_files(run), tail)) == EXPECTED[-tail:]
+
+
+def test_a_program_gets_the_same_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["runs", "log", str(run), "--tail", "3", "--json"])
+    lines = [(item["rank"], item["line"]) for item in json.loads(capsys.readouterr().out)]
+    assert not end.value.code and lines == EXPECTED[-3:]
 
 
 def test_some_ranks(run: Path) -> None:

@@ -93,6 +93,7 @@ PARTS = {
         "profile": "forge_train.commands.reports:profile",
         "runs": "forge_train.commands.runs:runs",
         "doctor": "forge_train.commands.doctor:doctor",
+        "skills": "forge_train.commands.skills:skills",
         "init": "forge_train.commands.init:init",
     },
 }

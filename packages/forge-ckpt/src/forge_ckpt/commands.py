@@ -335,6 +335,7 @@ def average(
         float | None, typer.Option(metavar="DECAY", help="An exponential moving average from the oldest step on instead.")
     ] = None,
     foreign: Foreign = False,
+    as_json: AsJson = False,
 ) -> None:
     """Average the weights of several checkpoints in fp64, for `evaluate`, `generate` and `convert`.
 
@@ -361,6 +362,11 @@ def average(
         name = write_average(sources, shares, output)
     except ForgeError as cause:
         refuse(cause)
+    if as_json:
+        shared = [{"step": source.manifest.step, "share": share} for source, share in zip(sources, shares, strict=True)]
+        document = {"checkpoint": f"{output.rstrip('/')}/{name}", "tensors": len(sources[0].tensors), "of": shared}
+        typer.echo(json.dumps(document, indent=2))
+        return
     parts = ", ".join(f"{share:.4g} of step {source.manifest.step}" for source, share in zip(sources, shares, strict=True))
     typer.echo(f"{output.rstrip('/')}/{name}: {len(sources[0].tensors)} tensors, {parts}")
 

@@ -30,7 +30,6 @@ from forge_train.launch.slurm import slurm_script
 from forge_train.launch.submission import queued_jobs, submit_job
 
 _ENDED = re.compile(r"job \S+ ended with code (\d+)")
-_SUBMITTED = re.compile(r"submitted job (\d+)")
 _CANCELED = "SLURM has canceled"
 
 
@@ -83,12 +82,10 @@ class ClusterRunner:
                 continue
             folder = self.campaign.folder(entry).absolute()
             run = check_run(str(folder / RECIPE_FILE), (), entry.world, folder=folder)
-            told = submit_job(run, slurm_script(run, cluster))
-            match = _SUBMITTED.match(told)
-            assert match is not None, told
+            job = submit_job(run, slurm_script(run, cluster))
             with writing(self.campaign.directory):
-                replace_file(folder / JOB_FILE, f'{{"job": "{match[1]}", "fingerprint": "{fingerprint_of(entry)}"}}\n'.encode())
-            self.say(f"{title}: job {match[1]} on {cluster.slurm.nodes} x {cluster.slurm.ranks} ranks")
+                replace_file(folder / JOB_FILE, f'{{"job": "{job}", "fingerprint": "{fingerprint_of(entry)}"}}\n'.encode())
+            self.say(f"{title}: job {job} on {cluster.slurm.nodes} x {cluster.slurm.ranks} ranks")
 
     def _of(self, entry: CampaignEntry) -> tuple[Cluster, str]:
         """Returns the cluster file for an entry, and why its nodes do not fit; empty if they do."""

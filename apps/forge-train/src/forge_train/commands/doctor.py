@@ -15,6 +15,14 @@ def doctor(
     recipe: Annotated[str, typer.Argument(help="A preset or a TOML file; 350m on a GPU, else debug.", show_default=False)] = "",
     acceptance: Annotated[bool, typer.Option("--acceptance", help="Run all steps, to accept a new node.")] = False,
     only: Annotated[str, typer.Option("--only", help="Steps, separated by commas: matmul,disk.", show_default=False)] = "",
+    requires: Annotated[
+        str | None,
+        typer.Option(
+            "--requires",
+            help="Only check for these, separated by commas: torch, gpu, multi-node, slurm, wandb, hf.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for doctor.json and doctor.html; ./doctor with --acceptance.")
     ] = None,
@@ -28,6 +36,9 @@ def doctor(
     """Find what is wrong with this machine before a run does; with --acceptance, measure it.
 
     Exit code 0: no problem; 1: something is slower than expected; 2: something is wrong. Every finding says what to do.
+
+    With --requires it only says whether this machine has what is named, for scripts and agent skills: exit code 0 if it has all
+    of them, otherwise 2, with how to get what is missing.
     """
     from dataclasses import replace
 
@@ -35,13 +46,24 @@ def doctor(
     from forge_core.terminal import Console
     from forge_train.commands.options import require_single_process
     from forge_train.doctor.report import Report, read_report
+    from forge_train.doctor.requirements import required
     from forge_train.doctor.runner import ACCEPTANCE, QUICK, chosen, examine_all
     from forge_train.doctor.step import DoctorSettings, exit_code
     from forge_train.doctor.torch_build import sees_gpu
     from forge_train.recipe.load import load_recipe
 
-    require_single_process("doctor")
     console = Console(as_json=as_json)
+    if requires is not None:
+        others = {"--acceptance": acceptance, "--only": only, "--minutes": minutes, "--compare": compare, "--out": out}
+        refused = [*filter(None, [recipe]), *context.args, *(option for option, given in others.items() if given)]
+        if refused:
+            raise ForgeError(f"--requires looks for what it names and reads no recipe; remove {', '.join(refused)}")
+        report = Report("", None)
+        found = examine_all(required(requires), DoctorSettings(""), lambda finished: _report_last(finished, report, console))
+        if as_json:
+            console.document(report.end())
+        raise typer.Exit(exit_code(found))
+    require_single_process("doctor")
     if not directory.is_dir():
         raise ForgeError(f"--directory {directory}: this folder does not exist; create it first")
     old = read_report(compare) if compare else None

@@ -29,6 +29,7 @@ _Gpus = Annotated[int | None, typer.Option("--gpus-per-node", help="GPUs, and so
 _Ranks = Annotated[
     int | None, typer.Option("--ranks-per-node", help="Ranks on each node, if not one per GPU.", show_default=False)
 ]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 _Image = Annotated[str | None, typer.Option("--image", help="Container image.", show_default=False)]
 
 
@@ -59,6 +60,7 @@ def slurm(
     ] = None,
     image: _Image = None,
     submit: Annotated[bool, typer.Option("--submit/--dry-run", help="Submit the script with sbatch, or only print it.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Print, or with --submit submit, a SLURM job that resumes by itself. Any key can be set: --optimizer.lr=1e-3
 
@@ -75,16 +77,20 @@ def slurm(
     layers = [*_layer("slurm", **options), *_layer("container", runtime=container, image=image), *own]
     described = load_cluster(cluster, layers)
     run = check_run(recipe, overrides, described.slurm.nodes * described.slurm.ranks, described.slurm.array)
-    console = Console()
+    console = Console(as_json=as_json)
     for warning in run.warnings:
         console.note(f"warning: {warning}")
-    script = slurm_script(run, described)
-    if not submit:
-        console.text(script.rstrip("\n"))
-        return
-    from forge_train.launch.submission import submit_job
+    script, job = slurm_script(run, described), None
+    if submit:
+        from forge_train.launch.submission import submit_job, told
 
-    console.text(submit_job(run, script))
+        job = submit_job(run, script)
+        console.text(told(run, job))
+    else:
+        console.text(script.rstrip("\n"))
+    if as_json:
+        directories = [str(directory) for directory in run.directories]
+        console.document({"job": job, "name": run.name, "ranks": run.world, "directories": directories, "script": script})
 
 
 @launch.command(cls=OverridesCommand, context_settings=_OPEN)
@@ -142,6 +148,7 @@ def kubernetes(
     ] = None,
     kind: Annotated[str | None, typer.Option("--kind", help="jobset (default) or pytorchjob.", show_default=False)] = None,
     output: Annotated[Path | None, typer.Option("--output", help="Write the manifest to this file.", show_default=False)] = None,
+    as_json: _Json = False,
 ) -> None:
     """Print a manifest for kubectl: a JobSet or a PyTorchJob that resumes. Any key can be set: --optimizer.lr=1e-3
 
@@ -157,15 +164,18 @@ def kubernetes(
     layers = [*_layer("kubernetes", **options, volume=volume, kind=kind), *_layer("container", image=image), *own]
     described = load_cluster(cluster, layers)
     resolved = load_recipe(recipe, overrides, described.kubernetes.nodes * described.kubernetes.ranks, Registry())
-    console = Console()
+    console = Console(as_json=as_json)
     for warning in resolved.warnings:
         console.note(f"warning: {warning}")
-    text = as_yaml(kubernetes_manifests(resolved, described))
+    manifests = kubernetes_manifests(resolved, described)
+    text = as_yaml(manifests)
     if output is None:
         console.text(text.rstrip("\n"))
-        return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as cause:
-        raise ForgeError(f"the manifest cannot be written to {output}: {cause.strerror}; choose another --output") from cause
-    console.text(f"wrote {output}; start the run with `kubectl apply -f {output}`")
+    else:
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as cause:
+            raise ForgeError(f"the manifest cannot be written to {output}: {cause.strerror}; choose another --output") from cause
+        console.text(f"wrote {output}; start the run with `kubectl apply -f {output}`")
+    if as_json:
+        console.document({"output": None if output is None else str(output), "manifests": manifests})

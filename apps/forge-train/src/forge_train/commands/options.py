@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from forge_core.errors import ForgeError, LayoutError
 
@@ -50,6 +50,15 @@ class OverridesCommand(TyperCommand):
         if incomplete.startswith("-"):
             options += [item(f"--{key}=") for key in recipe_keys(recipe) if f"--{key}".startswith(incomplete)]
         return options
+
+
+class ListingGroup(TyperGroup):
+    """A command whose subcommand is `list` if none is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses arguments as typer does, after `list` where no subcommand is named."""
+        named = args and (args[0] in self.commands or args[0] == "--help")
+        return super().parse_args(ctx, args if named or ctx.resilient_parsing else ["list", *args])
 
 
 def _sections() -> list[str]:

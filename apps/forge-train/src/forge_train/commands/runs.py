@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from forge_core.errors import ConfigError, ForgeError
 from forge_core.terminal import Console, clock, count
+from forge_train.commands.options import ListingGroup
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,17 +21,8 @@ UNKNOWN = "?"
 """Text in a table for what a directory does not record."""
 
 
-class _Runs(TyperGroup):
-    """The command without the name of a subcommand is `list`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses arguments as typer does, after `list` where no subcommand is named."""
-        named = args and (args[0] in self.commands or args[0] == "--help")
-        return super().parse_args(ctx, args if named or ctx.resilient_parsing else ["list", *args])
-
-
 runs = typer.Typer(
-    cls=_Runs,
+    cls=ListingGroup,
     add_completion=False,
     rich_markup_mode=None,
     help="List runs with state, progress and goodput; compare two; merge the logs of all ranks. "
@@ -213,13 +204,17 @@ def log(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.", show_default=False)],
     rank: Annotated[list[int] | None, typer.Option("--rank", min=0, help="Only this rank; may be repeated.")] = None,
     tail: Annotated[int | None, typer.Option("--tail", min=1, help="Only the last N lines.", show_default=False)] = None,
+    as_json: _Json = False,
 ) -> None:
     """Merge the logs of all ranks by time, each line after its rank."""
     from forge_train.runs.logs import log_files, merged
 
     files = log_files(run, frozenset(rank or ()))
-    width, console = len(str(max(files))), Console()
+    width, console = len(str(max(files))), Console(as_json=as_json)
     try:
+        if as_json:
+            console.document([{"rank": number, "line": line} for number, line in merged(files, tail)])
+            return
         for number, line in merged(files, tail):
             console.text(f"{number:{width}} | {line}")
     except OSError as cause:

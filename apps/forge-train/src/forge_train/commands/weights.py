@@ -180,6 +180,7 @@ def upcycle(
     to: Annotated[str, typer.Option("--to", help="Format of TARGET.")] = "hf",
     noise: Annotated[float, typer.Option(min=0.0, help="Noise added to experts, in standard deviations of each matrix.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of noise and routers.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Turn the feed-forward layers of a dense model into experts; without noise, the new model computes the same function.
 
@@ -199,7 +200,7 @@ def upcycle(
     model: Any = load_recipe(recipe, registry=registry).job.model
     if getattr(model, "moe", None) is None:
         raise ForgeError(f"{recipe} has no [model.moe], which defines the experts; add it")
-    console, dense = Console(), open_weights(source, registry)
+    console, dense = Console(as_json=as_json), open_weights(source, registry)
     for note in dense.facts.notes:
         console.note(note)
     weights = Upcycled(dense, model.moe, noise, seed)
@@ -208,6 +209,9 @@ def upcycle(
     shape = weights.model.shape
     assert shape.moe is not None
     layers = sum(map(shape.has_experts, range(shape.layers)))
+    if as_json:
+        counts = {"layers": shape.layers, "layers_with_experts": layers, "experts": shape.moe.experts, "top_k": shape.moe.top_k}
+        console.document({"target": str(target), **counts})
     console.text(
         f"{target}: {layers} of {shape.layers} layers with {shape.moe.experts} experts, {shape.moe.top_k} for each token"
     )

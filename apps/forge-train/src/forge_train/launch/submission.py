@@ -26,7 +26,7 @@ _FOLDER = "slurm"
 
 
 def submit_job(run: CheckedRun, script: str, seconds: float = ANSWER_SECONDS) -> str:
-    """Submits the script and returns what to tell the user.
+    """Submits the script and returns the number of the job.
 
     Raises:
         ForgeError: SLURM is missing, does not answer or refuses the job, or the run has a job already.
@@ -45,10 +45,11 @@ def submit_job(run: CheckedRun, script: str, seconds: float = ANSWER_SECONDS) ->
             copy = directory / _FOLDER / f"{job}.sh"
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(script, encoding="utf-8")
-    return _told(run, job)
+    return job
 
 
-def _told(run: CheckedRun, job: str) -> str:
+def told(run: CheckedRun, job: str) -> str:
+    """Returns what to tell the user of a submitted job: how to see its state, to follow it and to cancel it."""
     logs = run.folder / run.directory / _FOLDER
     first = logs / job / "rank-00000.log" if len(run.directories) == 1 else logs / f"{job}_{TASK}" / "rank-00000.log"
     return "\n".join(
