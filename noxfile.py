@@ -168,12 +168,17 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """The pages as HTML in `docs/_build/html`, a warning being an error; then their links and code blocks, slow ones too."""
+    """The pages as HTML in `docs/_build/html`, a warning being an error; then links, search and code blocks, slow ones too."""
     _workshop(session)
     _install(session, _tool("python"), *DOCUMENTATION)
     pages = ("-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html")
     session.run(_tool("python"), "-m", "sphinx", *pages, external=True)
-    tests = ("tests/repository/test_docs.py", "tests/train/test_pages.py")
+    tests = (
+        "tests/repository/test_docs.py",
+        "tests/repository/test_search.py",
+        "tests/train/test_pages.py",
+        "tests/train/test_howto.py",
+    )
     session.run(_tool("python"), "-m", "pytest", "-q", *tests, *session.posargs, external=True, env={"OMP_NUM_THREADS": "1"})
 
 

@@ -22,6 +22,7 @@ extensions = [
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "Forge"
+html_search_scorer = str(Path(__file__).parent / "_ext" / "search_scorer.js")
 
 myst_heading_anchors = 3  # links such as page.md#heading work as they do on a code host
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]

@@ -17,6 +17,7 @@ from harness.fronts import DISTRIBUTIONS, FRONTS
 ROOT = Path(__file__).parents[2]
 PLACES = ("*.md", "packages/*/*.md", "apps/*/*.md", "docs/**/*.md", "examples/**/*.md", "skills/*/*.md")
 PAGES = sorted(page for place in PLACES for page in ROOT.glob(place))
+IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -36,6 +37,41 @@ def test_links_lead_somewhere(page):
         linked = (page.parent / file).resolve() if file else page
         assert linked.exists(), f"{page.name} links to {target}"
         assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_images_are_small_files_that_are_described(page):
+    for text, target in IMAGE.findall(FENCE.sub("", page.read_text())):
+        assert len(text.split()) >= 3, f"{page.name} does not say what {target} shows"
+        assert (page.parent / target).stat().st_size < 150_000, target
+
+
+SCREEN = 40
+"""Lines of a page that a reader sees first."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.is_relative_to(ROOT / "docs")], ids=lambda page: page.stem)
+def test_the_first_screen_has_something_to_run(page):
+    """Records of decisions are history, and have nothing to run."""
+    screen = "\n".join(page.read_text().splitlines()[:SCREEN])
+    assert "adr" in page.parts or re.search(r"^```(bash|console|python)\n", screen, re.MULTILINE)
+
+
+def test_the_landing_page_shows_a_report():
+    """The numbers of the picture are those of its curves: the loss that it names is the last point of the first one."""
+    text = (ROOT / "docs/index.md").read_text()
+    assert [target for _, target in IMAGE.findall(text)] == ["report.svg"]
+    picture = (ROOT / "docs/report.svg").read_text()
+    shown = dict(re.findall(r'<text class="dim"[^>]*>([^<]+)</text>\n<text class="fact"[^>]*>([^<]+)</text>', picture))
+    loss, _ = (chart for chart in re.findall(r"<svg x=.*?</svg>", picture, re.DOTALL))
+    ticks = {
+        float(value): float(y) - 4 for y, value in re.findall(r'<text class="tick" x="48" y="([\d.]+)"[^>]*>([\d.]+)<', loss)
+    }
+    low, high = min(ticks), max(ticks)
+    last = float(re.findall(r'class="line c0" points="([^"]+)"', loss)[0].split(",")[-1])
+    value = low + (ticks[low] - last) / (ticks[low] - ticks[high]) * (high - low)
+    assert value == pytest.approx(float(shown["loss"]), abs=0.02)
+    assert int(shown["steps"]) > 100 and "finished" in picture
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,7 +1,6 @@
 """The documentation pages: their plugins work, their recipes load, their commands run as written."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,15 +28,10 @@ from forge_testing import conforms
 from forge_train.launch.cluster import SECTIONS, load_cluster
 from forge_train.recipe.load import load_recipe
 from harness.fronts import DISTRIBUTIONS, FRONTS, example_of
+from harness.pages import NAMED, ROOT, blocks, run_shell
 
-ROOT = Path(__file__).parents[2]
 READMES = [ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/README.md")]
 PAGES = sorted([*READMES, *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)])
-NAMED = re.compile(r"# ([\w.-]+\.(?:py|toml))\n")
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def files_of(page: Path) -> Iterator[tuple[str, str]]:
@@ -196,7 +190,11 @@ def test_the_page_names_every_family() -> None:
     assert set(families) == set(FAMILIES)
 
 
-RUNNABLE = [page for page in PAGES if any(not NAMED.match(text) for text in blocks(page, "python"))]
+ONE_RUN = {ROOT / "docs/howto", ROOT / "docs/tutorials"}
+"""Folders of pages whose Python reads what their commands wrote; `test_howto.py` runs both in their order."""
+RUNNABLE = [
+    page for page in PAGES if page.parent not in ONE_RUN and any(not NAMED.match(text) for text in blocks(page, "python"))
+]
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
@@ -229,39 +227,22 @@ def test_plugin_files_import_nothing_heavy(plugins) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=plugins, timeout=60, check=False).returncode == 0
 
 
-def shell(page: Path, directory: Path) -> None:
-    """One shell for all blocks in their order, so that what a reader would set stays set."""
-    commands = "\n".join(blocks(page, "bash"))
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "NO_COLOR": "1",
-    }
-    done = subprocess.run(
-        ["bash", "-euxo", "pipefail", "-c", commands],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["models", "interpretability", "data", "data-formats", "checkpoints", "parallelism", "scale", "sweeps", "campaigns"]
 )
 def test_commands_of_a_page_run_as_written(name: str, tmp_path) -> None:
-    shell(ROOT / f"docs/concepts/{name}.md", tmp_path)
+    """After its Python, where that writes what a command reads."""
+    page = ROOT / f"docs/concepts/{name}.md"
+    if name == "interpretability":
+        (tmp_path / "page.py").write_text("".join(blocks(page, "python")))
+        run_shell("python page.py", tmp_path)
+    run_shell("\n".join(blocks(page, "bash")), tmp_path)
 
 
 @pytest.mark.slow
 def test_getting_started_runs_as_written(tmp_path) -> None:
-    shell(ROOT / "docs/getting-started.md", tmp_path)
+    run_shell("\n".join(blocks(ROOT / "docs/getting-started.md", "bash")), tmp_path)
     left = {path.name for path in (tmp_path / "runs/debug").iterdir()}
     promised = re.findall(r"^\| `([\w.]+)/?` \|", (ROOT / "docs/getting-started.md").read_text(), flags=re.MULTILINE)
     assert set(promised) <= left, (promised, left)

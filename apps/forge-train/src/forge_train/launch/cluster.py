@@ -189,8 +189,8 @@ class ContainerSection:
     image: str | None = None
     """The image: a name in a registry, or the path of a file (`.sqsh` for pyxis, `.sif` for apptainer)."""
     mounts: list[str] = field(default_factory=list)
-    """Paths of the host that the container of a SLURM job sees, each as `PATH` or `HOST:CONTAINER`. The working directory is
-    always one of them."""
+    """Paths of the host that the container of a SLURM job sees, each alone or with a colon and its path in the container. The
+    working directory is always one of them."""
     command: str = "forge-train"
     """Command in the container that starts the trainer, such as `/opt/venv/bin/forge-train`."""
 

@@ -1,0 +1,234 @@
+"""How-to pages and tutorials run from top to bottom in an empty directory; what they say is compared with other sources."""
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from harness.pages import BLOCK, ROOT, run_shell, script_of
+
+HOWTO = sorted((ROOT / "docs/howto").glob("*.md"))
+TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
+SCREEN = 40
+"""Lines of a page that a reader sees first."""
+
+
+def lines_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def last(run: Path, name: str) -> float:
+    return [line[name] for line in lines_of(run) if name in line][-1]
+
+
+@pytest.mark.parametrize("page", [*HOWTO, *TUTORIALS, ROOT / "docs/index.md"], ids=lambda page: page.stem)
+def test_the_first_screen_has_something_to_run(page: Path) -> None:
+    screen = "\n".join(page.read_text().splitlines()[:SCREEN])
+    assert "forge-train " in "".join(text for language, text in BLOCK.findall(screen) if language in ("bash", "console"))
+
+
+@pytest.mark.parametrize("page", HOWTO, ids=lambda page: page.stem)
+def test_a_how_to_page_is_short_and_leads_to_a_concept(page: Path) -> None:
+    text = page.read_text()
+    assert 30 <= len(text.splitlines()) <= 80
+    assert "](../concepts/" in text[text.index("## See also") :]
+
+
+def test_the_landing_page_names_every_page() -> None:
+    """In its text, which code hosts show, and in the table of contents of the site."""
+    text = (ROOT / "docs/index.md").read_text()
+    linked = set(re.findall(r"\]\(([\w/-]+)\.md", text))
+    contents = {line for block in re.findall(r"```\{toctree\}\n(.*?)```", text, re.DOTALL) for line in block.split()}
+    pages = {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in (ROOT / "docs").rglob("*.md")}
+    pages = {page for page in pages if not page.startswith("_build")} - {"index"}
+    assert {page for page in pages if not page.startswith(("adr/", "migration/"))} - linked == set()
+    assert {page for page in pages if not page.startswith("adr/")} - contents == set()
+    captions = re.findall(r":caption: (\S+)", text)
+    assert captions[:5] == ["Tutorials", "How-to", "Concepts", "Reference", "Architecture"]
+    assert [f"## {name}" in text for name in captions[:5]] == [True] * 5
+
+
+def prepared(place: Path, printed: str) -> None:
+    """Tokens are bytes, and one that ends each document; three of four samples are of the source with weight 3."""
+    texts = [f"Document {n} says that {n} times two is {2 * n}." for n in range(1, 501)]
+    found = re.findall(r"stores/jsonl-\w+: token store.*\n *([\d,]+) tokens in (\d+) documents", printed)
+    assert sum(int(tokens.replace(",", "")) for tokens, _ in found) == sum(len(text) + 1 for text in texts)
+    assert sum(int(documents) for _, documents in found) == 500 and len(found) == 2
+    assert re.search(r"jsonl +75\.00%", printed)
+    assert "tokenizing" not in printed, "the run did not find its data prepared"
+
+
+def scaled(place: Path, printed: str) -> None:
+    """Two processes have the losses of one, and half of its state each; numbers of ranks that the refusal lists divide 8."""
+    one, two = place / "runs/scale-1", place / "runs/scale-2"
+    losses = [[line["loss"] for line in lines_of(run) if "loss" in line] for run in (one, two)]
+    assert len(losses[0]) >= 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for name in ("memory/parameters", "memory/gradients"):
+        assert last(two, name) == pytest.approx(last(one, name) / 2, rel=0.01)
+    assert printed.count("no fault for ") == 4 and re.findall(r"^(dp2|tp2|pp2)\t.*\tequal$", printed, re.MULTILINE)[2:]
+    run_shell("! forge-train check debug --world 32 2> refused", place)
+    listed = re.search(r"may be ([\d, ]+)", (place / "refused").read_text())
+    assert listed and [int(n) for n in listed[1].split(",")] == [n for n in range(1, 33) if 8 % n == 0]
+
+
+def compared(place: Path, printed: str) -> None:
+    """The ranking is that of the losses in the metrics of the points; all points read the same samples."""
+    results = [json.loads(line) for line in (place / "sweeps/optimizers/results.jsonl").read_text().splitlines()]
+    points = {path.name: last(path, "evaluation/held_out/loss") for path in (place / "sweeps/optimizers/points").iterdir()}
+    assert [row["point"] for row in results] == sorted(points, key=points.__getitem__) and len(points) == 4
+    best = (place / "sweeps/optimizers/best.toml").read_text()
+    assert f'name = "{results[0]["values"]["optimizer.name"]}"' in best
+    run_shell("cd sweeps/optimizers/points && forge-train data diff name=adamw_lr=0.001 name=lion_lr=0.01", place)
+
+
+def routed(place: Path, printed: str) -> None:
+    """Twelve more experts in two layers: three matrices of 64 x 64 each, and a row of the router; the same number active."""
+    rows = [json.loads(line) for line in (place / "sweeps/experts/results.jsonl").read_text().splitlines()]
+    few, many = sorted(rows, key=lambda row: row["parameters"])
+    assert many["parameters"] - few["parameters"] == 12 * 2 * (3 * 64 * 64 + 64)
+    assert 0 <= many["active"] - few["active"] <= 12 * 2 * 64
+    assert all(last(place / "runs/debug-moe", f"routing/blocks.{n}/load_max") >= 1 for n in (1, 2))
+    first = [
+        [line["loss"] for line in lines_of(place / "runs" / run) if "loss" in line][:2] for run in ("debug-moe", "debug-moe-2")
+    ]
+    assert first[1] == pytest.approx(first[0], rel=1e-4)
+
+
+def extracted(place: Path, printed: str) -> None:
+    """The stored values are those that transformers computes from an export of the same checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    run_shell("forge-train convert --from forge --to hf runs/debug exported", place)
+    model = AutoModelForCausalLM.from_pretrained(place / "exported", dtype=torch.float32)
+    line = b"A first line."
+    with torch.no_grad():
+        hidden = model(torch.tensor([list(line)]), output_hidden_states=True).hidden_states
+    with safe_open(place / "acts/shard-00000.safetensors", "pt") as file:
+        stored = file.get_tensor("blocks.0.residual_after")[: len(line)]
+    torch.testing.assert_close(stored, hidden[1][0], rtol=1e-4, atol=1e-5)
+    exported = [value for value in np.load(place / "last.npz").values() if value.ndim == 2 and value.shape[-1] == 64]
+    assert [value.shape[0] for value in exported] == [2]  # the last position of each of two lines
+
+
+def regressed(place: Path, printed: str) -> None:
+    """The learning rate is the cause: with the other order of samples alone the loss is close to the first run's."""
+    loss = {run.name: last(run, "evaluation/held_out/loss") for run in (place / "runs").iterdir()}
+    assert loss["again"] == loss["good"]
+    assert abs(loss["seed-only"] - loss["good"]) < 0.2 * (loss["bad"] - loss["good"])
+    keys = ("job.name", "data.seed", "optimizer.lr")
+    assert all(f"{key} was " in printed for key in keys) and "3 keys differ" in printed
+    assert "first difference: step 0" in printed
+
+
+def resumed(place: Path, printed: str) -> None:
+    """No step twice and none missing, and the numbers of the run that was never stopped."""
+    whole = {line["step"]: line["loss"] for line in lines_of(place / "runs/whole") if "loss" in line}
+    for run, close in (("elsewhere/moved", 0.0), ("runs/debug", 1e-5)):
+        steps = [line["step"] for line in lines_of(place / run) if "loss" in line]
+        assert steps == sorted(set(steps)) and set(whole) <= set(steps)
+        losses = {line["step"]: line["loss"] for line in lines_of(place / run) if "loss" in line}
+        assert [losses[step] for step in whole] == pytest.approx(list(whole.values()), rel=close, abs=0.0)
+    assert 'job.dir was "none"' in printed and "train.stop_at was 15" in printed
+
+
+def exported(place: Path, printed: str) -> None:
+    """Transformers and Forge write the same text; the files have the sizes of the model."""
+    shown = [line for line in printed.split("\n") if line.startswith("def ")]
+    assert len(shown) == 2 and shown[0] == shown[1]
+    with safe_open(place / "exported/model.safetensors", "pt") as file:
+        count = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    # 2 layers of q, k, v, o and gate, up, down and 2 norms; embedding, head and the last norm
+    assert count == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64) + 2 * 320 * 64 + 64
+
+
+def own_data(place: Path, printed: str) -> None:
+    """The model is better than the frequencies of the tokens of the text that it has not seen."""
+    from collections import Counter
+
+    entropy = min(float(value) for value in re.findall(r"unigram entropy ([\d.]+) nats", printed))
+    assert last(place / "runs/mine", "evaluation/held_out/loss") < entropy
+    bytes_ = sum(len(path.read_bytes()) for path in (place / "texts").iterdir())
+    assert f"{bytes_:,} bytes of text" in printed
+    assert Counter(path.suffix for path in (place / "held_out").iterdir()) == {".txt": 3}
+
+
+def own_model(place: Path, printed: str) -> None:
+    """Two processes train the part as one does; the proof is there."""
+    one, two = ([line["loss"] for line in lines_of(place / "runs" / run) if "loss" in line] for run in ("bilinear", "bilinear-2"))
+    assert two == pytest.approx(one, rel=1e-4) and len(one) > 3
+    assert last(place / "runs/debug", "loss") != one[-1]
+    assert re.search(r"^dp2\t.*\tequal$", printed, re.MULTILINE) and list((place / "proofs").glob("*.json"))
+
+
+def own_cluster(place: Path, printed: str) -> None:
+    """The plan has the parameters of Llama-3-8B, whose shape the preset has; the job has the numbers of the cluster file."""
+    width, hidden, keys, layers, words = 4096, 14336, 1024, 32, 128256
+    count = layers * (2 * width * width + 2 * width * keys + 3 * width * hidden + 2 * width) + 2 * words * width + width
+    assert count == 8_030_261_248  # as published
+    assert f"dp32: {4 * count // 32:,} bytes of parameters" in printed
+    run_shell("bash -n job.sh", place)
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", (place / "job.sh").read_text(), re.MULTILINE))
+    assert (asked["nodes"], asked["ntasks-per-node"], asked["cpus-per-task"]) == ("4", "8", "12")
+    assert (asked["partition"], asked["time"]) == ("gpu", "24:00:00")
+    assert "kind: JobSet" in (place / "job.yaml").read_text()
+
+
+def own_images(place: Path, printed: str) -> None:
+    """Every digit of scikit-learn is in one of the two sets; both fusions learned more than the number of ids."""
+    from sklearn.datasets import load_digits
+
+    counts = [int(number.replace(",", "")) for number in re.findall(r"prepared digits: ([\d,]+) images", printed)]
+    assert len(counts) == 4 and sum(counts) == 2 * len(load_digits().images)
+    for run in ("debug-joint", "debug-cross"):
+        assert 0 < last(place / "runs" / run, "modality/held_out/text/loss") < np.log(258)
+    assert (place / "fusions.html").stat().st_size > 10_000
+
+
+def looked(place: Path, printed: str) -> None:
+    """A head that is switched off changes the loss; the loss at the last layer is that of the model."""
+    changes = re.findall(r"^without head \d of layer \d: ([+-][\d.]+)$", printed, re.MULTILINE)
+    assert len(changes) == 8 and any(float(change) for change in changes)
+    losses = re.search(r"^loss at each layer: (\[.*\])$", printed, re.MULTILINE)
+    assert losses and ast.literal_eval(losses[1])[-1] < ast.literal_eval(losses[1])[0]
+    assert any("inside/seconds" in line for line in lines_of(place / "runs/watched"))
+
+
+def encoded(place: Path, printed: str) -> None:
+    """The page's own assertion holds: noise is not predicted, responses are."""
+    results = json.loads((place / "encoded/results.json").read_text())["results"]
+    assert {row["name"] for row in results} >= {"blocks.0.residual_after", "blocks.1.residual_after"}
+
+
+FACTS: dict[str, Callable[[Path, str], None]] = {
+    "compare-optimizers": compared,
+    "debug-a-regression": regressed,
+    "encode-a-recording": encoded,
+    "export-to-hugging-face": exported,
+    "extract-activations": extracted,
+    "images": own_images,
+    "look-inside": looked,
+    "prepare-data": prepared,
+    "resume-elsewhere": resumed,
+    "scale-up": scaled,
+    "train-experts": routed,
+    "your-cluster": own_cluster,
+    "your-data": own_data,
+    "your-model": own_model,
+}
+
+
+def test_every_page_has_facts() -> None:
+    assert set(FACTS) == {page.stem for page in (*HOWTO, *TUTORIALS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [*HOWTO, *TUTORIALS], ids=lambda page: page.stem)
+def test_a_page_runs_as_written_and_says_what_is(page: Path, tmp_path: Path) -> None:
+    FACTS[page.stem](tmp_path, run_shell(script_of(page), tmp_path))
