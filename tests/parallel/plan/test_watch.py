@@ -206,6 +206,7 @@ def _third() -> tuple[str, int]:
     """Rank 2 fails, which rank 0 learns from its note, and rank 1 after rank 0 has taken the store along."""
     watch, _ = _open(timeout=20, patience=1)
     rank = dist.get_rank()
+    dist.barrier()  # all have set how long their watch lets them live
     if rank == 2:
         watch.failed("the device is on fire", 3)
         return "", 0

@@ -114,7 +114,7 @@ class Caller(Component):
 """
 
 
-def test_fault_48_secrets_reach_nothing_but_the_recipe_which_only_its_owner_may_read(here: Path) -> None:
+def test_fault_48_secrets_reach_only_files_that_their_owner_alone_may_read(here: Path) -> None:
     (here / "mine.py").write_text(CALLER)
     caller = "{name='./mine.py:Caller', api_key='sk-hidden-1', address='s3://me:sk-hidden-2@bucket'}"
     run = here / "runs" / "tiny"
@@ -123,7 +123,8 @@ def test_fault_48_secrets_reach_nothing_but_the_recipe_which_only_its_owner_may_
         assert found.returncode == 0, found.stderr
         assert said in found.stdout + found.stderr and "sk-hidden" not in found.stdout + found.stderr
     kept = {path for path in run.rglob("*") if path.is_file() and b"sk-hidden" in path.read_bytes()}
-    assert kept == {run / "config.toml"} and (run / "config.toml").stat().st_mode & 0o077 == 0
+    (code,) = (run / "plugin-files").iterdir()  # a copy of what the user wrote into the file
+    assert kept == {run / "config.toml", code} and all(path.stat().st_mode & 0o077 == 0 for path in kept)
     (manifest, *_) = run.glob("checkpoints/step-*/manifest.json")
     assert '"(hidden)"' in manifest.read_text() and "s3://(hidden)@bucket" in manifest.read_text()
 

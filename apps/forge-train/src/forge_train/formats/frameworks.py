@@ -20,7 +20,7 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_train.formats.plain import check_fit, model_of, open_tensors, stored_tensor
-from forge_train.formats.torch_files import METADATA, unpickle
+from forge_train.formats.unpickle import METADATA, unpickle
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
@@ -28,7 +28,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Place:
+class ForeignTensor:
     """Where a tensor of Forge is in a checkpoint of another framework.
 
     Attributes:
@@ -176,7 +176,7 @@ class FrameworkWeights:
         """Reads one tensor and returns its slice at `offset` with shape `extent`."""
         return self._tensor(self._places[name])[tuple(slice(at, at + size) for at, size in zip(offset, extent, strict=True))]
 
-    def _place(self, names: Names, name: str, shape: Any) -> Place | None:
+    def _place(self, names: Names, name: str, shape: Any) -> ForeignTensor | None:
         """Returns the place of a tensor of Forge; None if it is not there."""
         turned = {"q_proj": shape.heads, "k_proj": shape.kv_heads} if self._pairs(names) else {}
         heads = turned.get(name.split(".")[-2], 0)
@@ -184,7 +184,7 @@ class FrameworkWeights:
             stacked = "{expert}" in one
             all_of_it = (one.format(expert=expert) for expert in count()) if stacked else (one,)
             if parts := tuple(takewhile(self._found.__contains__, all_of_it)):
-                return Place(parts, stacked, one.endswith("_w"), heads)
+                return ForeignTensor(parts, stacked, one.endswith("_w"), heads)
         return None
 
     def _pairs(self, names: Names) -> bool:
@@ -211,12 +211,12 @@ class FrameworkWeights:
     def _equal(self, one: str, other: str) -> bool:
         return torch.equal(*(handle.get_tensor(stored) for handle, stored in (self._found[one], self._found[other])))
 
-    def _outline(self, place: Place) -> StoredTensor:
+    def _outline(self, place: ForeignTensor) -> StoredTensor:
         stored = stored_tensor(*self._found[place.names[0]])
         extent = (len(place.names), *stored.shape) if place.stacked else stored.shape
         return replace(stored, shape=(*extent[:-2], extent[-1], extent[-2]) if place.transposed else extent)
 
-    def _tensor(self, place: Place) -> torch.Tensor:
+    def _tensor(self, place: ForeignTensor) -> torch.Tensor:
         parts = [handle.get_tensor(stored) for handle, stored in map(self._found.__getitem__, place.names)]
         whole = torch.stack(parts) if place.stacked else parts[0]
         if place.transposed:

@@ -10,8 +10,6 @@ Forge's; a model with other names needs a mapping, or the format `hf`.
 """
 
 import json
-import subprocess
-import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,11 +30,9 @@ from forge_core.errors import ForgeError
 from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights
 from forge_train.formats.forge import TOKENIZER
 from forge_train.formats.plain import PlainWeights, check_fit, describe, facts_of, model_of, new_folder
+from forge_train.formats.unpickle import METADATA, unpickle
 
 SIDECAR = "forge.json"
-
-REFUSED = 3
-"""Exit code of `unpickle` for a file that contains more than tensors."""
 
 
 @dataclass(frozen=True)
@@ -145,36 +141,6 @@ def read_pickled(
     return weights
 
 
-def unpickle(kind: str, path: Path, folder: Path, unsafe: bool, *prefixes: str) -> int:
-    """Writes those tensors of a pickled file whose names begin with one of `prefixes` to safetensors files, in another process.
-
-    Args:
-        kind: `dcp` or `torch`.
-        path: the checkpoint or file.
-        folder: where to write; it is created.
-        unsafe: also unpickle what is neither a tensor nor the description of one.
-        prefixes: beginnings of names.
-
-    Returns:
-        The number of other tensors.
-
-    Raises:
-        ForgeError: the file contains more than tensors, or is damaged.
-    """
-    module = [sys.executable, "-I", "-m", "forge_train.formats.unpickle"]
-    command = [*module, kind, str(path), str(folder), "unsafe" if unsafe else "safe", *prefixes]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1][:500]
-    if done.returncode == REFUSED:
-        raise ForgeError(
-            f"{path} contains more than tensors ({last}), and unpickling that can run any code of its author as this user, so "
-            "nothing was read. If you trust its author, pass --unsafe-pickle"
-        )
-    if done.returncode:
-        raise ForgeError(f"{path} could not be unpickled: {last}")
-    return int(done.stdout.split()[-1])
-
-
 def write_sidecar(folder: Path, weights: Weights, marker: Path, places: Mapping[str, StoredBytes]) -> None:
     """Writes `forge.json` next to torch's files."""
     tensors = {name: vars(place) | {"shape": list(place.shape)} for name, place in places.items()}
@@ -234,9 +200,6 @@ class _Part(BufferedIOBase):
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._end - self._file.tell())
         return self._file.read(left if size is None or size < 0 else min(size, left))
-
-
-METADATA = ".metadata"
 
 
 class DcpConverter:

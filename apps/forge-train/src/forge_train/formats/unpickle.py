@@ -8,6 +8,7 @@ result is files of plain tensors.
 import io
 import pickle
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,8 +18,13 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
-from forge_train.formats.torch_files import REFUSED
+from forge_core.errors import ForgeError
 
+METADATA = ".metadata"
+"""File by which a folder is known as a distributed checkpoint."""
+
+_REFUSED = 3
+"""Exit code for a file that contains more than tensors."""
 _LIMIT = 2 << 30
 
 _DESCRIPTIONS = {
@@ -35,6 +41,36 @@ _DESCRIPTIONS = {
 """What the metadata of a distributed checkpoint may name: each is plain data, or a function that returns a constant of torch."""
 
 
+def unpickle(kind: str, path: Path, folder: Path, unsafe: bool, *prefixes: str) -> int:
+    """Writes those tensors of a pickled file whose names begin with one of `prefixes` to safetensors files, in another process.
+
+    Args:
+        kind: `dcp` or `torch`.
+        path: the checkpoint or file.
+        folder: where to write; it is created.
+        unsafe: also unpickle what is neither a tensor nor the description of one.
+        prefixes: beginnings of names.
+
+    Returns:
+        The number of other tensors.
+
+    Raises:
+        ForgeError: the file contains more than tensors, or is damaged.
+    """
+    module = [sys.executable, "-I", "-m", "forge_train.formats.unpickle"]
+    command = [*module, kind, str(path), str(folder), "unsafe" if unsafe else "safe", *prefixes]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1][:500]
+    if done.returncode == _REFUSED:
+        raise ForgeError(
+            f"{path} contains more than tensors ({last}), and unpickling that can run any code of its author as this user, so "
+            "nothing was read. If you trust its author, pass --unsafe-pickle"
+        )
+    if done.returncode:
+        raise ForgeError(f"{path} could not be unpickled: {last}")
+    return int(done.stdout.split()[-1])
+
+
 class _DescriptionUnpickler(pickle.Unpickler):
     """Unpickles the metadata of a distributed checkpoint and nothing else."""
 
@@ -48,7 +84,7 @@ class _DescriptionReader(FileSystemReader):
     """Reads a distributed checkpoint without unpickling anything but descriptions; torch reads the tensors likewise."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Any:
-        found = _DescriptionUnpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+        found = _DescriptionUnpickler(io.BytesIO((Path(self.path) / METADATA).read_bytes())).load()
         if getattr(found, "storage_meta", None) is None:
             found.storage_meta = StorageMeta()
         found.storage_meta.load_id = self.load_id
@@ -116,4 +152,4 @@ if __name__ == "__main__":
         if (named := re.search(r"GLOBAL ([\w.]+)", str(cause))) is None:
             raise
         print(named[1], file=sys.stderr)
-        sys.exit(REFUSED)
+        sys.exit(_REFUSED)
