@@ -9,7 +9,7 @@ from forge_core.files import lines_of
 
 ROOT = Path(__file__).parents[2]
 MACHINES = {
-    "an error's own message": ("torch_files.py", "micro_batch.py", "accelerator.py", "text_and_vision.py", "records.py"),
+    "an error's own message": ("unpickle.py", "micro_batch.py", "accelerator.py", "text_and_vision.py", "records.py"),
     "files of the system, and an error of a device": ("machine.py",),
     "what programs print": ("runner.py", "gpus.py", "training.py"),
     "a docstring": ("descriptions.py",),
