@@ -262,10 +262,3 @@ def test_bytes_are_those_that_a_core_states(world: World, kind: str, dtype: torc
         assert tuple(moved) == expected
         if kind == "ring":  # its output, and one number per query and head
             assert kept == rows * heads * 6 * (width * size + 4)
-
-
-@pytest.mark.parametrize(("of_keys", "of_values"), [(8, 16), (16, 8)])
-def test_the_ring_refuses_heads_for_which_a_gpu_has_no_kernel(of_keys: int, of_values: int) -> None:
-    q, k = torch.empty(2, 1, 2, 4, of_keys, device="meta")
-    with pytest.raises(ValueError, match=r"no kernel for heads of 8 on a GPU, only from 16; use transforms\.context\.kind"):
-        flex_blocks.forward(q, k, torch.empty(1, 2, 4, of_values, device="meta"), [], False, 0.5)

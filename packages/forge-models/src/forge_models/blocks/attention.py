@@ -108,9 +108,9 @@ class LocalAttention:
                 return shared.attention(q, k, v, scale)
             shared = None
         if shared is not None and not isinstance(shared, Tensor):
-            if q.dtype != torch.float64 and min(q.shape[-1], v.shape[-1]) >= NARROWEST_OF_FLEX:
+            if q.dtype != torch.float64:
                 return flex(q, k, v, shared, scale, soft_cap)
-            shared = dense(shared, q, k)  # for comparisons in fp64 and tiny models, for which flex has no kernel
+            shared = dense(shared, q, k)  # flex has no fp64 kernel; fp64 serves comparisons, not speed
         if soft_cap is not None:
             return _written_out(q, k, v, shared, scale, soft_cap)
         return F.scaled_dot_product_attention(
@@ -209,15 +209,19 @@ def placed_block_mask(queries: PositionedTokens, keys: PositionedTokens, window:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float, soft_cap: float | None) -> Tensor:
-    """Computes attention with a `BlockMask`."""
+    """Computes attention with a `BlockMask`. Heads for which there is no kernel get zeros, which change no score."""
     from torch.nn.attention.flex_attention import flex_attention
+
+    width = v.shape[-1]
+    q, k, v = (x if (lack := NARROWEST_OF_FLEX - x.shape[-1]) <= 0 else F.pad(x, (0, lack)) for x in (q, k, v))
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return soft_cap * (score / soft_cap).tanh()  # type: ignore[operator]
 
     run = flex_attention if torch.compiler.is_compiling() else _compiled("flex_attention")
     cap = None if soft_cap is None else capped
-    return run(q, k, v, score_mod=cap, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out = run(q, k, v, score_mod=cap, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out if out.shape[-1] == width else out[..., :width]
 
 
 def dense(blocks: Any, q: Tensor, k: Tensor) -> Tensor:

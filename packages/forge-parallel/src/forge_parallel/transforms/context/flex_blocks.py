@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from forge_core.protocols.model import PositionedTokens
 from forge_parallel.torch_private import recording
@@ -63,11 +64,8 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tupl
 
     if q.device.type != "cpu" and q.dtype == torch.float64:
         raise ValueError("ring attention has no fp64 kernel on a GPU; use transforms.context.kind = 'all_gather', or a CPU")
-    if q.device.type != "cpu" and (narrowest := min(q.shape[-1], v.shape[-1])) < _NARROWEST:
-        raise ValueError(
-            f"ring attention has no kernel for heads of {narrowest} on a GPU, only from {_NARROWEST}; "
-            "use transforms.context.kind = 'all_gather', or wider heads"
-        )
+    width = v.shape[-1]
+    q, k, v = (x if (lack := _NARROWEST - x.shape[-1]) <= 0 else F.pad(x, (0, lack)) for x in (q, k, v))  # changes no score
     blocks = None
     if mask:
         count = len(LISTS) + len(LISTS_OF_QUERIES)
@@ -75,7 +73,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tupl
     out, aux = _compiled("flex_attention")(
         q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
     )
-    return out, aux.lse
+    return out if out.shape[-1] == width else out[..., :width], aux.lse
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
