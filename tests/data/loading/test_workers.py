@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from data.steps import Drip, opened, rows_of, steps_of
+from forge_core.batch import Batch
 from forge_core.errors import DataError
 from forge_data.components import Tokens, TokenStore
 from forge_data.loading.worker_pool import WorkerPool
@@ -149,6 +150,25 @@ def test_nothing_is_pinned_without_an_accelerator(data: Data, monkeypatch: pytes
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda found=initialized: found)
         monkeypatch.setattr(torch.cuda, "is_available", lambda found=available: found)
         assert steps_of(data, 1, batch=G)[0]
+
+
+class Copied:
+    """A tensor that records how it is copied."""
+
+    def __init__(self) -> None:
+        self.asynchronous: list[bool] = []
+
+    def to(self, _: object, non_blocking: bool) -> "Copied":
+        self.asynchronous.append(non_blocking)
+        return self
+
+
+@pytest.mark.parametrize(("device", "asynchronous"), [("cpu", False), (torch.device("cpu"), False), ("cuda", True)])
+def test_copies_to_the_host_have_arrived_when_they_are_returned(device: Any, asynchronous: bool) -> None:
+    """Only the stream of a device orders a copy before its use; the host would read memory that is not written yet."""
+    tokens = Copied()
+    Batch(tokens, tokens).to(device)  # type: ignore[arg-type]
+    assert tokens.asynchronous == [asynchronous] * 2
 
 
 @pytest.mark.gpu

@@ -4,9 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from forge_train.doctor import node, torch_build, training
+from forge_parallel.verify.parity import Measurement
+from forge_train.doctor import correctness, node, torch_build, training
 from forge_train.doctor.peaks import peak
+from forge_train.doctor.step import DoctorSettings
 from forge_train.doctor.torch_build import VisibleGpu, has_kernels
 
 H100 = VisibleGpu("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30)
@@ -145,3 +148,22 @@ def test_the_verdict_on_tests_is_that_of_pytest() -> None:
     assert training.judge_tests(0, "5 passed, 2 skipped in 3 s\n").verdict == "PASS"
     wrong = training.judge_tests(1, "FAILED tests/a.py::test_b - assert\n1 failed, 3 passed in 2 s\n")
     assert wrong.verdict == "FAIL" and "tests/a.py::test_b" in wrong.value() and "1 failed" in wrong.value()
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("cpu", "1e-10"), ("cuda", "1e-05")])
+def test_fp64_on_another_kind_of_device_may_differ_by_the_rounding_of_angles(
+    kind: str, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both models are held to the same limit, whatever limits other precisions have."""
+    one = {"w": torch.ones(1, dtype=torch.float64)}
+    same = Measurement([1.0], [1.0], [1.0], one, one, one)
+    monkeypatch.setattr(correctness, "device", lambda: torch.device(kind))
+    monkeypatch.setattr(correctness, "_measured", lambda *_: same)
+    monkeypatch.setattr(correctness, "_float8", lambda _: iter(()))
+    checks = {check.name: check for check in correctness.examine_numbers(DoctorSettings("debug"))}
+    assert {checks[f"{model}, fp64"].expected.split(" of a CPU")[0].split()[-1] for model in ("dense", "experts")} == {limit}
+    far = replace(same, loss=[1.0 + 5e-5])
+    monkeypatch.setattr(correctness, "_measured", lambda preset, here, *_: same if here.type == "cpu" else far)
+    if kind == "cuda":
+        found = list(correctness.examine_numbers(DoctorSettings("debug")))
+        assert [check.verdict for check in found if check.name.endswith("fp64")] == ["FAIL", "FAIL"]

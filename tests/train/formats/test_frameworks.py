@@ -207,7 +207,7 @@ def test_a_bias_of_routers_that_means_something_else_is_refused(recipe: str, tmp
     assert not zero.read(["blocks.1.mlp.router.bias"])["blocks.1.mlp.router.bias"].any()
     (tmp_path / "other").mkdir()
     state["layers.1.mlp.router.expert_bias"][2] = 0.5
-    with pytest.raises(ForgeError, match=r"layers\.1\.mlp\.router\.expert_bias: it changes the weights of chosen experts there"):
+    with pytest.raises(ForgeError, match=r"layers\.1\.mlp\.router\.expert_bias: in KempnerForge this bias also"):
         opened(KEMPNERFORGE, state, tmp_path / "other", recipe)
 
 
@@ -282,10 +282,33 @@ def test_code_of_a_checkpoint_is_not_run(recipe: str, tmp_path: Path) -> None:
 
 
 def test_errors_say_what_to_do(recipe: str, tmp_path: Path) -> None:
-    with pytest.raises(ForgeError, match="name the folder of one step"):
+    with pytest.raises(ForgeError, match="pass the folder of one step"):
         read_framework(TORCHTITAN, tmp_path, recipe, unsafe=False)
-    with pytest.raises(ForgeError, match="can only be read; write the format hf"):
+    with pytest.raises(ForgeError, match="does not write them; write the format hf"):
         DcpConverter(recipe=recipe, prefix="", names="torchtitan", unsafe_pickle=False).write(tmp_path / "out", None)  # type: ignore[arg-type]
     (tmp_path / "vlm.toml").write_text('[model]\nname = "vlm"\n')
     with pytest.raises(ForgeError):
         opened(KEMPNERFORGE, {"norm.weight": torch.ones(2)}, tmp_path, str(tmp_path / "vlm.toml"))
+
+
+def test_what_cannot_be_told_is_refused(llama: LlamaForCausalLM, recipe: str, tmp_path: Path) -> None:
+    Path(recipe).write_text(RECIPE + "[model.rope]\npartial = 0.5\n")
+    with pytest.raises(ForgeError, match=r"rope\.partial = 0\.5: torchtitan rotates whole heads; set it to 1"):
+        opened(TORCHTITAN, in_pairs(of_torchtitan(llama)), tmp_path, recipe)
+    Path(recipe).write_text(RECIPE + MOE.replace("ffn_dim = 48", "ffn_dim = 32"))
+    state = {name: tensor for name, tensor in in_pairs(of_torchtitan(llama)).items() if "feed_forward" not in name}
+    for layer in range(2):
+        moe = f"layers.{layer}.moe"
+        state |= {f"{moe}.experts.{short}": torch.zeros(4, 32, 32) for short in ("w1", "w2", "w3")}
+        state[f"{moe}.router.gate.weight"] = torch.zeros(4, 32)
+    (tmp_path / "square").mkdir()
+    with pytest.raises(ForgeError, match=r"moe\.experts\.w1: square, so nothing tells whether this release of torchtitan"):
+        opened(TORCHTITAN, state, tmp_path / "square", recipe)
+
+
+def test_a_missing_embedding_is_listed_when_the_head_is_tied(llama: LlamaForCausalLM, recipe: str, tmp_path: Path) -> None:
+    Path(recipe).write_text(RECIPE.replace("[model.norm]", "tied_embeddings = true\n[model.norm]"))
+    state = of_kempnerforge(llama)
+    del state["token_embedding.embedding.weight"]
+    with pytest.raises(ForgeError, match=r"embed\.weight: missing"):
+        opened(KEMPNERFORGE, state, tmp_path, recipe)

@@ -36,7 +36,8 @@ def convert(
     names: Annotated[str | None, typer.Option(help="Whose names SOURCE has (dcp): kempnerforge or torchtitan.")] = None,
     to_prefix: Annotated[str | None, typer.Option(help="Text before each name in TARGET.")] = None,
     unsafe_pickle: Annotated[
-        bool, typer.Option("--unsafe-pickle", help="Also unpickle what is no tensor, which can run any code of its author.")
+        bool,
+        typer.Option("--unsafe-pickle", help="Also unpickle objects other than tensors: this can run any code."),
     ] = False,
     weights: Annotated[str, typer.Option(help="Weights to use: `model`, or `ema` for the average of hook ema.")] = "model",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,

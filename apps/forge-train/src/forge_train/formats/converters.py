@@ -45,7 +45,7 @@ class Dcp(Component):
     names: Literal["forge", "kempnerforge", "torchtitan"] = "forge"
     """Whose names, layouts and folders the checkpoint has; those of other frameworks can only be read."""
     unsafe_pickle: bool = False
-    """Also unpickle what is no tensor, in a separate process. This can run any code of the author as this user."""
+    """Also unpickle objects that are not tensors, in a separate process. This can run any code of the author as this user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,4 +59,4 @@ class Torch(Component):
     prefix: str = ""
     """What stands before every name in the files, such as `model.`; tensors without it are left out."""
     unsafe_pickle: bool = False
-    """Also unpickle what is no tensor, in a separate process. This can run any code of the author as this user."""
+    """Also unpickle objects that are not tensors, in a separate process. This can run any code of the author as this user."""

@@ -54,6 +54,8 @@ class Names:
         outside: names outside of blocks -> names there.
         within: names within a block -> names within a layer there. Entries ending in a dot stand for all that begin with them.
         ignored: pattern of names that hold no weights.
+        pairs: True if rotated dimensions are adjacent pairs, in models without norms of queries.
+        zero: end of the names of Forge whose tensors mean something else there unless they are zero; "" if there are none.
     """
 
     framework: str
@@ -61,6 +63,8 @@ class Names:
     outside: Mapping[str, tuple[str, ...]]
     within: Mapping[str, tuple[str, ...]]
     ignored: re.Pattern[str]
+    pairs: bool = False
+    zero: str = ""
 
     def of(self, name: str) -> tuple[str, ...]:
         """Returns the names that a tensor of Forge can have there; empty if the framework has no such tensor."""
@@ -98,6 +102,7 @@ KEMPNERFORGE = Names(
         "mlp.router.bias": ("mlp.router.expert_bias",),
     },
     ignored=re.compile(r".*\.expert_ema"),
+    zero=".router.bias",
 )
 _TITAN = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _WIDTHS = {"gate_proj": "EFD", "down_proj": "EDF", "up_proj": "EFD"}
@@ -125,6 +130,7 @@ TORCHTITAN = Names(
         "mlp.router.bias": ("moe.expert_bias_E", "moe.expert_bias"),
     },
     ignored=re.compile(r"freqs_cis|rope\.cache|.*\.tokens_per_expert(_E)?"),
+    pairs=True,
 )
 
 
@@ -159,7 +165,7 @@ class FrameworkWeights:
             for name in (*wanted, *(name for name, _ in module.named_buffers()))
             if (place := self._place(names, name, shape)) is not None
         }
-        if faults := [*self._faults(names, wanted), *self._changes_of_meaning(names)]:
+        if faults := [*self._faults(names, wanted), *self._changes_of_meaning(names, shape)]:
             shown = [*faults[:_SHOWN], *([f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else [])]
             told = f"the tensors in {origin}, under the names of {names.framework}, do not fit the model of {recipe}:"
             raise ForgeError("\n  ".join([told, *shown]))
@@ -189,7 +195,7 @@ class FrameworkWeights:
 
     def _pairs(self, names: Names) -> bool:
         """Returns whether rotated dimensions are adjacent pairs: in torchtitan those of Llama, and not those of Qwen."""
-        return names is TORCHTITAN and not any(".attention.q_norm." in name for name in self._found)
+        return names.pairs and not any(".attention.q_norm." in name for name in self._found)
 
     def _faults(self, names: Names, wanted: Sequence[str]) -> Iterator[str]:
         """Yields tensors that are missing, and tensors that would be left over."""
@@ -198,15 +204,22 @@ class FrameworkWeights:
                 yield f"{name}: missing ({' or '.join(names.of(name)) or f'{names.framework} has no such tensor'})"
         used = {one for place in self._places.values() for one in place.names}
         for name in sorted(self._found.keys() - used):
-            tied = name in names.outside["head.weight"] and "head.weight" not in wanted
+            tied = name in names.outside["head.weight"] and "head.weight" not in wanted and "embed.weight" in self._places
             if not names.ignored.fullmatch(name) and not (tied and self._equal(name, *self._places["embed.weight"].names)):
                 yield f"{name}: not in the model"
 
-    def _changes_of_meaning(self, names: Names) -> Iterator[str]:
-        """Yields tensors that compute something else there."""
+    def _changes_of_meaning(self, names: Names, shape: Any) -> Iterator[str]:
+        """Yields tensors that compute something else there, or whose orientation cannot be told."""
+        if self._pairs(names) and shape.rope.partial != 1:
+            yield f"rope.partial = {shape.rope.partial}: {names.framework} rotates whole heads; set it to 1"
         for name, place in self._places.items():
-            if names is KEMPNERFORGE and name.endswith(".router.bias") and self._tensor(place).count_nonzero():
-                yield f"{place.names[0]}: it changes the weights of chosen experts there, and only the choice in Forge"
+            if names.zero and name.endswith(names.zero) and self._tensor(place).count_nonzero():
+                yield (
+                    f"{place.names[0]}: in {names.framework} this bias also changes the weights of the chosen experts; in Forge "
+                    "it affects only the choice"
+                )
+            if ".moe.experts." in place.names[0] and (square := self._outline(place).shape)[-1] == square[-2]:
+                yield f"{place.names[0]}: square, so nothing tells whether this release of {names.framework} transposed it"
 
     def _equal(self, one: str, other: str) -> bool:
         return torch.equal(*(handle.get_tensor(stored) for handle, stored in (self._found[one], self._found[other])))
@@ -237,7 +250,7 @@ def read_framework(names: Names, path: Path, recipe: str | None, unsafe: bool) -
         names: names of the framework.
         path: the folder of one step.
         recipe: recipe with the `[model]` of the tensors.
-        unsafe: also unpickle what is no tensor.
+        unsafe: also unpickle objects that are not tensors.
 
     Raises:
         ForgeError: there is no recipe or no checkpoint, it contains more than tensors, or it does not fit the model.
@@ -249,7 +262,7 @@ def read_framework(names: Names, path: Path, recipe: str | None, unsafe: bool) -
         )
     stages = [path] if (path / METADATA).is_file() else sorted(file.parent for file in path.glob(f"pp*/{METADATA}"))
     if not stages:
-        raise ForgeError(f"{path} is no checkpoint of {names.framework}: it has no {METADATA}; name the folder of one step")
+        raise ForgeError(f"{path} is no checkpoint of {names.framework}: it has no {METADATA}; pass the folder of one step")
     folder = Path(mkdtemp(prefix="forge-unpickled-"))
     try:
         folders = [folder / str(number) for number in range(len(stages))]

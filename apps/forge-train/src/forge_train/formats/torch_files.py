@@ -116,7 +116,7 @@ def read_pickled(
     Args:
         kind: `dcp` or `torch`.
         marker: the file by which the format is recognized; `forge.json` is ignored if this file has changed since.
-        unsafe: also unpickle what is neither a tensor nor the description of one.
+        unsafe: also unpickle objects that are not tensors.
 
     Raises:
         ForgeError: there are no such weights, unpickling failed, or the tensors do not fit the model.
@@ -223,7 +223,7 @@ class DcpConverter:
             ForgeError: `path` exists and is not an empty folder, or the names are not Forge's.
         """
         if self.names != "forge":
-            raise ForgeError(f"checkpoints with the names of {self.names} can only be read; write the format hf for it")
+            raise ForgeError(f"Forge reads checkpoints of {self.names} and does not write them; write the format hf instead")
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 

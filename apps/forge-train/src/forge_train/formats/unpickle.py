@@ -48,7 +48,7 @@ def unpickle(kind: str, path: Path, folder: Path, unsafe: bool, *prefixes: str) 
         kind: `dcp` or `torch`.
         path: the checkpoint or file.
         folder: where to write; it is created.
-        unsafe: also unpickle what is neither a tensor nor the description of one.
+        unsafe: also unpickle objects that are not tensors.
         prefixes: beginnings of names.
 
     Returns:

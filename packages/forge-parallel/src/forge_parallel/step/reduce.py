@@ -46,11 +46,12 @@ def local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(gradient, DTensor):
         return gradient
     assert isinstance(parameter, DTensor), "the gradient of a local tensor is local"
-    pairs = list(zip(gradient.placements, parameter.placements, strict=True))
-    if any(found.is_partial() for found, _ in pairs):
-        raise ForgeError(f"a gradient has the placements {gradient.placements}: ranks have not added it up")
-    if any(found.is_replicate() and not wanted.is_replicate() for found, wanted in pairs):
-        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    if gradient.placements != parameter.placements:
+        pairs = list(zip(gradient.placements, parameter.placements, strict=True))
+        if any(found.is_partial() for found, _ in pairs):
+            raise ForgeError(f"a gradient has the placements {gradient.placements}: ranks have not added it up")
+        if any(found.is_replicate() and not wanted.is_replicate() for found, wanted in pairs):
+            parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
     return gradient.to_local()
 
 
