@@ -103,6 +103,19 @@ def test_heads_for_which_flex_has_no_kernel_are_widened(monkeypatch, of_keys, of
     assert widths == [{16}]
 
 
+def test_flex_is_traced_in_a_compiled_block():
+    """Whole, without a break: the compiler of torch 2.11 follows less of Python than later ones."""
+    (q, k, v), cap = qkv(width=8), 5.0
+    blocks = module.block_mask(DOCUMENTS, 9, 3, CPU)
+
+    def block(q, k, v):
+        return module.flex(q, k, v, blocks, 0.7, cap)
+
+    with torch.no_grad():
+        found = torch.compile(block, fullgraph=True, backend="eager")(q, k, v)
+    torch.testing.assert_close(found, by_hand(q, k, v, DOCUMENTS, 3, 0.7, cap), rtol=1e-5, atol=1e-6)
+
+
 @masks
 @pytest.mark.parametrize("shares", [True, False], ids=["torch 2.12", "torch 2.11"])
 def test_varlen(monkeypatch, documents, window, shares):

@@ -213,7 +213,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float, soft_cap: f
     from torch.nn.attention.flex_attention import flex_attention
 
     width = v.shape[-1]
-    q, k, v = (x if (lack := NARROWEST_OF_FLEX - x.shape[-1]) <= 0 else F.pad(x, (0, lack)) for x in (q, k, v))
+    q, k, v = (_widened(x) for x in (q, k, v))
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return soft_cap * (score / soft_cap).tanh()  # type: ignore[operator]
@@ -222,6 +222,11 @@ def flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float, soft_cap: f
     cap = None if soft_cap is None else capped
     out = run(q, k, v, score_mod=cap, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out if out.shape[-1] == width else out[..., :width]
+
+
+def _widened(x: Tensor) -> Tensor:
+    lack = NARROWEST_OF_FLEX - x.shape[-1]
+    return x if lack <= 0 else F.pad(x, (0, lack))
 
 
 def dense(blocks: Any, q: Tensor, k: Tensor) -> Tensor:

@@ -19,6 +19,9 @@ from forge_parallel.torch_private import recording
 CAUSAL_IS_A_MASK = True
 """True: causal attention to a rank's own keys needs a mask."""
 
+_BLOCK_SIZE = (128, 128)
+"""Queries and keys of a block of the mask; torch 2.11 has no default for it."""
+
 _NARROWEST = 16
 """Width of heads from which flex attention has a kernel on a GPU."""
 
@@ -44,7 +47,8 @@ def mask_between(queries: PositionedTokens, keys: PositionedTokens, window: int 
     seen = [limit, queries.places, keys.places, *documents]
     rows = documents[0].shape[0] if documents else None
     lengths = len(queries.places), len(keys.places)
-    mask = _compiled("create_block_mask")(_visible(seen), rows, None, *lengths, device=queries.places.device)
+    create, device = _compiled("create_block_mask"), queries.places.device
+    mask = create(_visible(seen), rows, None, *lengths, device=device, BLOCK_SIZE=_BLOCK_SIZE)
     return [*(getattr(mask, name) for name in (*LISTS, *LISTS_OF_QUERIES)), *seen]
 
 
@@ -65,15 +69,22 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tupl
     if q.device.type != "cpu" and q.dtype == torch.float64:
         raise ValueError("ring attention has no fp64 kernel on a GPU; use transforms.context.kind = 'all_gather', or a CPU")
     width = v.shape[-1]
-    q, k, v = (x if (lack := _NARROWEST - x.shape[-1]) <= 0 else F.pad(x, (0, lack)) for x in (q, k, v))  # changes no score
+    q, k, v = (_widened(x) for x in (q, k, v))
     blocks = None
     if mask:
         count = len(LISTS) + len(LISTS_OF_QUERIES)
-        blocks = BlockMask((q.shape[2], k.shape[2]), *mask[:count], mask_mod=_visible(mask[count:]))  # type: ignore[arg-type]
+        lengths, lists, visible = (q.shape[2], k.shape[2]), mask[:count], _visible(mask[count:])
+        blocks = BlockMask(lengths, *lists, BLOCK_SIZE=_BLOCK_SIZE, mask_mod=visible)  # type: ignore[arg-type]
     out, aux = _compiled("flex_attention")(
         q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
     )
     return out if out.shape[-1] == width else out[..., :width], aux.lse
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Appends zeros to heads for which there is no kernel; they change no score."""
+    lack = _NARROWEST - x.shape[-1]
+    return x if lack <= 0 else F.pad(x, (0, lack))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
