@@ -1,9 +1,11 @@
 """Output of commands: tables for people, one JSON document for programs, errors without tracebacks, numbers with units."""
 
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from forge_core.errors import ConfigError, ForgeError
@@ -60,6 +62,21 @@ class Console:
             _rich(self._err).print("error:", style="bold red", end=" ", highlight=False)
             print(_redacted(str(error)), file=self._err)
         return error.exit_code
+
+
+@contextmanager
+def kept_for_document() -> Iterator[None]:
+    """Context in which all that this process and its children print on standard output goes to standard error, so that a command
+    that runs other code still prints one document only."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def failure(error: ForgeError) -> dict[str, Any]:

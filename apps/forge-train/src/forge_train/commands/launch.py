@@ -113,6 +113,9 @@ def local(
     address: Annotated[str, typer.Option("--address", help="Host name of machine 0.", show_default=False)] = "",
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Free port of machine 0.")] = 29500,
     attempt: Annotated[int, typer.Option("--attempt", min=0, help="Number of earlier starts of the job.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document about the run when it ends, and all else on standard error.")
+    ] = False,
 ) -> None:
     """Start one rank per GPU of this machine; ranks restart together. Any key can be set: --optimizer.lr=1e-3
 
@@ -122,6 +125,7 @@ def local(
     On several machines without a scheduler that starts ranks, start this command on each: --machines 2 --machine 0 --address HOST
     and --machines 2 --machine 1 --address HOST. All of them have to be started again together.
     """
+    from forge_train.commands.run import run_as_document
     from forge_train.process.restarts import Machines, devices, supervised
 
     size = processes or max(1, devices())
@@ -131,7 +135,14 @@ def local(
         raise LayoutError(f"--machines = {machines} needs --address, the host name of machine 0")
     load_recipe(recipe, context.args, size * machines, Registry(), here=True)
     job = Machines(machines, machine, address, port, attempt) if address else None
-    raise typer.Exit(supervised(recipe, context.args, fresh, size, restarts, min_processes, job))
+    code = run_as_document(
+        as_json,
+        recipe,
+        context.args,
+        size * machines,
+        lambda say: supervised(recipe, context.args, fresh, size, restarts, min_processes, job, say),
+    )
+    raise typer.Exit(code)
 
 
 @launch.command(cls=OverridesCommand, context_settings=_OPEN)

@@ -2,7 +2,10 @@
 
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,6 +33,9 @@ def run(
         int | None,
         typer.Option(min=1, help="After failures of one device, continue with fewer ranks, but at least this many."),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document about the run when it ends, and all else on standard error.")
+    ] = False,
 ) -> None:
     """Train a recipe; started again, it resumes. Any key can be set: --optimizer.lr=1e-3
 
@@ -37,23 +43,89 @@ def run(
     recipe, metrics, logs of every rank, checkpoints and report.html. A start that is refused does not change it.
     """
     from forge_parallel.launch.environment import read_launcher
-    from forge_train.process.logs import logging_of
-    from forge_train.process.stop import Signals
 
+    where = read_launcher(os.environ)
     if processes > 1 or restarts > 0 or min_processes is not None:
         from forge_train.process.restarts import supervised
 
-        raise typer.Exit(supervised(recipe, context.args, fresh, processes, restarts, min_processes))
-    signals = Signals()
-    where = read_launcher(os.environ)
-    with signals.listening(), logging_of(where.rank, where.size) as log:
-        code = run_recipe(recipe, context.args, fresh, where, log, signals)
+        code = run_as_document(
+            as_json,
+            recipe,
+            context.args,
+            processes,
+            lambda say: supervised(recipe, context.args, fresh, processes, restarts, min_processes, say=say),
+        )
+        raise typer.Exit(code)
+    code = run_as_document(
+        as_json and where.rank == 0,
+        recipe,
+        context.args,
+        where.size,
+        lambda _: _run_rank(recipe, context.args, fresh, where),
+    )
     sys.stdout.flush()
     sys.stderr.flush()
     if where.size > 1:
         # A worker of a process group may abort while the interpreter shuts down, which would hide the real exit code.
         os._exit(code)
     raise typer.Exit(code)
+
+
+def run_as_document(
+    as_json: bool, recipe: str, overrides: Sequence[str], world: int, start: Callable[["Say | None"], int]
+) -> int:
+    """Starts a run and returns its exit code. With `as_json`, all output goes to standard error, and one JSON document follows on
+    standard output: the run as `runs --json` shows it, with its exit code, the message of a failure, and its report.
+
+    Args:
+        as_json: whether to print the document.
+        recipe: recipe of the run.
+        overrides: keys of the command line.
+        world: number of ranks.
+        start: starts the run and returns its exit code; gets a function that reports failures and restarts, or None.
+
+    Raises:
+        ForgeError: the recipe is refused.
+    """
+    if not as_json:
+        return start(None)
+    from forge_core.registry import Registry
+    from forge_core.terminal import Console, kept_for_document
+    from forge_train.directory import run_directory
+    from forge_train.process.restarts import ERROR_FILE, cause_of_end
+    from forge_train.recipe.load import load_recipe
+    from forge_train.report.page import REPORT
+    from forge_train.runs.overview import overview
+
+    directory = run_directory(load_recipe(recipe, overrides, world, Registry(), here=True).job)
+    messages: list[str] = []
+
+    def say(line: str) -> None:
+        messages.append(line)
+        print(line, file=sys.stderr)
+
+    with kept_for_document(), tempfile.TemporaryDirectory(prefix="forge-run-") as folder:
+        file = os.environ.setdefault(ERROR_FILE, f"{folder}/error")
+        code = start(say)
+        messages += filter(None, [cause_of_end(Path(file))])
+    report = directory / REPORT
+    ended = {"exit_code": code, "message": messages[-1] if code and messages else None}
+    ended["report"] = str(report) if report.is_file() else None
+    Console(as_json=True).document(overview(directory, time.time()).as_json() | ended)
+    return code
+
+
+Say = Callable[[str], object]
+"""Prints a line for people."""
+
+
+def _run_rank(recipe: str, overrides: Sequence[str], fresh: bool, where: "Launch") -> int:
+    from forge_train.process.logs import logging_of
+    from forge_train.process.stop import Signals
+
+    signals = Signals()
+    with signals.listening(), logging_of(where.rank, where.size) as log:
+        return run_recipe(recipe, overrides, fresh, where, log, signals)
 
 
 def run_recipe(

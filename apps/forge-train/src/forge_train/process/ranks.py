@@ -36,6 +36,7 @@ from forge_parallel.launch.large_store import absent, pause_of
 from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
 from forge_parallel.torch_private import default_store
 from forge_train.process.logs import RunLog
+from forge_train.process.restarts import ERROR_FILE
 from forge_train.process.stop import Interrupted, Signals
 
 if TYPE_CHECKING:
@@ -311,10 +312,6 @@ def rank_zero_first(world: World) -> Iterator[None]:
         world.broadcast(f"rank 0 failed while preparing the data: {error or type(error).__name__}".encode())
         raise
     world.broadcast(b"ready")
-
-
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable with the file that torchrun shows in its summary; torchrun's own exit code is 1 for any failure."""
 
 
 def conclude(error: BaseException, watch: Watch, say: Callable[[ForgeError], object]) -> int:

@@ -23,7 +23,6 @@ from types import FrameType
 
 from forge_core.errors import ConfigError, ForgeError
 from forge_core.registry import Registry
-from forge_core.terminal import Console
 from forge_parallel.launch.environment import DEVICE, read_launcher
 from forge_train.directory import NO_PROGRESS_FILE, RESTARTS_FILE
 from forge_train.process.stop import FAULTY, FOLLOWS, FULL, heard
@@ -38,6 +37,9 @@ AGAIN = (1, FOLLOWS, FAULTY, FULL)
 """Exit codes after which ranks restart, in addition to unexpected signals: an error of the program, the loss of another rank, a
 fault of the machine, and a step that ran out of memory and will use smaller micro-batches. After other codes, a restart would end
 the same way, or the user requested the end."""
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the file that torchrun shows in its summary; torchrun's own exit code is 1 for any failure."""
 
 _START_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _COUNT_DEVICES = "from forge_parallel import accelerator; print(accelerator.count())"
@@ -73,40 +75,42 @@ def supervised(
     restarts: int,
     least: int | None,
     machines: Machines | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> int:
     """Starts the ranks of this machine, restarts them when they fail, and returns the exit code.
 
     Args:
         least: minimum number of ranks with which the run continues if a place is lost; None starts all ranks each time.
         machines: the other machines of the job; None if all ranks are on this one.
+        say: reports failures and restarts; the default prints them on standard error.
+
+    Raises:
+        ForgeError: options that contradict each other or the environment.
     """
     if (launcher := read_launcher(os.environ).launcher) != "none":
-        return _refused(
+        raise ForgeError(
             f"--processes and --restarts start processes, but {launcher} has already done so; remove these options or {launcher}"
         )
     if fresh and restarts > 0:
-        return _refused("--fresh with --restarts would start over after a failure; start over without --restarts")
+        raise ForgeError("--fresh with --restarts would start over after a failure; start over without --restarts")
     if machines is not None and (restarts > 0 or least is not None):
-        return _refused("ranks on several machines must restart together: remove --restarts and --min-processes")
+        raise ForgeError("ranks on several machines must restart together: remove --restarts and --min-processes")
     fewer = None
     if least is not None:
         if restarts == 0:
-            return _refused("--min-processes has no effect without restarts: set --restarts, or remove it")
+            raise ForgeError("--min-processes has no effect without restarts: set --restarts, or remove it")
         if least >= processes:
-            return _refused(
+            raise ForgeError(
                 f"--min-processes = {least} is not below --processes = {processes}: set a smaller number, or remove it"
             )
         fewer = Fewer(least, lambda size: unfit(recipe, overrides, size), devices, blameless=(FOLLOWS, FULL))
         size, why = fewer.largest(processes)
         if not size:
-            return _refused(f"--min-processes = {least}: no number of ranks below {processes} fits this recipe; {why}")
+            raise ForgeError(f"--min-processes = {least}: no number of ranks below {processes} fits this recipe; {why}")
     signals, command = Passed(), [sys.executable, "-m", "forge_train", "run", recipe, *["--fresh"] * fresh, *overrides]
 
-    def say(line: str) -> None:
-        sys.stderr.write(f"{line}\n")
-
     with heard(signals.note):
-        return supervise(command, processes, restarts, say, signals, fewer=fewer, machines=machines)
+        return supervise(command, processes, restarts, say or _print, signals, fewer=fewer, machines=machines)
 
 
 def unfit(recipe: str, overrides: Sequence[str], size: int) -> str:
@@ -128,9 +132,8 @@ def devices() -> int:
         return NONE_GONE
 
 
-def _refused(why: str) -> int:
-    Console().error(ForgeError(why))
-    return ForgeError.exit_code
+def _print(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,7 @@ def supervise(
     command: Sequence[str],
     size: int,
     restarts: int,
-    say: Callable[[str], None],
+    say: Callable[[str], object],
     signals: Passed | None = None,
     grace: float = 8.0,
     fewer: Fewer | None = None,
@@ -294,7 +297,7 @@ def run_local_ranks(
         try:
             for rank, place in enumerate(places):
                 own = {"RANK": str(first_rank + rank), "LOCAL_RANK": str(rank), DEVICE: str(place)}
-                own["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error-{rank}"
+                own[ERROR_FILE] = f"{folder}/error-{rank}"
                 variables = {**os.environ, **common, **own}
                 ranks.append(subprocess.Popen(command, env=variables, preexec_fn=dies_with_parent()))
             order = _wait(ranks, grace, signals or Passed())
@@ -306,9 +309,8 @@ def run_local_ranks(
         if not codes:
             return Ended(0)
         first = next((rank for rank, code in codes.items() if code != FOLLOWS), next(iter(codes)))
-        return Ended(
-            codes[first], f"rank {first_rank + first} {_cause_of_end(codes[first], Path(folder, f'error-{first}'))}", first
-        )
+        cause = cause_of_end(Path(folder, f"error-{first}")) or _without_message(codes[first])
+        return Ended(codes[first], f"rank {first_rank + first} {cause}", first)
 
 
 def _wait(ranks: "Sequence[subprocess.Popen[bytes]]", grace: float, signals: Passed) -> list[int]:
@@ -328,14 +330,16 @@ def _wait(ranks: "Sequence[subprocess.Popen[bytes]]", grace: float, signals: Pas
     return order
 
 
-def _cause_of_end(code: int, path: Path) -> str:
-    """Returns the error message that a rank wrote, or a description of its exit code."""
+def _without_message(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code} without a message"
+
+
+def cause_of_end(path: Path) -> str:
+    """Returns the message that a rank wrote for its launcher; empty if there is none."""
     try:
-        return json.loads(path.read_text())["message"]["message"]
+        return str(json.loads(path.read_text())["message"]["message"])
     except (OSError, ValueError, KeyError, TypeError):
-        if code < 0:
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"ended with exit code {code} without a message"
+        return ""
 
 
 def _free_port() -> int:
