@@ -34,6 +34,7 @@ from forge_parallel.step.step import Step
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.expert import ExpertParallel
+from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
@@ -291,14 +292,20 @@ KEEPING: dict[str, tuple[str, list[Any]]] = {
     "dp2": ("dp2", [FullyShard()]),
     "dp2 some": ("dp2", [FullyShard(), Recompute()]),
     "dp2tp2 some": ("dp2tp2", [TensorParallel(), FullyShard(), Recompute()]),
+    "float8": ("1", [Float8()]),
+    "float8 some": ("1", [Float8(), Recompute()]),
+    "float8 rows": ("1", [Float8(recipe="rowwise"), Recompute()]),
+    "float8 tp2": ("tp2", [Float8(), TensorParallel()]),
 }
 
 
-@pytest.mark.parametrize("case", fast("tp2 some", "dp2 some", of=KEEPING))
+@pytest.mark.parametrize("case", fast("tp2 some", "dp2 some", "float8 some", of=KEEPING))
 def test_activations_of_a_rank_are_those_that_its_forward_keeps(world: World, case: str) -> None:
     """What ranks exchange counts once: an operator that waits for a collective returns the tensor that it waited for."""
     layout, transforms = KEEPING[case]
+    wide = replace(DECODER, dim=64, ffn_dim=64).build  # float8 needs parts of 16 numbers at least
     workload = replace(MODELS["decoder"], compute="fp32")
+    workload = replace(workload, build=wide, compute="bf16", state="bf16") if "float8" in case else workload
     ranks = Layout.parse(layout).world
     real = world.run(_kept, ranks, workload, layout, transforms)[-1]
     estimate = dry_run(workload, Plan.of(transforms, Layout.parse(layout)), ranks - 1)

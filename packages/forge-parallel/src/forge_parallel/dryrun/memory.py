@@ -41,21 +41,21 @@ class Ledger(TorchDispatchMode):
         attribution, owners = self.attribution, None
         if attribution is None or attribution.inside:
             out = func(*args, **(kwargs or {}))
+            fresh = _fresh(func, args, kwargs, out)
         else:
             taken = _plain((args, kwargs))
             covers = attribution.look(func, args, taken, self._number)
             if attribution.unit is not None:
                 self._events.append((attribution.unit, TOUCHED, 0, ()))
             out = func(*args, **(kwargs or {}))
-            if covers and _allocates(func):
-                fresh = [leaf for leaf in _plain(out) if leaf.device.type != "meta"]
+            fresh = _fresh(func, args, kwargs, out)
+            if covers and fresh:
                 owners = iter(attribution.results(func, taken, covers, fresh))
         if func.namespace == "c10d":
             self.name("communication", _plain((args, kwargs)))
-        elif _allocates(func):
-            for leaf in _plain(out):
-                if leaf.device.type != "meta":
-                    self._note(leaf.untyped_storage(), None if owners is None else next(owners))
+        else:
+            for leaf in fresh:
+                self._note(leaf.untyped_storage(), None if owners is None else next(owners))
         if attribution is not None and not attribution.inside:
             attribution.unit = None
         return out
@@ -200,6 +200,15 @@ def places_of(owned: Iterable[tuple[Unit | None, torch.Tensor]]) -> dict[int, tu
 def _allocates(func: Any) -> bool:
     """Whether an operator returns something other than its arguments or views of them."""
     return any(result.alias_info is None for result in schema(func).returns)
+
+
+def _fresh(func: Any, args: Any, kwargs: Any, out: Any) -> list[torch.Tensor]:
+    """Returns the results that an operator may have allocated. Some, such as `to`, return a view or a copy."""
+    results = [leaf for leaf in _plain(out) if leaf.device.type != "meta"]
+    if not results or _allocates(func):
+        return results
+    taken = {_address(tensor) for tensor in _plain((args, kwargs))}
+    return [leaf for leaf in results if _address(leaf) not in taken]
 
 
 def _plain(tree: Any) -> list[torch.Tensor]:
