@@ -4,24 +4,22 @@ Prompts are token ids, and may have images. No library of tasks is needed here.
 """
 
 import itertools
-import json
-import random
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy
 import torch
 from torch import Tensor
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.data import Tokenizer
 from forge_models.generation import NewText, Sampling, before_stop, generate
-from forge_parallel import accelerator
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.topology import Topology
 
+_log = logging.getLogger(__name__)
 NEW_TOKENS = 256
 """New tokens for a task that does not set their number; the default of the LM Evaluation Harness."""
 
@@ -107,6 +105,7 @@ class AnswerModel:
         self.whole: Any = model.whole()
         self.max_length: int = self.whole.shape.max_length
         self._tokenizer, self._before, self._count = tokenizer, before, itertools.count()
+        self._told = False
 
     @property
     def topology(self) -> Topology:
@@ -142,17 +141,36 @@ class AnswerModel:
         return [(likelihood, bool(greedy)) for likelihood, greedy in found.tolist()]
 
     def texts(self, items: Sequence[Item], prompt: Callable[[Item], AnswerPrompt], settings: GenerationSettings) -> list[str]:
-        """Collective: returns the text that the model generates for each item, without what ended it.
+        """Collective: returns the text that the model generates for each item, without what ended it. An answer ends at the
+        latest where the model's maximum length does.
 
         Raises:
-            GenerationError: a prompt is empty, or leaves no room for `settings.tokens` new tokens.
+            ForgeError: a prompt is empty, or leaves no room for a new token.
         """
         texts: list[str] = []
         with self._inference():
             for first in range(0, len(items), self.batch):
                 self._before(next(self._count))
-                texts += self._generated([prompt(item) for item in items[first : first + self.batch]], settings)
+                texts += self._batch_of_texts([prompt(item) for item in items[first : first + self.batch]], settings)
         return texts
+
+    def _batch_of_texts(self, prompts: Sequence[AnswerPrompt], settings: GenerationSettings) -> list[str]:
+        # Prompts with another limit are another batch, so that an answer does not depend on its neighbors.
+        limits = [min(settings.tokens, self.max_length - len(prompt.ids)) for prompt in prompts]
+        if min(limits) < 1:
+            raise ForgeError(
+                f"a question has {max(len(prompt.ids) for prompt in prompts)} tokens with its images, which leaves no room for "
+                f"an answer, because model.max_length = {self.max_length}; leave the question out, or show fewer frames or tiles"
+            )
+        if min(limits) < settings.tokens and not self._told:
+            self._told = True
+            _log.warning("some answers have less than %d tokens, because model.max_length = %d", settings.tokens, self.max_length)
+        texts: dict[int, str] = {}
+        for limit in sorted(set(limits)):
+            places = [place for place, own in enumerate(limits) if own == limit]
+            made = self._generated([prompts[place] for place in places], replace(settings, tokens=limit))
+            texts |= zip(places, made, strict=True)
+        return [texts[place] for place in range(len(prompts))]
 
     def _generated(self, prompts: Sequence[AnswerPrompt], settings: GenerationSettings) -> list[str]:
         device = self.topology.device
@@ -212,30 +230,3 @@ def _score(logits: Tensor, scored: ScoredAnswer) -> Tensor:
     tokens = torch.tensor(scored.predicted, device=here.device)
     greedy = (here.argmax(dim=-1) == tokens).all()
     return torch.stack([wide.gather(1, tokens[:, None]).sum().double(), greedy.double()]).cpu()
-
-
-Results = dict[str, dict[str, float]]
-"""Metrics by the names of tasks."""
-
-
-def results_of_first(results: Results, topology: Topology) -> Results:
-    """Collective: returns the results of rank 0 on all ranks."""
-    if topology.size == 1:
-        return results
-    payload = torch.tensor(list(json.dumps(results).encode()), dtype=torch.uint8)
-    size = int(topology.from_first(torch.tensor(len(payload))))
-    return json.loads(
-        bytes(topology.from_first(payload if topology.rank == 0 else torch.zeros(size, dtype=torch.uint8)).tolist())
-    )
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restores the random generators of Python, numpy and torch after the `with` block, because libraries of tasks seed them."""
-    python, array = random.getstate(), numpy.random.get_state()
-    try:
-        with accelerator.random_states_kept():
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(array)

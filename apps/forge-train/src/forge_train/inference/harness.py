@@ -6,7 +6,6 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from forge_core.errors import ForgeError
 from forge_core.protocols.data import Tokenizer
 from forge_parallel.model.parallel_model import ParallelModel
-from forge_train.inference.answers import (
-    AnswerModel,
-    AnswerPrompt,
-    GenerationSettings,
-    Results,
-    ScoredAnswer,
-    generators_kept,
-    results_of_first,
-)
+from forge_train.inference.answers import AnswerModel, AnswerPrompt, GenerationSettings, ScoredAnswer
+from forge_train.inference.tasks import Results, generators_kept, metric_values, results_of_first, task_index
 
 _log = logging.getLogger(__name__)
 Request = tuple[tuple[str, str], list[int], list[int]]
@@ -167,19 +159,7 @@ def open_tasks(names: Iterable[str], folder: Path | None) -> TaskManager:
     Raises:
         ForgeError: a name is not a task; the error suggests similar names.
     """
-    if folder is not None:
-        if not folder.is_dir():
-            raise ForgeError(f"the folder of tasks {folder} does not exist; create it, or set another folder")
-        own = TaskManager(include_path=str(folder), include_defaults=False)
-        if all(name in own.all_tasks for name in names):
-            return own  # loading the tasks of the harness would read thousands of files
-    manager = TaskManager(include_path=None if folder is None else str(folder))
-    for name in names:
-        if name not in manager.all_tasks:
-            near = get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ForgeError(f"task {name!r} is neither in lm-eval nor in {folder or 'a folder of your own'}{hint}")
-    return manager
+    return task_index("lm-eval", TaskManager, names, folder)
 
 
 def new_tokens(names: Iterable[str], manager: TaskManager) -> Iterator[tuple[str, int]]:
@@ -224,13 +204,5 @@ def results_of(
             log_samples=False,
             bootstrap_iters=0,
         )
-    mine = {} if found is None else {name: dict(_numbers(metrics)) for name, metrics in found["results"].items()}
+    mine = {} if found is None else {name: dict(metric_values(metrics)) for name, metrics in found["results"].items()}
     return results_of_first(mine, model.answers.topology)  # the harness returns results only on its first process
-
-
-def _numbers(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields metrics by name: `acc,none` becomes `acc`; other filters stay in the name."""
-    for key, value in metrics.items():
-        metric, _, filtered = key.partition(",")
-        if isinstance(value, int | float) and not isinstance(value, bool) and not metric.endswith("_stderr") and filtered:
-            yield metric if filtered == "none" else key, float(value)
