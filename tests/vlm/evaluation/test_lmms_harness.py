@@ -1,6 +1,10 @@
 """Tasks of lmms-eval through its own evaluator, on local task files; skipped where the library is not installed."""
 
 import json
+import os
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +13,8 @@ import pytest
 
 from forge_core.errors import ForgeError
 from forge_train.cli import main
+from harness.pages import ROOT
+from harness.pool import World
 from vlm.evaluation.visual_run import QUESTIONS, Oracle, opened, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -133,26 +139,34 @@ def test_scores_are_those_of_our_own_requests(place: Path) -> None:
     assert accuracy == pytest.approx(sum(hits) / len(hits))
 
 
-def test_the_command_and_the_librarys_own_command_agree(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from lmms_eval.evaluator import simple_evaluate  # type: ignore[import-not-found]
-    from lmms_eval.models import MODEL_REGISTRY_V2  # type: ignore[import-not-found]
-
+def test_the_command_and_the_librarys_own_command_agree(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one finds the model by the entry point of the wheel."""
     with pytest.raises(SystemExit) as ended:
-        main(["evaluate", str(place / "run"), "--lmms", "forge_choose,forge_write", "--folder", str(place / "tasks"), "--json"])
+        main(["evaluate", str(place / "run"), "--lmms", "forge_choose,forge_talk", "--folder", str(place / "tasks"), "--json"])
     assert not ended.value.code
     found = json.loads(capsys.readouterr().out)["tasks"]
-    MODEL_REGISTRY_V2.register_manifest(harness().manifest(), overwrite=True)  # as the entry point of an installed wheel does
-    index = harness().open_lmms_tasks(["forge_write"], place / "tasks")
-    theirs = simple_evaluate(
-        model="forge",
-        model_args=f"checkpoint={place / 'run'}",
-        tasks=["forge_write"],
-        task_manager=index,
-        bootstrap_iters=0,
-        batch_size=2,
-    )
-    assert theirs["results"]["forge_write"]["exact_match,none"] == found["forge_write"]["exact_match"]
     assert set(found["forge_choose"]) == {"acc", "acc_norm"}
+    points = tomllib.loads((ROOT / "apps/forge-train/pyproject.toml").read_text())["project"]["entry-points"]
+    installed = tmp_path / "wheel" / "own-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text(f"[lmms_eval.models]\nforge = {points['lmms_eval.models']['forge']}\n")
+    path = os.pathsep.join([str(tmp_path / "wheel"), *sys.path])
+    arguments = ["--model", "forge", "--model_args", f"checkpoint={place / 'run'}", "--tasks", "forge_talk", "--batch_size", "2"]
+    arguments += ["--include_path", str(place / "tasks"), "--output_path", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-m", "lmms_eval", *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (written,) = (tmp_path / "out").rglob("*_results.json")
+    theirs = json.loads(written.read_text())["results"]["forge_talk"]
+    assert theirs["exact_match,none"] == found["forge_talk"]["exact_match"], done.stderr[-2000:]
 
 
 def test_what_a_task_cannot_ask_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +189,25 @@ def test_what_a_task_cannot_ask_is_refused(place: Path, monkeypatch: pytest.Monk
     ):
         with pytest.raises(ForgeError, match=why):
             refused()
+    (place / "tasks" / "gone.yaml").write_text(
+        TASK.format(name="forge_gone", data=place / "gone.json", kind="generate_until", target="answer_text", more=GREEDY)
+    )
+    with pytest.raises(ForgeError, match=r"the data of task .forge_gone. cannot be loaded: .*gone\.json"):
+        results(Oracle(right), place, "gone")
+    (place / "tasks" / "gone.yaml").unlink()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ForgeError, match="torchrun with forge-train evaluate"):
         harness().LmmsModel.create_from_arg_string("checkpoint=a")
+
+
+def evaluated(place: Path, size: int) -> Any:
+    """On this rank: the results of all tasks."""
+    return results(opened(place / "run", (), size, batch=2), place)
+
+
+def test_two_processes_have_the_numbers_of_one(world: World, place: Path) -> None:
+    """The library, which sees RANK and WORLD_SIZE, gives each rank all questions."""
+    alone = evaluated(place, 1)
+    assert {"acc", "acc_norm"} == set(alone["forge_choose"])
+    for found in world.run(evaluated, 2, place, 2, timeout=300):
+        assert found == {name: pytest.approx(metrics) for name, metrics in alone.items()}

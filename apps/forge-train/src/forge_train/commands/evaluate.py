@@ -3,7 +3,9 @@ answers to questions about images in local files."""
 
 import json
 import os
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,11 +130,13 @@ def evaluate(
     def evaluate_lmms() -> None:
         from forge_train.hooks.evaluation import import_library
 
-        harness = import_library("forge_train.inference.lmms_harness", "lmms_eval", "lmms-eval", "lmms")
         names = [name for name in (lmms or "").split(",") if name]
-        index = harness.open_lmms_tasks(names, folder)
-        opened, model = open_model("--lmms")
-        report(opened, "tasks", harness.lmms_results_of(model, names, index, shots, limit))
+        with redirect_stdout(sys.stderr):  # the library logs to standard output, where the JSON document belongs
+            harness = import_library("forge_train.inference.lmms_harness", "lmms_eval", "lmms-eval", "lmms")
+            index = harness.open_lmms_tasks(names, folder)
+            opened, model = open_model("--lmms")
+            results = harness.lmms_results_of(model, names, index, shots, limit)
+        report(opened, "tasks", results)
 
     def evaluate_files() -> None:
         from forge_core.files import write_file
@@ -197,10 +201,11 @@ def _kind_of(kinds: Mapping[str, tuple[object, Mapping[str, object]]], recipe: s
         raise ForgeError(f"{' and '.join(chosen)} exclude each other; give one")
     kind = chosen[0] if chosen else None
     effective = kinds[kind][1] if kind is not None else {}
-    for name in dict.fromkeys(name for _, options in kinds.values() for name in options):
-        if name not in effective and any(options.get(name) is not None for _, options in kinds.values()):
-            needed = [each for each, (_, options) in kinds.items() if name in options]
-            raise ForgeError(f"{name} has no effect without {' or '.join(needed)}; set one of them, or remove {name}")
+    given = {name for _, options in kinds.values() for name, value in options.items() if value is not None}
+    if unused := sorted(given - effective.keys()):
+        needed = [each for each, (_, options) in kinds.items() if set(unused) & options.keys()]
+        names = ", ".join(unused)
+        raise ForgeError(f"{names} has no effect without {' or '.join(needed)}; set one of them, or remove {names}")
     if kind is not None and recipe is not None:
         what = "tasks with their own data" if kind != "--questions" else "questions of files"
         raise ForgeError(f"--recipe (held-out sets) and {kind} ({what}) exclude each other; remove one")

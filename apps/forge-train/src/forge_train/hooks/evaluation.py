@@ -205,6 +205,17 @@ def import_library(module: str, library: str, name: str, extra: str) -> Any:
         raise ForgeError(f'tasks need {name}; install it: pip install "forge-train[{extra}]"') from cause
 
 
+def lmms_manifest() -> Any:
+    """Returns what lmms-eval registers as its model `forge`.
+
+    It is an entry point, which the library loads while it is being imported, so this module imports nothing of it.
+    """
+    from lmms_eval.models.registry_v2 import ModelManifest  # pyright: ignore[reportMissingImports]
+
+    module = "forge_train.inference.lmms_harness"
+    return ModelManifest(model_id="forge", simple_class_path=f"{module}.LmmsModel", chat_class_path=f"{module}.LmmsChatModel")
+
+
 class _Left(Exception):
     """A stop request arrived between two batches of questions."""
 

@@ -20,7 +20,6 @@ from lmms_eval.api.model import lmms
 from lmms_eval.api.task import ConfigurableTask
 from lmms_eval.evaluator import simple_evaluate
 from lmms_eval.evaluator_utils import get_task_list
-from lmms_eval.models.registry_v2 import ModelManifest
 from lmms_eval.tasks import TaskManager, get_task_dict
 from lmms_eval.utils import simple_parse_args_string
 
@@ -234,15 +233,6 @@ def _sign_of_choices() -> int:
     return -1 if found["acc"] == 1 else 1
 
 
-def manifest() -> ModelManifest:
-    """Returns what lmms-eval registers as the model `forge`; its entry point is in the group `lmms_eval.models`."""
-    return ModelManifest(
-        model_id="forge",
-        simple_class_path=f"{__name__}.{LmmsModel.__name__}",
-        chat_class_path=f"{__name__}.{LmmsChatModel.__name__}",
-    )
-
-
 def open_lmms_tasks(names: Sequence[str], folder: Path | None) -> TaskManager:
     """Returns the index of tasks, including those in a folder of task files.
 
@@ -295,10 +285,10 @@ def _kinds(name: str, manager: TaskManager) -> set[str]:
     """
     try:
         tasks: list[Any] = [found.task for found in get_task_list(get_task_dict([name], manager, "simple"))]
-    except (OSError, ValueError) as cause:
+    except Exception as cause:  # of any loader, and of the library's retries
         raise ForgeError(
-            f"the data of task {name!r} cannot be loaded: {cause}; download it where there is a network, or use a task file of "
-            "your own with --folder"
+            f"the data of task {name!r} cannot be loaded: {cause.__cause__ or cause}; download it where there is a network, or "
+            "use a task file of your own with --folder"
         ) from cause
     kinds = {str(task.OUTPUT_TYPE) for task in tasks}
     if unknown := sorted(kinds - set(_SUPPORTED)):
