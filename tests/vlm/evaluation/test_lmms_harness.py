@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from math import exp
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,10 @@ def visual(doc):
 def text(doc, *_):
     return doc["question"]
 
+def scored(doc, results):
+    ((score, greedy),) = results
+    return {"perplexity": score, "acc": int(greedy)}
+
 def messages(doc):
     images = [{"type": "image", "url": str(HERE / name)} for name in doc["images"]]
     return [
@@ -58,6 +63,14 @@ ACC = "metric_list:\n" + "".join(
 )
 KINDS = {
     "choose": ("multiple_choice", "answer", f"doc_to_choice: !function tools.choices\n{ACC}"),
+    "score": (
+        "loglikelihood",
+        "answer_text",
+        # The library's own `process_results` cannot read the one score of such a document.
+        "process_results: !function tools.scored\nmetric_list:\n"
+        "  - metric: perplexity\n    aggregation: perplexity\n    higher_is_better: false\n"
+        "  - metric: acc\n    aggregation: mean\n    higher_is_better: true\n",
+    ),
     "write": ("generate_until", "answer_text", f"{GREEDY}{MATCH}"),
     "talk": ("generate_until", "answer_text", f"doc_to_messages: !function tools.messages\n{GREEDY}{MATCH}"),
 }
@@ -109,11 +122,13 @@ def test_a_model_that_is_right_scores_one_and_a_wrong_one_zero(place: Path) -> N
     oracle = Oracle(right)
     found = results(oracle, place)
     assert found["forge_choose"] == {"acc": 1, "acc_norm": 1}
+    assert found["forge_score"] == {"acc": 1, "perplexity": pytest.approx(exp(0.1))}
     assert found["forge_write"] == found["forge_talk"] == {"exact_match": 1}
     assert "<image>What is it?" in oracle.asked and "See <image>What is it?" in oracle.asked
     assert any(text.startswith("0.0s<image>1.0s<image>") for text in oracle.asked), "a directory of frames is a video"
     wrong = results(Oracle(lambda text: {"yes": "no", "a cat": "a dog"}.get(right(text), "a cat")), place)
     assert wrong["forge_write"] == wrong["forge_talk"] == {"exact_match": 0} and wrong["forge_choose"]["acc"] == 0
+    assert wrong["forge_score"] == {"acc": 0, "perplexity": pytest.approx(exp(3))}
 
 
 def test_scores_are_those_of_our_own_requests(place: Path) -> None:

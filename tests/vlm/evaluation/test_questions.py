@@ -1,10 +1,13 @@
 """Questions about images put to a model: it reads what training makes of the same conversation, and the scores are its own."""
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -13,16 +16,18 @@ from forge_core.errors import DataError, ForgeError
 from forge_core.registry import Registry
 from forge_data.loading.stream import open_stream
 from forge_data.section import Data
+from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_models.generation import Sampling
 from forge_train.cli import main
 from forge_train.formats.forge import job_of
-from forge_train.inference.answers import GenerationSettings
+from forge_train.inference.answers import AnswerModel, GenerationSettings
 from forge_train.inference.questions import evaluate_questions, open_questions
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.inference.visual_answers import VisualRequest
-from forge_vlm.data.chat import Turn
-from forge_vlm.data.questions import Clips, clip_settings
+from forge_vlm.data.chat import TEMPLATES, Chat, Turn
+from forge_vlm.data.questions import Clips, QuestionEncoder, clip_settings, file_of
 from forge_vlm.evaluation.visual_questions import INSTRUCTION
+from forge_vlm.images.pixels import convert, decode
 from harness.pool import World
 from harness.siblings import fast
 from train.runs import TINY, train
@@ -166,6 +171,55 @@ def test_open_answers_have_each_metric(place: Path) -> None:
     # "the cat." to "a cat": 3 letters replaced or inserted and one removed of 8; "3.1" to "3": one of three, below half.
     assert values[1] == pytest.approx([1 - 4 / 8, 0, 1 - 1 / 7])
     assert found.metrics["anls"] == pytest.approx((0.5 + 6 / 7) / 3)
+
+
+def test_a_clip_has_as_many_frames_as_the_model_shows(place: Path) -> None:
+    oracle = Oracle(lambda _: "nothing")
+    oracle.frames, oracle.told = 2, False
+    evaluate_questions(oracle, open_questions(place / "open.jsonl"))  # type: ignore[arg-type]
+    assert oracle.asked[2] == "<image><image>What happens?"
+    assert [opened(place / "run", frames=frames).frames for frames in (3, None)] == [3, 8]
+
+
+def text_request(text: str) -> VisualRequest:
+    return VisualRequest("here", lambda: ([Turn("user", text)], {}.__getitem__))
+
+
+def test_an_answer_ends_where_the_turn_or_the_model_does(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = opened(place / "run", batch=3)
+    whole = GenerationSettings((), 6, Sampling())
+    # "<|im_start|>user\n" + text + "<|im_end|>\n<|im_start|>assistant\n" leaves 4 of 512 tokens.
+    long = "a" * (512 - 4 - 17 - 11 - 22)
+    (alone,) = model.texts([text_request(long)], replace(whole, tokens=4))
+    beside = model.texts([text_request("b"), text_request(long), text_request("c")], whole)
+    assert beside[1] == alone and beside[::2] == [model.texts([text_request(text)], whole)[0] for text in "bc"]
+    with pytest.raises(ForgeError, match="leaves no room"):
+        model.texts([text_request(long + "aaaa")], whole)
+    asked: list[GenerationSettings] = []
+    monkeypatch.setattr(AnswerModel, "texts", lambda _, items, prompt, settings: asked.append(settings))
+    model.texts([], replace(whole, until=("stop",)))
+    assert asked[0].until == ("stop", "<|im_end|>") and model.answers.ends == {256}
+
+
+def test_the_end_of_a_turn_is_what_the_template_writes() -> None:
+    def end(template: str, coder: Any = None) -> tuple[str, int | None]:
+        encoder = QuestionEncoder(coder or ByteTokenizer(), Chat(template), None)  # type: ignore[arg-type]
+        return encoder.end_text, encoder.end_id
+
+    assert end(TEMPLATES["plain"]) == ("\n", 10)
+    assert end(TEMPLATES["chatml"]) == ("<|im_end|>", None)
+    assert end("{% for m in messages %}{{ m.content }}{% endfor %}") == ("", None)
+    one_token = SimpleNamespace(encode_pieces=lambda pieces: (np.array([7]), None))
+    assert end(TEMPLATES["chatml"], one_token) == ("<|im_end|>", 7)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "1", "CMYK"])
+def test_a_decoded_image_becomes_a_file_without_loss(mode: str) -> None:
+    draw = torch.Generator().manual_seed(2)
+    image = Image.fromarray(torch.randint(0, 256, (5, 6, 3), generator=draw, dtype=torch.uint8).numpy()).convert(mode)
+    content = file_of(image)
+    assert content is not None and file_of("a.png") is None
+    assert decode(content).tobytes() == convert(image).tobytes()
 
 
 def evaluated(folder: Path, overrides: list[str], size: int) -> Any:

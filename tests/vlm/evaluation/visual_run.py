@@ -118,7 +118,8 @@ class Oracle:
         turns, fetch = request.turns()
         content = turns[-1].content
         pieces = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        assert all(fetch(piece["path"]) for piece in pieces if piece["type"] == "image")
+        shown = [fetch(piece["path"]) for piece in pieces if piece["type"] == "image"]
+        assert all(shown) and len(set(shown)) == len(shown), "the images of a question differ"
         self.asked.append("".join(piece.get("text", "<image>") for piece in pieces))
         return self._says(self.asked[-1])
 
