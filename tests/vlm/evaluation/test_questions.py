@@ -362,6 +362,7 @@ def test_the_command_reports_files_and_writes_answers(place: Path, tmp_path: Pat
         (["--questions", "q", "--shots", 2], "--shots has no effect without --tasks or --lmms"),
         (["--questions", "q", "--recipe", "debug"], r"--recipe (held-out sets) and --questions"),
         (["--questions", "absent.jsonl"], "absent.jsonl does not exist"),
+        (["--questions", "q", "--predictions", "absent/said.jsonl"], "the folder absent does not exist; create it"),
     ],
 )
 def test_options_without_effect_are_refused(given: list[Any], why: str, capsys: pytest.CaptureFixture[str]) -> None:

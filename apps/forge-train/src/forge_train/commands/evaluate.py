@@ -142,6 +142,8 @@ def evaluate(
         from forge_core.files import write_file
         from forge_train.inference.questions import NEW_TOKENS, evaluate_questions, open_questions
 
+        if predictions is not None and not predictions.parent.is_dir():
+            raise ForgeError(f"--predictions {predictions}: the folder {predictions.parent} does not exist; create it")
         chosen = [name for name in (metrics or "").split(",") if name]
         files = [open_questions(path, folder, chosen, limit) for path in questions or ()]
         if len({file.name for file in files}) < len(files):
