@@ -206,10 +206,23 @@ def encoded(place: Path, printed: str) -> None:
     assert {row["name"] for row in results} >= {"blocks.0.residual_after", "blocks.1.residual_after"}
 
 
+def answered(place: Path, printed: str) -> None:
+    """Accuracies follow from the answers that were written, and two processes found those of one."""
+    rows = [json.loads(line) for line in (place / "answers.jsonl").read_text().splitlines()]
+    ((name, found),) = json.loads((place / "named.json").read_text())["questions"].items()
+    right = [row["written"].strip() in row["answers"] for row in rows]
+    assert name == "named" and len(rows) == found["n"] == 97
+    assert found["exact_match"] == pytest.approx(np.mean(right)) and found["anls"] >= found["exact_match"]
+    assert found["exact_match_stderr"] == pytest.approx(np.std(right, ddof=1) / np.sqrt(97))
+    one, other = re.findall(r"likelihood ([\d.]+) ± ([\d.]+)", printed)
+    assert one == other and "unreadable" in printed
+
+
 FACTS: dict[str, Callable[[Path, str], None]] = {
     "compare-optimizers": compared,
     "debug-a-regression": regressed,
     "encode-a-recording": encoded,
+    "evaluate-images": answered,
     "export-to-hugging-face": exported,
     "extract-activations": extracted,
     "images": own_images,

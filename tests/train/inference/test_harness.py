@@ -19,7 +19,8 @@ from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_train.cli import main
 from forge_train.hooks import evaluation
-from forge_train.inference.harness import HarnessModel, _Wanted, open_tasks, results_of
+from forge_train.inference.answers import GenerationSettings
+from forge_train.inference.harness import HarnessModel, open_tasks, results_of
 from forge_train.inference.stored import load_sharded_model, open_weights, recipe_to_generate
 from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.run.loop import fit
@@ -201,9 +202,9 @@ def test_what_cannot_be_asked_says_why(folder: Path, capsys: pytest.CaptureFixtu
         model.generate_until(requests(("a", {"until": [], "num_beams": 4})))
     with pytest.raises(ForgeError, match="needs 32 new tokens"):
         model.generate_until(requests(("a", {"max_gen_toks": 32})))
-    sampled = _Wanted.of({"temperature": 0.7, "top_p": 0.9, "until": "\n"})
+    sampled = GenerationSettings.of({"temperature": 0.7, "top_p": 0.9, "until": "\n"})
     assert (sampled.until, sampled.sampling.temperature, sampled.sampling.top_p) == (("\n",), 0.7, 0.9)
-    assert _Wanted.of({"do_sample": False, "temperature": 0.7}).sampling.temperature == 0
+    assert GenerationSettings.of({"do_sample": False, "temperature": 0.7}).sampling.temperature == 0
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def generate(
     from forge_parallel.launch.environment import read_launcher
     from forge_train.inference.continuation import Continuation
     from forge_train.inference.stored import open_weights
-    from forge_train.inference.tokenizer import chat_for, check_tokenizer, tokenizer_for
+    from forge_train.inference.tokenizer import chat_for, check_tokenizer, ends_of_texts, tokenizer_for
     from forge_train.process.ranks import on_ranks
 
     where, console, registry = read_launcher(os.environ), Console(as_json=as_json), Registry()
@@ -102,7 +102,7 @@ def generate(
                 sampling,
                 max_tokens=max_tokens,
                 stops=tuple(stop or ()),
-                ends=_ends(opened, coder),
+                ends=ends_of_texts(opened, coder),
                 prefill=prefill,
                 speculate=speculate,
                 agree=agree,
@@ -184,16 +184,6 @@ def _model(
     model = load_sharded_model(weights, resolved, device, registry)
     with model.inference(whole_sequences=True):
         yield model.whole(), model.topology.from_first
-
-
-def _ends(weights: "Weights", coder: "Tokenizer") -> frozenset[int]:
-    """Returns the ids that end a text: those of the generation settings, else of the weights, else of the tokenizer."""
-    if weights.facts.ends:
-        return frozenset(weights.facts.ends)
-    named = weights.facts.special_tokens.get("eos_token_id")
-    if named is None:
-        return frozenset(() if coder.eos is None else (coder.eos,))
-    return frozenset(named) if isinstance(named, list) else frozenset((named,))
 
 
 def _illustrated(

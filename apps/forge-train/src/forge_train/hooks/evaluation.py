@@ -182,12 +182,38 @@ def import_harness() -> Any:
     Raises:
         ForgeError: the library is not installed; the error says what to install.
     """
+    return import_library("forge_train.inference.harness", "lm_eval", "the LM Evaluation Harness", "eval")
+
+
+def import_library(module: str, library: str, name: str, extra: str) -> Any:
+    """Imports a module that needs a library of tasks.
+
+    Args:
+        module: the module.
+        library: the package that may be missing.
+        name: name of the library, for messages.
+        extra: extra of forge-train that installs it.
+
+    Raises:
+        ForgeError: the library is not installed; the error says what to install.
+    """
     try:
-        return importlib.import_module("forge_train.inference.harness")
+        return importlib.import_module(module)
     except ModuleNotFoundError as cause:
-        if (cause.name or "").partition(".")[0] != "lm_eval":
+        if (cause.name or "").partition(".")[0] != library:
             raise  # the library is installed but lacks a dependency, which the original message names
-        raise ForgeError('tasks need the LM Evaluation Harness; install it: pip install "forge-train[eval]"') from cause
+        raise ForgeError(f'tasks need {name}; install it: pip install "forge-train[{extra}]"') from cause
+
+
+def lmms_manifest() -> Any:
+    """Returns what lmms-eval registers as its model `forge`.
+
+    It is an entry point, which the library loads while it is being imported, so this module imports nothing of it.
+    """
+    from lmms_eval.models.registry_v2 import ModelManifest  # pyright: ignore[reportMissingImports]
+
+    module = "forge_train.inference.lmms_harness"
+    return ModelManifest(model_id="forge", simple_class_path=f"{module}.LmmsModel", chat_class_path=f"{module}.LmmsChatModel")
 
 
 class _Left(Exception):

@@ -69,6 +69,16 @@ def check_tokenizer(tokenizer: Tokenizer, weights: Weights, report: Callable[[st
         report(f"the tokenizer has {ids} ids; the last {rows - ids} of the model's {rows} ids are padding")
 
 
+def ends_of_texts(weights: Weights, coder: Tokenizer) -> frozenset[int]:
+    """Returns the ids that end a text: those of the generation settings, else of the weights, else of the tokenizer."""
+    if weights.facts.ends:
+        return frozenset(weights.facts.ends)
+    named = weights.facts.special_tokens.get("eos_token_id")
+    if named is None:
+        return frozenset(() if coder.eos is None else (coder.eos,))
+    return frozenset(named) if isinstance(named, list) else frozenset((named,))
+
+
 def write_tokenizer(weights: Weights, folder: Path, registry: Registry, report: Callable[[str], None] = lambda _: None) -> bool:
     """Writes the tokenizer of a run's data to `folder` for transformers: its files, the chat template of the weights that the
     run started from or of its data, and the generation settings.
@@ -232,7 +242,7 @@ def chat_for(weights: Weights, coder: Tokenizer, template: str | None = None) ->
     names = _of_the_data(weights)
     if len(names) != 1:
         problem = f"several chat templates in its data: {', '.join(names)}" if names else "no chat template"
-        raise DataError(f"{weights.facts.origin} has {problem}; choose one with --template, or remove --chat")
+        raise DataError(f"{weights.facts.origin} has {problem}; choose one with --template")
     return chat_of(names[0]).knowing(coder.special_tokens)
 
 

@@ -82,18 +82,20 @@ class Prompts:
         return self._prompt(lambda: chat_prompt_of(turns, self._images, chat), bare=False)
 
     def _prompt(self, made: Callable[[], list[Words | Picture]], bare: bool) -> Prompt:
+        inputs = self._inputs
         try:
             parts = made()
-            if self._inputs is None:
+            if inputs is None:
                 ids, _ = self._tokenizer.encode_pieces([(part.text, part.trusted) for part in parts if isinstance(part, Words)])
                 found = [*(self._tokenizer.prefix if bare else ()), *ids.tolist()]
                 return Prompt(found, found, {})
-            document = encode(parts, self._tokenizer, self._inputs, self._content, bare, closed=False)
+            document = encode(parts, self._tokenizer, inputs, self._content, bare, closed=False)
         except BrokenRecord as cause:
             action = f"; write {MARKER} once per --image, or remove all {MARKER}" if MARKER in str(cause) else ""
             raise DataError(f"the prompt {cause}{action}") from cause
         ids = document.ids.tolist()
-        return Prompt(ids, [index for index in ids if index != self._inputs.placeholder], self._pixels(document.references))
+        text_ids = [index for index in ids if index != inputs.placeholder]
+        return Prompt(ids, text_ids, pixels_of(document.references, inputs, self._content))
 
     def _content(self, name: str) -> bytes:
         """Returns the content of an image file, which is read once."""
@@ -101,37 +103,41 @@ class Prompts:
             self._files[name] = _content(name)
         return self._files[name]
 
-    def _pixels(self, references: Sequence[str]) -> "Mapping[str, Tensor]":
-        from forge_data.loading.items import stacked
 
-        inputs = self._inputs
-        assert inputs is not None
-        images = [decode(self._content(name), inputs.channels, name) for name in references]
-        return stacked(EXTRAS, [[inputs.pixels(image) for image in images]])
+def pixels_of(references: Sequence[str], inputs: ImageInputs, fetch: Callable[[str], bytes]) -> "Mapping[str, Tensor]":
+    """Returns the images of one document as inputs of a model, see `Prompt.inputs`. `fetch` reads the file of a reference."""
+    from forge_data.loading.items import stacked
+
+    images = [decode(fetch(name), inputs.channels, name) for name in references]
+    return stacked(EXTRAS, [[inputs.pixels(image) for image in images]])
 
 
-def image_inputs(weights: Weights) -> ImageInputs:
+def image_inputs(weights: Weights, option: str = "--image") -> ImageInputs:
     """Returns the image inputs of the model of stored weights; the run's sources determine the tiling.
+
+    Args:
+        weights: the weights.
+        option: what needs images, for messages.
 
     Raises:
         DataError: the model has no image inputs, or its sources use different tilings.
     """
     model, origin = weights.model, weights.facts.origin
     if not isinstance(model, SeesImages):
-        raise DataError(f"--image: the model of {origin} supports text only; remove --image, or choose a model with images")
+        raise DataError(f"{option}: the model of {origin} supports text only; remove {option}, or choose a model with images")
     if model.placeholder is None:
         raise DataError(
-            f"--image: {origin} was trained on image tokens (images = 'tokens') and cannot read image files; remove --image"
+            f"{option}: {origin} was trained on image tokens (images = 'tokens') and cannot read image files; remove {option}"
         )
     tilings = _tilings(weights)
     if len(tilings) > 1:
         names = ", ".join(sorted(f"{tiling.name!r}" for tiling in tilings))
         raise DataError(
-            f"--image: the sources of {origin} use different tilings ({names}), and Forge cannot tell which one applies to this "
+            f"{option}: the sources of {origin} use different tilings ({names}), and Forge cannot tell which one applies to this "
             "image; use the hook `answers`, which uses the tiling of each source"
         )
     tiling = tilings[0] if tilings else Tiling()
-    return inputs_of(model, "--image", tiling, placeholder=None, per_image=None, size=None)
+    return inputs_of(model, option, tiling, placeholder=None, per_image=None, size=None)
 
 
 def _tilings(weights: Weights) -> list[Tiling]:

@@ -166,8 +166,8 @@ class VideoExamples:
         if table_file is None or table_file.remote:
             raise DataError(f"{path} is not a local file")
         self.what, self._file = path, table_file
-        self._folder = ImageFiles([table_file], folder)
-        self._name, self._text, self._images, self._count, self._told = file, text, images, count, told
+        self._read_from(ImageFiles([table_file], folder), count, told)
+        self._name, self._text, self._images = file, text, images
         self._columns = [name for _, name, _, _ in string.Formatter().parse(file) if name]
         table = self._table()
         _, head = next(table, (0, []))
@@ -176,6 +176,10 @@ class VideoExamples:
         if next(table, None) is None:
             raise DataError(f"{path} has no rows")
         _import_pyav()
+
+    def _read_from(self, folder: ImageFiles, count: int, told: bool) -> None:
+        """Sets where the clips are and what is read of them; `forge_vlm.data.questions.Clips` needs no more."""
+        self._folder, self._count, self._told = folder, count, told
         self._frames = lru_cache(_MAX_DECODED_CLIPS)(self._decoded)
         self._expected: dict[str, list[float]] = {}
 

@@ -1,0 +1,1 @@
+"""Questions with images in local files, and the metrics of answers."""
