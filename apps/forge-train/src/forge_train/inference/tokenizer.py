@@ -19,7 +19,7 @@ from forge_train.directory import run_directory
 from forge_train.formats.forge import ForgeWeights, job_of
 
 if TYPE_CHECKING:
-    from forge_vlm.data.chat import Chat
+    from forge_data.chat.conversation import Chat
 
 SENTENCEPIECE = ".model"
 SETTINGS = "tokenizer_config.json"
@@ -220,7 +220,7 @@ def chat_for(weights: Weights, coder: Tokenizer, template: str | None = None) ->
     Raises:
         DataError: the weights have no template, or several.
     """
-    from forge_vlm.data.chat import Chat, chat_of
+    from forge_data.chat.conversation import Chat, chat_of
 
     if template is not None:
         return chat_of(template).knowing(coder.special_tokens)

@@ -10,16 +10,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge_core.errors import DataError
+from forge_data.chat.traced import LEARNED, TRUSTED, Traced, joined
 from forge_data.tokenizers.bpe import named_tokens
-from forge_vlm.data.traced import LEARNED, TRUSTED, Traced, joined
 
 if TYPE_CHECKING:
-    from forge_vlm.data.template import Template
+    from forge_data.chat.template import Template
 
 ASSISTANT = "assistant"
 TEMPLATES = {
@@ -184,17 +185,25 @@ class Chat:
     def _parts(self, turns: Sequence[Turn], tools: Any = None, opening: bool = False) -> list[Traced]:
         if not turns and not opening:
             return []
-        from forge_vlm.data.template import UnknownToken
-
-        unknown = {} if self.complete else {name: UnknownToken(name) for name in TOKENS}
+        unknown = {} if self.complete else {name: _jinja().UnknownToken(name) for name in TOKENS}
         messages = [turn.message() for turn in turns]
         return self._compiled.render(messages, opening=opening, tools=tools, tokens=unknown | dict(self.tokens))
 
     @cached_property
     def _compiled(self) -> "Template":
-        from forge_vlm.data.template import Template
+        return _jinja().Template(self.template)
 
-        return Template(self.template)
+
+def _jinja() -> Any:
+    """Returns the module that renders templates.
+
+    Raises:
+        DataError: jinja2 is not installed.
+    """
+    try:
+        return import_module("forge_data.chat.template")
+    except ModuleNotFoundError as error:
+        raise DataError("chat templates need jinja2; pip install 'forge-data[chat]'") from error
 
 
 def _shared(shorter: Sequence[str], longer: Sequence[str]) -> int:
