@@ -36,9 +36,9 @@ def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
     named = {f"data.sources.{index}": source for index, source in enumerate(data.sources)}
     named |= {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}
     for key, source in named.items():
-        if why := _absent(source):
+        if why := absent(source):
             yield MissingFile(f"{key}.path", why, hint="a relative path starts from the directory of the command")
-    if data.tokenizer is not None and (why := _absent(data.tokenizer)):
+    if data.tokenizer is not None and (why := absent(data.tokenizer)):
         yield MissingFile("data.tokenizer.path", why, hint="a relative path starts from the directory of the command")
     for index, pattern in enumerate(getattr(data.tokenizer, "files", ())):
         if not _there(pattern):
@@ -61,7 +61,7 @@ def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
 
 
 def packing_keeps_documents(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
-    """Requires a packing that keeps documents with images whole, and one that cuts nothing where `too_long` is set."""
+    """Requires a packing that keeps conversations and images whole, and one that cuts nothing where `too_long` is set."""
     data = job.data
     if data.packing != "concatenate":
         return
@@ -72,7 +72,8 @@ def packing_keeps_documents(job: DataJob, layout: Layout) -> Iterator[Fault]:  #
             yield Fault(f"{key}.too_long", message, hint="remove it, or set data.packing = 'best_fit' or 'pad'")
     for index, source in enumerate(data.sources):
         if getattr(source, "keeps_documents", False):
-            message = f"cuts documents, but the documents of data.sources.{index} contain images and must stay whole"
+            what = "are conversations" if isinstance(source, components.Conversations) else "contain images"
+            message = f"cuts documents, but the documents of data.sources.{index} {what} and must stay whole"
             yield Fault("data.packing", message, hint="set data.packing = 'best_fit' or 'pad'")
 
 
@@ -113,7 +114,7 @@ def _bare_stores(data: Data) -> Iterator[RecipeWarning]:
     """Warns about stores of an older Forge, whose documents lack the special tokens that the recipe's tokenizer adds."""
     component: Any = data.tokenizer
     path = getattr(component, "path", None)
-    if not getattr(component, "add_special_tokens", False) or not isinstance(path, str) or not _small(Path(path)):
+    if not getattr(component, "add_special_tokens", False) or not isinstance(path, str) or not small(Path(path)):
         return
     named = {f"data.sources.{index}": source for index, source in enumerate(data.sources)}
     named |= {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}
@@ -146,7 +147,8 @@ def _is_bare(path: str) -> bool:
     return entry is not None and not entry.add_special_tokens
 
 
-def _small(file: Path) -> bool:
+def small(file: Path) -> bool:
+    """Whether a file is small enough for a check to read it."""
     try:
         return file.stat().st_size <= READABLE
     except OSError:
@@ -166,7 +168,7 @@ def ids_of(tokenizer: Any) -> int | None:
 
 def _ids_in(file: Path) -> int | None:
     """Returns the largest id of a `tokenizer.json` plus one, or None if the file cannot be read."""
-    if not _small(file):
+    if not small(file):
         return None
     try:
         content = json.loads(file.read_bytes())
@@ -176,7 +178,7 @@ def _ids_in(file: Path) -> int | None:
         return None
 
 
-def _absent(component: Any) -> str | None:
+def absent(component: Any) -> str | None:
     """Returns why the files of a component are missing, or None if they exist or cannot be checked here."""
     path = getattr(component, "path", None)
     if not isinstance(path, str) or isinstance(component, components.HuggingFace):  # the path may be a hub name

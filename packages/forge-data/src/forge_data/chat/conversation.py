@@ -226,8 +226,8 @@ def _keep(learned: list[bool], wanted: Sequence[bool]) -> None:
         start = stop
     if len(stretches) != len(wanted):
         raise DataError(
-            f"the chat template marks {len(stretches)} stretches of text for {len(wanted)} turns of the assistant, so Forge cannot "
-            "tell them apart; train on all turns, or put {% generation %} around each answer as a whole"
+            f"the chat template marks {len(stretches)} stretches of text for {len(wanted)} turns of the assistant, so Forge "
+            "cannot tell them apart; train on all turns, or put {% generation %} around each answer as a whole"
         )
     for (start, stop), keep in zip(stretches, wanted, strict=True):
         learned[start:stop] = [keep] * (stop - start)

@@ -28,8 +28,8 @@ Workers = Annotated[int | None, typer.Option(min=1, help="Workers, by default on
 def prepare(
     out: Annotated[Path, typer.Option(help="Directory of the new store.", show_default=False)],
     source: Annotated[
-        Literal["text", "stdlib", "jsonl", "parquet", "arrow", "huggingface"] | None,
-        typer.Option(help="Format of the files. Default: detected from their names."),
+        Literal["text", "stdlib", "jsonl", "parquet", "arrow", "huggingface", "chat"] | None,
+        typer.Option(help="Format of the files. Default: detected from their names. `chat`: conversations, of any format."),
     ] = None,
     path: Annotated[str | None, typer.Option(help="File, directory, pattern, URL, or name of a dataset.")] = None,
     tokenizer: Annotated[
@@ -45,16 +45,30 @@ def prepare(
         Literal["all", "train", "held_out"] | None, typer.Option(help="Documents to take, by a hash of their names.")
     ] = None,
     skip: Annotated[int | None, typer.Option(min=0, help="Maximum number of broken records to skip.")] = None,
+    form: Annotated[
+        Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference"] | None,
+        typer.Option("--format", help="What a record of a conversation has. Default: `messages`."),
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(help="Chat template: a folder, file or name. Default: that beside tokenizer.json.")
+    ] = None,
+    train: Annotated[
+        Literal["all", "last", "each"] | None, typer.Option(help="Turns of the assistant that are trained. Default: `all`.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A token at which generation stops; may be repeated. Default: the tokenizer's.")
+    ] = None,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenize text into a token store. (`forge-train prepare RECIPE` does this for a recipe.)
+    """Tokenize text or conversations into a token store. (`forge-train prepare RECIPE` does this for a recipe.)
 
     To continue a preparation that was killed, run the same command again.
     """
     from forge_data.commands import prepare
 
     options = {"text": text, "ids": ids, "subset": subset, "dataset_split": dataset_split, "split": split, "skip": skip}
+    options |= {"format": form, "template": template, "train": train, "stop": tuple(stop) if stop else None}
     found = prepare.prepare(
         source, path, out, tokenizer, vocab_size=vocab_size, eos=eos, workers=workers, report=_say(as_json), **options
     )
