@@ -1,4 +1,4 @@
-"""`forge-train data ...` and `python -m forge_data ...`: prepare, inspect, verify, convert, diff, decontaminate, mix."""
+"""`forge-train data ...` and `python -m forge_data ...`: prepare, inspect, verify, convert, diff, decontaminate, mix, show."""
 
 import json
 from collections.abc import Callable
@@ -223,6 +223,29 @@ def mix(
         raise DataError("an option is missing; add --plan to print tokens and epochs of every source in every phase")
     found = mix.mix(recipe, context.args, steps, workspace, _say(as_json))
     typer.echo(json.dumps(found) if as_json else mix.as_text(found))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def show(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset; --section.key=value may follow.")],
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows.")] = 4,
+    color: Annotated[
+        bool | None, typer.Option("--color/--no-color", help="Show trained tokens in color. Default: in a terminal.")
+    ] = None,
+    workspace: Annotated[Path | None, typer.Option(help="Directory for tokenized text. Default: the run's directory.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the first rows of a recipe: which tokens are trained, context, or padding, and where documents end."""
+    from forge_core.terminal import Console
+    from forge_data.commands import show
+
+    console = Console(as_json=as_json)
+    found = show.show(recipe, context.args, rows, workspace, console.note)
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        show.print_rows(found, console, console.colors if color is None else color)
 
 
 def _open(path: str, kind: str | None, dtype: str | None, eos: int | None, bos: int | None, vocab_size: int | None = None) -> Any:
