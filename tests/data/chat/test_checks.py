@@ -12,8 +12,7 @@ from data.chat.templates import SIX, TALK, unmarked
 from data.tokenizers.kinds import KINDS, fast
 from forge_core.errors import Fault
 from forge_data import Bpe, Bytes, Conversations, Data, TokenStore
-from forge_data.chat.checks import conversations_train
-from forge_data.checks import packing_keeps_documents
+from forge_data.checks import conversations_train, packing_keeps_documents
 from forge_data.sources.store import MaskEntry
 from forge_data.sources.store_writer import StoreWriter
 

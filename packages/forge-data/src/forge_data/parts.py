@@ -26,7 +26,7 @@ PARTS = {
         "packing_keeps_documents": "forge_data.checks:packing_keeps_documents",
         "phases_fit": "forge_data.checks:phases_fit",
         "files_exist": "forge_data.checks:files_exist",
-        "conversations_train": "forge_data.chat.checks:conversations_train",
+        "conversations_train": "forge_data.checks:conversations_train",
         "tokenizer_fits": "forge_data.checks:tokenizer_fits",
     },
     "forge.commands": {

@@ -187,13 +187,17 @@ def _model(
 
 
 def _ends(weights: "Weights", coder: "Tokenizer") -> frozenset[int]:
-    """Returns the ids that end a text: those of the generation settings, else of the weights, else of the tokenizer."""
+    """Returns the ids that end a text: those of the generation settings, else of the weights, else of the tokenizer; and the
+    stop tokens that the run's conversations list."""
+    from forge_train.inference.tokenizer import stops_of
+
+    listed = stops_of(weights, coder)
     if weights.facts.ends:
-        return frozenset(weights.facts.ends)
+        return listed | frozenset(weights.facts.ends)
     named = weights.facts.special_tokens.get("eos_token_id")
     if named is None:
-        return frozenset(() if coder.eos is None else (coder.eos,))
-    return frozenset(named) if isinstance(named, list) else frozenset((named,))
+        return listed | frozenset(() if coder.eos is None else (coder.eos,))
+    return listed | (frozenset(named) if isinstance(named, list) else frozenset((named,)))
 
 
 def _illustrated(

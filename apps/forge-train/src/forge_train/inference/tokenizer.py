@@ -236,8 +236,24 @@ def chat_for(weights: Weights, coder: Tokenizer, template: str | None = None) ->
     return chat_of(names[0]).knowing(coder.special_tokens)
 
 
-def _of_the_data(weights: Weights) -> list[str]:
-    """Returns the names of the chat templates of a run's data sources."""
+def stops_of(weights: Weights, coder: Tokenizer) -> frozenset[int]:
+    """Returns the ids of the stop tokens that the sources of a run list."""
+    spelled = [each for source in _sources(weights) for each in source.get("stop") or ()]
+    return frozenset(int(ids[0]) for ids in (coder.encode_pieces([(each, True)])[0] for each in spelled) if len(ids) == 1)
+
+
+def _sources(weights: Weights) -> list[Mapping[str, Any]]:
     data: Any = weights.facts.recipe.get("data") or {}
-    templates = [source.get("template") for source in data.get("sources") or () if isinstance(source, Mapping)]
+    return [source for source in data.get("sources") or () if isinstance(source, Mapping)]
+
+
+def _of_the_data(weights: Weights) -> list[str]:
+    """Returns the names of the chat templates of a run's data sources; conversations use that of the tokenizer by default."""
+    data: Any = weights.facts.recipe.get("data") or {}
+    path = (data.get("tokenizer") or {}).get("path")
+    folder = str(Path(path).parent) if isinstance(path, str) else None
+    templates = [
+        folder if source.get("name") == "chat" and source.get("template") in (None, "none") else source.get("template")
+        for source in _sources(weights)
+    ]
     return list(dict.fromkeys(name for name in templates if isinstance(name, str) and name != "none"))

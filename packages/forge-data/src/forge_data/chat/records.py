@@ -71,8 +71,11 @@ def settings_for(
         stop: spellings of the stop tokens; by default those of `generation_config.json` and the tokenizer.
 
     Raises:
-        DataError: there is no tokenizer, a file cannot be read, or a stop token is not one token.
+        DataError: the settings exclude each other, there is no tokenizer, a file cannot be read, or a stop token is not one
+            token.
     """
+    if form == "preference" and train == "each":
+        raise DataError("train = 'each' would separate the two answers of a preference pair; set 'all' or 'last'")
     if tokenizer is None:
         raise DataError("a source of conversations needs a tokenizer; set data.tokenizer.path to its tokenizer.json")
     folder = getattr(tokenizer, "folder", None)

@@ -1,14 +1,13 @@
 """Implements `data prepare`: tokenizes a corpus into a new store."""
 
 from collections.abc import Callable
-from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
-from forge_data.components import Conversations
+from forge_data.chat.records import open_conversations, settings_for
 from forge_data.order.cursor import differences_of
 from forge_data.preparation.tokenization import tokenize
 from forge_data.sources.formats import RECORD_FORMATS, open_records
@@ -22,6 +21,8 @@ from forge_data.tokenizers import bpe, sentencepiece
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_data.tokenizers.tiktoken import load_encoding
 
+HELD_OUT = 0.05
+"""Fraction of records in the split `held_out`."""
 Report = Callable[[str], None]
 
 
@@ -161,17 +162,16 @@ def _conversations(path: str | None, tokenizer: Tokenizer, options: dict[str, An
     """Returns records of conversations.
 
     Raises:
-        DataError: the path is missing, an option has no effect, or see `Conversations.records`.
+        DataError: the path is missing, an option has no effect, or see `settings_for` and `open_conversations`.
     """
     if path is None:
         raise DataError("the path of the conversations is missing; add --path with a file, directory, pattern or URL")
-    known = {info.name for info in fields(Conversations)}
+    known = ("format", "template", "train", "stop", "split", "skip")
     if strange := next((option for option in options if option not in known), None):
         raise DataError(f"source 'chat' has no {strange.replace('_', ' ')}; remove --{strange.replace('_', '-')}")
-    try:
-        return Conversations(path=path, **options).records(tokenizer)
-    except ValueError as error:  # of the component, whose keys exclude each other
-        raise DataError(f"--{error}") from error
+    given = {"format": "messages", "train": "all", "template": None, "stop": (), "split": "all", "skip": 0} | options
+    settings = settings_for(tokenizer, given["format"], given["train"], None, given["template"], given["stop"])
+    return open_conversations(path, settings, given["split"], HELD_OUT, given["skip"])
 
 
 def _tokenizer_of_conversations(name: str, eos: str | None) -> Tokenizer:
