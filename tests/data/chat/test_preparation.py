@@ -23,8 +23,10 @@ from forge_data.chat.masks import ExampleEncoder
 from forge_data.preparation import job, tokenization
 from forge_data.sources.store import MASKED, MaskEntry, StoreSource, open_store, read_manifest
 from forge_data.sources.store_writer import StoreWriter
+from forge_train.recipe.load import load_recipe
 
 TOKENS = {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>", "pad_token": "</s>"}
+MODEL = load_recipe("debug", ["--model.vocab_size=400", "--model.max_length=160"]).job.model
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "ran", "to", "the", "park"]
 
 
@@ -166,23 +168,6 @@ def test_labels_are_the_trained_tokens_and_training_on_a_store_needs_no_jinja(
     assert seen > 6
 
 
-class Attending(torch.nn.Module):
-    """One head of attention and positions, in double precision."""
-
-    def __init__(self, vocab: int) -> None:
-        super().__init__()
-        self.embed, self.place = torch.nn.Embedding(vocab, 16), torch.nn.Embedding(160, 16)
-        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, vocab)
-
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(tokens) + self.place(positions)
-        q, k, v = self.qkv(hidden).chunk(3, dim=-1)
-        mask = torch.ones(tokens.shape[-1], tokens.shape[-1], dtype=torch.bool).tril() & (
-            documents[:, :, None] == documents[:, None, :]
-        )
-        return self.out(hidden + torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))
-
-
 @pytest.mark.parametrize("packing", ["best_fit", "pad"])
 def test_packing_does_not_change_gradients(packing: str, folder: Path, context: SourceContext, tmp_path: Path) -> None:
     """The mean over the trained tokens of packed rows has the gradients of the mean over conversations that are alone."""
@@ -195,25 +180,37 @@ def test_packing_does_not_change_gradients(packing: str, folder: Path, context: 
     assert count == rows if rows else count < 12
     batch = step(data, tmp_path / "w", count)
     torch.manual_seed(1)
-    model = Attending(400).double()
+    model: Any = MODEL.build().double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
 
     def gradients(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
         model.zero_grad()
         total: Any = sum(
             torch.nn.functional.cross_entropy(
-                model(tokens, places, numbers).flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+                model(tokens, positions=places, documents=numbers).flatten(0, 1),
+                labels.flatten(),
+                ignore_index=IGNORE,
+                reduction="sum",
             )
             for tokens, labels, places, numbers in parts
         )
         (total / sum(int((labels != IGNORE).sum()) for _, labels, _, _ in parts)).backward()
-        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        return [parameter.grad.clone() for parameter in model.parameters()]
 
     assert batch.positions is not None and batch.documents is not None
     packed = gradients([(batch.tokens, batch.labels, batch.positions.long(), batch.documents)])
     alone = []
     for ids, mask in documents_of(source):
         labels = [index if trained else IGNORE for index, trained in zip(ids[1:], mask[1:], strict=True)] + [IGNORE]
-        alone.append((torch.tensor([ids]), torch.tensor([labels]), torch.arange(len(ids))[None], torch.zeros(1, len(ids))))
+        alone.append(
+            (
+                torch.tensor([ids]),
+                torch.tensor([labels]),
+                torch.arange(len(ids))[None],
+                torch.zeros(1, len(ids), dtype=torch.int32),
+            )
+        )
     separate = gradients(alone)
     assert len(packed) == len(separate) > 5
     for one, other in zip(packed, separate, strict=True):

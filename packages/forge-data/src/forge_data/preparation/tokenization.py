@@ -49,6 +49,9 @@ MANY_PARTS = 4096
 PROCESSES_FROM = 16 << 20
 """Bytes from which processes tokenize instead of threads. Threads share the interpreter's lock, but a process takes a third of
 a second to start."""
+RENDERING = 8
+"""Conversations take about this many times as long as text, because templates are rendered in Python. So their parts are smaller,
+and processes encode them from fewer bytes on."""
 _PORTION = 1 << 22
 STOPLESS = (
     "a model trained on them would not learn to stop; set data.tokenizer.eos to the token with which the template ends an "
@@ -171,7 +174,9 @@ def _job(texts: Texts, tokenizer: Tokenizer | None, eos: int | None) -> Preparat
     records = texts if isinstance(texts, Records) else None
     vocabulary = tokenizer.vocab_size if tokenizer else None
     return PreparationJob(
-        parts=tuple(records.parts(part_size(records.bytes))) if records else (CorpusPart((), 0, 0, 0),),
+        parts=tuple(records.parts(part_size(records.bytes) // _slower(records.wanted)))
+        if records
+        else (CorpusPart((), 0, 0, 0),),
         wanted=records.wanted if records else Wanted("text"),
         dtype=dtype_for(vocabulary or 1 << 32),
         eos=eos,
@@ -180,6 +185,11 @@ def _job(texts: Texts, tokenizer: Tokenizer | None, eos: int | None) -> Preparat
         vocab_size=vocabulary,
         skip=records.skip if records else 0,
     )
+
+
+def _slower(wanted: Wanted) -> int:
+    """Returns how many times as long as text the records take."""
+    return RENDERING if wanted.reader == conversations.READER else 1
 
 
 def _holds_ids(texts: Texts) -> bool:
@@ -219,7 +229,8 @@ def _crew(
 ) -> AbstractContextManager[tuple[Work, Callable[[], None]]]:
     if not isinstance(texts, Records):
         return _alone(texts, tokenizer, directory, job)
-    large = len(todo) > 1 and workers > 1 and sum(job.parts[number].size for number in todo) >= PROCESSES_FROM
+    size = sum(job.parts[number].size for number in todo) * _slower(job.wanted)
+    large = len(todo) > 1 and workers > 1 and size >= PROCESSES_FROM
     if (large if wanted is None else wanted) and todo and _restorable(tokenizer, job):
         return process_workers(directory, min(workers, len(todo)))
     return thread_workers(directory, job, None if job.wanted.ids else tokenizer)
