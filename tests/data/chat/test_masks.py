@@ -250,3 +250,39 @@ def test_plain_text_needs_no_template(kinds: dict[str, Any]) -> None:
         assert (found.turns, found.ended) == (1, 1)
     with pytest.raises(DataError, match="a conversation needs a chat template"):
         ExampleEncoder(None, ours, []).encode(examples_of({"messages": TALK}, "messages")[0])
+
+
+def test_a_stop_token_inside_an_answer_does_not_end_it(kinds: dict[str, Any]) -> None:
+    theirs, ours = kinds["byte_level"]
+    template = (
+        "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}!thought<|im_end|>{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>!{% endif %}"
+    )
+    (found,) = encoded({"messages": TALK}, template, ours)
+    assert said(found, theirs) == [f"thought<|im_end|>{answer}" for answer in ANSWERS] and found.ended == 2
+
+
+def test_a_marked_stretch_does_not_reach_over_another_one(kinds: dict[str, Any]) -> None:
+    theirs, ours = kinds["byte_level"]
+    apart = "{{ message.content }}{% endgeneration %}!{% generation %}<|im_end|>{% endgen"
+    split = marked(SIX["chatml"]).replace("{{ message.content }}<|im_end|>{% endgen", apart)
+    (found,) = encoded({"messages": TALK}, split, ours)
+    assert said(found, theirs) == ["On the mat.", "<|im_end|>", "In the park, </s> said.", "<|im_end|>"]
+    assert (found.turns, found.ended) == (4, 2)
+
+
+def test_a_question_that_the_template_leaves_out_is_refused(kinds: dict[str, Any]) -> None:
+    _, ours = kinds["byte_level"]
+    late = unmarked(SIX["deepseek"]).replace("m.role == 'user'", "m.role == 'user' and not loop.first")
+    with pytest.raises(DataError, match=r"leaves out turn 1 \(user\)"):
+        encoded({"messages": TALK}, late, ours, "</s>")
+
+
+def test_a_completion_has_what_the_tokenizer_adds_around_a_text() -> None:
+    ours = BpeTokenizer(content(KINDS["word_piece"]()), "<|im_end|>")
+    assert ours.prefix and ours.suffix
+    (example,) = examples_of({"prompt": "the cat", "completion": " sat"}, "prompt_completion")
+    found = ExampleEncoder(None, ours, [5]).encode(example)
+    text = ours.encode("the cat sat").tolist()
+    assert found.ids.tolist() == [*ours.prefix, *text, *ours.suffix, ours.eos] and found.ended == 0
+    assert found.learned.tolist()[-2:] == [True, True] and not found.learned[0]

@@ -21,6 +21,7 @@ from forge_data.chat.conversation import Chat
 from forge_data.chat.formats import examples_of
 from forge_data.chat.masks import ExampleEncoder
 from forge_data.preparation import job, tokenization
+from forge_data.sources.records import Skips
 from forge_data.sources.store import MASKED, MaskEntry, StoreSource, open_store, read_manifest
 from forge_data.sources.store_writer import StoreWriter
 from forge_train.recipe.load import load_recipe
@@ -126,6 +127,16 @@ def test_all_kinds_of_files_are_read_and_any_number_of_workers_writes_the_same(
             together, context.tokenizer, tmp_path / name, source="x", report=lambda _: None, shard_tokens=300, **more
         )  # type: ignore[arg-type]
         assert documents_of(store) == first and len(store.manifest.shards) > 2 and store.verify() == []
+
+
+def test_a_damaged_mask_of_a_finished_part_is_written_again(tmp_path: Path) -> None:
+    portion = job.EncodedDocuments(np.array([1, 2, 3]), np.array([3]), 0, np.array([False, True, True]), 1, 1)
+    done = job.write_part(tmp_path, 0, "uint16", [portion], Skips())
+    content_of = job.content_of(tmp_path, 0, "uint16", done)
+    assert content_of is not None and content_of[2] is not None and content_of[2].tolist() == [0, 1, 1]
+    assert job.finished(tmp_path, 0) == done and (done.turns, done.ended) == (1, 1)
+    (tmp_path / "000000.learned").write_bytes(bytes([1, 1, 1]))
+    assert job.content_of(tmp_path, 0, "uint16", done) is None
 
 
 def test_struct_columns_do_not_invent_fields(tmp_path: Path) -> None:
@@ -281,6 +292,9 @@ def test_broken_records_are_named_counted_and_skipped(context: SourceContext, tm
     (tmp_path / "list.json").write_text('{"messages": 1}')
     with pytest.raises(DataError, match="is not a JSON list"):
         Conversations(path=str(tmp_path / "list.json")).build(context)
+    silent = "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}"
+    with pytest.raises(DataError, match=r"\(line 1\): the chat template writes none of the assistant's words"):
+        Conversations(path=path, template=silent).build(context)
     drops = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(DataError, match=r"\(line 1\): the chat template (leaves out|changes earlier)"):
         Conversations(path=path, template=drops).build(context)
@@ -301,11 +315,15 @@ def test_stop_tokens_are_those_at_which_generation_stops(folder: Path, context: 
     from forge_data.chat.records import settings_for
 
     assert settings_for(context.tokenizer, "messages", "all", None, None, ()).stops == (context.tokenizer.eos,)  # type: ignore[union-attr]
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, null, true, 6]}')
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     for template in (str(tmp_path), str(tmp_path / "chat_template.jinja")):
         found = settings_for(context.tokenizer, "messages", "all", None, template, ())
         assert found.stops == (5, 6, context.tokenizer.eos)  # type: ignore[union-attr]
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "pad_token": "<unk>"}')
+    found = settings_for(context.tokenizer, "messages", "all", None, str(tmp_path), ())
+    ids = [int(context.tokenizer.encode_pieces([(each, True)])[0][0]) for each in ("</s>", "<unk>")]  # type: ignore[union-attr]
+    assert found.stops == (5, 6, ids[0], context.tokenizer.eos) and found.pad == ids[1]  # type: ignore[union-attr]
     (tmp_path / "generation_config.json").write_text("[")
     with pytest.raises(DataError, match=r"generation_config\.json is not a JSON object"):
         settings_for(context.tokenizer, "messages", "all", None, str(tmp_path), ())
@@ -368,6 +386,13 @@ def test_a_store_with_a_mask_is_written_and_checked_like_any_other(tmp_path: Pat
     learned = ~learned
     padded: Any = store("padded", MaskEntry(stops={"1": [0, 0]}, pad=1))
     assert "1 is also the pad token" in padded.manifest.mask.fault() and padded.fingerprint != found.fingerprint
+    paired: Any = store("paired", MaskEntry("pairs", stops={"0": [0, 0]}))
+    assert paired.pairs and paired.fingerprint != found.fingerprint
+    with StoreWriter(tmp_path / "shards", dtype="uint16", mask=MaskEntry(), shard_tokens=4) as writer:
+        writer.add(ids, np.array([4, 7]), learned=np.array([1, 0, 1, 1, 1, 1, 0], dtype=bool))
+        writer.commit()
+    shards: Any = open_store(tmp_path / "shards")
+    assert len(shards.manifest.shards) == 2 and shards.learned(1, 7).tolist() == found.learned(1, 7).tolist()
     file = tmp_path / "one" / "shard-00000.learned.bin"
     changed = bytearray(file.read_bytes())
     changed[1] = 1

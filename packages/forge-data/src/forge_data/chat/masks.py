@@ -116,7 +116,8 @@ def _ended(
         until = end
         while until < len(ids) and not (foreign[until] or learned[until] or stop[until]):
             until += 1
-        if is_text is not None and until < len(ids) and stop[until] and is_text(ids[end:until]):
+        reached = until < len(ids) and stop[until] and not learned[until]
+        if is_text is not None and reached and is_text(ids[end:until]):
             trained[end : until + 1] = True
             ended += 1
     return EncodedExample(ids, trained, len(edges) // 2, ended)
