@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_core.config.tree import UNSET
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_core.protocols.weights import Weights
@@ -251,9 +252,9 @@ def _of_the_data(weights: Weights) -> list[str]:
     """Returns the names of the chat templates of a run's data sources; conversations use that of the tokenizer by default."""
     data: Any = weights.facts.recipe.get("data") or {}
     path = (data.get("tokenizer") or {}).get("path")
-    folder = str(Path(path).parent) if isinstance(path, str) else None
+    folder = str(Path(path).parent) if isinstance(path, str) and path != UNSET else None
     templates = [
-        folder if source.get("name") == "chat" and source.get("template") in (None, "none") else source.get("template")
+        folder if source.get("name") == "chat" and source.get("template") in (None, UNSET) else source.get("template")
         for source in _sources(weights)
     ]
     return list(dict.fromkeys(name for name in templates if isinstance(name, str) and name != "none"))
