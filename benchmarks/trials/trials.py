@@ -2,7 +2,7 @@
 
     python benchmarks/trials/trials.py --torchtitan SITE --kempnerforge CHECKOUT [--out results.json]
 
-A trial is a function of the same name in the files `of_FRAMEWORK.py`, and runs in a CPU process of its own. It uses the framework's
+A trial is a function of the same name in the files `of_FRAMEWORK.py`, in a CPU process of its own. It uses the framework's
 own code and defaults, and returns an outcome and what was seen:
 
     right      the result is right

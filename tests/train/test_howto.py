@@ -148,6 +148,22 @@ def exported(place: Path, printed: str) -> None:
     assert count == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64) + 2 * 320 * 64 + 64
 
 
+def conversed(place: Path, printed: str) -> None:
+    """Of each conversation the digits of its answer are trained, which are tokens of their own, and the token after them."""
+    wanted = sum(len(str(number % 100 + 1)) + 1 for number in range(400))
+    stores = [json.loads(path.read_text()) for path in (place / "runs/talk/data/stores").glob("chat-*/manifest.json")]
+    assert [store["mask"]["turns"] == store["mask"]["ended"] for store in stores] == [True, True]
+    assert sum(store["mask"]["trained"] for store in stores) == wanted and sum(store["documents"] for store in stores) == 400
+    shown = re.search(r"^row 1: .*?: (\d+) trained", printed, re.MULTILINE)
+    answers = re.findall(r"«(.*?)»", printed, re.DOTALL)[:-1]  # the last one is the legend
+    assert shown and answers and all(re.fullmatch(r"\d+<\|im_end\|>", answer) for answer in answers)
+    assert int(shown[1]) == sum(len(answer.removesuffix("<|im_end|>")) + 1 for answer in answers)
+    asked = re.findall(r"What comes after (\d+)\?", printed)
+    assert [int(answer.partition("<")[0]) for answer in answers] == [int(number) + 1 for number in asked[: len(answers)]]
+    answer = [line for line in printed.split("\n") if line][-1]
+    assert len(answer) < 10, "twenty tokens were allowed, but an answer stops by itself"
+
+
 def own_data(place: Path, printed: str) -> None:
     """The model is better than the frequencies of the tokens of the text that it has not seen."""
     from collections import Counter
@@ -225,6 +241,7 @@ FACTS: dict[str, Callable[[Path, str], None]] = {
     "evaluate-images": answered,
     "export-to-hugging-face": exported,
     "extract-activations": extracted,
+    "fine-tune-on-conversations": conversed,
     "images": own_images,
     "look-inside": looked,
     "prepare-data": prepared,

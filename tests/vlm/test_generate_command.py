@@ -15,6 +15,7 @@ from forge_core.batch import Batch
 from forge_core.errors import DataError
 from forge_core.protocols.weights import WeightsInfo
 from forge_core.registry import Registry
+from forge_data.chat.conversation import Chat, Turn
 from forge_data.loading.stream import open_stream
 from forge_data.section import Data
 from forge_data.tokenizers.bytes import ByteTokenizer
@@ -24,7 +25,6 @@ from forge_train.inference.stored import load_model, open_weights
 from forge_train.inference.tokenizer import chat_for, tokenizer_for
 from forge_vlm.components.encoders import Features
 from forge_vlm.components.fusions import MixtureOfTransformers
-from forge_vlm.data.chat import Chat, Turn
 from forge_vlm.data.documents import Fields, chat_prompt_of, parts_of
 from forge_vlm.data.prompts import Prompts, image_inputs
 from train.runs import train

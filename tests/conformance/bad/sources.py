@@ -192,6 +192,11 @@ BAD = {
         (with_items(load=lambda first, stop: loaded(first, stop) * np.nan), "not finite"),
         (with_items(load=lambda first, stop: loaded(0, stop - first)), r"differ from \[0, 100\)"),
     ],
+    "check_mask": [
+        (made(learned=lambda start, stop: np.ones(stop - start, dtype=np.int64)), "is int64 of 4000"),
+        (made(learned=lambda start, stop: np.zeros(stop - start, dtype=bool)), "no token is trained"),
+        (made(learned=lambda start, stop: learned(0, stop - start)), "differs from learned"),
+    ],
     "check_again": [
         (Restless(what="fingerprint"), "opened twice"),
         (made(), "cannot be pickled"),

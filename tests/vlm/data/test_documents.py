@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from forge_vlm.data.chat import TEMPLATES, Chat
+from forge_data.chat.conversation import TEMPLATES, Chat
 from forge_vlm.data.documents import BrokenRecord, Fields, Picture, Words, parts_of
 
 CHAT = Chat(TEMPLATES["plain"])

@@ -9,9 +9,9 @@ import pytest
 
 from data.tokenizers.kinds import KINDS, content, fast
 from forge_core.errors import DataError
+from forge_data.chat.conversation import Chat, Turn, chat_of
 from forge_data.tokenizers.bpe import BpeTokenizer
 from forge_vlm.data import example_images
-from forge_vlm.data.chat import Chat, Turn, chat_of
 from forge_vlm.data.documents import BrokenRecord, Fields, is_conversation, parts_of
 from forge_vlm.data.inputs import ImageInputs
 from forge_vlm.data.prepare import encode

@@ -14,6 +14,7 @@ from PIL import Image
 
 from forge_core.errors import DataError, ForgeError
 from forge_core.registry import Registry
+from forge_data.chat.conversation import TEMPLATES, Chat, Turn
 from forge_data.loading.stream import open_stream
 from forge_data.section import Data
 from forge_data.tokenizers.bytes import ByteTokenizer
@@ -24,7 +25,6 @@ from forge_train.inference.answers import AnswerModel, GenerationSettings
 from forge_train.inference.questions import evaluate_questions, open_questions
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.inference.visual_answers import VisualAnswerModel, VisualRequest
-from forge_vlm.data.chat import TEMPLATES, Chat, Turn
 from forge_vlm.data.questions import Clips, QuestionEncoder, clip_settings, file_of
 from forge_vlm.evaluation.visual_questions import INSTRUCTION
 from forge_vlm.images.pixels import convert, decode

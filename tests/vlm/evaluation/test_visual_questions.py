@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from forge_core.errors import DataError
+from forge_data.chat.conversation import Turn
 from forge_train.inference.questions import open_questions
-from forge_vlm.data.chat import Turn
 from forge_vlm.evaluation.visual_questions import VisualQuestion, read_questions
 
 GOOD: dict[str, Any] = {"image": "a.png", "question": "What is it?", "answer": "a cat"}

@@ -10,9 +10,9 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from forge_core.registry import Registry
+from forge_data.chat.conversation import TEMPLATES, Turn
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.inference.tokenizer import chat_for, tokenizer_for
-from forge_vlm.data.chat import TEMPLATES, Turn
 from forge_vlm.data.documents import Fields, parts_of
 from forge_vlm.data.prepare import encode
 from forge_vlm.data.prompts import Prompts, image_inputs

@@ -50,6 +50,23 @@ class Console:
             drawn.add_row(*(Text(str(cell)) for cell in row))
         _rich(self._out).print(drawn)
 
+    @property
+    def colors(self) -> bool:
+        """Whether standard output shows colors."""
+        rich = _rich(self._out)
+        return rich.is_terminal and not rich.no_color
+
+    def styled(self, parts: Sequence[tuple[str, str]], color: bool = True) -> None:
+        """Prints (text, style of rich) parts one after the other, without markup and wrapping; without `color` only the text."""
+        if self.as_json:
+            return
+        if not color:
+            print("".join(text for text, _ in parts), end="", file=self._out)
+            return
+        from rich.text import Text
+
+        _rich(self._out).print(Text.assemble(*parts), end="", highlight=False, soft_wrap=True)
+
     def document(self, value: Any) -> None:
         """Prints the result for programs: one JSON document on standard output."""
         print(json.dumps(value, indent=2, ensure_ascii=False, default=str), file=self._out)

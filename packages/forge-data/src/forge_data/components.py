@@ -251,6 +251,71 @@ class HuggingFace(RecordComponent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Conversations(SourceComponent):
+    """Conversations, of which only the assistant's words are trained: `.jsonl`, `.json`, Parquet or Arrow files of messages.
+
+    The chat template of the tokenizer turns them into tokens. The stop token of each trained turn is trained too. A record that
+    the template refuses, or that has nothing to train on, is broken. Requires jinja2: the extra `chat`.
+    """
+
+    default_label: ClassVar = "chat"
+    key_class: ClassVar = DATA
+    keeps_documents: ClassVar[bool] = True
+    """True: `data.packing = "concatenate"`, which cuts documents, is not allowed."""
+
+    too_long: Literal["error", "skip", "truncate"] = "error"
+    """Treatment of documents longer than a row: refuse them, leave them out, or keep only their first row. A document that has
+    nothing to train on in its first row is refused. The log of a run has the numbers."""
+    path: str
+    """A file, a directory, a pattern such as `talks/**/*.jsonl`, or a URL of these."""
+    format: Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference"] = "messages"
+    """What a record has: `messages` of role and content; `conversations` of ShareGPT; `instruction` and `output` of Alpaca;
+    `prompt` and `completion`; or a preference pair: `prompt`, `chosen` and `rejected`, which becomes two documents."""
+    messages: str | None = None
+    """Key of the conversation in `messages` and `sharegpt` records; by default `messages` and `conversations`."""
+    template: str | None = None
+    """Chat template: the folder of a transformers tokenizer, its `tokenizer_config.json`, a Jinja template or its file, or
+    `plain`, `chatml`, `llama3`; by default that of the folder of `data.tokenizer.path`."""
+    train: Literal["all", "last", "each"] = "all"
+    """Which turns of the assistant are trained: all of them; the last one; or each in a row of its own, which ends with it. A
+    template that drops the reasoning of earlier answers needs `each` or `last`. Turns with `"weight": 0` never are."""
+    stop: tuple[str, ...] = ()
+    """Spellings of the tokens at which generation stops; by default those of `generation_config.json` in the folder of the
+    template or the tokenizer, and the tokenizer's end of document."""
+    split: Split = "all"
+    """Records are assigned to `train` or `held_out` by a hash of their position in the corpus."""
+    held_out: Fraction = 0.05
+    """Fraction of records in the split `held_out`."""
+    skip: Annotated[int, Ge(0)] = 0
+    """Maximum number of broken records that are skipped; the next one is an error."""
+
+    def __post_init__(self) -> None:
+        if self.messages is not None and self.format not in ("messages", "sharegpt"):
+            raise ValueError(f"`messages` names the conversation of messages and sharegpt records, and {self.format} has none")
+        if self.train == "each" and self.format == "preference":
+            raise ValueError("`train` = 'each' would separate the two answers of a preference pair; set 'all' or 'last'")
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Conversations]":
+        """Completions of text, which need no template."""
+        from forge_data import example_corpus
+
+        return (cls(path=example_corpus.completions(folder), format="prompt_completion", too_long="truncate"),)
+
+    def records(self, tokenizer: "Tokenizer | None") -> "Records":
+        """Returns the conversations as a corpus in parts."""
+        from forge_data.chat.records import open_conversations, settings_for
+
+        settings = settings_for(tokenizer, self.format, self.train, self.messages, self.template, self.stop)
+        return open_conversations(self.path, settings, self.split, self.held_out, self.skip)
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.preparation.tokenization import prepared
+
+        return prepared(self.records(context.tokenizer), context, "chat")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stdlib(SourceComponent):
     """Text that every machine has: the source code of the installed Python standard library."""
 

@@ -40,6 +40,13 @@ def jsonl(folder: Path) -> str:
     return str(path)
 
 
+def completions(folder: Path) -> str:
+    path = folder / "completions.jsonl"
+    halves = [(f"{number}: ", text[:9]) for number, text in enumerate(texts())]
+    path.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in halves), encoding="utf-8")
+    return str(path)
+
+
 def parquet(folder: Path) -> str:
     import pyarrow
     from pyarrow import parquet as files

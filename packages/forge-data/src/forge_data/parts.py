@@ -12,6 +12,7 @@ PARTS = {
         "jsonl": "forge_data.components:JsonLines",
         "parquet": "forge_data.components:Parquet",
         "arrow": "forge_data.components:Arrow",
+        "chat": "forge_data.components:Conversations",
         "huggingface": "forge_data.components:HuggingFace",
         "random": "forge_data.components:RandomTokens",
     },
@@ -25,6 +26,7 @@ PARTS = {
         "packing_keeps_documents": "forge_data.checks:packing_keeps_documents",
         "phases_fit": "forge_data.checks:phases_fit",
         "files_exist": "forge_data.checks:files_exist",
+        "conversations_train": "forge_data.checks:conversations_train",
         "tokenizer_fits": "forge_data.checks:tokenizer_fits",
     },
     "forge.commands": {

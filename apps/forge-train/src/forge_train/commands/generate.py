@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from forge_core.protocols.data import Tokenizer
     from forge_core.protocols.weights import Weights
     from forge_core.registry import Registry
+    from forge_data.chat.conversation import Chat
     from forge_parallel.launch.environment import Launch
     from forge_train.inference.continuation import Continuation
-    from forge_vlm.data.chat import Chat
     from forge_vlm.data.prompts import Prompts
 
 
@@ -220,7 +220,7 @@ def _converse(begun: "Continuation") -> None:
             continue
         answer = _shown("" if begun.chat else text, begun(text, turns), quiet=False)
         if begun.chat is not None:
-            from forge_vlm.data.chat import ASSISTANT, Turn
+            from forge_data.chat.conversation import ASSISTANT, Turn
 
             turns += [Turn("user", text), Turn(ASSISTANT, answer)]
 

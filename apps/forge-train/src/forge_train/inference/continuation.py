@@ -12,7 +12,7 @@ from forge_models.generation import Sampling
 from forge_models.speculation import Tally
 
 if TYPE_CHECKING:
-    from forge_vlm.data.chat import Chat, Turn
+    from forge_data.chat.conversation import Chat, Turn
     from forge_vlm.data.prompts import Prompts
 
     Prompt = tuple[list[int], list[int], Mapping[str, torch.Tensor]]
@@ -102,7 +102,7 @@ class Continuation:
 
     def _shown(self, text: str, before: "Sequence[Turn]" = ()) -> "Prompt":
         if self.chat is not None:
-            from forge_vlm.data.chat import Turn
+            from forge_data.chat.conversation import Turn
             from forge_vlm.data.prompts import Prompts
 
             made = self._illustrated or Prompts(self.tokenizer, self.chat)

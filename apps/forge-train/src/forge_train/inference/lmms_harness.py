@@ -24,10 +24,10 @@ from lmms_eval.tasks import TaskManager, get_task_dict
 from lmms_eval.utils import simple_parse_args_string
 
 from forge_core.errors import DataError, ForgeError
+from forge_data.chat.conversation import Turn
 from forge_train.inference.answers import GenerationSettings
 from forge_train.inference.tasks import Results, generators_kept, metric_values, results_of_first, task_index
 from forge_train.inference.visual_answers import VisualAnswerModel, VisualRequest, open_alone
-from forge_vlm.data.chat import Turn
 from forge_vlm.data.image_readers import is_image
 from forge_vlm.data.questions import Clips, file_of
 

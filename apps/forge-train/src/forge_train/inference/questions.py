@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.errors import DataError
+from forge_data.chat.conversation import Turn
 from forge_models.generation import Sampling
 from forge_train.inference.answers import GenerationSettings
 from forge_train.inference.visual_answers import VisualAnswerModel, VisualRequest
-from forge_vlm.data.chat import Turn
 from forge_vlm.data.image_readers import ImageFiles
 from forge_vlm.data.questions import Clips
 from forge_vlm.evaluation.metrics import METRICS, mean_and_error

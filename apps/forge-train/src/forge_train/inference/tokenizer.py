@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_core.config.tree import UNSET
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_core.protocols.weights import Weights
@@ -19,7 +20,7 @@ from forge_train.directory import run_directory
 from forge_train.formats.forge import ForgeWeights, job_of
 
 if TYPE_CHECKING:
-    from forge_vlm.data.chat import Chat
+    from forge_data.chat.conversation import Chat
 
 SENTENCEPIECE = ".model"
 SETTINGS = "tokenizer_config.json"
@@ -70,13 +71,15 @@ def check_tokenizer(tokenizer: Tokenizer, weights: Weights, report: Callable[[st
 
 
 def ends_of_texts(weights: Weights, coder: Tokenizer) -> frozenset[int]:
-    """Returns the ids that end a text: those of the generation settings, else of the weights, else of the tokenizer."""
+    """Returns the ids that end a text: those of the generation settings, else of the weights, else of the tokenizer; and the stop
+    tokens that the run's conversations list."""
+    listed = stops_of(weights, coder)
     if weights.facts.ends:
-        return frozenset(weights.facts.ends)
+        return listed | frozenset(weights.facts.ends)
     named = weights.facts.special_tokens.get("eos_token_id")
     if named is None:
-        return frozenset(() if coder.eos is None else (coder.eos,))
-    return frozenset(named) if isinstance(named, list) else frozenset((named,))
+        return listed | frozenset(() if coder.eos is None else (coder.eos,))
+    return listed | (frozenset(named) if isinstance(named, list) else frozenset((named,)))
 
 
 def write_tokenizer(weights: Weights, folder: Path, registry: Registry, report: Callable[[str], None] = lambda _: None) -> bool:
@@ -230,7 +233,7 @@ def chat_for(weights: Weights, coder: Tokenizer, template: str | None = None) ->
     Raises:
         DataError: the weights have no template, or several.
     """
-    from forge_vlm.data.chat import Chat, chat_of
+    from forge_data.chat.conversation import Chat, chat_of
 
     if template is not None:
         return chat_of(template).knowing(coder.special_tokens)
@@ -246,8 +249,24 @@ def chat_for(weights: Weights, coder: Tokenizer, template: str | None = None) ->
     return chat_of(names[0]).knowing(coder.special_tokens)
 
 
-def _of_the_data(weights: Weights) -> list[str]:
-    """Returns the names of the chat templates of a run's data sources."""
+def stops_of(weights: Weights, coder: Tokenizer) -> frozenset[int]:
+    """Returns the ids of the stop tokens that the sources of a run list."""
+    spelled = [each for source in _sources(weights) for each in source.get("stop") or ()]
+    return frozenset(int(ids[0]) for ids in (coder.encode_pieces([(each, True)])[0] for each in spelled) if len(ids) == 1)
+
+
+def _sources(weights: Weights) -> list[Mapping[str, Any]]:
     data: Any = weights.facts.recipe.get("data") or {}
-    templates = [source.get("template") for source in data.get("sources") or () if isinstance(source, Mapping)]
+    return [source for source in data.get("sources") or () if isinstance(source, Mapping)]
+
+
+def _of_the_data(weights: Weights) -> list[str]:
+    """Returns the names of the chat templates of a run's data sources; conversations use that of the tokenizer by default."""
+    data: Any = weights.facts.recipe.get("data") or {}
+    path = (data.get("tokenizer") or {}).get("path")
+    folder = str(Path(path).parent) if isinstance(path, str) and path != UNSET else None
+    templates = [
+        folder if source.get("name") == "chat" and source.get("template") in (None, UNSET) else source.get("template")
+        for source in _sources(weights)
+    ]
     return list(dict.fromkeys(name for name in templates if isinstance(name, str) and name != "none"))

@@ -10,6 +10,7 @@ from forge_core.errors import DataError, ForgeError
 from forge_core.protocols.data import Tokenizer
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
+from forge_data.chat.conversation import Chat, Turn
 from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import Launch, read_launcher
 from forge_parallel.model.parallel_model import ParallelModel
@@ -17,7 +18,6 @@ from forge_train.inference.answers import AnswerModel, AnswerPrompt, GenerationS
 from forge_train.inference.stored import load_sharded_model, open_weights, recipe_to_generate
 from forge_train.inference.tokenizer import chat_for, check_tokenizer, ends_of_texts, tokenizer_for
 from forge_train.process.ranks import content_of
-from forge_vlm.data.chat import Chat, Turn
 from forge_vlm.data.documents import BrokenRecord
 from forge_vlm.data.prompts import image_inputs
 from forge_vlm.data.questions import QuestionEncoder, clip_settings

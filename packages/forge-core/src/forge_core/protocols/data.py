@@ -114,7 +114,20 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class SourceWithItems(Source, Protocol):
+class SourceWithMask(Source, Protocol):
+    """A `Source` that says which tokens are trained, such as the assistant's words of conversations.
+
+    Its documents must not be cut, because an answer is predicted from the question before it; so they need a packing that keeps
+    documents whole. Documents longer than a row are refused, unless `too_long` of the source says otherwise.
+    """
+
+    def learned(self, start: int, stop: int) -> "np.ndarray":
+        """Returns (stop - start,) bool: whether each token is predicted; the words of users, for example, are not."""
+        ...
+
+
+@runtime_checkable
+class SourceWithItems(SourceWithMask, Protocol):
     """A `Source` whose documents contain items, such as images, at positions of the stream.
 
     The tokens of an item are placeholders; its content is part of the batch. Documents must not be cut, so they need a packing

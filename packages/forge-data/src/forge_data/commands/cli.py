@@ -1,4 +1,4 @@
-"""`forge-train data ...` and `python -m forge_data ...`: prepare, inspect, verify, convert, diff, decontaminate, mix."""
+"""`forge-train data ...` and `python -m forge_data ...`: prepare, inspect, verify, convert, diff, decontaminate, mix, show."""
 
 import json
 from collections.abc import Callable
@@ -28,8 +28,8 @@ Workers = Annotated[int | None, typer.Option(min=1, help="Workers, by default on
 def prepare(
     out: Annotated[Path, typer.Option(help="Directory of the new store.", show_default=False)],
     source: Annotated[
-        Literal["text", "stdlib", "jsonl", "parquet", "arrow", "huggingface"] | None,
-        typer.Option(help="Format of the files. Default: detected from their names."),
+        Literal["text", "stdlib", "jsonl", "parquet", "arrow", "huggingface", "chat"] | None,
+        typer.Option(help="Format of the files. Default: detected from their names. `chat`: conversations, of any format."),
     ] = None,
     path: Annotated[str | None, typer.Option(help="File, directory, pattern, URL, or name of a dataset.")] = None,
     tokenizer: Annotated[
@@ -45,16 +45,30 @@ def prepare(
         Literal["all", "train", "held_out"] | None, typer.Option(help="Documents to take, by a hash of their names.")
     ] = None,
     skip: Annotated[int | None, typer.Option(min=0, help="Maximum number of broken records to skip.")] = None,
+    form: Annotated[
+        Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference"] | None,
+        typer.Option("--format", help="What a record of a conversation has. Default: `messages`."),
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(help="Chat template: a folder, file or name. Default: that beside tokenizer.json.")
+    ] = None,
+    train: Annotated[
+        Literal["all", "last", "each"] | None, typer.Option(help="Turns of the assistant that are trained. Default: `all`.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A token at which generation stops; may be repeated. Default: the tokenizer's.")
+    ] = None,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenize text into a token store. (`forge-train prepare RECIPE` does this for a recipe.)
+    """Tokenize text or conversations into a token store. (`forge-train prepare RECIPE` does this for a recipe.)
 
     To continue a preparation that was killed, run the same command again.
     """
     from forge_data.commands import prepare
 
     options = {"text": text, "ids": ids, "subset": subset, "dataset_split": dataset_split, "split": split, "skip": skip}
+    options |= {"format": form, "template": template, "train": train, "stop": tuple(stop) if stop else None}
     found = prepare.prepare(
         source, path, out, tokenizer, vocab_size=vocab_size, eos=eos, workers=workers, report=_say(as_json), **options
     )
@@ -209,6 +223,29 @@ def mix(
         raise DataError("an option is missing; add --plan to print tokens and epochs of every source in every phase")
     found = mix.mix(recipe, context.args, steps, workspace, _say(as_json))
     typer.echo(json.dumps(found) if as_json else mix.as_text(found))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def show(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset; --section.key=value may follow.")],
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows.")] = 4,
+    color: Annotated[
+        bool | None, typer.Option("--color/--no-color", help="Show trained tokens in color. Default: in a terminal.")
+    ] = None,
+    workspace: Annotated[Path | None, typer.Option(help="Directory for tokenized text. Default: the run's directory.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the first rows of a recipe: which tokens are trained, context, or padding, and where documents end."""
+    from forge_core.terminal import Console
+    from forge_data.commands import show
+
+    console = Console(as_json=as_json)
+    found = show.show(recipe, context.args, rows, workspace, console.note)
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        show.print_rows(found, console, console.colors if color is None else color)
 
 
 def _open(path: str, kind: str | None, dtype: str | None, eos: int | None, bos: int | None, vocab_size: int | None = None) -> Any:

@@ -12,8 +12,8 @@ from forge_core.protocols.data import Source, Tokenizer
 from forge_core.terminal import ProgressMeter
 from forge_data.sources.arrays import ArrayWriter
 from forge_data.sources.megatron import MegatronWriter
-from forge_data.sources.scan import portions
-from forge_data.sources.store import DTYPES, StoreSource
+from forge_data.sources.scan import mask_of, portions
+from forge_data.sources.store import DTYPES, MaskEntry, StoreSource
 from forge_data.sources.store_writer import SHARD_TOKENS, StoreWriter
 from forge_data.sources.token_files import TokenFiles
 from forge_data.tokenizers.dump import tokenizer_of
@@ -73,11 +73,17 @@ def convert(
         raise DataError(
             f"{source.name} holds id {source.max_id}, but tokenizer {tokenizer.name} has only {tokenizer.vocab_size} ids"
         )
-    with _writer(out, target, kind, tokenizer, source.name, lose_documents, shard_tokens) as writer:
+    mask = source.manifest.mask if isinstance(source, StoreSource) else None
+    if mask is not None and target != "store":
+        raise DataError(f"{source.name} has a loss mask, which {target} files cannot hold; write a store")
+    with _writer(out, target, kind, tokenizer, source.name, lose_documents, shard_tokens, mask) as writer:
         progress = ProgressMeter(f"converting {source.name}", source.tokens, "tokens", report)
         documents = 0
-        for _, ids, ends in portions(source):
-            writer.add(ids, ends)
+        for start, ids, ends in portions(source):
+            if isinstance(writer, StoreWriter):
+                writer.add(ids, ends, learned=mask_of(source, start, start + len(ids)) if mask else None)
+            else:
+                writer.add(ids, ends)
             documents += len(ends)
             progress.advance(len(ids))
         empty = _empty_documents(source, documents, skip_empty)
@@ -97,11 +103,18 @@ def convert(
 
 
 def _writer(
-    out: Path, target: str, dtype: str, tokenizer: Tokenizer | None, name: str, lose_documents: bool, shard_tokens: int
+    out: Path,
+    target: str,
+    dtype: str,
+    tokenizer: Tokenizer | None,
+    name: str,
+    lose_documents: bool,
+    shard_tokens: int,
+    mask: MaskEntry | None,
 ) -> Writer:
     match target:
         case "store":
-            return StoreWriter(out, dtype=dtype, tokenizer=tokenizer, source=name, shard_tokens=shard_tokens)
+            return StoreWriter(out, dtype=dtype, tokenizer=tokenizer, source=name, shard_tokens=shard_tokens, mask=mask)
         case "megatron":
             return MegatronWriter(out.with_name(out.name.removesuffix(".idx").removesuffix(".bin")), dtype)
         case "npy" | "bin":

@@ -12,7 +12,7 @@ Runs with equal hashes are then compared word by word.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +23,7 @@ from forge_core.protocols.data import Tokenizer
 from forge_core.terminal import ProgressMeter
 from forge_data.sources import jsonl
 from forge_data.sources.formats import open_any
-from forge_data.sources.scan import portions
+from forge_data.sources.scan import mask_of, portions
 from forge_data.sources.store import StoreSource
 from forge_data.sources.store_writer import StoreWriter
 from forge_data.storage.files import find
@@ -83,6 +83,11 @@ def decontaminate(
     tokenizer = tokenizer_of(source) if isinstance(source, StoreSource) else None
     if not isinstance(source, StoreSource) or tokenizer is None:
         raise DataError(f"{path} has no copy of its tokenizer, so its text is unknown; use `data convert --tokenizer` first")
+    mask = source.manifest.mask
+    if source.pairs and out is not None:
+        raise DataError(
+            f"{path} has preference pairs, which --out would separate; remove the overlapping records from their file"
+        )
     examples = read_examples(against, fields, words)
     if report_to is not None and report_to.exists():
         raise DataError(f"{report_to} exists; choose another path or remove it")
@@ -91,13 +96,19 @@ def decontaminate(
     progress = ProgressMeter(f"comparing {path}", source.tokens, "tokens", report)
     with ExitStack() as stack:
         writer = out and stack.enter_context(
-            StoreWriter(out, dtype=source.dtype.name, tokenizer=tokenizer, source=f"{source.manifest.source}, decontaminated")
+            StoreWriter(
+                out,
+                dtype=source.dtype.name,
+                tokenizer=tokenizer,
+                source=f"{source.manifest.source}, decontaminated",
+                mask=mask and replace(mask, turns=0, ended=0),
+            )
         )
         lines = report_to and stack.enter_context(_open_report(report_to))
         for start, ids, ends in portions(source):
             kept = _compare(tokenizer, examples, start, ids, ends, counts, lines)
             if writer:
-                _add_kept(writer, ids, ends, kept)
+                _add_kept(writer, ids, ends, kept, mask_of(source, start, start + len(ids)))
             progress.advance(len(ids))
         if writer:
             writer.commit()
@@ -203,11 +214,11 @@ def _overlaps(text: str, examples: EvaluationExamples) -> list[tuple[tuple[bytes
     return list(overlaps.items())
 
 
-def _add_kept(writer: StoreWriter, ids: np.ndarray, ends: np.ndarray, kept: np.ndarray) -> None:
+def _add_kept(writer: StoreWriter, ids: np.ndarray, ends: np.ndarray, kept: np.ndarray, learned: np.ndarray | None) -> None:
     lengths = np.diff(ends, prepend=0)
-    chosen = ids[np.repeat(kept, lengths)]
-    if len(chosen):
-        writer.add(chosen, np.cumsum(lengths[kept]))
+    chosen = np.repeat(kept, lengths)
+    if chosen.any():
+        writer.add(ids[chosen], np.cumsum(lengths[kept]), learned=None if learned is None else learned[chosen])
 
 
 def _open_report(path: Path) -> IO[str]:

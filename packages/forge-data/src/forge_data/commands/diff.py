@@ -13,19 +13,19 @@ import numpy as np
 
 from forge_core.config import toml
 from forge_core.errors import DataError
-from forge_core.protocols.data import Source
+from forge_core.protocols.data import Source, SourceWithMask
 from forge_core.registry import Registry
 from forge_data.commands.mix import read_recipe, recipe_of
 from forge_data.loading.rows import Buffers, RowReader, TokenRows
 from forge_data.order.cursor import differences_of, refuse_other, sample_of
-from forge_data.sources.scan import place_of
+from forge_data.sources.scan import mask_of, place_of
 
 _BLOCK = 1 << 22
 _FIELDS = ("tokens", "labels", "positions", "documents")
 
 
 def diff_corpora(one: Source, other: Source) -> dict[str, Any]:
-    """Returns the first token and the first document border at which two corpora differ, as JSON.
+    """Returns the first token, document border and value of the loss mask at which two corpora differ, as JSON.
 
     Tokens are compared by value, so uint16 tokens can equal int32 tokens.
     """
@@ -36,6 +36,7 @@ def diff_corpora(one: Source, other: Source) -> dict[str, Any]:
         "fingerprint": [one.fingerprint, other.fingerprint],
         "first_token": None,
         "first_border": None,
+        "first_mask": None,
     }
     shared = min(one.tokens, other.tokens)
     for start in range(0, shared, _BLOCK):
@@ -53,8 +54,28 @@ def diff_corpora(one: Source, other: Source) -> dict[str, Any]:
             here = len(one.ends(end - 1, end)) > 0
             result["first_border"] = {"token": end, "only_in": [one.name, other.name][0 if here else 1]}
             break
-    result["equal"] = one.tokens == other.tokens and result["first_token"] is None and result["first_border"] is None
+    masked = isinstance(one, SourceWithMask) or isinstance(other, SourceWithMask)
+    for start in range(0, shared if masked else 0, _BLOCK):
+        stop = min(start + _BLOCK, shared)
+        differ = np.flatnonzero(_trained(one, start, stop) != _trained(other, start, stop))
+        if len(differ):
+            token = start + int(differ[0])
+            result["first_mask"] = {"token": token, "trained_in": (one if _trained(one, token, token + 1)[0] else other).name}
+            break
+    firsts = (result["first_token"], result["first_border"], result["first_mask"])
+    result["equal"] = one.tokens == other.tokens and firsts == (None, None, None)
     return result
+
+
+def _trained(source: Source, start: int, stop: int) -> np.ndarray:
+    """Returns whether each token is trained; without a loss mask, all are but the first of a document."""
+    mask = mask_of(source, start, stop)
+    if mask is None:
+        mask = np.ones(stop - start, dtype=bool)
+        begins = source.ends(max(start - 1, 0), stop).astype(np.int64) - start
+        mask[begins[(begins >= 0) & (begins < stop - start)]] = False
+        mask[: int(start == 0)] = False
+    return mask
 
 
 def _different_token(one: Source, other: Source, token: int) -> dict[str, Any]:
@@ -83,6 +104,8 @@ def corpora_text(found: dict[str, Any], names: tuple[str, str]) -> str:
         lines.append("the shorter corpus is the beginning of the longer one")
     if border := found["first_border"]:
         lines.append(f"first different border: a document ends at token {border['token']} only in {border['only_in']}")
+    if mask := found["first_mask"]:
+        lines.append(f"first different loss mask: token {mask['token']} is trained only in {mask['trained_in']}")
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
+from forge_data.chat.records import open_conversations, settings_for
 from forge_data.order.cursor import differences_of
 from forge_data.preparation.tokenization import tokenize
 from forge_data.sources.formats import RECORD_FORMATS, open_records
@@ -20,6 +21,8 @@ from forge_data.tokenizers import bpe, sentencepiece
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_data.tokenizers.tiktoken import load_encoding
 
+HELD_OUT = 0.05
+"""Fraction of records in the split `held_out`."""
 Report = Callable[[str], None]
 
 
@@ -53,14 +56,15 @@ def prepare(
         DataError: the input is invalid, or the directory is not writable.
     """
     chosen = {key: value for key, value in options.items() if value is not None}
-    texts = _texts(source, path, chosen)
+    coder = _tokenizer_of_conversations(tokenizer, eos) if source == "chat" else None
+    texts = _texts(source, path, chosen) if coder is None else _conversations(path, coder, chosen)
     remove_left(out)
     request = _request(source or source_of(str(path)), texts, tokenizer, vocab_size, eos, chosen)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         return _finished(out, request, report)
     context = SourceContext(out.parent / f".{out.name}.work", None, 1, report, (texts,))
     ids = isinstance(texts, Records) and texts.wanted.ids
-    built = _tokenizer(tokenizer, vocab_size, eos, context, ids)
+    built = coder or _tokenizer(tokenizer, vocab_size, eos, context, ids)
     end = (built.eos if built else _id(eos)) if ids else None
     what = getattr(texts, "what", str(path))
     store = tokenize(texts, built, out, source=what, workers=workers, report=report, eos=end, request=request)
@@ -101,10 +105,13 @@ def _finished(out: Path, request: dict[str, str], report: Report) -> dict[str, A
 
 
 def _answer(out: Path, store: StoreSource) -> dict[str, Any]:
+    mask = store.manifest.mask
+    trained = {"trained_tokens": mask.trained, "turns": mask.turns, "ended_turns": mask.ended} if mask else {}
     return {
         "path": str(out),
         "tokens": store.tokens,
         "documents": store.documents,
+        **trained,
         "vocab_size": store.vocab_size,
         "unigram_entropy": unigram_entropy([store.counts()]),
         "fingerprint": store.fingerprint,
@@ -149,6 +156,31 @@ def _texts(source: str | None, path: str | None, options: dict[str, Any]) -> Tex
     if chosen not in RECORD_FORMATS:
         raise DataError(f"unknown source {chosen!r}; known: text, stdlib, {', '.join(RECORD_FORMATS)}, huggingface")
     return open_records(str(path), chosen, **options)
+
+
+def _conversations(path: str | None, tokenizer: Tokenizer, options: dict[str, Any]) -> Texts:
+    """Returns records of conversations.
+
+    Raises:
+        DataError: the path is missing, an option has no effect, or see `settings_for` and `open_conversations`.
+    """
+    if path is None:
+        raise DataError("the path of the conversations is missing; add --path with a file, directory, pattern or URL")
+    known = ("format", "template", "train", "stop", "split", "skip")
+    if strange := next((option for option in options if option not in known), None):
+        raise DataError(f"source 'chat' has no {strange.replace('_', ' ')}; remove --{strange.replace('_', '-')}")
+    given = {"format": "messages", "train": "all", "template": None, "stop": (), "split": "all", "skip": 0} | options
+    settings = settings_for(tokenizer, given["format"], given["train"], None, given["template"], given["stop"])
+    return open_conversations(path, settings, given["split"], HELD_OUT, given["skip"])
+
+
+def _tokenizer_of_conversations(name: str, eos: str | None) -> Tokenizer:
+    if name == "bpe":
+        raise DataError("conversations need the tokenizer of their model; add --tokenizer with the path of its tokenizer.json")
+    context = SourceContext(Path(), None, 1, lambda _: None)
+    built = _tokenizer(name, 0, eos, context, False)
+    assert built is not None, "only records of ids have no tokenizer"
+    return built
 
 
 def _tokenizer(name: str, vocab_size: int, eos: str | None, context: SourceContext, ids: bool) -> Tokenizer | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from forge_core.batch import Batch
 from forge_core.errors import DataError
-from forge_core.protocols.data import Source, SourceWithItems, StreamedSource, Tokenizer
+from forge_core.protocols.data import Source, SourceWithItems, SourceWithMask, StreamedSource, Tokenizer
 from forge_data import accelerator
 from forge_data.loading.items import Items, stacked
 from forge_data.loading.rows import Assembler, Buffers, TokenRows
@@ -89,7 +89,7 @@ class HeldOut:
         All tokens except the first of each document are predicted. None if the size of the text or the tokenizer is unknown,
         or if the source itself marks the learned tokens.
         """
-        if self.text_bytes is None or self._tokenizer is None or isinstance(self.source, SourceWithItems):
+        if self.text_bytes is None or self._tokenizer is None or isinstance(self.source, SourceWithMask):
             return None
         ends = self.source.ends().astype(np.int64)
         starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[ends < self.tokens]])

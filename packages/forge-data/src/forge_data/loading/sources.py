@@ -12,6 +12,7 @@ from forge_core.protocols.data import (
     Source,
     SourceContext,
     SourceWithItems,
+    SourceWithMask,
     StatefulIterable,
     StreamedSource,
     TextComponent,
@@ -209,7 +210,7 @@ def open_packings(
             seed, shuffle = f"{spec.seed}/{label}", data.shuffle != "none"
             packings.append(StreamPacking(source, data.readers, unit, seed, data.shuffle_buffer, shuffle))
             continue
-        if data.packing == "concatenate":
+        if data.packing == "concatenate" and not isinstance(source, SourceWithMask):
             refuse_short(source, label, unit)
         packings.append(open_packing(spec, label, source, unit, report, too_long))
     return packings
@@ -219,16 +220,28 @@ def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report
     """Packs one source into rows of `length` tokens; a pack plan is computed once and kept in the workspace.
 
     `too_long` is the setting of the source. Sources with items apply it when they are prepared.
+
+    Raises:
+        DataError: the packing would cut documents that must stay whole, or the source has preference pairs.
     """
+    if getattr(source, "pairs", False):
+        raise DataError(
+            f"source {label!r} ({source.name}) has preference pairs, and training on the next token would also train the "
+            "rejected answers; train on the chosen ones in format = 'messages' or 'prompt_completion'"
+        )
     if spec.data.packing == "concatenate":
-        if isinstance(source, SourceWithItems):
+        if isinstance(source, SourceWithItems | SourceWithMask):
+            what = source.extras[0] if isinstance(source, SourceWithItems) else "a loss mask"
             raise DataError(
-                f"documents of source {label!r} ({source.name}) have {source.extras[0]}, and packing = 'concatenate' would cut "
+                f"documents of source {label!r} ({source.name}) have {what}, and packing = 'concatenate' would cut "
                 "them; set data.packing = 'best_fit' or 'pad'"
             )
         _refuse_too_long(label, too_long)
         return ConcatenatedPacking(source, length)
-    too_long = None if isinstance(source, SourceWithItems) else too_long
+    if isinstance(source, SourceWithItems):
+        too_long = None
+    elif isinstance(source, SourceWithMask):
+        too_long = too_long or "error"  # the rest of a cut conversation lacks its beginning
     packing = planned(source, length, spec.data.packing, spec.workspace, label, spec.data.items_per_row, too_long)
     summary = packing.summary
     report(

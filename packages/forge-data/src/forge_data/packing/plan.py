@@ -19,7 +19,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.files import publish, sync_path
-from forge_core.protocols.data import Source, SourceWithItems
+from forge_core.protocols.data import Source, SourceWithItems, SourceWithMask
 from forge_data.packing.concatenation import RowWindows
 from forge_data.sources.scan import place_of, refuse_falling
 from forge_data.storage.shards import blocks_of
@@ -122,12 +122,12 @@ class PlannedPacking:
         stops = np.minimum(starts + lengths + (lengths == self.length), tokens)
         places = zip(rows.tolist(), columns.tolist(), starts.tolist(), stops.tolist(), strict=True)
         windows = np.zeros((count, self.length + 1), dtype=read(0, 1).dtype)
-        illustrated = self.source if isinstance(self.source, SourceWithItems) else None
-        learned = None if illustrated is None else np.zeros(windows.shape, dtype=bool)
+        masked = self.source if isinstance(self.source, SourceWithMask) else None
+        learned = None if masked is None else np.zeros(windows.shape, dtype=bool)
         for row, column, start, stop in places:
             windows[row, column : column + stop - start] = read(start, stop)
-            if illustrated is not None and learned is not None:
-                learned[row, column : column + stop - start] = illustrated.learned(start, stop)
+            if masked is not None and learned is not None:
+                learned[row, column : column + stop - start] = masked.learned(start, stop)
         return windows, learned
 
 
@@ -215,6 +215,8 @@ def pieces_of(source: Source, length: int, portion: int = PORTION, too_long: str
             begins = np.concatenate([[begun], ends[:-1]])
             if too_long == "error":
                 _refuse_long(source, begins, ends, length, before)
+            if too_long == "truncate" and isinstance(source, SourceWithMask):
+                _refuse_untrained(source, begins, ends, length, before)
             yield _pieces(begins, ends, length, too_long)
             begun, before = int(ends[-1]), before + len(ends)
         done, parts = 0, []
@@ -225,12 +227,30 @@ def _refuse_long(source: Source, begins: np.ndarray, ends: np.ndarray, length: i
     if int(sizes.max()) <= length:
         return
     first = int(np.argmax(sizes > length))
-    number, name = before + first, getattr(source, "document_name", None)
-    where = name(number) if callable(name) else place_of(source, int(begins[first]))
+    name = _name(source, before + first, int(begins[first]))
     raise TooLong(
-        f"document {number + 1} ({where}) has {sizes[first]} tokens, but a row has {length}; shorten the document, raise "
-        "data.sequence_length, or set too_long = 'skip' or 'truncate' in the source"
+        f"{name} has {sizes[first]} tokens, but a row has {length}; shorten the document, raise data.sequence_length, or set "
+        "too_long = 'skip' or 'truncate' in the source"
     )
+
+
+def _refuse_untrained(source: SourceWithMask, begins: np.ndarray, ends: np.ndarray, length: int, before: int) -> None:
+    """Refuses documents that have nothing to train on after they are truncated."""
+    longer = np.flatnonzero(ends - begins > length).tolist()
+    bare = [number for number in longer if not source.learned(int(begins[number]) + 1, int(begins[number]) + length).any()]
+    if bare:
+        name = _name(source, before + bare[0], int(begins[bare[0]]))
+        raise TooLong(
+            f"{name} has nothing to train on in its first {length} tokens, to which too_long = 'truncate' cuts it, and "
+            f"neither have {len(bare) - 1} others of {len(longer)} longer documents; raise data.sequence_length, or set "
+            "too_long = 'skip' in the source"
+        )
+
+
+def _name(source: Source, number: int, begin: int) -> str:
+    """Returns the number and the name of a document, for messages."""
+    name = getattr(source, "document_name", None)
+    return f"document {number + 1} ({name(number) if callable(name) else place_of(source, begin)})"
 
 
 def _pieces(begins: np.ndarray, ends: np.ndarray, length: int, too_long: str | None) -> DocumentPieces:

@@ -6,6 +6,7 @@ The files of finished parts are kept when a job is killed. A job is a directory 
     tokenizer.json       the tokenizer, unless the records hold ids
     000000.ids           ids of part 0, raw little-endian
     000000.ends.npy      uint64 document ends of part 0
+    000000.learned       for conversations: a byte per token of part 0, 1 if it is trained
     000000.json          counts and checksums of both; written last, so a part without it is done again
 
 The parts and their content depend only on the corpus, not on the workers.
@@ -31,6 +32,8 @@ import xxhash
 from forge_core.errors import DataError
 from forge_core.files import publish, sync, write_file
 from forge_core.protocols.data import Tokenizer
+from forge_data.chat import records as conversations
+from forge_data.chat.masks import EncodedExample
 from forge_data.sources.records import CorpusPart, Document, Skips, Wanted, part_as_json, part_from_json, read_part
 from forge_data.storage import npy
 from forge_data.storage.files import find_one
@@ -43,11 +46,22 @@ LONGEST_PIECE = 4 << 20
 
 
 class EncodedDocuments(NamedTuple):
-    """Some documents: ids including end-of-document tokens, the end of each document, and the size of the text in bytes."""
+    """Some documents.
+
+    Attributes:
+        ids: ids including end-of-document tokens.
+        ends: end of each document.
+        text_bytes: size of the text in bytes.
+        learned: for conversations: whether each token is trained.
+        turns, ended: for conversations: number of trained turns, and of those that end with a stop token.
+    """
 
     ids: np.ndarray
     ends: np.ndarray
     text_bytes: int
+    learned: np.ndarray | None = None
+    turns: int = 0
+    ended: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,8 @@ class PreparationJob:
 
 @dataclass(frozen=True)
 class Done:
-    """Result of one part. `text_bytes` is None for records of ids; `messages` name the skipped records."""
+    """Result of one part. `text_bytes` is None for records of ids and conversations; `messages` name the skipped records.
+    `learned`, `turns` and `ended` are of conversations; see `EncodedDocuments`."""
 
     tokens: int
     documents: int
@@ -86,6 +101,9 @@ class Done:
     messages: list[str]
     ids: str
     ends: str
+    learned: str = ""
+    turns: int = 0
+    ended: int = 0
 
 
 def write_job(directory: Path, job: PreparationJob, tokenizer: Tokenizer | None) -> None:
@@ -110,6 +128,9 @@ def tokenize_part(directory: Path, job: PreparationJob, number: int, tokenizer: 
         DataError: too many records are broken, an id is too large, or the disk is full.
     """
     skips = Skips(job.skip)
+    if job.wanted.reader == conversations.READER:
+        assert tokenizer is not None, "conversations need a tokenizer"
+        return write_part(directory, number, job.dtype, _conversations(job, number, tokenizer, skips), skips)
     documents = read_part(job.parts[number], job.wanted, skips)
     portions = _ids(documents, job) if tokenizer is None else encode_documents(documents, tokenizer)
     return write_part(directory, number, job.dtype, portions, skips)
@@ -124,8 +145,8 @@ def write_part(directory: Path, number: int, dtype: str, portions: Iterable[Enco
     kind = np.dtype(dtype).newbyteorder("<")
     stem = directory / f"{number:06d}"
     partial = stem.with_name(f"{stem.name}.partial-{token_hex(4)}")
-    digest, tokens, text_bytes = xxhash.xxh3_128(), 0, 0
-    ends = [np.empty(0, dtype=np.uint64)]
+    digest, tokens, text_bytes, turns, ended = xxhash.xxh3_128(), 0, 0, 0, 0
+    ends, masks = [np.empty(0, dtype=np.uint64)], list[np.ndarray]()
     try:
         with partial.open("wb") as file:
             for portion in portions:
@@ -135,6 +156,8 @@ def write_part(directory: Path, number: int, dtype: str, portions: Iterable[Enco
                 ends.append((portion.ends + tokens).astype("<u8"))
                 tokens += len(portion.ids)
                 text_bytes += portion.text_bytes
+                turns, ended = turns + portion.turns, ended + portion.ended
+                masks += [] if portion.learned is None else [portion.learned]
             sync(file)
         publish(partial, stem.with_suffix(".ids"))
         all_ends = np.concatenate(ends).astype("<u8")
@@ -142,6 +165,10 @@ def write_part(directory: Path, number: int, dtype: str, portions: Iterable[Enco
             np.save(file, all_ends, allow_pickle=False)
             sync(file)
         publish(partial, stem.with_suffix(".ends.npy"))
+        learned = np.concatenate(masks).astype(np.uint8) if masks else None
+        if learned is not None:
+            write_file(partial, learned.tobytes())
+            publish(partial, stem.with_suffix(".learned"))
         done = Done(
             tokens=tokens,
             documents=len(all_ends),
@@ -150,6 +177,9 @@ def write_part(directory: Path, number: int, dtype: str, portions: Iterable[Enco
             messages=skips.messages,
             ids=digest.hexdigest(),
             ends=xxhash.xxh3_128_hexdigest(all_ends.data),
+            learned="" if learned is None else xxhash.xxh3_128_hexdigest(learned.data),
+            turns=turns,
+            ended=ended,
         )
         write_file(partial, json.dumps(asdict(done)).encode())
         publish(partial, stem.with_suffix(".json"))
@@ -171,18 +201,21 @@ def finished(directory: Path, number: int) -> Done | None:
         return None
 
 
-def content_of(directory: Path, number: int, dtype: str, done: Done) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns (ids, ends) of a finished part, or None if the files are damaged, for example after a system crash."""
+def content_of(directory: Path, number: int, dtype: str, done: Done) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
+    """Returns (ids, ends, learned) of a finished part, or None if the files are damaged, for example after a system crash."""
     borders = find_one(str(directory / f"{number:06d}.ends.npy"))
     if borders is None:
         return None
     try:
         ids = np.fromfile(directory / f"{number:06d}.ids", dtype=np.dtype(dtype).newbyteorder("<"))
         ends = npy.load(borders, np.dtype("<u8"))
+        learned = np.fromfile(directory / f"{number:06d}.learned", dtype=np.uint8) if done.learned else None
     except (OSError, DataError):
         return None
     same = xxhash.xxh3_128_hexdigest(ids.data) == done.ids and xxhash.xxh3_128_hexdigest(ends.data) == done.ends
-    return (ids, ends) if same else None
+    if learned is not None:
+        same = same and xxhash.xxh3_128_hexdigest(learned.data) == done.learned
+    return (ids, ends, learned) if same else None
 
 
 def encode(documents: Iterable[str], tokenizer: Tokenizer) -> EncodedDocuments:
@@ -232,6 +265,31 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
             yield encode(chunk, tokenizer)
             chunk, size = [], 0
     yield encode(chunk, tokenizer)
+
+
+def _conversations(job: PreparationJob, number: int, tokenizer: Tokenizer, skips: Skips) -> Iterator[EncodedDocuments]:
+    """Encodes the conversations of a part; yields them in portions."""
+    chunk: list[EncodedExample] = []
+    size = 0
+    for _, made in conversations.encoded(job.parts[number], job.wanted, tokenizer, skips):
+        chunk += made
+        size += sum(len(document.ids) for document in made)
+        if size >= CHUNK:
+            yield _masked(chunk)
+            chunk, size = [], 0
+    if chunk:
+        yield _masked(chunk)
+
+
+def _masked(documents: list[EncodedExample]) -> EncodedDocuments:
+    return EncodedDocuments(
+        np.concatenate([document.ids for document in documents]),
+        np.cumsum([len(document.ids) for document in documents], dtype=np.int64),
+        0,
+        np.concatenate([document.learned for document in documents]),
+        sum(document.turns for document in documents),
+        sum(document.ended for document in documents),
+    )
 
 
 def _ids(documents: Iterable[Document], job: PreparationJob) -> Iterator[EncodedDocuments]:

@@ -26,6 +26,7 @@ from forge_core.errors import DataError
 from forge_core.machine import usable_cores
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_core.terminal import ProgressMeter
+from forge_data.chat import records as conversations
 from forge_data.preparation.job import (
     Done,
     PreparationJob,
@@ -37,7 +38,7 @@ from forge_data.preparation.job import (
     write_part,
 )
 from forge_data.sources.records import LISTED, SHOWN, CorpusPart, Records, Skips, Wanted, name_skipped, read_part
-from forge_data.sources.store import MANIFEST, VERSION, StoreSource, open_store
+from forge_data.sources.store import MANIFEST, VERSION, MaskEntry, StoreSource, open_store
 from forge_data.sources.store_writer import SHARD_TOKENS, StoreWriter, dtype_for
 from forge_data.storage.workspace import locked
 from forge_data.tokenizers.control import identity_of
@@ -48,7 +49,14 @@ MANY_PARTS = 4096
 PROCESSES_FROM = 16 << 20
 """Bytes from which processes tokenize instead of threads. Threads share the interpreter's lock, but a process takes a third of
 a second to start."""
+RENDERING = 8
+"""Conversations take about this many times as long as text, because templates are rendered in Python. So their parts are smaller,
+and processes encode them from fewer bytes on."""
 _PORTION = 1 << 22
+STOPLESS = (
+    "a model trained on them would not learn to stop; set data.tokenizer.eos to the token with which the template ends an "
+    "answer, such as '<|im_end|>', so that generation stops there too, or list it in `stop` of the source"
+)
 Work = Callable[[int], Done]
 
 
@@ -75,13 +83,19 @@ def prepared(texts: Texts, context: SourceContext, name: str, eos: int | None = 
             if not (path / MANIFEST).exists():
                 tokenize(texts, tokenizer, path, source=name, workers=context.workers, report=context.report, eos=eos)
     store = open_store(path, tokenizer)
-    store.document_name = partial(_document_name, texts)
+    store.document_name = partial(_document_name, texts, tokenizer)
     return store
 
 
-def _document_name(texts: Texts, number: int) -> str:
+def _document_name(texts: Texts, tokenizer: Tokenizer | None, number: int) -> str:
     """Returns the name of a document, usually its file and offset, for messages. It reads all documents before it."""
-    if isinstance(texts, Records):
+    if isinstance(texts, Records) and texts.wanted.reader == conversations.READER:
+        assert tokenizer is not None, "conversations need a tokenizer"
+        skips = Skips(texts.skip)
+        parts = texts.parts(LARGEST_PART)
+        made = (each for part in parts for each in conversations.encoded(part, texts.wanted, tokenizer, skips))
+        documents = ((name, "") for name, own in made for _ in own)
+    elif isinstance(texts, Records):
         skips = Skips(texts.skip)
         documents = (document for part in texts.parts(LARGEST_PART) for document in read_part(part, texts.wanted, skips))
     else:
@@ -131,19 +145,22 @@ def tokenize(
         run_parts(work, todo, workers, stop, lambda number: progress.advance(job.parts[number].size))
         parts = [finished(directory, number) for number in range(len(job.parts))]
         skipped = _skipped(parts, job.skip, path, report)
+        mask = _mask(job, [part for part in parts if part is not None], source)
         note = f"{source}, {skipped} broken records left out" if skipped else source
         with StoreWriter(
-            path, dtype=job.dtype, tokenizer=tokenizer, source=note, shard_tokens=shard_tokens, request=request
+            path, dtype=job.dtype, tokenizer=tokenizer, source=note, shard_tokens=shard_tokens, request=request, mask=mask
         ) as writer:
             for number in range(len(job.parts)):
-                for ids, ends, text_bytes in _content(directory, job, number, work):
-                    writer.add(ids, ends, text_bytes)
+                for portion in _content(directory, job, number, work):
+                    writer.add(*portion)
             manifest = writer.commit()
     for left in path.parent.glob(f"{escape(path.name)}.parts-*"):  # parts of this job and of abandoned jobs
         shutil.rmtree(left, ignore_errors=True)
     rate = manifest.tokens / progress.seconds / 1e6
+    trained = "" if manifest.mask is None else trained_text(manifest.mask, manifest.tokens)
     report(
-        f"{what}: {manifest.documents} documents, {manifest.tokens} tokens in {progress.seconds:.1f} s ({rate:.2f} M/s) to {path}"
+        f"{what}: {manifest.documents} documents, {manifest.tokens} tokens{trained} in {progress.seconds:.1f} s "
+        f"({rate:.2f} M/s) to {path}"
     )
     return StoreSource(path)
 
@@ -157,7 +174,9 @@ def _job(texts: Texts, tokenizer: Tokenizer | None, eos: int | None) -> Preparat
     records = texts if isinstance(texts, Records) else None
     vocabulary = tokenizer.vocab_size if tokenizer else None
     return PreparationJob(
-        parts=tuple(records.parts(part_size(records.bytes))) if records else (CorpusPart((), 0, 0, 0),),
+        parts=tuple(records.parts(part_size(records.bytes) // _slower(records.wanted)))
+        if records
+        else (CorpusPart((), 0, 0, 0),),
         wanted=records.wanted if records else Wanted("text"),
         dtype=dtype_for(vocabulary or 1 << 32),
         eos=eos,
@@ -166,6 +185,11 @@ def _job(texts: Texts, tokenizer: Tokenizer | None, eos: int | None) -> Preparat
         vocab_size=vocabulary,
         skip=records.skip if records else 0,
     )
+
+
+def _slower(wanted: Wanted) -> int:
+    """Returns how many times as long as text the records take."""
+    return RENDERING if wanted.reader == conversations.READER else 1
 
 
 def _holds_ids(texts: Texts) -> bool:
@@ -205,7 +229,8 @@ def _crew(
 ) -> AbstractContextManager[tuple[Work, Callable[[], None]]]:
     if not isinstance(texts, Records):
         return _alone(texts, tokenizer, directory, job)
-    large = len(todo) > 1 and workers > 1 and sum(job.parts[number].size for number in todo) >= PROCESSES_FROM
+    size = sum(job.parts[number].size for number in todo) * _slower(job.wanted)
+    large = len(todo) > 1 and workers > 1 and size >= PROCESSES_FROM
     if (large if wanted is None else wanted) and todo and _restorable(tokenizer, job):
         return process_workers(directory, min(workers, len(todo)))
     return thread_workers(directory, job, None if job.wanted.ids else tokenizer)
@@ -248,9 +273,31 @@ def _skipped(parts: list[Done | None], budget: int, path: Path, report: Callable
     return skipped
 
 
+def trained_text(mask: MaskEntry, tokens: int) -> str:
+    """Returns what is trained, for messages."""
+    share = f", {mask.trained / tokens:.1%} of them trained"
+    return f"{share} ({mask.turns} turns, {mask.ended} of which end with a stop token)"
+
+
+def _mask(job: PreparationJob, parts: list[Done], source: str) -> MaskEntry | None:
+    """Returns what the store says about its loss mask, or None for documents without one.
+
+    Raises:
+        DataError: no trained turn ends with a stop token.
+    """
+    settings = conversations.settings_of(job.wanted)
+    if settings is None:
+        return None
+    turns, ended = sum(part.turns for part in parts), sum(part.ended for part in parts)
+    if turns and not ended:
+        raise DataError(f"source {source!r}: none of {turns} trained turns ends with a stop token; {STOPLESS}")
+    stops = {str(index): [0, 0] for index in settings.stops}
+    return MaskEntry("pairs" if settings.pairs else "rows", turns=turns, ended=ended, stops=stops, pad=settings.pad)
+
+
 def _content(
     directory: Path, job: PreparationJob, number: int, work: Work
-) -> Iterator[tuple[np.ndarray, np.ndarray, int | None]]:
+) -> Iterator[tuple[np.ndarray, np.ndarray, int | None, np.ndarray | None]]:
     """Yields the documents of a part in portions; a part that was damaged by a system crash is done again."""
     done = finished(directory, number)
     content = content_of(directory, number, job.dtype, done) if done else None
@@ -259,13 +306,13 @@ def _content(
         content = content_of(directory, number, job.dtype, done)
         if content is None:
             raise DataError(f"files in {directory} differ from what was just written to them; choose another disk")
-    ids, ends = content[0], content[1].astype(np.int64)
+    ids, ends, learned = content[0], content[1].astype(np.int64), content[2]
     text_bytes = done.text_bytes
     begin = start = 0
     while begin < len(ends):
         until = max(begin + 1, int(np.searchsorted(ends, start + _PORTION, side="right")))
         stop = int(ends[until - 1])
-        yield ids[start:stop], ends[begin:until] - start, text_bytes
+        yield ids[start:stop], ends[begin:until] - start, text_bytes, None if learned is None else learned[start:stop]
         begin, start = until, stop
         text_bytes = None if text_bytes is None else 0
 

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from forge_data.sources.megatron import MegatronWriter, open_megatron
     from forge_data.sources.random import RandomSource
     from forge_data.sources.records import Document, RecordReader, Records
-    from forge_data.sources.store import StoreManifest, StoreSource, open_store, read_manifest
+    from forge_data.sources.store import MaskEntry, StoreManifest, StoreSource, open_store, read_manifest
     from forge_data.sources.store_writer import StoreWriter
     from forge_data.sources.token_files import TokenFiles, open_datatrove, open_llmc
 
 __all__ = [
     "ArrayWriter",
     "Document",
+    "MaskEntry",
     "MegatronWriter",
     "RandomSource",
     "RecordReader",

@@ -1,6 +1,6 @@
 """Reads one column of Parquet and Arrow files: texts, or lists of token ids."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,27 @@ def read(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Document]:
                         yield name, document
 
 
+def objects(part: CorpusPart) -> Iterator[tuple[str, Callable[[], str], dict[str, Any]]]:
+    """Yields (name, place, record) of every row of a part, with all columns and without null fields.
+
+    Null fields are left out at any depth, because a column of structs has all fields in every row.
+    """
+    (file,) = part.files
+    with _opened(file) as content:
+        for group in range(part.start, content.groups if part.stop < 0 else part.stop):
+            row = 0
+            for records in content.records(group):
+                for record in records:
+                    yield f"{file.name}:{group}:{row}", partial(_place, file, group, row), _without_nulls(record)
+                    row += 1
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def _place(file: File, group: int, row: int) -> str:
     return f"{file.where}, group {group}, row {row}"
 
@@ -64,6 +85,10 @@ class _Parquet:
     def column(self, group: int, name: str) -> Iterator[list[Any]]:
         for batch in self._file.iter_batches(_ROWS, row_groups=[group], columns=[name]):
             yield values(batch.column(0))
+
+    def records(self, group: int) -> Iterator[list[dict[str, Any]]]:
+        for batch in self._file.iter_batches(_ROWS, row_groups=[group]):
+            yield _rows_of(batch)
 
     def close(self) -> None:
         self._file.close()
@@ -93,6 +118,11 @@ class _Arrow:
         column = self._batch(group).column(name)
         for start in range(0, len(column), _ROWS):
             yield values(column.slice(start, _ROWS))
+
+    def records(self, group: int) -> Iterator[list[dict[str, Any]]]:
+        batch = self._batch(group)
+        for start in range(0, len(batch), _ROWS):
+            yield _rows_of(batch.slice(start, _ROWS))
 
     def close(self) -> None:
         self._map.close()
@@ -136,6 +166,12 @@ def values(column: "pa.Array") -> list[Any]:
     edges = column.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
     missing = column.is_null().to_pylist() if column.null_count else [False] * len(column)
     return [None if missing[row] else ids[edges[row] : edges[row + 1]] for row in range(len(column))]
+
+
+def _rows_of(batch: "pa.RecordBatch") -> list[dict[str, Any]]:
+    """Returns the rows of a batch, which is validated first; see `values`."""
+    batch.validate(full=True)
+    return batch.to_pylist()
 
 
 def _with_bytes(column: "pa.Array") -> "pa.Array":

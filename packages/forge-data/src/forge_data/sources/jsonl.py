@@ -5,7 +5,7 @@ import io
 import json
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
@@ -41,6 +41,16 @@ def read(part: CorpusPart, wanted: Wanted, skips: Skips) -> Iterator[Document]:
         document = checked_value(record.get(wanted.column), lines.place, wanted, skips)
         if document is not None:
             yield f"{lines.file.name}:{lines.offset}", document
+
+
+def objects(part: CorpusPart) -> Iterator[tuple[str, Callable[[], str], dict[str, Any] | str]]:
+    """Yields (name, place, object) of every line of a part; for an invalid line, a message instead of the object.
+
+    `place` returns the place of the newest line only.
+    """
+    lines = _Lines(part)
+    for line in lines:
+        yield f"{lines.file.name}:{lines.offset}", lines.place, _record(line)
 
 
 def each_line(file: File) -> Iterator[tuple[int, str, dict[str, Any] | str]]:

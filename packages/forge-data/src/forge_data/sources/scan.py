@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_core.protocols.data import Source
+from forge_core.protocols.data import Source, SourceWithMask
 
 PORTION = 1 << 22
 _BLOCK = 1 << 22
@@ -27,6 +27,11 @@ def portions(source: Source, tokens: int = PORTION) -> Iterator[tuple[int, np.nd
         local_ends = ends.astype(np.int64) - start if len(ends) else np.array([stop - start])
         yield start, source.read(start, stop), local_ends
         start = stop
+
+
+def mask_of(source: Source, start: int, stop: int) -> np.ndarray | None:
+    """Returns (stop - start,) bool: whether each token is trained; None for a source without a loss mask."""
+    return source.learned(start, stop) if isinstance(source, SourceWithMask) else None
 
 
 def refuse_falling(ends: np.ndarray, start: int, source: Source) -> None:

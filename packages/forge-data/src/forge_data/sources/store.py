@@ -3,7 +3,8 @@
     manifest.json      describes the files of the store
     shard-00000.bin    token ids, raw little-endian, of the manifest's dtype
     shard-00000.doc.npy  uint64 ends of the shard's documents, counted from the shard's start
-    counts.npy         uint64 counts of every token id
+    shard-00000.learned.bin  a byte per token, 1 if it is trained; only in stores with a loss mask
+    counts.npy         uint64 counts of every token id; with a loss mask, of the trained ones
     tokenizer.json     copy of the tokenizer, if the writer had one
 
 Documents never cross a shard. The manifest is written last: a directory without one is not a store. Opening a store reads
@@ -12,7 +13,7 @@ the manifest, the sizes of all files, and samples of their content.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from forge_data.storage.shards import Ends, Listed, Shard, Shards, map_file
 
 FORMAT = "forge-token-store"
 VERSION = 1
+MASKED = 2
+"""Version of stores with a loss mask, which older versions of Forge would train on everywhere."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 COUNTS = "counts.npy"
@@ -49,13 +52,48 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """Tokens and document ends of one shard; `max_id` is its largest token id."""
+    """Tokens, document ends and loss mask of one shard; `max_id` is its largest token id."""
 
     tokens: int
     documents: int
     max_id: int
     data: FileEntry
     ends: FileEntry
+    learned: FileEntry | None = None
+
+
+@dataclass(frozen=True)
+class MaskEntry:
+    """The loss mask of a store: which tokens are trained.
+
+    Attributes:
+        layout: `rows`: each document is trained on its own; `pairs`: documents 2 p and 2 p + 1 are the chosen and the rejected
+            answer of pair p.
+        trained: number of trained tokens.
+        turns: number of trained turns of an assistant; 0 if unknown.
+        ended: number of trained turns that end with a stop token.
+        stops: id of each stop token -> [number of trained ones, number in the store].
+        pad: id of the tokenizer's pad token, or None if it has none.
+    """
+
+    layout: str = "rows"
+    trained: int = 0
+    turns: int = 0
+    ended: int = 0
+    stops: dict[str, list[int]] = field(default_factory=dict)
+    pad: int | None = None
+
+    def fault(self) -> str:
+        """Returns why a model trained on the store would not learn to stop; empty if it would."""
+        if not self.stops or any(trained for trained, _ in self.stops.values()):
+            return ""
+        listed = ", ".join(f"{index} ({total:,} in the store)" for index, (_, total) in self.stops.items())
+        if self.pad is not None and str(self.pad) in self.stops:
+            return (
+                f"no document trains a stop token: {listed}; {self.pad} is also the pad token, and whatever made the mask masked "
+                "both; mask padding by its position, or give the tokenizer a pad token of its own, and write the store again"
+            )
+        return f"no document trains a stop token: {listed}, so a model would not learn to stop; write the store with them trained"
 
 
 @dataclass(frozen=True)
@@ -83,6 +121,7 @@ class StoreManifest:
     source: str
     creator: str
     request: dict[str, str] | None = None
+    mask: MaskEntry | None = None
 
     @property
     def max_id(self) -> int:
@@ -93,13 +132,19 @@ class StoreManifest:
         """Digest of tokens, borders and tokenizer; it does not depend on the location of the store or how it was written."""
         parts = [self.dtype, self.tokenizer.sha256 if self.tokenizer else ""]
         parts += [f"{shard.data.xxh3} {shard.ends.xxh3}" for shard in self.shards]
+        if self.mask is not None:
+            parts += [self.mask.layout, *(shard.learned.xxh3 for shard in self.shards if shard.learned)]
         return sha256("\n".join(parts).encode()).hexdigest()
 
     def as_json(self) -> str:
         content = asdict(self)
         if self.tokenizer is not None and not self.tokenizer.add_special_tokens:
             del content["tokenizer"]["add_special_tokens"]  # as in stores that predate the key
-        return json.dumps({"format": FORMAT, "version": VERSION, **content}, indent=1) + "\n"
+        if self.mask is None:  # as in stores that predate masks
+            del content["mask"]
+            for shard in content["shards"]:
+                del shard["learned"]
+        return json.dumps({"format": FORMAT, "version": MASKED if self.mask else VERSION, **content}, indent=1) + "\n"
 
 
 def read_manifest(directory: Path) -> StoreManifest:
@@ -125,9 +170,10 @@ def read_manifest(directory: Path) -> StoreManifest:
 
 
 def _parse_manifest(content: dict[str, Any], path: Path) -> StoreManifest:
-    if content["format"] != FORMAT or content["version"] != VERSION:
+    if content["format"] != FORMAT or content["version"] not in (VERSION, MASKED):
         actual = f"{content['format']} version {content['version']}"
-        raise DataError(f"{path} has format {actual}; this Forge reads {FORMAT} version {VERSION}")
+        raise DataError(f"{path} has format {actual}; this Forge reads {FORMAT} version {VERSION} and {MASKED}")
+    masked = content["version"] == MASKED
     if content["dtype"] not in DTYPES:
         raise DataError(f"{path}: unknown dtype {content['dtype']!r}; known: {', '.join(DTYPES)}")
     counts = [content["tokens"], content["documents"]]
@@ -136,7 +182,7 @@ def _parse_manifest(content: dict[str, Any], path: Path) -> StoreManifest:
     if wrong := [count for count in counts if type(count) is not int or count < 0]:
         raise DataError(f"{path} is damaged: {wrong[0]!r} is not a number of tokens, documents or an id; write the store again")
     for shard in [*content["shards"], {"data": content["counts"], "ends": content["counts"]}]:
-        for name in (shard["data"]["file"], shard["ends"]["file"]):
+        for name in (shard[kind]["file"] for kind in ("data", "ends", "learned") if kind in shard):
             if Path(name).name != name:
                 raise DataError(f"{path} names the file {name!r}, which is not inside the store")
     tokenizer = content["tokenizer"]
@@ -153,6 +199,7 @@ def _parse_manifest(content: dict[str, Any], path: Path) -> StoreManifest:
                 max_id=shard["max_id"],
                 data=FileEntry(**shard["data"]),
                 ends=FileEntry(**shard["ends"]),
+                learned=FileEntry(**shard["learned"]) if masked else None,
             )
             for shard in content["shards"]
         ),
@@ -160,11 +207,12 @@ def _parse_manifest(content: dict[str, Any], path: Path) -> StoreManifest:
         source=content["source"],
         creator=content["creator"],
         request=content.get("request"),
+        mask=MaskEntry(**content["mask"]) if masked else None,
     )
 
 
 class StoreSource:
-    """A store as a `Source`. A shard is mapped at its first read."""
+    """A store as a `Source`. A shard is mapped at its first read. A store with a loss mask is a `SourceWithMask`."""
 
     def __init__(self, path: Path) -> None:
         """Opens the store at `path`.
@@ -189,6 +237,11 @@ class StoreSource:
         pieces = [Shard(self._file(shard.data), shard.tokens) for shard in self.manifest.shards]
         self._tokens = Shards(pieces, self.dtype)
         self._documents = Listed(self._tokens.firsts, self._table, advice=_ADVICE)
+        self.pairs = self.manifest.mask is not None and self.manifest.mask.layout == "pairs"
+        if self.manifest.mask is not None:
+            masks = [(shard.learned, shard.tokens) for shard in self.manifest.shards if shard.learned]
+            self._mask = Shards([Shard(self._file(entry), tokens) for entry, tokens in masks], np.dtype(np.uint8))
+            self.learned = self._learned  # only stores with a mask have the method
         self.fingerprint = self._sampled()
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -224,12 +277,16 @@ class StoreSource:
         """
         return npy.load(self._file(self.manifest.counts), _U8, _ADVICE).astype(np.int64)
 
+    def _learned(self, start: int, stop: int) -> np.ndarray:
+        """See `SourceWithMask.learned`."""
+        return self._mask.read(start, stop).astype(bool)
+
     def verify(self) -> list[str]:
         """Compares all content with the manifest; returns one message per fault, with file and offset."""
         faults: list[str] = []
         counts = np.zeros(self.manifest.max_id + 1, dtype=np.int64)
         for number, shard in enumerate(self.manifest.shards):
-            for entry in (shard.data, shard.ends):
+            for entry in _files_of(shard):
                 faults += self._verify_checksum(entry)
             if not faults:
                 faults += self._verify_shard(number, shard, counts)
@@ -252,9 +309,7 @@ class StoreSource:
     def checksums(self) -> list[Checksum]:
         """Returns the checksums of all shard files, in the order of the stream."""
         shards = zip(self._tokens.firsts, self.manifest.shards, strict=False)
-        return [
-            Checksum(first, self.path / entry.file, entry.xxh3) for first, shard in shards for entry in (shard.data, shard.ends)
-        ]
+        return [Checksum(first, self.path / entry.file, entry.xxh3) for first, shard in shards for entry in _files_of(shard)]
 
     def _verify_checksum(self, entry: FileEntry) -> list[str]:
         fault = fault_of(self.path / entry.file, entry.xxh3)
@@ -271,6 +326,9 @@ class StoreSource:
                 offset = (start + int(np.argmax(block > shard.max_id))) * self.dtype.itemsize
                 faults.append(f"{self.path / shard.data.file} at byte {offset}: id above max_id = {shard.max_id}")
                 break
+            if self.manifest.mask is not None:
+                first = int(self._tokens.firsts[number]) + start
+                block = block[self._learned(first, first + len(block))]
             counts += np.bincount(block, minlength=len(counts))
         return faults
 
@@ -285,8 +343,12 @@ class StoreSource:
                     f"{self.path}: the manifest lists {shard.data.file} with {shard.data.bytes} bytes for {shard.tokens} tokens, "
                     f"which do not match {self.dtype.name}; {_ADVICE}"
                 )
-            self._check_size(shard.data)
-            self._check_size(shard.ends)
+            if shard.learned is not None and shard.learned.bytes != shard.tokens:
+                raise DataError(
+                    f"{self.path}: {shard.learned.file} must have a byte for each of {shard.tokens} tokens; {_ADVICE}"
+                )
+            for entry in _files_of(shard):
+                self._check_size(entry)
         self._check_size(self.manifest.counts)
 
     def _check_size(self, entry: FileEntry) -> None:
@@ -315,6 +377,10 @@ class StoreSource:
 
     def _file(self, entry: FileEntry) -> File:
         return File(entry.file, str(self.path / entry.file), entry.bytes, entry.xxh3)
+
+
+def _files_of(shard: ShardEntry) -> list[FileEntry]:
+    return [shard.data, shard.ends, *([shard.learned] if shard.learned else [])]
 
 
 def open_store(path: str | Path, tokenizer: Tokenizer | None = None) -> StoreSource:

@@ -4,6 +4,7 @@ All files are written to a temporary directory next to the target and flushed to
 """
 
 import io
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,17 @@ import xxhash
 from forge_core.errors import DataError
 from forge_core.files import publish, sync, sync_path, write_file
 from forge_core.protocols.data import Tokenizer
-from forge_data.sources.store import COUNTS, DTYPES, MANIFEST, TOKENIZER, FileEntry, ShardEntry, StoreManifest, TokenizerEntry
+from forge_data.sources.store import (
+    COUNTS,
+    DTYPES,
+    MANIFEST,
+    TOKENIZER,
+    FileEntry,
+    MaskEntry,
+    ShardEntry,
+    StoreManifest,
+    TokenizerEntry,
+)
 from forge_data.storage.workspace import Partial
 
 SHARD_TOKENS = 1 << 27
@@ -38,8 +49,19 @@ class StoreWriter:
         source: str = "",
         shard_tokens: int = SHARD_TOKENS,
         request: dict[str, str] | None = None,
+        mask: MaskEntry | None = None,
     ) -> None:
         """Creates the unfinished store. If `path` exists, it must be an empty directory.
+
+        Args:
+            path: path of the store.
+            dtype: dtype of the stored ids.
+            tokenizer: tokenizer of the ids; the store gets a copy.
+            source: origin of the documents.
+            shard_tokens: tokens per shard.
+            request: options of the command that writes the store.
+            mask: for a store with a loss mask: its layout, its numbers of turns, its pad token, and its stop tokens, which are
+                counted here.
 
         Raises:
             DataError: the directory is not empty or not writable.
@@ -52,6 +74,9 @@ class StoreWriter:
         self.source = source
         self.request = request
         self.shard_tokens = shard_tokens
+        self.mask = mask
+        self._learned: io.BufferedWriter | None = None
+        self._stops = {int(index): [0, 0] for index in mask.stops} if mask else {}
         self._shards: list[ShardEntry] = []
         self._counts = np.zeros(0, dtype=np.int64)
         self._text_bytes: int | None = 0
@@ -68,17 +93,20 @@ class StoreWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._file is not None:
-            self._file.close()
+        for file in (self._file, self._learned):
+            if file is not None:
+                file.close()
         self._owned.close()
 
-    def add(self, ids: np.ndarray, ends: np.ndarray, text_bytes: int | None = None) -> None:
+    def add(self, ids: np.ndarray, ends: np.ndarray, text_bytes: int | None = None, learned: np.ndarray | None = None) -> None:
         """Appends whole documents.
 
         Args:
             ids: (n,) token ids, including the end-of-document tokens.
             ends: end of each document in `ids`, strictly ascending; the last is n.
             text_bytes: size of the text of these documents.
+            learned: (n,) bool, whether each token is trained; required by a store with a loss mask. The first token of a document
+                never is, because nothing predicts it.
 
         Raises:
             DataError: an id does not fit the dtype, or the disk is full.
@@ -91,7 +119,17 @@ class StoreWriter:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high > np.iinfo(self.dtype).max:
             raise DataError(f"token id {low if low < 0 else high} does not fit {self.dtype.name}; choose a larger dtype")
-        self._count(ids, high)
+        if (learned is None) != (self.mask is None):
+            raise ValueError("a store with a loss mask needs `learned`, and another store must not have it")
+        if learned is not None:
+            learned = np.array(learned, dtype=bool)
+            if len(learned) != len(ids):
+                raise ValueError(f"learned has {len(learned)} values, but there are {len(ids)} ids")
+            learned[np.concatenate([[0], ends[:-1]])] = False
+            for index, counts in self._stops.items():
+                counts[0] += int(np.count_nonzero(ids[learned] == index))
+                counts[1] += int(np.count_nonzero(ids == index))
+        self._count(ids if learned is None else ids[learned], high)
         self._text_bytes = None if text_bytes is None or self._text_bytes is None else self._text_bytes + text_bytes
         ids = ids.astype(self.dtype)
         done, document = 0, 0
@@ -104,7 +142,7 @@ class StoreWriter:
                     continue
                 until = document + 1  # longer than a shard: the document gets its own shard
             stop = int(ends[until - 1])
-            self._write(ids[done:stop], ends[document:until] - done)
+            self._write(ids[done:stop], ends[document:until] - done, None if learned is None else learned[done:stop])
             done, document = stop, until
 
     def commit(self) -> StoreManifest:
@@ -116,6 +154,10 @@ class StoreWriter:
         self._close_shard()
         if not self._shards:
             raise DataError(f"{self.source or self.path} has no documents; nothing to store")
+        mask = self.mask
+        if mask is not None:
+            stops = {str(index): counts for index, counts in self._stops.items()}
+            mask = replace(mask, trained=int(self._counts.sum()), stops=stops)
         tokenizer = self.tokenizer
         entry = None
         if tokenizer is not None:
@@ -135,6 +177,7 @@ class StoreWriter:
                 source=self.source,
                 creator=f"forge-data {version('forge-data')}",
                 request=self.request,
+                mask=mask,
             )
             _durable(self.partial / MANIFEST, manifest.as_json().encode())
             sync_path(self.partial)
@@ -155,15 +198,21 @@ class StoreWriter:
             self._counts = np.concatenate([self._counts, np.zeros(high + 1 - len(self._counts), dtype=np.int64)])
         self._counts += np.bincount(ids.astype(np.int64), minlength=len(self._counts))
 
-    def _write(self, ids: np.ndarray, ends: np.ndarray) -> None:
+    def _write(self, ids: np.ndarray, ends: np.ndarray, learned: np.ndarray | None) -> None:
         try:
             if self._file is None:
                 self._file = (self.partial / f"shard-{len(self._shards):05d}.bin").open("wb")
                 self._hash = xxhash.xxh3_128()
                 self._written, self._max = 0, 0
                 self._ends: list[np.ndarray] = []
+                if learned is not None:
+                    self._learned = (self.partial / f"shard-{len(self._shards):05d}.learned.bin").open("wb")
+                    self._learned_hash = xxhash.xxh3_128()
             data = ids.tobytes()
             self._file.write(data)
+            if learned is not None and self._learned is not None:
+                self._learned.write(learned.tobytes())
+                self._learned_hash.update(learned.tobytes())
         except OSError as error:
             raise DataError(f"{self.partial} cannot be written: {error.strerror or error}") from error
         self._hash.update(data)
@@ -174,17 +223,22 @@ class StoreWriter:
     def _close_shard(self) -> None:
         if self._file is None:
             return
+        mask = None
         try:
             sync(self._file)
             self._file.close()
+            if self._learned is not None:
+                sync(self._learned)
+                self._learned.close()
+                mask = FileEntry(Path(self._learned.name).name, self._written, self._learned_hash.hexdigest())
             name = Path(self._file.name).name
             ends = np.concatenate(self._ends)
             end_file = _durable(self.partial / f"{name.removesuffix('.bin')}.doc.npy", _npy(ends))
         except OSError as error:
             raise DataError(f"{self.partial} cannot be written: {error.strerror or error}") from error
-        self._file = None
+        self._file = self._learned = None
         data = FileEntry(name, self._written * self.dtype.itemsize, self._hash.hexdigest())
-        self._shards.append(ShardEntry(self._written, len(ends), self._max, data, end_file))
+        self._shards.append(ShardEntry(self._written, len(ends), self._max, data, end_file, mask))
 
 
 def _npy(array: np.ndarray) -> bytes:

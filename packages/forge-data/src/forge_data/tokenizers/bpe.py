@@ -57,6 +57,7 @@ class BpeTokenizer:
     Attributes:
         prefix, suffix: ids that the file's post-processor adds around a text; `suffix` leaves out the end of document.
         parting: matches places where cutting a text does not change its ids; None if unknown.
+        folder: folder of the file, which may have a chat template; None if unknown.
         revision: 2 if older versions of Forge encoded ordinary text to control tokens, else 1.
     """
 
@@ -88,6 +89,7 @@ class BpeTokenizer:
         parsed = json.loads(content)
         self._makes_controls = text_makes_controls(parsed, eos)
         self.special_tokens: Mapping[str, str] = {"eos_token": eos}
+        self.folder: Path | None = None
         self.revision = 2 if self._makes_controls else 1
         self._words = WordCache(self._backend) if cuts_into_words(parsed) and not self._makes_controls else None
         self.parting = PARTING if self._words is not None else None
@@ -129,7 +131,8 @@ def load(path: str, eos: str, add_special_tokens: bool = True) -> BpeTokenizer:
     except OSError as error:
         raise DataError(f"tokenizer {path} cannot be read: {error.strerror}") from error
     tokenizer = BpeTokenizer(content, eos, path, add_special_tokens)
-    tokenizer.special_tokens = dict(tokenizer.special_tokens) | (named_tokens(Path(path).parent) or {})
+    tokenizer.folder = Path(path).parent
+    tokenizer.special_tokens = dict(tokenizer.special_tokens) | (named_tokens(tokenizer.folder) or {})
     return tokenizer
 
 

@@ -46,6 +46,7 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.get_piece_size()
         self.eos: int | None = self._end(eos, where)
         self._around = (begins, ends)
+        self.folder: Path | None = None
         bos, end = self._processor.bos_id(), self._processor.eos_id()
         self.prefix: tuple[int, ...] = (bos,) if begins and bos >= 0 else ()
         self.suffix: tuple[int, ...] = (end,) if ends and end >= 0 and end != self.eos else ()
@@ -121,9 +122,10 @@ def load(path: str, eos: str | None, add_special_tokens: bool = True) -> Sentenc
     except OSError as error:
         raise DataError(f"tokenizer {path} cannot be read: {error.strerror}") from error
     settings = _settings(Path(path).with_name("tokenizer_config.json")) if add_special_tokens else {}
-    return SentencePieceTokenizer(
-        content, eos, path, settings.get("add_bos_token") is True, settings.get("add_eos_token") is True
-    )
+    around = (settings.get("add_bos_token") is True, settings.get("add_eos_token") is True)
+    tokenizer = SentencePieceTokenizer(content, eos, path, *around)
+    tokenizer.folder = Path(path).parent
+    return tokenizer
 
 
 def restore(content: Mapping[str, Any], where: str) -> SentencePieceTokenizer:

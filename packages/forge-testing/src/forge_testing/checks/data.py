@@ -80,6 +80,24 @@ class SourceChecks:
             assert np.array_equal(parts, whole), f"items [0, {half}) and [{half}, {count}) differ from [0, {count})"
 
     @staticmethod
+    def check_mask(component: Any) -> None:
+        """Checks that a loss mask has a value for each token, in any part of the stream, and that some tokens are trained."""
+        import numpy as np
+
+        from forge_core.protocols.data import SourceWithMask
+
+        with _opened(component) as source:
+            if not isinstance(source, SourceWithMask):
+                return
+            total = source.tokens
+            learned, third = source.learned(0, total), total // 3
+            assert learned.dtype == bool and len(learned) == total, f"learned(0, {total}) is {learned.dtype} of {len(learned)}"
+            assert bool(learned.any()), "no token is trained"
+            for start, stop in ((third, total), (third, 2 * third), (third, third)):
+                same = np.array_equal(source.learned(start, stop), learned[start:stop])
+                assert same, f"learned({start}, {stop}) differs from learned(0, {total})"
+
+    @staticmethod
     def check_stream(component: Any) -> None:
         """Checks that a streamed source yields the same documents from any start, and that ids are in range."""
         import numpy as np

@@ -78,13 +78,13 @@ class ImageSource(SourceComponent):
         return Fields(self.text, self.messages, self.images)
 
     def texts(self) -> "Texts":
-        from forge_vlm.data.chat import chat_of
+        from forge_data.chat.conversation import chat_of
         from forge_vlm.data.documents import RecordTexts
 
         return RecordTexts(self.read(), self.fields, chat_of(self.template), self.split, self.held_out)
 
     def build(self, context: "SourceContext") -> "Source":
-        from forge_vlm.data.chat import chat_of
+        from forge_data.chat.conversation import chat_of
         from forge_vlm.data.inputs import inputs_of
         from forge_vlm.data.prepare import Preparation, prepare
 

@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Any, Protocol
 
 from forge_core.errors import DataError
+from forge_data.chat.conversation import Chat, Turn
 from forge_data.sources.records import in_split, text_of
-from forge_vlm.data.chat import Chat, Turn
 
 MARKER = "<image>"
 """Marks the place of an image in the text of a record."""

@@ -21,11 +21,11 @@ import xxhash
 from forge_core.errors import DataError
 from forge_core.files import publish, sync, sync_path, write_file
 from forge_core.protocols.data import SourceContext, Tokenizer
+from forge_data.chat.conversation import Chat
 from forge_data.sources.records import Skips, in_split, name_skipped, skipped_file
 from forge_data.sources.store_writer import StoreWriter, dtype_for
 from forge_data.storage.workspace import Partial, locked
 from forge_data.tokenizers.control import identity_of
-from forge_vlm.data.chat import Chat
 from forge_vlm.data.documents import MARKER, BrokenRecord, Clip, Examples, Fields, Picture, Words, is_conversation, parts_of
 from forge_vlm.data.inputs import ImageInputs, identity_of_inputs
 from forge_vlm.data.store import FACTS, FILES, TOKENS, VERSION, IllustratedStore, ImageStoreFacts

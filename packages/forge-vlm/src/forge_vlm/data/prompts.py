@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_core.protocols.weights import Weights
-from forge_vlm.data.chat import Chat, Turn
+from forge_data.chat.conversation import Chat, Turn
 from forge_vlm.data.documents import MARKER, BrokenRecord, Picture, Words, chat_prompt_of, prompt_of
 from forge_vlm.data.inputs import ImageInputs, SeesImages, inputs_of
 from forge_vlm.data.prepare import encode

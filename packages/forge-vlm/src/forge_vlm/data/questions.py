@@ -11,7 +11,7 @@ from PIL import Image
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_vlm.data.chat import ASSISTANT, Chat, Turn
+from forge_data.chat.conversation import ASSISTANT, Chat, Turn
 from forge_vlm.data.documents import BrokenRecord, Fields, Picture, Words, chat_prompt_of, parts_of
 from forge_vlm.data.image_readers import ImageFiles, is_image, natural_key
 from forge_vlm.data.inputs import ImageInputs

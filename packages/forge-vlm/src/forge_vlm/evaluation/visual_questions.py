@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.errors import DataError
+from forge_data.chat.conversation import Turn
 from forge_data.sources.jsonl import each_line
 from forge_data.sources.records import text_of
 from forge_data.storage.files import File, find_one
-from forge_vlm.data.chat import Turn
 from forge_vlm.data.documents import MARKER
 from forge_vlm.evaluation.metrics import FEWEST_VQA_ANSWERS, METRICS
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.errors import DataError
+from forge_data.chat.conversation import chat_of
 from forge_models.hf.writer import added_token, write_json
-from forge_vlm.data.chat import chat_of
 from forge_vlm.data.documents import MARKER
 
 FILE, TEMPLATE, TOKENIZER = "processor_config.json", "chat_template.jinja", "tokenizer.json"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import DataError
-from forge_vlm.data.chat import TEMPLATES, Chat, Turn, chat_of
+from forge_data.chat.conversation import TEMPLATES, Chat, Turn, chat_of
 
 TALK = [Turn("user", "Hi."), Turn("assistant", "Hello!"), Turn("user", "What?"), Turn("assistant", "Nothing.")]
 MARKED = (

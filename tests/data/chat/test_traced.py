@@ -6,8 +6,8 @@ import jinja2
 import pytest
 
 from forge_core.errors import DataError
-from forge_vlm.data.template import Template
-from forge_vlm.data.traced import TRUSTED, Traced, joined, traced, untrusted
+from forge_data.chat.template import Template
+from forge_data.chat.traced import TRUSTED, Traced, joined, traced, untrusted
 
 CALLS: dict[str, tuple[Any, ...]] = {
     "center": (20, "*"),

@@ -7,19 +7,20 @@ every template whose text only grows. A template that changes earlier turns is r
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge_core.errors import DataError
+from forge_data.chat.traced import LEARNED, TRUSTED, Traced, joined
 from forge_data.tokenizers.bpe import named_tokens
-from forge_vlm.data.traced import LEARNED, TRUSTED, Traced, joined
 
 if TYPE_CHECKING:
-    from forge_vlm.data.template import Template
+    from forge_data.chat.template import Template
 
 ASSISTANT = "assistant"
 TEMPLATES = {
@@ -41,6 +42,10 @@ TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 """Names of the special tokens that transformers passes to templates."""
 CONFIG = "tokenizer_config.json"
 _PROBE = "a probe of content"
+
+
+class UnstableTemplate(DataError):
+    """A template without marks that changes earlier text, so the assistant's words cannot be found by rendering prefixes."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +100,23 @@ class Chat:
         """Text that is equal if the template writes the same; part of the names of prepared data."""
         return repr(self.template) + (f" {self.tokens} {self.complete}" if self.tokens or self.complete else "")
 
-    def spans(self, turns: Sequence[Turn], tools: Any = None) -> list[TextSpan]:
+    @property
+    def marks(self) -> bool:
+        """Whether the template marks the assistant's words with `{% generation %}`."""
+        return self._compiled.marks
+
+    def spans(self, turns: Sequence[Turn], tools: Any = None, wanted: Collection[int] | None = None) -> list[TextSpan]:
         """Returns the text of the turns in order; neighboring spans differ in `learned` or `trusted`.
 
+        Args:
+            turns: the turns.
+            tools: descriptions of tools, as JSON, or None.
+            wanted: numbers of the assistant's turns that are learned, counted from 0 in `turns`; by default all.
+
         Raises:
-            DataError: the template cannot be rendered, changes earlier turns, or mixes its own text with text of messages so that
-                the two cannot be separated.
+            UnstableTemplate: the template changes earlier turns and does not mark the assistant's words.
+            DataError: the template cannot be rendered, or mixes its own text with text of messages so that the two cannot be
+                separated.
         """
         if not turns:
             return []
@@ -108,7 +124,7 @@ class Chat:
         whole = joined(parts)
         learned = [bool(flag & LEARNED) for flag in whole.flags]
         for number, turn in enumerate(turns, 1):
-            if turn.role == ASSISTANT and not self._compiled.marks:
+            if turn.role == ASSISTANT and not self._compiled.marks and (wanted is None or number - 1 in wanted):
                 opened = joined(self._parts(turns[: number - 1], tools, opening=True))
                 after = parts if number == len(turns) else self._parts(turns[:number], tools)
                 begin, end = len(opened), _shared(after, parts)
@@ -116,13 +132,15 @@ class Chat:
                     wrote = joined(after) if whole.startswith(opened) else opened
                     place = next((place for place, pair in enumerate(zip(wrote, whole, strict=False)) if pair[0] != pair[1]), 0)
                     was, now = (str.__repr__(str(text)[max(place - 20, 0) : place + 20]) for text in (wrote, whole))
-                    raise DataError(
+                    raise UnstableTemplate(
                         f"the chat template changes earlier text before or in turn {number} ({turn.role}), so Forge cannot find "
                         f"the assistant's words; it first wrote {was}, then {now}; mark those words in the template with "
                         "{% generation %} and {% endgeneration %}, or, if the template drops the reasoning of earlier answers, "
                         "end each record with its first answer"
                     )
                 learned[begin:end] = [True] * (end - begin)
+        if self._compiled.marks and wanted is not None:
+            _keep(learned, [number in wanted for number, turn in enumerate(turns) if turn.role == ASSISTANT])
         kinds = zip(learned, (bool(flag & TRUSTED) for flag in whole.flags), strict=True)
         found, start = [], 0
         for kind, same in groupby(kinds):
@@ -184,17 +202,47 @@ class Chat:
     def _parts(self, turns: Sequence[Turn], tools: Any = None, opening: bool = False) -> list[Traced]:
         if not turns and not opening:
             return []
-        from forge_vlm.data.template import UnknownToken
-
-        unknown = {} if self.complete else {name: UnknownToken(name) for name in TOKENS}
+        unknown = {} if self.complete else {name: _jinja().UnknownToken(name) for name in TOKENS}
         messages = [turn.message() for turn in turns]
         return self._compiled.render(messages, opening=opening, tools=tools, tokens=unknown | dict(self.tokens))
 
     @cached_property
     def _compiled(self) -> "Template":
-        from forge_vlm.data.template import Template
+        return _jinja().Template(self.template)
 
-        return Template(self.template)
+
+def _keep(learned: list[bool], wanted: Sequence[bool]) -> None:
+    """Unmarks the words of turns that are not wanted; the n-th stretch of marked words is that of the assistant's n-th turn.
+
+    Raises:
+        DataError: some turns have no marked words of their own.
+    """
+    if all(wanted):
+        return
+    stretches, start = [], 0
+    for is_learned, same in groupby(learned):
+        stop = start + sum(1 for _ in same)
+        stretches += [(start, stop)] if is_learned else []
+        start = stop
+    if len(stretches) != len(wanted):
+        raise DataError(
+            f"the chat template marks {len(stretches)} stretches of text for {len(wanted)} turns of the assistant, so Forge "
+            "cannot tell them apart; train on all turns, or put {% generation %} around each answer as a whole"
+        )
+    for (start, stop), keep in zip(stretches, wanted, strict=True):
+        learned[start:stop] = [keep] * (stop - start)
+
+
+def _jinja() -> Any:
+    """Returns the module that renders templates.
+
+    Raises:
+        DataError: jinja2 is not installed.
+    """
+    try:
+        return import_module("forge_data.chat.template")
+    except ModuleNotFoundError as error:
+        raise DataError("chat templates need jinja2; pip install 'forge-data[chat]'") from error
 
 
 def _shared(shorter: Sequence[str], longer: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from forge_core.errors import DataError
-from forge_vlm.data.traced import LEARNED, Traced, flags_of, joined, traced, untrusted
+from forge_data.chat.traced import LEARNED, Traced, flags_of, joined, traced, untrusted
 
 
 class Template:

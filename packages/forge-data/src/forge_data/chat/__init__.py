@@ -1,0 +1,1 @@
+"""Conversations: chat templates, which tokens of the assistant are trained, and records of conversations."""
