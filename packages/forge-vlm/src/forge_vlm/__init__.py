@@ -32,7 +32,15 @@ if TYPE_CHECKING:
     from forge_vlm.components.encoders import CLIP, DINOv2, Features, SigLIP, SigLIP2, ViT
     from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
     from forge_vlm.components.model import VLM
-    from forge_vlm.components.sources import Digits, ImageDataset, ImageJsonl, ImageWebdataset, VideoCsv, VideoFrames
+    from forge_vlm.components.sources import (
+        Digits,
+        ImageDataset,
+        ImageJsonl,
+        ImageWebdataset,
+        VideoCsv,
+        VideoFrames,
+        VideoQuestions,
+    )
     from forge_vlm.data.prepare import prepare
 
 __all__ = [
@@ -59,6 +67,7 @@ __all__ = [
     "ViT",
     "VideoCsv",
     "VideoFrames",
+    "VideoQuestions",
     "prepare",
 ]
 __getattr__, __dir__ = lazy_exports(__name__)

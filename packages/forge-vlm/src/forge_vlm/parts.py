@@ -28,6 +28,7 @@ PARTS = {
         "image_webdataset": "forge_vlm.components.sources:ImageWebdataset",
         "video_csv": "forge_vlm.components.sources:VideoCsv",
         "video_frames": "forge_vlm.components.sources:VideoFrames",
+        "video_questions": "forge_vlm.components.sources:VideoQuestions",
     },
     "forge.adapters": {
         "attention_pool": "forge_vlm.components.adapters:AttentionPoolConfig",

@@ -72,6 +72,17 @@ def frames(folder: Path) -> str:
     return str(folder / "clips.jsonl")
 
 
+def questions(folder: Path) -> str:
+    path = Path(frames(folder)).with_name("questions.jsonl")
+    lines = (
+        {"video": str(clip), "question": f"{kind}{clip % 10}", "options": ["a", "b"], "answer": "ab"[clip % 2]}
+        for clip in range(COUNT)
+        for kind in "xy"
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
 def videos(folder: Path) -> str:
     for clip in range(COUNT):
         video(folder / f"{clip}.mp4", [10 * clip] * (clip % 4 + 1))
