@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         PixelShuffleConfig,
     )
     from forge_vlm.components.encoders import CLIP, DINOv2, Features, SigLIP, SigLIP2, ViT
+    from forge_vlm.components.frame_scorers import FrameSelection, ImageText, StoredScores
     from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
     from forge_vlm.components.model import VLM
     from forge_vlm.components.sources import (
@@ -52,8 +53,10 @@ __all__ = [
     "DINOv2",
     "Digits",
     "Features",
+    "FrameSelection",
     "ImageDataset",
     "ImageJsonl",
+    "ImageText",
     "ImageWebdataset",
     "JointDecoder",
     "LinearConfig",
@@ -64,6 +67,7 @@ __all__ = [
     "PixelShuffleConfig",
     "SigLIP",
     "SigLIP2",
+    "StoredScores",
     "ViT",
     "VideoCsv",
     "VideoFrames",

@@ -21,6 +21,10 @@ PARTS = {
         "siglip2": "forge_vlm.components.encoders:SigLIP2",
         "vit": "forge_vlm.components.encoders:ViT",
     },
+    "forge.frame_scorers": {
+        "image_text": "forge_vlm.components.frame_scorers:ImageText",
+        "stored": "forge_vlm.components.frame_scorers:StoredScores",
+    },
     "forge.sources": {
         "digits": "forge_vlm.components.sources:Digits",
         "image_dataset": "forge_vlm.components.sources:ImageDataset",

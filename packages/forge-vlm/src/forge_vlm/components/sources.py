@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt
 from forge_core.component import DATA
 from forge_core.protocols.data import SourceComponent
 from forge_data.components import Fraction, Split
+from forge_vlm.components.frame_scorers import FrameSelection
 from forge_vlm.images.tiling import Tiling
 
 if TYPE_CHECKING:
@@ -296,6 +297,8 @@ class VideoQuestions(VideoSource):
     """Changes the order of shuffled choices."""
     together: Annotated[int, Gt(0)] = 1
     """Maximum number of neighboring questions of one clip in one conversation, which has the clip once."""
+    select: FrameSelection = field(default_factory=FrameSelection)
+    """How frames are chosen, by time or by the question."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[VideoQuestions]":
@@ -310,6 +313,10 @@ class VideoQuestions(VideoSource):
         )
 
     def __post_init__(self) -> None:
+        if self.select.name != "uniform" and self.together > 1:
+            raise ValueError(f"select.name = {self.select.name!r} chooses frames by one question; set together = 1")
+        if self.select.name != "uniform" and self.select.candidates < self.frames:
+            raise ValueError(f"select.candidates {self.select.candidates} is below frames {self.frames}; set it higher")
         if not self.choices and self.answer_is != "text":
             raise ValueError(f"answer_is = {self.answer_is!r} needs choices; set `choices`, or answer_is = 'text'")
         if not self.choices and self.reply is not None:
@@ -341,6 +348,7 @@ class VideoQuestions(VideoSource):
             count=self.frames,
             told=self.timestamps,
             together=self.together,
+            chooser=self.select.chooser(),
         )
 
 

@@ -17,8 +17,9 @@ from forge_core.errors import DataError
 from forge_data.sources.jsonl import SUFFIXES
 from forge_data.storage.checksums import digest_of
 from forge_data.storage.files import find
-from forge_vlm.data.clips import ClipFiles, Footage, choose_frames
+from forge_vlm.data.clips import ClipFiles, choose_frames
 from forge_vlm.data.documents import BrokenRecord, Clip, Frames, Record
+from forge_vlm.data.frame_selection import FrameChooser
 from forge_vlm.data.image_readers import ImageFiles
 from forge_vlm.data.rows import columns_of, read_rows
 
@@ -195,6 +196,7 @@ class QuestionExamples:
         count: int,
         told: bool,
         together: int = 1,
+        chooser: FrameChooser | None = None,
     ) -> None:
         """
         Args:
@@ -207,6 +209,7 @@ class QuestionExamples:
             count: maximum number of frames of a clip.
             told: writes times before frames.
             together: maximum number of neighboring questions of one clip in one conversation.
+            chooser: chooses frames by the question, if `together` is 1; None: they are equally spaced in time.
 
         Raises:
             DataError: there is no file, or a table lacks a column.
@@ -217,6 +220,7 @@ class QuestionExamples:
         self._clips = ClipFiles(self._folder, "video_questions")
         self._fields, self._style, self._names = fields, style, names
         self._fps, self._count, self._told, self._together = fps, count, told, together
+        self._chooser = chooser
         for file in (file for file in self._files if file.name.endswith(".csv")):
             head = columns_of(file)
             if missing := [name for name in fields.columns if name not in head]:
@@ -229,6 +233,7 @@ class QuestionExamples:
     def fingerprint(self) -> str:
         """Changes with the files, the folder, how they are read, and the selection of frames."""
         how = f"{self._fields} {self._style} {self._fps} {self._count} {self._told} {self._together}"
+        how += "" if self._chooser is None else f" {self._chooser.identity}"
         return digest_of(self._files, f"questions {self._folder.identity} {how}")
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
@@ -268,11 +273,10 @@ class QuestionExamples:
         return Record({messages: turns, images: Clip(partial(self._frames, first), self._told)}, first.place)
 
     def _frames(self, question: ClipQuestion) -> Frames:
-        footage = self._opened(question)
-        return footage.frames(choose_frames(footage.times, self._count))
-
-    def _opened(self, question: ClipQuestion) -> Footage:
-        return self._clips.open(question.clip, question.row.get("fps", self._fps), question.row.get("times"))
+        footage = self._clips.open(question.clip, question.row.get("fps", self._fps), question.row.get("times"))
+        if self._chooser is None:
+            return footage.frames(choose_frames(footage.times, self._count))
+        return footage.frames(self._chooser.choose(footage, self.fetch, question.bare, self._count))
 
     def _questions(self) -> Iterator[ClipQuestion | tuple[str, BrokenRecord]]:
         for file in self._files:
