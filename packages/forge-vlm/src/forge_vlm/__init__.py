@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from forge_vlm.components.encoders import CLIP, DINOv2, Features, SigLIP, SigLIP2, ViT
     from forge_vlm.components.frame_scorers import FrameSelection, ImageText, StoredScores
     from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
-    from forge_vlm.components.model import VLM
+    from forge_vlm.components.model import VLM, FrameTimeConfig
     from forge_vlm.components.sources import (
         Digits,
         ImageDataset,
@@ -54,6 +54,7 @@ __all__ = [
     "Digits",
     "Features",
     "FrameSelection",
+    "FrameTimeConfig",
     "ImageDataset",
     "ImageJsonl",
     "ImageText",

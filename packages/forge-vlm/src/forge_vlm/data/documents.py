@@ -27,10 +27,12 @@ class Words:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image, by its reader's reference. `token`: the chat template wrote the image token at this position."""
+    """An image, by its reader's reference. `token`: the chat template wrote the image token at this position; `seconds`: time of
+    a frame of a clip, None for other images."""
 
     reference: str
     token: bool = False
+    seconds: float | None = None
 
 
 Parts = Sequence[Words | Picture]
@@ -68,7 +70,7 @@ class Clip:
         parts: list[Words | Picture] = []
         for seconds, reference in self.frames:
             parts += [Words(f"{seconds:.1f}s", learned=False)] if self.told else []
-            parts.append(Picture(reference))
+            parts.append(Picture(reference, seconds=seconds))
         return parts
 
 

@@ -107,7 +107,7 @@ class Prompts:
         inputs = self._inputs
         assert inputs is not None
         images = [decode(self._content(name), inputs.channels, name) for name in references]
-        return stacked(EXTRAS, [[inputs.pixels(image) for image in images]])
+        return stacked(EXTRAS, [[(inputs.pixels(image), None) for image in images]])
 
 
 def image_inputs(weights: Weights) -> ImageInputs:
