@@ -65,14 +65,16 @@ class ImageTextEncoder:
             DataError: transformers is not installed, or the folder lacks a part.
         """
         try:
-            from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+            from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, __version__
         except ImportError as error:
             raise DataError("scorer 'image_text' needs transformers; pip install 'forge-vlm[transformers]'") from error
         local: dict[str, Any] = {"local_files_only": True}
+        # pixels of Pillow on every machine, also where torchvision is installed
+        slow: dict[str, Any] = {"use_fast": False} if __version__.startswith("4.") else {"backend": "pil"}
         try:
             model: Any = AutoModel.from_pretrained(self._path, use_safetensors=True, **local)
             tokenizer = AutoTokenizer.from_pretrained(self._path, **local)
-            processor = AutoImageProcessor.from_pretrained(self._path, use_fast=False, **local)
+            processor = AutoImageProcessor.from_pretrained(self._path, **slow, **local)
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{self._path} cannot be read as a model of text and images: {error}") from error
         return model.eval().requires_grad_(False).to(self._device), tokenizer, processor
