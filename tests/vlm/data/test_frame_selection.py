@@ -38,6 +38,8 @@ def test_top_k_is_that_of_torch(seed: int) -> None:
 
 def test_of_equal_scores_the_earlier_frames_are_taken() -> None:
     assert top_k(np.array([1.0, 2.0, 1.0, 2.0, 1.0]), 3) == [0, 1, 3]
+    many = np.tile([1.0, 2.0], 50)
+    assert top_k(many, 20) == list(range(1, 40, 2)) and top_k(many, 53) == sorted([*range(1, 100, 2), 0, 2, 4])
     same = np.ones((5, 2))
     assert diverse(np.array([1.0, 2.0, 1.0, 2.0, 1.0]), same, 3, 0.5) == [0, 1, 3], "copies differ by nothing but their scores"
 

@@ -302,6 +302,15 @@ def test_texts_for_a_tokenizer_need_no_clips(clips: Path) -> None:
     assert texts == [("a", "User: What?\nA. cat\nB. dog\nC. cow\nAnswer with the letter of the correct choice.\nAssistant: B\n")]
 
 
+def test_clips_that_are_gone_are_named_without_reading_them(clips: Path) -> None:
+    path = lines(clips, {**ROW, "video": "b"}, {**ROW, "video": "c.mp4"})
+    source = opened(VideoQuestions(path=path, choices=("options",), **KEYS), clips / "w")
+    assert source.missing() == []
+    (clips / "c.mp4").unlink()
+    (clips / "b" / "1.png").unlink()
+    assert source.missing() == ["b/1.png", "c.mp4#0,2@0", "c.mp4#0,2@2"]
+
+
 def test_prepared_questions_are_found_again_unless_something_changes(clips: Path) -> None:
     component = VideoQuestions(path=lines(clips, ROW), choices=("options",), **KEYS)
     first = opened(component, clips / "w")

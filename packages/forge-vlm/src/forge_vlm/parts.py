@@ -57,5 +57,6 @@ PARTS = {
         "7b-cross": "forge_vlm.presets:7b_cross",
         "7b-mot": "forge_vlm.presets:7b_mot",
         "7b-moma": "forge_vlm.presets:7b_moma",
+        "7b-video": "forge_vlm.presets:7b_video",
     },
 }
