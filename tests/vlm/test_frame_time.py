@@ -7,10 +7,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from forge_core.batch import Batch
 from forge_core.errors import ForgeError
 from forge_core.specs import Init
 from forge_data.components import Bytes
@@ -45,11 +47,11 @@ def test_waves_are_those_of_the_formula() -> None:
     """Periods of 0.5, 2 and 8 seconds; the matrix picks one wave at a time."""
     part: Any = FrameTime(6, 6, 0.5, 8.0)
     part.proj.weight.data = torch.eye(6)
-    found = part(torch.tensor([0.0, 1.3, -1.0, 3600.2]))
-    for number, seconds in enumerate((0.0, 1.3, None, 3600.2)):
+    found = part(torch.tensor([0.0, 1.3, -1.0, 3600.25]))
+    for number, seconds in enumerate((0.0, 1.3, None, 3600.25)):
         angles = [] if seconds is None else [2 * math.pi * seconds / period for period in (0.5, 2.0, 8.0)]
         wanted = [*map(math.sin, angles), *map(math.cos, angles)] or [0.0] * 6
-        assert found[number].tolist() == pytest.approx(wanted, abs=3e-3 if number == 3 else 1e-5)
+        assert found[number].tolist() == pytest.approx(wanted, abs=1e-5)
     single: Any = FrameTime(2, 2, 4.0, 100.0)
     single.proj.weight.data = torch.eye(2)
     assert single(torch.tensor([1.0])).tolist()[0] == pytest.approx([1.0, 0.0], abs=1e-6)
@@ -165,6 +167,15 @@ def test_images_of_other_rows_bring_their_times() -> None:
     assert found.extras["images"].flatten().tolist() == [1.0, 0.0] and found.extras["image_times"].tolist() == [9.0, 0.5]
 
 
+def test_batches_of_checks_have_frames_and_images_without_a_time() -> None:
+    """What the comparison of layouts rests on."""
+    tokens = torch.randint(1, 38, (16, 32), generator=torch.Generator().manual_seed(2))
+    made = TIMED.build().with_extras(Batch(tokens, tokens.clone()))
+    times = made.extras["image_times"]
+    assert len(times) == len(made.extras["images"]) > 6 and (times < 0).any() and len({*times.tolist()}) > 4
+    assert "image_times" not in JOINT.build().with_extras(Batch(tokens, tokens.clone())).extras
+
+
 # data
 
 MODEL = VLM(
@@ -205,6 +216,20 @@ def test_a_store_has_the_times_of_frames(corpus: Path) -> None:
     (source.path / "times.bin").write_bytes(b"")
     with pytest.raises(ForgeError, match=r"times\.bin has 0 bytes instead of 24"):
         opened(component, corpus / "w", MODEL)
+
+
+def test_a_truncated_clip_keeps_the_times_of_its_frames(corpus: Path) -> None:
+    """A row of 13 tokens has five of text and two frames of four placeholders, not the third frame; the next clip fits."""
+    rows = [{"video": "b", "text": "long <image>"}, {"video": "a", "text": "<image>x", "times": [0.25, 1, 7.5]}]
+    (corpus / "clips.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    component = VideoFrames(path=str(corpus / "clips.jsonl"), frames=3, timestamps=False, too_long="truncate")
+    source = opened(component, corpus / "w", MODEL, length=13)
+    count = int(source.items_before(np.array([source.tokens]))[0])
+    assert [source.reference(number) for number in range(count)] == [
+        *("b/0.png", "b/2.png"),
+        *("a/0.png", "a/1.png", "a/2.png"),
+    ]
+    assert source.item_values(0, count).tolist() == [0, 2, 0.25, 1, 7.5]
 
 
 def test_frames_and_images_come_in_one_batch_with_their_times(corpus: Path) -> None:

@@ -157,6 +157,7 @@ def test_a_rule_and_its_scorer_go_together(keys: dict[str, Any], fault: str) -> 
     choice = FrameSelection(name="top_k", scorer=StoredScores(path="x"), candidates=4)
     with pytest.raises(ValueError, match="candidates 4 is below frames 8"):
         VideoQuestions(path="x", select=choice)
+    assert VideoQuestions(path="x", frames=4, select=choice).select is choice
     with pytest.raises(ValueError, match="chooses frames by one question; set together = 1"):
         VideoQuestions(path="x", frames=2, select=choice, together=2)
 
@@ -268,9 +269,10 @@ def test_files_of_features_that_do_not_fit_are_refused(model: str, tmp_path: Pat
         with pytest.raises(DataError, match=r"text cannot be read or written as a file of features: .*; set `store`"):
             build()
     file = FeatureFile(str(tmp_path / "two"), new=True)
-    for name in ("one", "other"):
-        file.add(name, {b"x": np.ones(2)})
-    assert file.models == ["one", "other"] and file.read("one", [b"x", b"y"])[b"x"].tolist() == [1, 1]
+    for value, name in enumerate(("one", "other")):
+        file.add(name, {b"x": np.full(2, value)})
+    assert file.models == ["one", "other"] and file.read("one", [b"x", b"y"])[b"x"].tolist() == [0, 0]
+    assert file.read("other", [b"x"])[b"x"].tolist() == [1, 1]
     with pytest.raises(DataError, match="has features of 2 models"):
         FeatureScorer(None, file)
 

@@ -134,7 +134,10 @@ def test_an_object_by_clip_with_lists_of_questions(clips: Path) -> None:
                 {"id": 2, "question": "three?", "options": ["x", "y", "z"], "answer_id": 1},
             ],
         },
-        "c.mp4": {"mc_question": [{"question": "four?", "options": ["x", "y"], "answer_id": 1}]},
+        "c.mp4": {
+            "video": "other",
+            "mc_question": [{"question": "four?", "options": ["x", "y"], "answer_id": 1}],
+        },
     }
     (clips / "all.json").write_text(json.dumps(document))
     keys = {
