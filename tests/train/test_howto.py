@@ -1,6 +1,7 @@
 """How-to pages and tutorials run from top to bottom in an empty directory; what they say is compared with other sources."""
 
 import ast
+import csv
 import json
 import re
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from forge_vlm.components.frame_scorers import FrameSelection, StoredScores
+from forge_vlm.components.sources import VideoQuestions
 from harness.pages import BLOCK, ROOT, run_shell, script_of
 
 HOWTO = sorted((ROOT / "docs/howto").glob("*.md"))
@@ -207,6 +210,24 @@ def own_images(place: Path, printed: str) -> None:
     assert (place / "fusions.html").stat().st_size > 10_000
 
 
+def own_video(place: Path, printed: str) -> None:
+    """The text model and the tower are those of the folders; chosen frames have most flashes, frames by time a few of them; and
+    held-out answers are far better than colors at random, of which 12 in 16 have a chance of one in a thousand."""
+    drawn = re.search(r"drawn from job\.seed: (.*)", printed)
+    assert drawn and {name.split(".")[0] for name in drawn[1].split(", ")} == {"adapter", "frame_time"}
+    rows = list(csv.DictReader((place / "questions.csv").read_text().splitlines()))
+    flashes = {row["video"]: f"{row['video']}/{row['at']}.png" for row in rows}
+    scorer = StoredScores(path=str(place / "features.sqlite"))
+    seen = []
+    for select in (FrameSelection(), FrameSelection(name="diverse", relevance=0.2, candidates=12, scorer=scorer)):
+        source = VideoQuestions(path=str(place / "questions.csv"), folder=str(place / "clips"), frames=3, select=select)
+        shown = {clip: [reference for _, reference in record["image"].frames] for clip, record in source.read()}
+        seen.append(sum(flashes[clip] in frames for clip, frames in shown.items()))
+    assert seen[0] < len(rows) / 3 < 2 * len(rows) / 3 < seen[1]
+    assert last(place / "runs/video", "held_out/exact_match") >= 0.75
+    assert last(place / "runs/video", "modality/held_out/image_gain") > 0.1
+
+
 def looked(place: Path, printed: str) -> None:
     """A head that is switched off changes the loss; the loss at the last layer is that of the model."""
     changes = re.findall(r"^without head \d of layer \d: ([+-][\d.]+)$", printed, re.MULTILINE)
@@ -248,6 +269,7 @@ FACTS: dict[str, Callable[[Path, str], None]] = {
     "resume-elsewhere": resumed,
     "scale-up": scaled,
     "train-experts": routed,
+    "video": own_video,
     "your-cluster": own_cluster,
     "your-data": own_data,
     "your-model": own_model,

@@ -29,6 +29,7 @@ from forge_train.launch.cluster import SECTIONS, load_cluster
 from forge_train.recipe.load import load_recipe
 from harness.fronts import DISTRIBUTIONS, FRONTS, example_of
 from harness.pages import NAMED, ROOT, blocks, run_shell
+from vlm.encoders.test_published import clip, stored
 
 READMES = [ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/README.md")]
 PAGES = sorted([*READMES, *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)])
@@ -150,6 +151,7 @@ def test_recipes_of_the_pages_have_no_fault(everything) -> None:
     """Whole recipes as they stand, fragments on top of `debug`, files for clusters, and descriptions of hardware."""
     recipes = [name for page in PAGES for name, text in files_of(page) if name.endswith(".toml") and "[project]" not in text]
     assert set(recipes) >= {"rsqrt.toml", "largest.toml", "small.toml", "reglu.toml", "mine.toml"}
+    stored(everything / "clip", clip())  # the encoder that a page makes
     for name in recipes:
         load_recipe(everything / name, [], 1)
     fragments = [text for page in PAGES for text in blocks(page, "toml") if not text.startswith("# ")]

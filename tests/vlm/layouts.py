@@ -37,20 +37,34 @@ OFFERED = {
     "fusion_moma_choice": EXPERTS,
     "fusion_moma_threshold": EXPERTS,
 }
+TIMED = {
+    "fusion_joint": (*DENSE, *STAGES),
+    "fusion_cross": DENSE[:1],
+    "fusion_mot": EXPERTS,
+    **dict.fromkeys(("fusion_moma", "fusion_moma_choice", "fusion_moma_threshold"), EXPERTS[:1]),
+}
+"""Rows in which the time of each frame is added to its vectors: every strategy with one fusion, every fusion with one row."""
 FAST = {"fusion_joint": DENSE[:1], "fusion_cross": DENSE[:1], "fusion_mot": STAGES[:1], "fusion_moma": EXPERTS[:1]}
 """What every change runs; the rest is slow."""
+FAST_TIMED = DENSE[0]
+"""The row with times that every change runs, on two data ranks with two ranks of tensor parallelism each."""
 
 
-def row(feature: str, text: str) -> Row:
-    return frozenset(text.split()) | {feature}
+def row(feature: str, text: str, *more: str) -> Row:
+    return frozenset(text.split()) | {feature, *more}
 
 
 def rows() -> dict[str, list[Row]]:
     """By kind."""
     every = [(feature, text) for feature in FUSIONS for text in OFFERED[feature]]
+    timed = [row(feature, text, "frame_time") for feature, texts in TIMED.items() for text in texts]
+    first = row("fusion_joint", FAST_TIMED, "frame_time")
     return {
-        "fusions": [row(*one) for one in every if one[1] in FAST.get(one[0], ())],
-        "fusions_slow": [row(*one) for one in every if one[1] not in FAST.get(one[0], ())],
+        "fusions": [*(row(*one) for one in every if one[1] in FAST.get(one[0], ())), first],
+        "fusions_slow": [
+            *(row(*one) for one in every if one[1] not in FAST.get(one[0], ())),
+            *(one for one in timed if one != first),
+        ],
     }
 
 
@@ -61,7 +75,8 @@ def main() -> None:
     made = rows()
     for kind, found in made.items():
         assert all(legal(one) for one in found), [sorted(one) for one in found if not legal(one)]
-        document[kind] = [f"{text_of(one - FUSIONS.keys())} {' '.join(one & FUSIONS.keys())}" for one in found]
+        ours = [one & {*FUSIONS, "frame_time"} for one in found]
+        document[kind] = [f"{text_of(one - vision)} {' '.join(sorted(vision))}" for one, vision in zip(found, ours, strict=True)]
     path.write_text(json.dumps(document, indent=2) + "\n")
     print({kind: len(found) for kind, found in document.items()})
 

@@ -36,6 +36,8 @@ CLOSED = {
     "7b-mot": TABLES + LAYERS * 2 * (ATTENTION + MLP + NORMS) + SEEING,
     # four experts and their router for each modality
     "7b-moma": TABLES + LAYERS * (ATTENTION + 2 * (4 * MLP + 4 * DIM) + NORMS) + SEEING,
+    # 64 sines and cosines of the time of a frame
+    "7b-video": TABLES + LAYERS * (ATTENTION + MLP + NORMS) + SEEING + 64 * DIM,
 }
 
 
@@ -51,7 +53,7 @@ def stated(name: str, what: str) -> list[int]:
 
 
 def test_every_fusion_has_presets() -> None:
-    assert set(EVERY) == {f"{size}-{name}" for size in ("debug", "7b") for name in FUSIONS} | {"vlm-demo"}
+    assert set(EVERY) == {f"{size}-{name}" for size in ("debug", "7b") for name in FUSIONS} | {"vlm-demo", "7b-video"}
     assert {entry.name for entry in Registry().of("forge.presets") if entry.distribution == "forge-vlm"} == set(EVERY)
 
 
@@ -72,6 +74,13 @@ def test_parameters_and_worlds_are_those_stated(name: str, registry: Registry) -
 def test_presets_choose_their_fusion(size: str, name: str, registry: Registry) -> None:
     fusion = load_recipe(f"{size}-{name}", registry=registry).job.model.fusion
     assert type(fusion) is registry.load("forge.fusions", FUSIONS[name])
+
+
+def test_the_preset_for_videos_asks_about_clips_that_fit_into_a_row(registry: Registry) -> None:
+    job = load_recipe("7b-video", registry=registry).job
+    assert [type(source).__name__ for source in job.data.sources] == ["VideoQuestions"] * 2
+    assert all(source.select.name == "diverse" for source in job.data.sources)
+    assert max(source.frames for source in job.data.sources) * job.model.per_image < job.data.sequence_length / 2
 
 
 DEBUG = ["debug-joint", *(pytest.param(f"debug-{name}", marks=pytest.mark.slow) for name in ("cross", "mot", "moma"))]

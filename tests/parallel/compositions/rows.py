@@ -36,7 +36,7 @@ from forge_parallel.verify.proofs import features
 from forge_vlm.components.adapters import LinearConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
-from forge_vlm.components.model import VLM
+from forge_vlm.components.model import VLM, FrameTimeConfig
 
 CPU = torch.device("cpu")
 VOCAB = 61
@@ -104,7 +104,8 @@ def decoder_of(row: frozenset[str]) -> DecoderConfig:
     model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers)
     for feature in row & FUSIONS.keys():
         keys = {info.name: getattr(model, info.name) for info in fields_of(DecoderConfig)}
-        model = VLM(**keys, encoder=ENCODER, adapter=LinearConfig(), fusion=FUSIONS[feature])
+        time = FrameTimeConfig(features=4) if "frame_time" in row else None
+        model = VLM(**keys, encoder=ENCODER, adapter=LinearConfig(), fusion=FUSIONS[feature], frame_time=time)
     return model
 
 

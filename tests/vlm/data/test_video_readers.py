@@ -12,8 +12,9 @@ from PIL import Image
 
 from forge_core.errors import DataError
 from forge_vlm.components.sources import VideoCsv, VideoFrames
+from forge_vlm.data.clips import VideoFiles, choose_frames
 from forge_vlm.data.example_images import video
-from forge_vlm.data.video_readers import VideoExamples, choose_frames
+from forge_vlm.data.video_readers import VideoExamples
 from vlm.data.test_stores import EOS, GIVEN, HOLE, documents, opened
 
 FRAME = [HOLE, HOLE]
@@ -141,7 +142,7 @@ def test_a_table_of_videos(tmp_path: Path) -> None:
 def test_times_are_told_from_the_first_frame_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     video(tmp_path / "1.mp4", [0, 40])
     (tmp_path / "clips.csv").write_text("videoid,name\n1,one\n")
-    monkeypatch.setattr(VideoExamples, "_times", lambda self, name: [7.0, 7.5])
+    monkeypatch.setattr(VideoFiles, "times", lambda self, name: [7.0, 7.5])
     source = opened(VideoCsv(path=str(tmp_path / "clips.csv"), file="{videoid}.mp4", **GIVEN), tmp_path / "w")
     assert documents(source)[0][0] == [*b"0.0s", *FRAME, *b"0.5s", *FRAME, *b"one", EOS]
 

@@ -25,9 +25,12 @@ from forge_train.inference.answers import AnswerModel, GenerationSettings
 from forge_train.inference.questions import evaluate_questions, open_questions
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.inference.visual_answers import VisualAnswerModel, VisualRequest
-from forge_vlm.data.questions import Clips, QuestionEncoder, clip_settings, file_of
+from forge_vlm.data.documents import BrokenRecord
+from forge_vlm.data.inputs import ImageInputs
+from forge_vlm.data.question_prompts import Clips, QuestionEncoder, clip_settings, file_of
 from forge_vlm.evaluation.visual_questions import INSTRUCTION
-from forge_vlm.images.pixels import convert, decode
+from forge_vlm.images.pixels import Processing, convert, decode
+from forge_vlm.images.tiling import Tiling
 from harness.pool import World
 from harness.siblings import fast
 from train.runs import TINY, train
@@ -189,6 +192,24 @@ def test_a_clip_has_as_many_frames_as_the_model_shows(place: Path, model: Visual
     assert opened(place / "run", frames=3).frames == 3
 
 
+def test_a_model_with_times_of_frames_gets_those_of_the_clip() -> None:
+    """And of an image beside it, that it is no frame; also where several questions are one batch."""
+    from forge_train.inference.answers import _together
+
+    half = (0.5,) * 3
+    inputs = ImageInputs(300, 4, Processing(size=8, mean=half, std=half), 3, Tiling(), timed=True)
+    encoder = QuestionEncoder(ByteTokenizer(), Chat(TEMPLATES["plain"]), inputs)
+    frames = [{"type": "image", "path": "frame", "seconds": seconds} for seconds in (0, 2.5)]
+    turns = [Turn("user", [*frames, {"type": "image", "path": "photo"}, {"type": "text", "text": "what happens?"}])]
+    given = encoder.prompt(turns, lambda name: file_of(Image.new("RGB", (8, 8))) or b"").inputs
+    assert given["image_times"].tolist() == [0.0, 2.5, -1.0]
+    both = _together([given, {}, given])
+    assert both["image_times"].tolist() == [0.0, 2.5, -1.0] * 2
+    assert both["image_rows"].tolist() == [[0, 1, 2], [-1, -1, -1], [3, 4, 5]]
+    with pytest.raises(BrokenRecord, match="an image at seconds 'late'"):
+        encoder.prompt([Turn("user", [frames[0] | {"seconds": "late"}])], lambda name: b"")
+
+
 def text_request(text: str) -> VisualRequest:
     return VisualRequest("here", lambda: ([Turn("user", text)], {}.__getitem__))
 
@@ -300,6 +321,7 @@ def test_a_video_file_is_its_frames(tmp_path: Path) -> None:
     clips = Clips(tmp_path, 3, told=True)
     pieces = clips.pieces("clip.mp4")
     assert [piece.get("text") for piece in pieces] == ["0.0s", None, "1.0s", None, "2.0s", None]
+    assert [piece["seconds"] for piece in pieces[1::2]] == [0.0, 1.0, 2.0]
     shades = []
     for piece in pieces[1::2]:
         (tmp_path / "frame.ppm").write_bytes(clips.fetch(piece["path"]))

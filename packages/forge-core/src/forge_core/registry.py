@@ -52,6 +52,7 @@ _TABLE = (
     Group("forge.fusions", "[model] fusion", ("context",), "block factory", "How images enter a decoder"),
     Group("forge.encoders", "[model] encoder", (), "torch.nn.Module", "Images to features"),
     Group("forge.adapters", "[model] adapter", ("context",), "torch.nn.Module", "Encoder features to model width"),
+    Group("forge.frame_scorers", "scorer of a source", (), "callable (frames, question) -> scores", "How frames fit a question"),
     Group("forge.transforms", "[transforms.NAME]", (), "forge_core.protocols.model.Transform", "A strategy applied to a model"),
     Group("forge.pipeline_schedules", "[parallel.pipeline]", (), "schedule factory", "Order of pipeline work"),
     Group("forge.optimizers", "[optimizer]", ("model",), "forge_core.protocols.model.Optimizer", "Updates parameters"),
@@ -89,7 +90,7 @@ HOMES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "forge-interp": ("forge.hooks", "forge.commands"),
         "forge-vlm": (
             *("forge.models", "forge.fusions", "forge.encoders", "forge.adapters", "forge.hooks", "forge.sources"),
-            *("forge.hf_models", "forge.presets"),
+            *("forge.frame_scorers", "forge.hf_models", "forge.presets"),
         ),
         "forge-lab": ("forge.commands",),
     }

@@ -6,6 +6,7 @@ PARTS = {
         "forge.attentions": "forge_testing.checks.blocks:AttentionChecks",
         "forge.converters": "forge_testing.checks.formats:ConverterChecks",
         "forge.encoders": "forge_testing.checks.vision:EncoderChecks",
+        "forge.frame_scorers": "forge_testing.checks.vision:FrameScorerChecks",
         "forge.fusions": "forge_testing.checks.vision:FusionChecks",
         "forge.hf_models": "forge_testing.checks.formats:HfModelChecks",
         "forge.hooks": "forge_testing.checks.training:HookChecks",

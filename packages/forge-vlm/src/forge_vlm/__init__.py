@@ -30,9 +30,18 @@ if TYPE_CHECKING:
         PixelShuffleConfig,
     )
     from forge_vlm.components.encoders import CLIP, DINOv2, Features, SigLIP, SigLIP2, ViT
+    from forge_vlm.components.frame_scorers import FrameSelection, ImageText, StoredScores
     from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
-    from forge_vlm.components.model import VLM
-    from forge_vlm.components.sources import Digits, ImageDataset, ImageJsonl, ImageWebdataset, VideoCsv, VideoFrames
+    from forge_vlm.components.model import VLM, FrameTimeConfig
+    from forge_vlm.components.sources import (
+        Digits,
+        ImageDataset,
+        ImageJsonl,
+        ImageWebdataset,
+        VideoCsv,
+        VideoFrames,
+        VideoQuestions,
+    )
     from forge_vlm.data.prepare import prepare
 
 __all__ = [
@@ -44,8 +53,11 @@ __all__ = [
     "DINOv2",
     "Digits",
     "Features",
+    "FrameSelection",
+    "FrameTimeConfig",
     "ImageDataset",
     "ImageJsonl",
+    "ImageText",
     "ImageWebdataset",
     "JointDecoder",
     "LinearConfig",
@@ -56,9 +68,11 @@ __all__ = [
     "PixelShuffleConfig",
     "SigLIP",
     "SigLIP2",
+    "StoredScores",
     "ViT",
     "VideoCsv",
     "VideoFrames",
+    "VideoQuestions",
     "prepare",
 ]
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -100,6 +100,7 @@ class FusionContext:
         native: whether images keep their proportions; see `native_item` in `forge_vlm.images.pixels`.
         each: whether, with `native`, an image has one vector per patch; the other outputs of the adapter are then padding.
         varies: whether images have different numbers of placeholders, at most `per_image`.
+        timed: whether the time of a frame is added to its vectors.
     """
 
     shape: VLMShape
@@ -109,6 +110,7 @@ class FusionContext:
     native: bool = False
     each: bool = False
     varies: bool = False
+    timed: bool = False
 
 
 def grid_side(tokens: int, what: str) -> int:

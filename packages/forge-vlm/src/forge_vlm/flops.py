@@ -35,7 +35,7 @@ class VisionCounts(Counts):
     Attributes:
         vision: weights that a text model does not have.
         encoder: forward FLOPs of the encoder for one image.
-        adapter: forward FLOPs of the adapter for one image.
+        adapter: forward FLOPs of the adapter for one image, with those of its time.
         vectors: number of the adapter's vectors of one image.
         per_token: multiply-adds of all cross blocks for a token of a row with images.
         per_vector: their multiply-adds for a vector of an image.
@@ -95,7 +95,8 @@ def count(model: Any) -> VisionCounts:
         context = model.adapter_context
         counts |= {
             "encoder": _products(module.encoder, model.vision.input_shape, *([(2,)] if model.native is not None else [])),
-            "adapter": _products(module.adapter, (context.tokens, context.width)),
+            "adapter": _products(module.adapter, (context.tokens, context.width))
+            + (0 if module.frame_time is None else _products(module.frame_time, ())),
             "vectors": model.chosen_adapter.tokens(context.tokens),
         }
     if hasattr(fusion, "blocks"):

@@ -43,7 +43,7 @@ class VisionLanguageModel(Decoder):
     forward without gradients and without images skips them.
     """
 
-    inputs: ClassVar[frozenset[str]] = frozenset({"images", "image_rows", "prefix"})
+    inputs: ClassVar[frozenset[str]] = frozenset({"images", "image_rows", "image_times", "prefix"})
 
     def __init__(
         self,
@@ -52,12 +52,22 @@ class VisionLanguageModel(Decoder):
         encoder: nn.Module | None,
         adapter: nn.Module | None,
         image_shape: tuple[int, ...],
+        frame_time: nn.Module | None = None,
     ) -> None:
-        """`image_shape`: shape of one image as input of the encoder."""
+        """
+        Args:
+            context: sizes of the model.
+            fusion: builds the blocks.
+            encoder: (n, *image_shape) -> (n, tokens, width); None if images are tokens.
+            adapter: (n, tokens, width) -> (n, per_image, dim); None if images are tokens.
+            image_shape: shape of one image as input of the encoder.
+            frame_time: (n,) seconds -> (n, dim), added to the vectors of an image; None: times are no input.
+        """
         super().__init__(context.shape, fusion.block)
         self.context, self.fusion, self.image_shape = context, fusion, image_shape
         self.encoder: nn.Module | None = encoder
         self.adapter: nn.Module | None = adapter
+        self.frame_time: nn.Module | None = frame_time
 
     def forward(self, x: Tensor, **given: Any) -> Tensor | LossTerms:
         """See `Decoder`. With a cache the logit of the placeholder is -inf, because a generated placeholder would have no image.
@@ -82,11 +92,12 @@ class VisionLanguageModel(Decoder):
         cache: KVCache | None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `Decoder`. Extras: `images` (n, ...) are inputs of the encoder, and `image_rows` (B, M) int64 has the numbers of
-        each row's images in order, padded with -1. `prefix` (B, T) bool marks tokens, such as those of a prompt, that see each
+        each row's images in order, padded with -1. `image_times` (n,) has the seconds of images that are frames, and is negative
+        for others; None: no image is a frame. `prefix` (B, T) bool marks tokens, such as those of a prompt, that see each
         other if the fusion has a prefix mask.
 
         Raises:
-            ValueError: `images` or `image_rows` is missing.
+            ValueError: `images` or `image_rows` is missing, or `image_times` do not fit.
             Misplaced: a row has more or fewer placeholders than its images need.
         """
         assert tokens is not None
@@ -102,7 +113,7 @@ class VisionLanguageModel(Decoder):
         visual = here = counts = None
         if images is not None:
             visual, here = self._vectors(images)
-            visual = visual.to(x.dtype)
+            visual = self._with_times(visual, extras.get("image_times")).to(x.dtype)
             counts = here.sum(1) if self.context.varies and here is not None else None
         token = self.context.image_token
         if visual is not None and not len(visual):
@@ -157,6 +168,19 @@ class VisionLanguageModel(Decoder):
         features = encoder(patches.to(self._dtype), grids)
         here = patch_mask(grids, features.shape[1])
         return (adapter(features), here) if self.context.each else (adapter(features, here), None)
+
+    def _with_times(self, visual: Tensor, times: Tensor | None) -> Tensor:
+        """Returns (images, vectors, dim) with the time of each image added. Without times the module runs too, because ranks that
+        exchange weights and gradients must run the same modules."""
+        if self.frame_time is None:
+            if times is not None:
+                raise ValueError("image_times need a model that adds them; set model.frame_time, or remove image_times")
+            return visual
+        if times is None:
+            times = visual.new_full((len(visual),), -1)
+        if times.shape != visual.shape[:1]:
+            raise ValueError(f"image_times has shape {tuple(times.shape)} for {len(visual)} images; give one time for each")
+        return visual + self.frame_time(times).unsqueeze(1).to(visual.dtype)
 
     def example_inputs(self) -> dict[str, Tensor]:
         """Returns the arguments of a small forward through all inner values; see `forge_interp.tap_names.taps`."""
@@ -221,7 +245,7 @@ class VisionLanguageModel(Decoder):
     def specs(self) -> Specs:
         """Returns the specs of this model for strategies."""
         specs = super().specs()
-        entry = tuple(name for name in ("encoder", "adapter") if getattr(self, name) is not None)
+        entry = tuple(name for name in ("encoder", "adapter", "frame_time") if getattr(self, name) is not None)
         return replace(
             specs,
             entry=(*specs.entry, *entry),
@@ -229,9 +253,9 @@ class VisionLanguageModel(Decoder):
         )
 
     def _roles(self, names: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Returns the parameters by role: `encoder`; `adapter`; `fusion`, the parameters that a text model does not have;
-        `decoder`, the rest."""
-        places = {"encoder": ["encoder"], "adapter": ["adapter"], "fusion": []}
+        """Returns the parameters by role: `encoder`; `adapter`, with those of times; `fusion`, the parameters that a text model
+        does not have; `decoder`, the rest."""
+        places = {"encoder": ["encoder"], "adapter": ["adapter", "frame_time"], "fusion": []}
         for path, module in self.named_modules():
             places["fusion"] += [f"{path}.{name}" for name in getattr(module, "added", ())]
         roles: dict[str, set[str]] = {}
@@ -283,7 +307,10 @@ def with_random_images(batch: Batch, context: FusionContext, shape: tuple[int, .
     numbers = torch.full((len(rows), max(map(len, rows))), -1)
     for row, numbers_of_row in enumerate(rows):
         numbers[row, : len(numbers_of_row)] = torch.tensor(numbers_of_row, dtype=torch.int64)
-    return replace(batch, tokens=tokens, labels=labels, extras={"images": torch.stack(images), "image_rows": numbers})
+    extras = {"images": torch.stack(images), "image_rows": numbers}
+    if context.timed:  # every third one is no frame
+        extras["image_times"] = torch.tensor([image * 1.5 if image % 3 != 2 else -1.0 for image in range(len(images))])
+    return replace(batch, tokens=tokens, labels=labels, extras=extras)
 
 
 def _random_image(context: FusionContext, shape: tuple[int, ...], draw: torch.Generator, seed: int) -> tuple[torch.Tensor, int]:

@@ -21,6 +21,10 @@ PARTS = {
         "siglip2": "forge_vlm.components.encoders:SigLIP2",
         "vit": "forge_vlm.components.encoders:ViT",
     },
+    "forge.frame_scorers": {
+        "image_text": "forge_vlm.components.frame_scorers:ImageText",
+        "stored": "forge_vlm.components.frame_scorers:StoredScores",
+    },
     "forge.sources": {
         "digits": "forge_vlm.components.sources:Digits",
         "image_dataset": "forge_vlm.components.sources:ImageDataset",
@@ -28,6 +32,7 @@ PARTS = {
         "image_webdataset": "forge_vlm.components.sources:ImageWebdataset",
         "video_csv": "forge_vlm.components.sources:VideoCsv",
         "video_frames": "forge_vlm.components.sources:VideoFrames",
+        "video_questions": "forge_vlm.components.sources:VideoQuestions",
     },
     "forge.adapters": {
         "attention_pool": "forge_vlm.components.adapters:AttentionPoolConfig",
@@ -52,5 +57,6 @@ PARTS = {
         "7b-cross": "forge_vlm.presets:7b_cross",
         "7b-mot": "forge_vlm.presets:7b_mot",
         "7b-moma": "forge_vlm.presets:7b_moma",
+        "7b-video": "forge_vlm.presets:7b_video",
     },
 }

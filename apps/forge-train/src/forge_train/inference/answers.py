@@ -218,9 +218,11 @@ def _together(inputs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     if not any(inputs):
         return {}
     from forge_data.loading.items import stacked
-    from forge_vlm.data.store import EXTRAS
+    from forge_vlm.data.store import EXTRAS, TIMES
 
-    return stacked(EXTRAS, [[one[EXTRAS[0]].numpy()] if one else [] for one in inputs])
+    timed = any(TIMES in one for one in inputs)
+    rows = [[(one[EXTRAS[0]].numpy(), one[TIMES].numpy() if timed else None)] if one else [] for one in inputs]
+    return stacked((*EXTRAS, TIMES) if timed else EXTRAS, rows)
 
 
 def _score(logits: Tensor, scored: ScoredAnswer) -> Tensor:

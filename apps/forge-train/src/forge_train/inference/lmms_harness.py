@@ -29,7 +29,7 @@ from forge_train.inference.answers import GenerationSettings
 from forge_train.inference.tasks import Results, generators_kept, metric_values, results_of_first, task_index
 from forge_train.inference.visual_answers import VisualAnswerModel, VisualRequest, open_alone
 from forge_vlm.data.image_readers import is_image
-from forge_vlm.data.questions import Clips, file_of
+from forge_vlm.data.question_prompts import Clips, file_of
 
 _SCORED = ("multiple_choice", "loglikelihood")
 _SUPPORTED = (*_SCORED, "generate_until")

@@ -12,7 +12,7 @@ from forge_models.generation import Sampling
 from forge_train.inference.answers import GenerationSettings
 from forge_train.inference.visual_answers import VisualAnswerModel, VisualRequest
 from forge_vlm.data.image_readers import ImageFiles
-from forge_vlm.data.questions import Clips
+from forge_vlm.data.question_prompts import Clips
 from forge_vlm.evaluation.metrics import METRICS, mean_and_error
 from forge_vlm.evaluation.visual_questions import (
     INSTRUCTION,

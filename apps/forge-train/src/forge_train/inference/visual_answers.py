@@ -20,7 +20,7 @@ from forge_train.inference.tokenizer import chat_for, check_tokenizer, ends_of_t
 from forge_train.process.ranks import content_of
 from forge_vlm.data.documents import BrokenRecord
 from forge_vlm.data.prompts import image_inputs
-from forge_vlm.data.questions import QuestionEncoder, clip_settings
+from forge_vlm.data.question_prompts import QuestionEncoder, clip_settings
 
 Made = TypeVar("Made")
 

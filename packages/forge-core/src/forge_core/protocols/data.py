@@ -135,11 +135,12 @@ class SourceWithItems(SourceWithMask, Protocol):
 
     Attributes:
         extras: two names in `Batch.extras`: the items of a batch, stacked (n, ...); and the item numbers of each row (B, M)
-            int64, padded with -1. A batch without items has neither.
+            int64, padded with -1. A third one is optional: a number of each item, (n,) float32, such as the time of a frame; then
+            `item_values(first, stop)` returns those of items [first, stop). A batch without items has none of them.
         item_shape: shape of one item.
     """
 
-    extras: tuple[str, str]
+    extras: tuple[str, ...]
     item_shape: tuple[int, ...]
 
     def learned(self, start: int, stop: int) -> "np.ndarray":

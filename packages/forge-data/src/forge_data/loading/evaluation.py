@@ -15,7 +15,7 @@ from forge_core.batch import Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source, SourceWithItems, SourceWithMask, StreamedSource, Tokenizer
 from forge_data import accelerator
-from forge_data.loading.items import Items, stacked
+from forge_data.loading.items import Items, load_items, stacked
 from forge_data.loading.rows import Assembler, Buffers, TokenRows
 from forge_data.loading.sources import LoadSpec, Marks, Report, build_source, context_of, open_packing, refuse_tokenizers, silent
 from forge_data.order.phases import too_long_of
@@ -183,6 +183,5 @@ def inputs_of(source: SourceWithItems, asked: Sequence[Question]) -> dict[str, A
     Raises:
         DataError: an item cannot be loaded.
     """
-    return stacked(
-        source.extras, [[source.load(*question.items)] if question.items[0] < question.items[1] else [] for question in asked]
-    )
+    loaded = ([load_items(source, *asks.items)] if asks.items[0] < asks.items[1] else [] for asks in asked)
+    return stacked(source.extras, list(loaded))

@@ -21,11 +21,15 @@ Named = tuple[int, int]
 """A row as (number of its packing, number of the row in it); a negative packing means a filler row."""
 
 
+Loaded = tuple[np.ndarray, np.ndarray | None]
+"""Items (n, ...) float32, and a number of each (n,) float32 if the source has them."""
+
+
 class Items:
     """Loads the items of rows as `extras` of their batches; a context manager that ends its threads.
 
     Attributes:
-        names: names of the two extras; None if no source has items.
+        names: names of the extras, see `SourceWithItems`; None if no source has items.
     """
 
     def __init__(self, packings: Sequence[Any], workers: int | None = None) -> None:
@@ -48,7 +52,7 @@ class Items:
                 f"{first} has {first_kind[0][0]} of shape {first_kind[1]}, but {second} has {second_kind[0][0]} of shape "
                 f"{second_kind[1]}; one batch cannot hold both"
             )
-        self.names: tuple[str, str] | None = with_items[0].extras if with_items else None
+        self.names: tuple[str, ...] | None = with_items[0].extras if with_items else None
         self._pool = ThreadPoolExecutor(workers or usable_cores(), "forge-items") if with_items else None
 
     def __enter__(self) -> Self:
@@ -60,21 +64,21 @@ class Items:
 
     def begin(self, rows: Sequence[Named]) -> "Loading":
         """Starts to load the items of some rows in threads."""
-        loads: list[list[Future[np.ndarray]]] = []
+        loads: list[list[Future[Loaded]]] = []
         for place, number in rows:
             source = self._sources[place] if place >= 0 else None
             if self._pool is None or source is None:
                 loads.append([])
                 continue
             spans = self._packings[place].items(number)
-            loads.append([self._pool.submit(source.load, first, stop) for first, stop in spans])
+            loads.append([self._pool.submit(load_items, source, first, stop) for first, stop in spans])
         return Loading(self.names, loads)
 
 
 class Loading:
     """Items of some rows while threads load them."""
 
-    def __init__(self, names: tuple[str, str] | None, loads: list[list["Future[np.ndarray]"]]) -> None:
+    def __init__(self, names: tuple[str, ...] | None, loads: list[list["Future[Loaded]"]]) -> None:
         self._names, self._loads = names, loads
 
     def extras(self, start: int, stop: int, pin: bool = False) -> "Mapping[str, Tensor]":
@@ -96,10 +100,16 @@ def names_of(sources: Iterable[Any]) -> frozenset[str]:
     )
 
 
-def stacked(names: tuple[str, str], rows: Sequence[Sequence[np.ndarray]]) -> "dict[str, Tensor]":
-    """Returns the items of some rows as extras: all items (n, ...) float32, and the item numbers of each row (B, M) int64,
-    padded with -1; empty if there are no items."""
-    counts = [sum(map(len, row)) for row in rows]
+def load_items(source: SourceWithItems, first: int, stop: int) -> Loaded:
+    """Returns items [first, stop) of a source, and their numbers if the source has a third extra."""
+    values: Any = getattr(source, "item_values", None)
+    return source.load(first, stop), values(first, stop) if len(source.extras) > 2 else None
+
+
+def stacked(names: tuple[str, ...], rows: Sequence[Sequence[Loaded]]) -> "dict[str, Tensor]":
+    """Returns the items of some rows as extras: all items (n, ...) float32, the item numbers of each row (B, M) int64, padded
+    with -1, and, with a third name, the number of each item (n,) float32; empty if there are no items."""
+    counts = [sum(len(items) for items, _ in row) for row in rows]
     if not sum(counts):
         return {}
     import torch
@@ -107,8 +117,10 @@ def stacked(names: tuple[str, str], rows: Sequence[Sequence[np.ndarray]]) -> "di
     numbers = np.full((len(counts), max(counts)), -1, dtype=np.int64)
     for row, (count, after) in enumerate(zip(counts, np.cumsum(counts).tolist(), strict=True)):
         numbers[row, :count] = np.arange(after - count, after)
-    items = np.concatenate([part for row in rows for part in row])
-    return dict(zip(names, (torch.from_numpy(items), torch.from_numpy(numbers)), strict=True))
+    arrays = [np.concatenate([items for row in rows for items, _ in row]), numbers]
+    if len(names) > 2:
+        arrays.append(np.concatenate([values for row in rows for _, values in row if values is not None]))
+    return {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)}
 
 
 class StepItems:

@@ -1,4 +1,4 @@
-"""Checks of the vision parts of a model: encoders, adapters and fusions."""
+"""Checks of the vision parts of a model, encoders, adapters and fusions, and of scorers of frames."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from forge_testing import modules
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.model import VLM
 from forge_vlm.context import AdapterContext
+from forge_vlm.data.example_images import CHECKED_FRAMES, CHECKED_QUESTION
 
 IMAGES = 3
 
@@ -154,6 +155,39 @@ class AdapterChecks:
 
 def _built_adapter(component: Any) -> Any:
     return modules.part(lambda: component.build(CONTEXT)), modules.drawn(IMAGES, CONTEXT.tokens, CONTEXT.width)
+
+
+class FrameScorerChecks:
+    """Checks of every scorer of frames: one score and one vector for each frame, independent of the other frames."""
+
+    @staticmethod
+    def check_shapes(component: Any) -> None:
+        """Checks that scores are (frames,) and features (frames, width), all finite."""
+        scores, features = component.build()(CHECKED_FRAMES, CHECKED_QUESTION)
+        count = len(CHECKED_FRAMES)
+        assert scores.shape == (count,), f"{count} frames have scores of shape {scores.shape}"
+        assert features.ndim == 2 and len(features) == count, f"{count} frames have features of shape {features.shape}"
+        assert bool(torch.as_tensor(scores).isfinite().all()), "a score is not finite"
+        assert bool(torch.as_tensor(features).isfinite().all()), "a feature is not finite"
+
+    @staticmethod
+    def check_frames(component: Any) -> None:
+        """Checks that the score of a frame does not depend on the other frames or on their order."""
+        scorer = component.build()
+        together = torch.as_tensor(scorer(CHECKED_FRAMES, CHECKED_QUESTION).scores).double()
+        back = torch.as_tensor(scorer(CHECKED_FRAMES[::-1], CHECKED_QUESTION).scores).double().flip(0)
+        apart = [torch.as_tensor(scorer([frame], CHECKED_QUESTION).scores).double() for frame in CHECKED_FRAMES]
+        for other, what in ((back, "in reverse order"), (torch.cat(apart), "alone")):
+            error = float((together - other).abs().max())
+            assert error < 1e-5, f"scores of frames {what} differ by {error:.1e}"
+
+    @staticmethod
+    def check_deterministic(component: Any) -> None:
+        """Checks that two scorers of one component have the same identity and the same scores."""
+        first, second = component.build(), component.build()
+        assert first.identity == second.identity, "two scorers of one component have different identities"
+        one, other = (torch.as_tensor(scorer(CHECKED_FRAMES, CHECKED_QUESTION).scores) for scorer in (first, second))
+        assert torch.equal(one, other), "two scorers of one component give other scores"
 
 
 LENGTH = 16

@@ -8,9 +8,10 @@ Models with images in the Hugging Face format, chosen by `--family` and by the `
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from forge_core.component import IDENTITY, Component, Slot
+from forge_core.features import Feature
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_vlm.components.adapters import MLPConfig
@@ -27,11 +28,33 @@ if TYPE_CHECKING:
 
     from forge_core.protocols.weights import Weights
     from forge_vlm.flops import VisionCounts
+    from forge_vlm.frame_time import FrameTime
     from forge_vlm.model import VisionLanguageModel
 
 
 IMAGE = "image"
 """The modality of the encoder's vectors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameTimeConfig:
+    """The time of a frame, added to the vectors of the frame: sines and cosines of the seconds, mapped by a matrix that starts at
+    zero. Images that are not frames of a clip have no time and stay as they are."""
+
+    key_class: ClassVar = IDENTITY
+
+    features: Annotated[int, Ge(2)] = 64
+    """Number of sines and cosines, even."""
+    shortest: Annotated[float, Gt(0)] = 1.0
+    """Shortest period in seconds."""
+    longest: Annotated[float, Gt(0)] = 7200.0
+    """Longest period in seconds: the length of the longest clips."""
+
+    def __post_init__(self) -> None:
+        if self.features % 2:
+            raise ValueError(f"frame_time.features {self.features} is odd, but sines and cosines are as many; make it even")
+        if self.longest <= self.shortest:
+            raise ValueError(f"frame_time.longest {self.longest} must exceed frame_time.shortest {self.shortest}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +78,8 @@ class VLM(DecoderConfig):
     """Projects features to the width of the decoder."""
     image_token: Annotated[int, Ge(1)] | None = None
     """Id of the placeholder, which must not occur in text; by default the last id of the vocabulary."""
+    frame_time: Annotated[FrameTimeConfig | None, Feature("frame_time", unless=None, plane="model")] = None
+    """Adds the time of each frame of a clip to its vectors; absent, time is told by text alone (`timestamps` of a source)."""
     modalities: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Ids of further modalities: name -> [first, last + 1], such as the codes of a quantized image (Chameleon, 2024)."""
 
@@ -74,6 +99,7 @@ class VLM(DecoderConfig):
         experts = MoEConfig(experts=4, kernel="loop")
         return (
             cls(**vision, fusion=JointDecoder()),
+            cls(**vision, fusion=JointDecoder(), frame_time=FrameTimeConfig(features=4)),
             cls(**vision, fusion=MixtureOfTransformers(), norm_placement="post"),
             cls(**vision, fusion=MoMa(), moe=experts),
             cls(**small, fusion=MixtureOfTransformers(), images="tokens", modalities={"image": (30, 40)}),
@@ -91,6 +117,8 @@ class VLM(DecoderConfig):
             )
         if self.images == "tokens" and not self.modalities:
             raise ValueError("images = 'tokens' needs the ids of images; set modalities, such as { image = [first, end] }")
+        if self.images == "tokens" and self.frame_time is not None:
+            raise ValueError("frame_time is added to an encoder's vectors; set images = 'encoder', or remove frame_time")
         if self.images == "encoder" and IMAGE in self.modalities:
             raise ValueError(f"modality {IMAGE!r} is reserved for the encoder's images; rename it in modalities")
         if fault := self.modality_ids.fault(self.vocab_size):
@@ -221,6 +249,7 @@ class VLM(DecoderConfig):
             native=native is not None,
             each=native is not None and getattr(self.chosen_adapter, "native", "") == "each",
             varies=native is not None and native.each,
+            timed=self.frame_time is not None,
         )
 
     def build(self) -> "VisionLanguageModel":
@@ -235,7 +264,13 @@ class VLM(DecoderConfig):
         shape = encoder.input_shape
         if context.native:
             shape = (shape[0] + 1, *shape[1:])  # the last row contains the grid
-        return VisionLanguageModel(context, fusion, encoder.build(), adapter, shape)
+        return VisionLanguageModel(context, fusion, encoder.build(), adapter, shape, self._built_frame_time())
+
+    def _built_frame_time(self) -> "FrameTime | None":
+        from forge_vlm.frame_time import FrameTime
+
+        keys = self.frame_time
+        return None if keys is None else FrameTime(self.dim, keys.features, keys.shortest, keys.longest)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ recipe's model. Images stay where they are and are read, decoded and tiled when 
 """
 
 from dataclasses import dataclass, field
+from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
@@ -12,6 +13,7 @@ from annotated_types import Ge, Gt
 from forge_core.component import DATA
 from forge_core.protocols.data import SourceComponent
 from forge_data.components import Fraction, Split
+from forge_vlm.components.frame_scorers import FrameSelection
 from forge_vlm.images.tiling import Tiling
 
 if TYPE_CHECKING:
@@ -246,6 +248,120 @@ class VideoFrames(VideoSource):
         from forge_vlm.data.video_readers import FrameExamples
 
         return FrameExamples(self.path, self.folder, self.video, self.images, self.fps, self.frames, self.timestamps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoQuestions(VideoSource):
+    """Questions about clips with their answers, open or multiple choice: a conversation in which only the answers are learned.
+
+    A clip is a video file, which PyAV decodes, or a directory of frames, ordered by name; `fps` and `times` of a row are as in
+    `video_frames`. The keys below say which field of a row is what. All questions of a clip are in the same split. A row without
+    an answer, with an answer that is not one of its choices, or with a missing clip is broken.
+    """
+
+    key_class: ClassVar = DATA
+    format: ClassVar[str] = "video_questions"
+
+    path: str
+    """A file, a directory, a pattern or a URL of JSON lines, `.json` or `.csv` (with a header)."""
+    folder: str | None = None
+    """Directory of the clips; by default that of the file."""
+    file: str = "{video}"
+    """Path of a clip in the folder, with names of fields in braces: `{video}.mp4`."""
+    fps: Annotated[float, Gt(0)] = 1.0
+    """Frames per second of directories of frames whose row has neither `fps` nor `times`."""
+    key_field: str | None = None
+    """For a `.json` file that is an object by clip (Perception Test): field that receives the key of each record."""
+    questions: str | None = None
+    """Field with a list of questions of the clip, each with its own fields; by default a row is one question."""
+    question: str = "question"
+    """Field with the question."""
+    ask: str | None = None
+    """Question of every row, in place of a field: for captions, such as `Describe the video.`"""
+    choices: tuple[str, ...] = ()
+    """Field with the list of choices (in CSV as JSON), or one field for each choice: `["a0", "a1", "a2"]`, of which a row may
+    leave the last ones empty. Without it questions are open."""
+    answer: str = "answer"
+    """Field with the answer."""
+    answer_is: Literal["text", "index", "letter"] = "text"
+    """What the field `answer` is: text; the number of a choice, from 0 on; or the letter of a choice, from A on."""
+    reply: Literal["letter", "letter_text", "text"] | None = None
+    """What the model answers to a question with choices: the `letter` (the default), both as in the question, or the `text`."""
+    choice: str = "{letter}. {text}"
+    """A choice in the question."""
+    instruction: str | None = None
+    """Last line of a question with choices; by default it asks for `reply`. An empty text is no line."""
+    shuffle: bool = True
+    """Shuffles the choices of each question, by its clip and its text: the same in every epoch and on every machine."""
+    shuffle_seed: int = 0
+    """Changes the order of shuffled choices."""
+    together: Annotated[int, Gt(0)] = 1
+    """Maximum number of neighboring questions of one clip in one conversation, which has the clip once."""
+    select: FrameSelection = field(default_factory=FrameSelection)
+    """How frames are chosen, by time or by the question."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[VideoQuestions]":
+        """Returns open questions, and questions with choices, in a template that writes contents alone."""
+        from forge_vlm.data import example_images
+
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        keys: dict[str, Any] = {"path": example_images.questions(folder), "timestamps": False, "template": template, **_SMALL}
+        return (
+            cls(**keys, ask="?", frames=2),
+            cls(**keys, choices=("options",), choice="{letter}{text}", instruction="", frames=1),
+        )
+
+    def __post_init__(self) -> None:
+        if self.select.name != "uniform" and self.together > 1:
+            raise ValueError(f"select.name = {self.select.name!r} chooses frames by one question; set together = 1")
+        if self.select.name != "uniform" and self.select.candidates < self.frames:
+            raise ValueError(f"select.candidates {self.select.candidates} is below frames {self.frames}; set it higher")
+        if not self.choices and self.answer_is != "text":
+            raise ValueError(f"answer_is = {self.answer_is!r} needs choices; set `choices`, or answer_is = 'text'")
+        if not self.choices and self.reply is not None:
+            raise ValueError(f"reply = {self.reply!r} needs choices; set `choices`, or remove reply")
+        for key in ("file", "choice"):
+            try:
+                names = _names_in(getattr(self, key))
+            except ValueError as error:
+                raise ValueError(f"{key} = {getattr(self, key)!r}: {error}") from error
+            if key == "choice" and set(names) != {"letter", "text"}:
+                raise ValueError(f"choice = {self.choice!r} must have {{letter}} and {{text}}, and no other name")
+
+    def read(self) -> "Examples":
+        from forge_vlm.data.questions import INSTRUCTIONS, AnswerStyle, QuestionExamples, QuestionFields
+
+        fields = QuestionFields(
+            self.file, self.question, self.ask, self.choices, self.answer, self.answer_is, self.questions, self.key_field
+        )
+        reply = self.reply or "letter"
+        instruction = INSTRUCTIONS[reply] if self.instruction is None else self.instruction
+        style = AnswerStyle(reply, self.choice, instruction, self.shuffle, self.shuffle_seed)
+        return QuestionExamples(
+            self.path,
+            self.folder,
+            fields,
+            style,
+            (self.messages, self.images),
+            fps=self.fps,
+            count=self.frames,
+            told=self.timestamps,
+            together=self.together,
+            chooser=self.select.chooser(),
+        )
+
+
+def _names_in(template: str) -> list[str]:
+    """Returns the names in braces in a text.
+
+    Raises:
+        ValueError: braces do not match, or contain something else than a name.
+    """
+    pieces = [piece for piece in Formatter().parse(template) if piece[1] is not None]
+    if any(not name or form or conversion for _, name, form, conversion in pieces):
+        raise ValueError("braces must contain a name; double braces that are text")
+    return [str(name) for _, name, _, _ in pieces]
 
 
 @dataclass(frozen=True, kw_only=True)

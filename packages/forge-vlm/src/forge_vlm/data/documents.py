@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import islice
+from math import inf
 from typing import Any, Protocol
 
 from forge_core.errors import DataError
@@ -27,10 +28,12 @@ class Words:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image, by its reader's reference. `token`: the chat template wrote the image token at this position."""
+    """An image, by its reader's reference. `token`: the chat template wrote the image token at this position; `seconds`: time of
+    a frame of a clip, None for other images."""
 
     reference: str
     token: bool = False
+    seconds: float | None = None
 
 
 Parts = Sequence[Words | Picture]
@@ -68,7 +71,7 @@ class Clip:
         parts: list[Words | Picture] = []
         for seconds, reference in self.frames:
             parts += [Words(f"{seconds:.1f}s", learned=False)] if self.told else []
-            parts.append(Picture(reference))
+            parts.append(Picture(reference, seconds=seconds))
         return parts
 
 
@@ -93,7 +96,7 @@ class Fields:
         messages: field with turns, which takes precedence over `text`: `{"role", "content"}`, or LLaVA's `{"from", "value"}`. A
             content is text, or a list of `{"type": "text", "text"}` and of images: `{"type": "image"}` for the next image of the
             field `images`, or `{"type": "image", "path"}` and `{"type": "image_url", "image_url": {"url"}}`, which name their
-            own.
+            own, and may have `seconds`, the time of a frame.
         images: field with the reference of an image, or a list of them. A record without it is text.
     """
 
@@ -344,8 +347,16 @@ def _piece(piece: Any, field: str) -> str | Picture:
         if not named and kind == "image":
             return Picture("")
         if len(named) == 1 and isinstance(named[0], str) and named[0]:
-            return _picture(named[0])
+            return replace(_picture(named[0]), seconds=_seconds(piece, field))
     raise BrokenRecord(f"has a piece that is neither text nor an image in the field {field!r}: {str(piece)[:80]}")
+
+
+def _seconds(piece: Mapping[str, Any], field: str) -> float | None:
+    """Returns the time of an image that is a frame of a clip."""
+    seconds = piece.get("seconds")
+    if seconds is not None and (type(seconds) not in (int, float) or not 0 <= seconds < inf):
+        raise BrokenRecord(f"has an image at seconds {seconds!r} in the field {field!r}; write a number of 0 or more")
+    return None if seconds is None else float(seconds)
 
 
 @dataclass(frozen=True)

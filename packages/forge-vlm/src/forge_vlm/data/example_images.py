@@ -21,6 +21,12 @@ def picture(number: int) -> bytes:
     return content.getvalue()
 
 
+CHECKED_FRAMES = tuple(picture(number) for number in range(4))
+"""Frames that checks of scorers score."""
+CHECKED_QUESTION = "see"
+"""Question by which checks of scorers score."""
+
+
 def records() -> Iterator[dict[str, Any]]:
     """Yields captions, a conversation, and text without an image; each is at most 15 bytes long, including its images."""
     for number in range(COUNT):
@@ -70,6 +76,37 @@ def frames(folder: Path) -> str:
         lines.append(json.dumps({"video": str(clip), "text": f"see {clip}"}) + "\n")
     (folder / "clips.jsonl").write_text("".join(lines))
     return str(folder / "clips.jsonl")
+
+
+def questions(folder: Path) -> str:
+    path = Path(frames(folder)).with_name("questions.jsonl")
+    lines = (
+        {"video": str(clip), "question": f"{kind}{clip % 10}", "options": ["a", "b"], "answer": "ab"[clip % 2]}
+        for clip in range(COUNT)
+        for kind in "xy"
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def image_text_model(folder: Path) -> str:
+    """Writes a tiny CLIP with random weights, which transformers reads, and returns its folder; needs transformers."""
+    import torch
+    from transformers import ByT5Tokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel
+
+    tokenizer = ByT5Tokenizer()  # bytes, so it needs no vocabulary
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    end = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": 0}
+    text = {**sizes, **end, "vocab_size": len(tokenizer), "max_position_embeddings": 32}
+    vision = {**sizes, "image_size": 8, "patch_size": 4}
+    path = folder / "image-text"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    side = {"height": 8, "width": 8}
+    CLIPImageProcessor(size=side, crop_size=side, do_center_crop=False).save_pretrained(path)
+    return str(path)
 
 
 def videos(folder: Path) -> str:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
 from forge_data.sources.huggingface import fingerprint_of, load
-from forge_data.sources.jsonl import SUFFIXES, each_line
+from forge_data.sources.jsonl import SUFFIXES
 from forge_data.storage.checksums import digest_of
 from forge_data.storage.files import File, find, local_path, read_bytes
 from forge_vlm.data.documents import BrokenRecord, Record
+from forge_vlm.data.rows import read_json, read_lines
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +59,7 @@ class JsonlExamples:
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
         """Yields (file and byte offset of the line, record)."""
         for file in self._files:
-            for name, place, record in _read_list(file) if file.name.endswith(".json") else _read_lines(file):
+            for name, place, record in read_json(file) if file.name.endswith(".json") else read_lines(file):
                 yield name, self._resolved(file, place, record) if isinstance(record, dict) else record
 
     def fetch(self, reference: str) -> bytes:
@@ -79,31 +80,6 @@ class JsonlExamples:
                 self._folder.reference(file, name) if isinstance(name, str) and name else name for name in named
             ]
         return Record(record, place)
-
-
-def _read_lines(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRecord]]:
-    for offset, place, record in each_line(file):
-        yield f"{file.name}:{offset}", place, record if isinstance(record, dict) else BrokenRecord(f"{place} {record}")
-
-
-def _read_list(file: File) -> Iterator[tuple[str, str, dict[str, Any] | BrokenRecord]]:
-    """Reads a file that is one JSON list, such as those of LLaVA."""
-    try:
-        records = json.loads(local_path(file).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise DataError(f"{file.where} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        why = "brackets are nested too deeply" if isinstance(error, RecursionError) else error
-        raise DataError(f"{file.where} is not valid JSON: {why}") from error
-    if not isinstance(records, list):
-        raise DataError(f"{file.where} is neither JSON lines nor a JSON list of records; convert it to one of them")
-    for number, record in enumerate(records):
-        place = f"{file.where}, record {number + 1}"
-        yield (
-            f"{file.name}:{number}",
-            place,
-            record if isinstance(record, dict) else BrokenRecord(f"{place} is not a JSON object"),
-        )
 
 
 class TarExamples:

@@ -42,6 +42,7 @@ class ImageInputs:
         channels: number of channels of an image.
         tiling: how an image is split into tiles; the model processes each tile as an image.
         native: settings for images with native proportions; None: images become square tiles.
+        timed: whether the model receives the time of each frame.
     """
 
     placeholder: int
@@ -50,6 +51,7 @@ class ImageInputs:
     channels: int
     tiling: Tiling
     native: Native | None = None
+    timed: bool = False
 
     def placeholders(self, width: int, height: int) -> list[int]:
         """Returns the number of placeholders of each tile of an image with this width and height.
@@ -132,7 +134,8 @@ def inputs_of(
             )
         if size not in (None, processing.size):
             raise DataError(f"source {name!r} has size {size}, but the model's encoder {processing.size}; remove size")
-        return ImageInputs(model.placeholder, model.per_image, processing, encoder.channels, tiling, native)
+        timed = getattr(model, "frame_time", None) is not None
+        return ImageInputs(model.placeholder, model.per_image, processing, encoder.channels, tiling, native, timed)
     if placeholder is None or per_image is None or size is None:
         raise DataError(
             f"source {name!r} has images, but the recipe's model does not support images; set model.name = 'vlm', or set "
@@ -150,4 +153,5 @@ def identity_of_inputs(inputs: ImageInputs) -> str:
     """
     processing = replace(inputs.processing, mean=(), std=(), scale=1.0)
     native = "" if inputs.native is None else f"/{inputs.native}"
-    return f"{inputs.placeholder}/{inputs.per_image}/{inputs.channels}/{processing}/{inputs.tiling}{native}"
+    timed = "/timed" if inputs.timed else ""
+    return f"{inputs.placeholder}/{inputs.per_image}/{inputs.channels}/{processing}/{inputs.tiling}{native}{timed}"

@@ -28,7 +28,7 @@ from forge_data.storage.workspace import Partial, locked
 from forge_data.tokenizers.control import identity_of
 from forge_vlm.data.documents import MARKER, BrokenRecord, Clip, Examples, Fields, Picture, Words, is_conversation, parts_of
 from forge_vlm.data.inputs import ImageInputs, identity_of_inputs
-from forge_vlm.data.store import FACTS, FILES, TOKENS, VERSION, IllustratedStore, ImageStoreFacts
+from forge_vlm.data.store import FACTS, NO_TIME, TOKENS, VERSION, IllustratedStore, ImageStoreFacts, files_of
 from forge_vlm.images.pixels import ImageError, decode
 
 ENCODING = 2
@@ -116,8 +116,8 @@ def prepare(examples: Examples, wanted: Preparation, context: SourceContext, nam
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document: ids, which ids are learned, and where each tile begins; references, digests and tile counts of its images;
-    whether it was truncated."""
+    """One document: ids, which ids are learned, and where each tile begins; references, digests, tile counts and seconds of its
+    images (negative for images that are no frames); whether it was truncated."""
 
     ids: np.ndarray
     learned: np.ndarray
@@ -125,6 +125,7 @@ class Encoded:
     references: list[str]
     digests: list[int]
     tiles: list[int]
+    times: list[float]
     cut: bool = False
 
 
@@ -172,6 +173,7 @@ def encode(
         [reference for reference, _, _ in pictures],
         [digest for _, digest, _ in pictures],
         [len(counts) for _, _, counts in pictures],
+        [NO_TIME if part.seconds is None else part.seconds for part in parts if isinstance(part, Picture)],
     )
 
 
@@ -259,6 +261,7 @@ def truncate(document: Encoded, longest: int, placeholder: int) -> Encoded:
         document.references[:images],
         document.digests[:images],
         document.tiles[:images],
+        document.times[:images],
         cut=True,
     )
 
@@ -308,14 +311,17 @@ def _what_was_left_out(facts: ImageStoreFacts, wanted: Preparation) -> str:
 class _Files:
     """The files of a store except its tokens, and their checksums."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._files: dict[str, IO[bytes]] = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in FILES}
-        self._digests = {name: xxhash.xxh3_128() for name in FILES}
-        self.sizes = dict.fromkeys(FILES, 0)
+    def __init__(self, folder: Path, stack: ExitStack, timed: bool) -> None:
+        self._dtypes = files_of(timed)
+        self._files: dict[str, IO[bytes]] = {
+            name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in self._dtypes
+        }
+        self._digests = {name: xxhash.xxh3_128() for name in self._dtypes}
+        self.sizes = dict.fromkeys(self._dtypes, 0)
 
-    def add(self, name: str, values: "np.ndarray | list[int]") -> None:
+    def add(self, name: str, values: "np.ndarray | list[int] | list[float]") -> None:
         """Appends values."""
-        data = np.asarray(values).astype(FILES[name]).tobytes()
+        data = np.asarray(values).astype(self._dtypes[name]).tobytes()
         self._files[name].write(data)
         self._digests[name].update(data)
         self.sizes[name] += len(data)
@@ -343,7 +349,7 @@ def _write_files(
     counts: Counter[int] = Counter()
     dtype = dtype_for(max(tokenizer.vocab_size, wanted.inputs.placeholder + 1))
     with ExitStack() as stack:
-        files = _Files(folder, stack)
+        files = _Files(folder, stack, wanted.inputs.timed)
         store = stack.enter_context(StoreWriter(folder / TOKENS, dtype=dtype, source=examples.what))
         files.add("firsts", [0])
         for document in _encoded(examples, wanted, tokenizer, workers):
@@ -356,6 +362,8 @@ def _write_files(
             files.add("learned", document.learned)
             files.add("places", [tokens + place for place in document.places])
             files.add("digests", np.array(document.digests, dtype=np.uint64))
+            if wanted.inputs.timed:
+                files.add("times", document.times)
             for reference, count in zip(document.references, document.tiles, strict=True):
                 data = np.frombuffer(reference.encode(), dtype=np.uint8)
                 tiles, named = tiles + count, named + len(data)

@@ -5,6 +5,8 @@ from mimetypes import guess_type
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_core.protocols.weights import Weights
@@ -12,7 +14,7 @@ from forge_data.chat.conversation import Chat, Turn
 from forge_vlm.data.documents import MARKER, BrokenRecord, Picture, Words, chat_prompt_of, prompt_of
 from forge_vlm.data.inputs import ImageInputs, SeesImages, inputs_of
 from forge_vlm.data.prepare import encode
-from forge_vlm.data.store import EXTRAS
+from forge_vlm.data.store import EXTRAS, TIMES
 from forge_vlm.images.pixels import decode
 from forge_vlm.images.tiling import Tiling
 
@@ -104,12 +106,24 @@ class Prompts:
         return self._files[name]
 
 
-def pixels_of(references: Sequence[str], inputs: ImageInputs, fetch: Callable[[str], bytes]) -> "Mapping[str, Tensor]":
-    """Returns the images of one document as inputs of a model, see `Prompt.inputs`. `fetch` reads the file of a reference."""
+def pixels_of(
+    references: Sequence[str], inputs: ImageInputs, fetch: Callable[[str], bytes], times: Sequence[float] | None = None
+) -> "Mapping[str, Tensor]":
+    """Returns the images of one document as inputs of a model, see `Prompt.inputs`.
+
+    Args:
+        references: images of the document.
+        inputs: how the model takes images.
+        fetch: reads the file of a reference.
+        times: seconds of each image, negative for an image that is no frame; None if no image is one.
+    """
     from forge_data.loading.items import stacked
 
-    images = [decode(fetch(name), inputs.channels, name) for name in references]
-    return stacked(EXTRAS, [[inputs.pixels(image) for image in images]])
+    pixels = [inputs.pixels(decode(fetch(name), inputs.channels, name)) for name in references]
+    if not inputs.timed or times is None:
+        return stacked(EXTRAS, [[(each, None) for each in pixels]])
+    values = [np.full(len(each), time, dtype=np.float32) for each, time in zip(pixels, times, strict=True)]
+    return stacked((*EXTRAS, TIMES), [list(zip(pixels, values, strict=True))])
 
 
 def image_inputs(weights: Weights, option: str = "--image") -> ImageInputs:

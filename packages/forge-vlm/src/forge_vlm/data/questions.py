@@ -1,179 +1,318 @@
-"""Questions with images and their answers as token ids, equal to those of a training record with the same turns."""
+"""Questions about clips, as conversations: open questions, and multiple choice with shuffled choices.
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from io import BytesIO
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+A row of a file has one question, or a list of them. Which of its fields is what, is declared in `QuestionFields`; nothing is
+guessed from names or values.
+"""
 
-import numpy as np
-from PIL import Image
+import json
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
 
 from forge_core.errors import DataError
-from forge_core.protocols.data import Tokenizer
-from forge_data.chat.conversation import ASSISTANT, Chat, Turn
-from forge_vlm.data.documents import BrokenRecord, Fields, Picture, Words, chat_prompt_of, parts_of
-from forge_vlm.data.image_readers import ImageFiles, is_image, natural_key
-from forge_vlm.data.inputs import ImageInputs
-from forge_vlm.data.prepare import Encoded, encode
-from forge_vlm.data.prompts import Prompt, pixels_of
-from forge_vlm.data.video_readers import VideoExamples, choose_frames
+from forge_data.sources.jsonl import SUFFIXES
+from forge_data.storage.checksums import digest_of
+from forge_data.storage.files import find
+from forge_vlm.data.clips import ClipFiles, choose_frames
+from forge_vlm.data.documents import BrokenRecord, Clip, Frames, Record
+from forge_vlm.data.frame_selection import FrameChooser
+from forge_vlm.data.image_readers import ImageFiles
+from forge_vlm.data.rows import columns_of, read_rows
 
-if TYPE_CHECKING:
-    from torch import Tensor
+AnswerKind = Literal["text", "index", "letter"]
+ReplyKind = Literal["letter", "letter_text", "text"]
+LETTERS = string.ascii_uppercase
+INSTRUCTIONS: Mapping[ReplyKind, str] = {
+    "letter": "Answer with the letter of the correct choice.",
+    "letter_text": "Answer with the letter and the text of the correct choice.",
+    "text": "Answer with the text of the correct choice.",
+}
+"""What a question with choices asks for, by the form of the answer."""
 
-_PROBE = "a probe of an answer"
 
-
-class AnsweredQuestion(NamedTuple):
-    """A question with an answer.
+@dataclass(frozen=True)
+class QuestionFields:
+    """Which field of a row is what.
 
     Attributes:
-        ids: token ids of the question, and of the answer with the end of its turn.
-        answer: number of ids at the end that training would learn.
-        inputs: see `Prompt.inputs`.
+        file: path of the clip, with names of fields in braces.
+        question: field with the question.
+        ask: the question of every row, in place of a field.
+        choices: field with the list of choices (in CSV as JSON), or several fields with one choice each; none for open questions.
+        answer: field with the answer.
+        answer_is: what the answer is: its text, the number of a choice from 0 on, or the letter of a choice.
+        questions: field with a list of questions of the same clip, whose fields precede those of the row.
+        key_field: see `forge_vlm.data.rows.read_json`.
     """
 
-    ids: list[int]
-    answer: int
-    inputs: "Mapping[str, Tensor]"
+    file: str = "{video}"
+    question: str = "question"
+    ask: str | None = None
+    choices: tuple[str, ...] = ()
+    answer: str = "answer"
+    answer_is: AnswerKind = "text"
+    questions: str | None = None
+    key_field: str | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of all fields that a row needs."""
+        in_file = tuple(name for _, name, _, _ in string.Formatter().parse(self.file) if name)
+        return (*in_file, *(() if self.ask is not None else (self.question,)), *self.choices, self.answer)
 
 
-class QuestionEncoder:
-    """Encodes turns, whose contents are text or lists of pieces (see `Fields.messages`), with the chat template of a model."""
+@dataclass(frozen=True)
+class AnswerStyle:
+    """How a question with choices is written, and how its answer is.
 
-    def __init__(self, tokenizer: Tokenizer, chat: Chat, inputs: ImageInputs) -> None:
-        """
-        Args:
-            tokenizer: the tokenizer of the model.
-            chat: the chat template of the model.
-            inputs: how an image becomes placeholders and pixels.
-        """
-        self._tokenizer, self._chat, self._inputs = tokenizer, chat, inputs
+    Attributes:
+        reply: form of the answer.
+        choice: a choice in the question, and an answer with letter and text; `{letter}` and `{text}` are replaced.
+        instruction: last line of a question with choices; none if empty.
+        shuffle: whether choices are shuffled.
+        seed: changes the order of shuffled choices.
+    """
 
-    def prompt(self, turns: Sequence[Turn], fetch: Callable[[str], bytes]) -> Prompt:
-        """Returns the turns and the opening of the assistant's turn; `fetch` reads the images that the pieces name.
-
-        Raises:
-            BrokenRecord: a turn cannot be encoded, or an image cannot be decoded.
-            DataError: the chat template refuses the turns, or an image is missing.
-        """
-        document = self._encoded(chat_prompt_of(turns, (), self._chat), fetch)
-        ids = document.ids.tolist()
-        text_ids = [index for index in ids if index != self._inputs.placeholder]
-        return Prompt(ids, text_ids, self._pixels(document, fetch))
-
-    def answered(self, turns: Sequence[Turn], answer: str, fetch: Callable[[str], bytes]) -> AnsweredQuestion:
-        """Returns the turns with an answer. What is learned of the answer in training is its text and the end of its turn.
-
-        Raises:
-            BrokenRecord, DataError: see `prompt`.
-        """
-        document = self._encoded(self._with_answer(turns, answer), fetch)
-        learned = np.flatnonzero(document.learned)
-        if not len(learned):
-            raise BrokenRecord("has an answer without tokens; write at least one character")
-        stop = int(learned[-1]) + 1
-        earlier = np.flatnonzero(~document.learned[:stop])  # the answers of earlier turns come before the last of these
-        start = int(earlier[-1]) + 1 if len(earlier) else 0
-        return AnsweredQuestion(document.ids[:stop].tolist(), stop - start, self._pixels(document, fetch))
-
-    @cached_property
-    def end_text(self) -> str:
-        """Text that the chat template writes after an answer, without white space at its end unless there is nothing else."""
-        parts = self._with_answer([Turn("user", "?")], _PROBE)
-        learned = "".join(part.text for part in parts if isinstance(part, Words) and part.learned)
-        end = learned.partition(_PROBE)[2]
-        return end.rstrip() or end
-
-    @cached_property
-    def end_id(self) -> int | None:
-        """Id of `end_text`; None if it is several tokens."""
-        ids = self._tokenizer.encode_pieces([(self.end_text, True)])[0].tolist() if self.end_text else []
-        return ids[0] if len(ids) == 1 else None
-
-    def _with_answer(self, turns: Sequence[Turn], answer: str) -> list[Words | Picture]:
-        messages = [turn.message() for turn in (*turns, Turn(ASSISTANT, answer))]
-        fields = Fields()
-        return parts_of({fields.messages: messages}, fields, self._chat)
-
-    def _encoded(self, parts: list[Words | Picture], fetch: Callable[[str], bytes]) -> Encoded:
-        return encode(parts, self._tokenizer, self._inputs, fetch, bare=False, closed=False)
-
-    def _pixels(self, document: Encoded, fetch: Callable[[str], bytes]) -> "Mapping[str, Tensor]":
-        return pixels_of(document.references, self._inputs, fetch)
+    reply: ReplyKind = "letter"
+    choice: str = "{letter}. {text}"
+    instruction: str = INSTRUCTIONS["letter"]
+    shuffle: bool = True
+    seed: int = 0
 
 
-class Clips(VideoExamples):
-    """Frames of video files, and of directories with a file for each frame, as pieces of a turn."""
+class ClipQuestion(NamedTuple):
+    """A question about a clip; `asked` and `answer` are what the user and the assistant say, `bare` the question alone."""
 
-    def __init__(self, folder: Path, count: int, told: bool) -> None:
-        """
-        Args:
-            folder: directory to which names are relative.
-            count: maximum number of frames of a clip, equally spaced in time.
-            told: writes the time before each frame.
-        """
-        # Not that of the base class, which reads a table of clips.
-        self._read_from(ImageFiles([], str(folder)), count, told)
-
-    def pieces(self, name: str, fps: float = 1.0) -> list[dict[str, str]]:
-        """Returns the frames of a clip as pieces: for each its time, if it is told, and its image.
-
-        Args:
-            name: name of a video file, or of a directory of frames.
-            fps: frames per second of a directory.
-
-        Raises:
-            BrokenRecord: there is no such clip, or it has no frames.
-            DataError: PyAV is not installed.
-        """
-        path = self._folder.path(name)
-        if path.is_dir():
-            files = sorted((each.name for each in path.iterdir() if is_image(each.name)), key=natural_key)
-            if not files:
-                raise BrokenRecord(f"names the directory {path}, which contains no frames")
-            times = [number / fps for number in range(len(files))]
-            frames = tuple((times[number], f"{name}/{files[number]}") for number in choose_frames(times, self._count))
-        elif not path.is_file():
-            raise BrokenRecord(f"names the video {path}, which does not exist")
-        else:
-            frames = self._chosen(name)
-        told: list[dict[str, str]] = []
-        for seconds, reference in frames:
-            told += [{"type": "text", "text": f"{seconds:.1f}s"}] if self._told else []
-            told.append({"type": "image", "path": reference})
-        return told
-
-    def fetch(self, reference: str) -> bytes:
-        """Returns the file of a frame of a directory, or a decoded frame of a video."""
-        return super().fetch(reference) if "@" in reference.rpartition("#")[2] else self._folder.read(reference)
+    clip: str
+    row: Mapping[str, Any]
+    place: str
+    bare: str
+    asked: str
+    answer: str
 
 
-def file_of(image: Any) -> bytes | None:
-    """Returns a decoded image of Pillow as a file, without loss; None for anything else.
+def shuffled(count: int, key: str) -> list[int]:
+    """Returns the numbers below `count` in an order that depends only on `key`; every order is equally likely."""
+    return sorted(range(count), key=lambda number: blake2b(f"{number}\0{key}".encode("utf-8", "surrogatepass")).digest())
+
+
+def asked_of(row: Mapping[str, Any], clip: str, fields: QuestionFields, style: AnswerStyle) -> tuple[str, str, str]:
+    """Returns the question alone, as it is asked with its choices, and the answer.
+
+    Choices are shuffled by clip and question, so their order does not depend on the position of the row.
 
     Raises:
-        DataError: no format without loss has the mode of the image.
+        BrokenRecord: a field is missing, or the answer is not one of the choices.
     """
-    if not isinstance(image, Image.Image):
-        return None
-    content = BytesIO()
-    try:
-        if image.mode in ("L", "RGB"):
-            image.save(content, "PPM")
-        else:
-            (image.convert("RGB") if image.mode == "CMYK" else image).save(content, "PNG")
-    except OSError as cause:
-        raise DataError(f"an image of mode {image.mode} cannot be written: {cause}; convert it to RGB") from cause
-    return content.getvalue()
+    question = fields.ask if fields.ask is not None else _text_in(row, fields.question)
+    if not fields.choices:
+        return question, question, _text_in(row, fields.answer)
+    choices = _choices_of(row, fields)
+    correct = _correct_of(row, choices, fields)
+    order = shuffled(len(choices), f"{style.seed}\0{clip}\0{question}") if style.shuffle else list(range(len(choices)))
+    lines = [style.choice.format(letter=LETTERS[place], text=choices[number]) for place, number in enumerate(order)]
+    place = order.index(correct)
+    answer = {"letter": LETTERS[place], "letter_text": lines[place], "text": choices[correct]}[style.reply]
+    return question, "\n".join([question, *lines, *([style.instruction] if style.instruction else [])]), answer
 
 
-def clip_settings(recipe: Mapping[str, Any]) -> tuple[int, bool]:
-    """Returns the number of frames of a clip, and whether times are written, of the first source of clips in a run's recipe;
-    else 8 and True, the defaults of such sources."""
-    data = recipe.get("data")
-    for source in (data.get("sources") or ()) if isinstance(data, Mapping) else ():
-        if isinstance(source, Mapping) and "frames" in source and "timestamps" in source:
-            return int(source["frames"]), bool(source["timestamps"])
-    return 8, True
+def _text_in(row: Mapping[str, Any], field: str) -> str:
+    """Returns a field's text without spaces at its ends; whole numbers become text."""
+    value = row.get(field)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if value is None:
+        raise BrokenRecord(f"has no {field!r}; fill it in, or set the key of the source that names this field")
+    if not isinstance(value, str) or not value.strip():
+        raise BrokenRecord(f"has {value!r} in {field!r}; expected text")
+    return value.strip()
+
+
+def _choices_of(row: Mapping[str, Any], fields: QuestionFields) -> list[str]:
+    name, *others = fields.choices
+    if others:
+        values = [row.get(each) for each in fields.choices]
+        while values and values[-1] in (None, ""):  # a table has as many columns as its longest question
+            values.pop()
+        listed = [_text_in(row, each) for each in fields.choices[: len(values)]]
+    else:
+        found = row.get(name)
+        if isinstance(found, str):
+            try:
+                found = json.loads(found)
+            except (ValueError, RecursionError):
+                raise BrokenRecord(
+                    f'has {row[name][:80]!r} in {name!r}; expected a list in JSON, such as ["yes", "no"]; if each choice has a '
+                    "field of its own, name all of these fields in `choices`"
+                ) from None
+        if found in (None, []):
+            raise BrokenRecord(f"has no choices in {name!r}; add them, or read open questions by a source without `choices`")
+        if not isinstance(found, list):
+            raise BrokenRecord(f"has {repr(found)[:80]} in {name!r}; expected a list of choices")
+        listed = [_text_in({name: each}, name) for each in found]
+    if not 2 <= len(listed) <= len(LETTERS):
+        raise BrokenRecord(f"has {len(listed)} choices; give 2 to {len(LETTERS)}")
+    if twice := next((each for each in listed if listed.count(each) > 1), None):
+        raise BrokenRecord(f"has the choice {twice!r} twice; remove one")
+    return listed
+
+
+def _correct_of(row: Mapping[str, Any], choices: Sequence[str], fields: QuestionFields) -> int:
+    """Returns the number of the correct choice."""
+    answer = _text_in(row, fields.answer)
+    if fields.answer_is == "text":
+        if answer in choices:
+            return choices.index(answer)
+        shown = ", ".join(map(repr, choices))
+        raise BrokenRecord(
+            f"has the answer {answer!r}, which is not one of its choices {shown}; correct it, or set answer_is = 'index' or "
+            "'letter'"
+        )
+    known = LETTERS[: len(choices)] if fields.answer_is == "letter" else [str(number) for number in range(len(choices))]
+    if answer in known:
+        return list(known).index(answer)
+    raise BrokenRecord(
+        f"has the answer {answer!r}, but answer_is = {fields.answer_is!r} needs one of {', '.join(known)}; correct it, or set "
+        "answer_is to what the answers are"
+    )
+
+
+class QuestionExamples:
+    """Questions about clips as conversations; all questions of a clip have its path as name, so they are in one split."""
+
+    def __init__(
+        self,
+        path: str,
+        folder: str | None,
+        fields: QuestionFields,
+        style: AnswerStyle,
+        names: tuple[str, str],
+        *,
+        fps: float,
+        count: int,
+        told: bool,
+        together: int = 1,
+        chooser: FrameChooser | None = None,
+    ) -> None:
+        """
+        Args:
+            path: path of JSON lines, JSON or CSV files.
+            folder: folder of the clips; by default that of the row's file.
+            fields: which field of a row is what.
+            style: how questions and answers are written.
+            names: fields of a record that receive its turns and its clip.
+            fps: frames per second of directories of frames whose row does not say it.
+            count: maximum number of frames of a clip.
+            told: writes times before frames.
+            together: maximum number of neighboring questions of one clip in one conversation.
+            chooser: chooses frames by the question, if `together` is 1; None: they are equally spaced in time.
+
+        Raises:
+            DataError: there is no file, or a table lacks a column.
+        """
+        self.what = path
+        self._files = find(path, (*SUFFIXES, ".json", ".csv"), "question")
+        self._folder = ImageFiles(self._files, folder)
+        self._clips = ClipFiles(self._folder, "video_questions")
+        self._fields, self._style, self._names = fields, style, names
+        self._fps, self._count, self._told, self._together = fps, count, told, together
+        self._chooser = chooser
+        for file in (file for file in self._files if file.name.endswith(".csv")):
+            head = columns_of(file)
+            if missing := [name for name in fields.columns if name not in head]:
+                raise DataError(
+                    f"{file.where} has no column {missing[0]!r}; it has {', '.join(head)}; set file, question, choices and "
+                    "answer of the source to names of columns"
+                )
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the files, the folder, how they are read, and the selection of frames."""
+        how = f"{self._fields} {self._style} {self._fps} {self._count} {self._told} {self._together}"
+        how += "" if self._chooser is None else f" {self._chooser.identity}"
+        return digest_of(self._files, f"questions {self._folder.identity} {how}")
+
+    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | BrokenRecord]]:
+        """Yields (path of the clip, conversation about it)."""
+        for clip, found in groupby(self._questions(), key=lambda each: each.clip if isinstance(each, ClipQuestion) else None):
+            waiting: list[ClipQuestion] = []
+            for each in found:
+                if isinstance(each, ClipQuestion):
+                    waiting.append(each)
+                    if len(waiting) == self._together:
+                        yield each.clip, self._record(waiting)
+                        waiting = []
+                else:
+                    yield each[0], each[1]
+            if waiting and clip is not None:
+                yield clip, self._record(waiting)
+
+    def fetch(self, reference: str) -> bytes:
+        """Returns a frame as an image file."""
+        return self._clips.fetch(reference)
+
+    def is_there(self, reference: str) -> bool:
+        """Whether the file of a frame, or of its video, exists."""
+        return self._clips.is_there(reference)
+
+    def _record(self, questions: Sequence[ClipQuestion]) -> Record:
+        """Returns the conversation: the first question follows the clip."""
+        first = questions[0]
+        turns: list[dict[str, Any]] = []
+        for number, each in enumerate(questions):
+            shown = [{"type": "image"}] if not number else []
+            turns += [
+                {"role": "user", "content": [*shown, {"type": "text", "text": each.asked}]},
+                {"role": "assistant", "content": [{"type": "text", "text": each.answer}]},
+            ]
+        messages, images = self._names
+        return Record({messages: turns, images: Clip(partial(self._frames, first), self._told)}, first.place)
+
+    def _frames(self, question: ClipQuestion) -> Frames:
+        footage = self._clips.open(question.clip, question.row.get("fps", self._fps), question.row.get("times"))
+        if self._chooser is None:
+            return footage.frames(choose_frames(footage.times, self._count))
+        return footage.frames(self._chooser.choose(footage, self.fetch, question.bare, self._count))
+
+    def _questions(self) -> Iterator[ClipQuestion | tuple[str, BrokenRecord]]:
+        for file in self._files:
+            for name, place, row in read_rows(file, self._fields.key_field):
+                if isinstance(row, BrokenRecord):
+                    yield name, row
+                    continue
+                for where, one in self._rows_in(row, place):
+                    try:
+                        if isinstance(one, BrokenRecord):
+                            raise one
+                        clip = self._folder.reference(file, self._clip_of(one))
+                        yield ClipQuestion(clip, one, where, *asked_of(one, clip, self._fields, self._style))
+                    except BrokenRecord as error:
+                        yield name, BrokenRecord(f"{where}: {error}")
+
+    def _rows_in(self, row: dict[str, Any], place: str) -> Iterator[tuple[str, dict[str, Any] | BrokenRecord]]:
+        """Yields (place, fields) of each question of a row."""
+        field = self._fields.questions
+        if field is None:
+            yield place, row
+            return
+        listed = row.get(field)
+        if not isinstance(listed, list):
+            yield (
+                place,
+                BrokenRecord(f"has no list of questions in {field!r}; add one, or set `questions` to the field that has it"),
+            )
+            return
+        for number, each in enumerate(listed):
+            where = f"{place}, question {number + 1}"
+            yield where, row | each if isinstance(each, dict) else BrokenRecord(f"is {each!r}; expected a JSON object")
+
+    def _clip_of(self, row: Mapping[str, Any]) -> str:
+        """Returns the path of a row's clip, relative to the folder."""
+        pieces: list[str] = []
+        for text, name, _, _ in string.Formatter().parse(self._fields.file):
+            pieces += [text, *([_text_in(row, name)] if name else [])]
+        return "".join(pieces)

@@ -8,6 +8,7 @@
     digests.bin          uint64 xxh3 of the file of each image
     references.bin       references of the images, UTF-8
     ends.bin             uint64 end of each reference in references.bin
+    times.bin            float32 seconds of each image, -1 if it is no frame of a clip; only if the model receives times
 
 Images stay where they are. A run reads them there and refuses an image that has changed since it was prepared.
 """
@@ -35,6 +36,15 @@ TOKENS = "tokens"
 FILES = {"learned": "u1", "places": "<u8", "firsts": "<u8", "digests": "<u8", "references": "u1", "ends": "<u8"}
 EXTRAS = ("images", "image_rows")
 """The inputs that `forge_vlm.model.VisionLanguageModel` takes."""
+TIMES = "image_times"
+"""The input of times, for a model that adds them."""
+NO_TIME = -1.0
+"""Time of an image that is no frame of a clip."""
+
+
+def files_of(timed: bool) -> dict[str, str]:
+    """Returns the dtype of each file of a store with or without times."""
+    return FILES | ({"times": "<f4"} if timed else {})
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,6 @@ class ImageStoreFacts:
 class IllustratedStore:
     """A prepared store as a `Source` whose documents have images; see `forge_core.protocols.data.SourceWithItems`."""
 
-    extras: tuple[str, str] = EXTRAS
     borders_checked = True
 
     def __init__(
@@ -103,6 +112,7 @@ class IllustratedStore:
         self.tokenizer = tokenizer
         self.vocab_size: int | None = vocab_size
         self.item_shape: tuple[int, ...] = inputs.shape
+        self.extras: tuple[str, ...] = (*EXTRAS, TIMES) if inputs.timed else EXTRAS
         self._inputs, self._fetch, self._is_there = inputs, fetch, is_there
         self.facts = _facts(path)
         self._store = StoreSource(path / TOKENS)
@@ -111,6 +121,7 @@ class IllustratedStore:
         self._learned, self._places, self._firsts, self._digests, self._references, self._ends = (
             self._mapped(name, dtype) for name, dtype in FILES.items()
         )
+        self._times = self._mapped("times", files_of(True)["times"]) if inputs.timed else None
         known = (self.facts.version, self.facts.identity, *self.facts.checksums.items())
         digest = sha256(f"{self._store.fingerprint} {known!r}".encode())
         self.fingerprint = digest.hexdigest()
@@ -181,6 +192,11 @@ class IllustratedStore:
             loaded[done - first : until - first] = tiles[done - begin : until - begin]
             done = until
         return loaded
+
+    def item_values(self, first: int, stop: int) -> np.ndarray:
+        """Returns (stop - first,) float32: seconds of each tile's image; see `SourceWithItems`."""
+        assert self._times is not None, "the store has times"
+        return self._times[np.searchsorted(self._firsts, np.arange(first, stop, dtype=np.uint64), side="right") - 1]
 
     def missing(self) -> list[str]:
         """Returns the references of images whose files do not exist any more, if this can be checked without reading them."""

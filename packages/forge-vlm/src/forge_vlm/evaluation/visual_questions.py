@@ -68,7 +68,7 @@ class VisualQuestion:
 
         Args:
             instruction: last line; empty: none.
-            video: the frames of the clip as pieces, see `forge_vlm.data.questions.Clips`.
+            video: the frames of the clip as pieces, see `forge_vlm.data.question_prompts.Clips`.
         """
         lines = [f"{letter}. {choice}" for letter, choice in zip(self.letters, self.choices, strict=True)]
         after = "".join(f"\n{line}" for line in (*lines, instruction) if line)

@@ -174,6 +174,8 @@ def vision_misfits(model: VLM) -> Iterator[str]:
     """Those of encoder and adapter."""
     if model.images == "tokens":
         return
+    if model.frame_time is not None:
+        yield f"frame_time: {MODEL_TYPE} has no times of frames; train without it, and let sources write timestamps"
     if not known(model.vision):
         yield f"encoder = {type(model.vision).__name__} is not a part of {MODEL_TYPE}"
     elif getattr(getattr(model.vision, "shape", None), "flexible", 0):

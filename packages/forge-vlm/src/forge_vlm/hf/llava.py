@@ -185,6 +185,8 @@ def _misfits(model: VLM) -> Iterator[str]:
     if model.images != "encoder":
         yield f"images = {model.images!r}: LLaVA has an encoder"
         return
+    if model.frame_time is not None:
+        yield "frame_time: LLaVA has no times of frames; train without it, and let sources write timestamps"
     if model.modalities:
         yield f"modalities = {', '.join(model.modalities)}: LLaVA has text and images"
     yield from tower_misfits(encoder)
