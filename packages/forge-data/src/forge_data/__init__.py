@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from forge_data.loading.stream import TrainingStream, open_stream
     from forge_data.order.cursor import merge_cursors
     from forge_data.order.permutation import permute
+    from forge_data.preparation.tokenization import prepared
     from forge_data.section import Data, Phase
     from forge_data.sources.store import StoreSource
     from forge_data.sources.store_writer import StoreWriter
@@ -74,5 +75,6 @@ __all__ = [
     "merge_cursors",
     "open_stream",
     "permute",
+    "prepared",
 ]
 __getattr__, __dir__ = lazy_exports(__name__)

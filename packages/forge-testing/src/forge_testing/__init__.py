@@ -19,7 +19,7 @@ from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from forge_core.conformance import Problem, conforms, examine, problems
-    from forge_testing.runs import Trained, run_alone, run_with
+    from forge_testing.runs import Trained, run_alone, run_with, unstarted_run
 
-__all__ = ["Problem", "Trained", "conforms", "examine", "problems", "run_alone", "run_with"]
+__all__ = ["Problem", "Trained", "conforms", "examine", "problems", "run_alone", "run_with", "unstarted_run"]
 __getattr__, __dir__ = lazy_exports(__name__)

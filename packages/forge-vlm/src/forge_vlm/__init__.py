@@ -33,17 +33,21 @@ if TYPE_CHECKING:
     from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
     from forge_vlm.components.model import VLM
     from forge_vlm.components.sources import Digits, ImageDataset, ImageJsonl, ImageWebdataset, VideoCsv, VideoFrames
+    from forge_vlm.context import AdapterContext, FusionContext
     from forge_vlm.data.prepare import prepare
+    from forge_vlm.images.processing import Processing
 
 __all__ = [
     "CLIP",
     "VLM",
+    "AdapterContext",
     "AttentionPoolConfig",
     "AveragePoolConfig",
     "CrossAttention",
     "DINOv2",
     "Digits",
     "Features",
+    "FusionContext",
     "ImageDataset",
     "ImageJsonl",
     "ImageWebdataset",
@@ -54,6 +58,7 @@ __all__ = [
     "MoMa",
     "PerceiverConfig",
     "PixelShuffleConfig",
+    "Processing",
     "SigLIP",
     "SigLIP2",
     "ViT",
