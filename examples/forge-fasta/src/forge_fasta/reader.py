@@ -1,7 +1,6 @@
 """Reads FASTA: a line with `>` begins a record, the lines after it are its letters."""
 
 from collections.abc import Iterator
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,10 +14,16 @@ class FastaTexts:
         self._files = sorted({*path.glob("*.fa"), *path.glob("*.fasta")}) if path.is_dir() else [path]
         if missing := [file for file in self._files if not file.is_file()] or not self._files:
             raise DataError(f"source 'fasta': {path} is no FASTA file and no folder with one ({missing}); set its path")
+        self._fingerprint: str | None = None
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Hash of names and letters."""
+        if self._fingerprint is None:
+            self._fingerprint = self._hash()
+        return self._fingerprint
+
+    def _hash(self) -> str:
         found = sha256()
         for name, text in self:
             found.update(f"{name}\0{text}\0".encode())

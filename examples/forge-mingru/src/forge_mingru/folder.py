@@ -46,11 +46,12 @@ class Stored(CheckpointTensors):
     def __init__(self, folder: Path) -> None:
         values: Mapping[str, Any] = read_config(folder)
         try:
-            self.model = MinGRUConfig(**{name: values[name] for name in SIZES})
+            model = MinGRUConfig(**{name: values[name] for name in SIZES})
         except (KeyError, TypeError) as cause:
             raise Unsupported(f"{folder}: config.json lacks {cause}, a size of a model '{MODEL_TYPE}'") from cause
         super().__init__(folder)
-        places = places_of(self.model)
+        self.model: Component = model
+        places = places_of(model)
         self.match(places, set(self.names) - set(places))
         self.facts = facts_in(folder, values, MODEL_TYPE)
 
