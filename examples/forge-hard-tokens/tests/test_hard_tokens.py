@@ -72,6 +72,8 @@ def test_value_of_all_tokens_and_gradient_of_the_hard_ones() -> None:
     assert int(terms.tokens) == 13 and float(terms.metrics["hard"]) == int(hard.sum()) == 7
     wanted = torch.autograd.grad(each[hard].sum(), hidden)
     torch.testing.assert_close(torch.autograd.grad(terms.sum, hidden), wanted)
+    largest = float(head.loss(hidden, labels)[1].max())
+    assert float(HardTokens(floor=largest)(head, hidden, labels).metrics["hard"]) == 1, "at the floor a token is hard"
 
 
 def test_a_recipe_trains_with_it(tmp_path: Path) -> None:
