@@ -21,7 +21,8 @@ import nox
 
 ROOT = Path(__file__).parent
 PROJECTS = (*sorted((ROOT / "packages").iterdir()), *sorted((ROOT / "apps").iterdir()))
-EXAMPLE = ROOT / "examples" / "forge-lionize"
+EXAMPLES = tuple(sorted(path.parent for path in (ROOT / "examples").glob("*/tests")))
+"""Small repositories: a wheel has a `pyproject.toml`, a program a `requirements.txt`."""
 CONSTRAINTS = ROOT / "constraints.txt"
 TOOLS = ("hatchling", "hypothesis", "pyright", "pytest", "pytest-xdist")
 LIBRARIES = (
@@ -44,6 +45,8 @@ CLUSTER = {
 }
 """Programs of `nox -s slurm`, and the packages of Debian that have them."""
 SUPPORTED = ((3, 11), (3, 12), (3, 13), (3, 14))
+TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""Releases of torch that Forge supports. The first one is what the distributions require at least."""
 
 nox.options.sessions = ["lint", "types", "tests"]
 nox.needs_version = ">=2024.4"
@@ -64,9 +67,11 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def slow(session: nox.Session) -> None:
-    """The tests that take minutes."""
+    """The tests that take minutes; then, without arguments, `examples`."""
     none_collected = 5
     _pytest(session, "slow and not gpu", success=(0, none_collected))
+    if not session.posargs:
+        session.notify("examples")
 
 
 @nox.session(venv_backend="none")
@@ -115,16 +120,24 @@ def storm(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def newest(session: nox.Session) -> None:
     """Tests and isolation with the newest Python on the path and the newest torch, as users get them; downloads gigabytes."""
-    place, interpreter = ROOT / ".nox" / "newest", _interpreter(session, newest=True)
-    there = (place / "bin" / "python").exists()
-    python = str(place / "bin" / "python") if there else _new_environment(session, place, interpreter)
-    loose = place / "constraints.txt"
-    loose.write_text("".join(line for line in CONSTRAINTS.open() if not line.startswith("torch==")))
-    install = (python, "-m", "pip", "install", "-qq", "--upgrade", "-c", loose, "torch", *_editable(), *TOOLS, *LIBRARIES)
-    session.run(*install, external=True)
-    session.run(python, "-c", "import sys, torch; print('Python', sys.version, 'torch', torch.__version__)", external=True)
-    _pytest(session, FAST, "-n", "2", "--dist", "worksteal", python=python)
-    _isolated(session, PROJECTS, interpreter)
+    interpreter, any_torch = _interpreter(session, newest=True), _constraints("")
+    _fast_tests_with(session, ROOT / ".nox" / "newest", interpreter, any_torch, "--upgrade")
+    _isolated(session, PROJECTS, [EXAMPLES], interpreter, any_torch)
+
+
+@nox.session(venv_backend="none")
+def oldest(session: nox.Session) -> None:
+    """Tests with the oldest Python and the oldest torch that Forge supports; downloads gigabytes."""
+    _fast_tests_with(session, ROOT / ".nox" / "oldest", _named_interpreter(session, SUPPORTED[0]), _constraints(TORCHES[0]))
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("torch", TORCHES)
+@nox.parametrize("version", [".".join(map(str, version)) for version in SUPPORTED])
+def matrix(session: nox.Session, version: str, torch: str) -> None:
+    """Isolation with every pair of Python and torch; gigabytes for each. `-s "matrix(version='3.11', torch='2.11')"` is one."""
+    interpreter = _named_interpreter(session, tuple(map(int, version.split("."))))
+    _isolated(session, PROJECTS, [EXAMPLES], interpreter, _constraints(torch))
 
 
 @nox.session(venv_backend="none")
@@ -230,18 +243,35 @@ def sbom(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def isolation(session: nox.Session) -> None:
-    """Each wheel alone with what it declares, in a clean environment, imported and used. Arguments name packages."""
-    chosen = [project for project in PROJECTS if not session.posargs or project.name in session.posargs]
-    _isolated(session, chosen, _interpreter(session))
+    """Each wheel alone with what it declares, in a clean environment; then the examples, in one. Arguments name some of them."""
+    chosen, examples = (
+        [path for path in paths if not session.posargs or path.name in session.posargs] for paths in (PROJECTS, EXAMPLES)
+    )
+    _isolated(session, chosen, [examples] if examples else [], _interpreter(session))
 
 
-def _isolated(session: nox.Session, chosen: Sequence[Path], interpreter: str) -> None:
+@nox.session(venv_backend="none")
+def examples(session: nox.Session) -> None:
+    """Each folder of `examples/` alone with what it declares, and its tests, slow ones too; `-- forge-fasta` is one."""
+    chosen = [path for path in EXAMPLES if not session.posargs or path.name in session.posargs]
+    _isolated(session, (), [[path] for path in chosen], _interpreter(session), which="slow or not slow")
+
+
+def _isolated(
+    session: nox.Session,
+    chosen: Sequence[Path],
+    examples: Sequence[Sequence[Path]],
+    interpreter: str,
+    constraints: Path = CONSTRAINTS,
+    which: str = "not slow",
+) -> None:
+    """Tries each project alone, and each group of examples in one environment; `which` selects the tests of examples."""
     spent = {}
     with tempfile.TemporaryDirectory(prefix="forge-isolation-") as directory:
         place, wheels = Path(directory), Path(directory) / "wheels"
-        _build(session, wheels, *PROJECTS, EXAMPLE)
+        _build(session, wheels, *PROJECTS, *(path for group in examples for path in group if (path / "pyproject.toml").exists()))
         with_torch = place / "with-torch"
-        _install(session, _new_environment(session, with_torch, interpreter), "torch")
+        _install(session, _new_environment(session, with_torch, interpreter), "torch", constraints=constraints)
         for project in chosen:
             start = time.monotonic()
             here = place / project.name
@@ -249,32 +279,73 @@ def _isolated(session: nox.Session, chosen: Sequence[Path], interpreter: str) ->
                 _new_environment(session, here, interpreter)
             else:  # closure.py shows that the wheel would have brought everything that is in the copy
                 shutil.copytree(with_torch, here, symlinks=True, copy_function=os.link)
-            _try_alone(session, here, wheels, project.name)
-            if project.name == "forge-train":
-                _try_alone(session, here, wheels, EXAMPLE.name)
+            _try_alone(session, here, wheels, project.name, constraints)
             shutil.rmtree(here)
             spent[project.name] = time.monotonic() - start
+        for group in examples:
+            start = time.monotonic()
+            name = group[0].name if len(group) == 1 else "examples"
+            shutil.copytree(with_torch, place / name, symlinks=True, copy_function=os.link)
+            _try_examples(session, place / name, wheels, group, constraints, which)
+            shutil.rmtree(place / name)
+            spent[name] = time.monotonic() - start
     for name, seconds in spent.items():
-        session.log(f"{name:15} {seconds:5.0f} s")
+        session.log(f"{name:20} {seconds:5.0f} s")
 
 
-def _try_alone(session: nox.Session, place: Path, wheels: Path, name: str) -> None:
+def _try_alone(session: nox.Session, place: Path, wheels: Path, name: str, constraints: Path) -> None:
     """Installs one wheel and runs its script, away from the sources."""
     python, module = str(place / "bin" / "python"), name.replace("-", "_")
     scripts = ROOT / "tests" / "repository" / "isolation"
     wheel = next(wheels.glob(f"{module}-*.whl"))
-    _install(session, python, "--find-links", wheels, f"{name}[test] @ {wheel.as_uri()}" if name == EXAMPLE.name else wheel)
+    _install(session, python, "--find-links", wheels, wheel, constraints=constraints)
     session.run(python, "-m", "pip", "check", external=True, silent=True)
     with session.chdir(place):
-        if name != EXAMPLE.name:
-            session.run(python, "-I", scripts / "closure.py", name, external=True)
+        session.run(python, "-I", scripts / "closure.py", name, external=True)
         # forge-models needs no numpy; torch mentions that it is absent
         strict = ("-W", "error", "-W", "ignore:Failed to initialize NumPy")
         session.run(python, "-I", *strict, scripts / f"{module}.py", external=True)
 
 
-def _install(session: nox.Session, python: str, *arguments: str | Path) -> None:
-    session.run(python, "-m", "pip", "install", "-qq", "-c", CONSTRAINTS, *arguments, external=True)
+def _try_examples(
+    session: nox.Session, place: Path, wheels: Path, examples: Sequence[Path], constraints: Path, which: str
+) -> None:
+    """Installs examples with what they declare for their tests, and runs their tests, away from the sources of the wheels."""
+    python, wanted = str(place / "bin" / "python"), list[str | Path]()
+    for example in examples:
+        if (example / "pyproject.toml").exists():
+            wheel = next(wheels.glob(f"{example.name.replace('-', '_')}-*.whl"))
+            wanted.append(f"{example.name}[test] @ {wheel.as_uri()}")
+        else:
+            wanted += ["-r", example / "requirements.txt"]
+    _install(session, python, "--find-links", wheels, *wanted, constraints=constraints)
+    session.run(python, "-m", "pip", "check", external=True, silent=True)
+    settings = ("-q", "-c", ROOT / "examples" / "pytest.ini", "-p", "no:cacheprovider", "-m", which)
+    variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with session.chdir(place):
+        tests = [example / "tests" for example in examples]
+        session.run(python, "-I", "-m", "pytest", *settings, *tests, external=True, env=variables)
+
+
+def _install(session: nox.Session, python: str, *arguments: str | Path, constraints: Path = CONSTRAINTS) -> None:
+    session.run(python, "-m", "pip", "install", "-qq", "-c", constraints, *arguments, external=True)
+
+
+def _constraints(torch: str) -> Path:
+    """Writes the constraints with another release of torch, such as 2.11, or with any if it is empty; returns the file."""
+    place = ROOT / ".nox" / f"constraints-torch-{torch or 'any'}.txt"
+    lines = [line for line in CONSTRAINTS.open() if not line.startswith("torch==")]
+    place.write_text("".join([*lines, f"torch=={torch}.*\n"] if torch else lines))
+    return place
+
+
+def _fast_tests_with(session: nox.Session, place: Path, interpreter: str, constraints: Path, *options: str) -> None:
+    """Runs the fast tests in an environment of another Python and torch."""
+    there = (place / "bin" / "python").exists()
+    python = str(place / "bin" / "python") if there else _new_environment(session, place, interpreter)
+    _install(session, python, *options, "torch", *_editable(), *TOOLS, *LIBRARIES, constraints=constraints)
+    session.run(python, "-c", "import sys, torch; print('Python', sys.version, 'torch', torch.__version__)", external=True)
+    _pytest(session, FAST, "-n", "2", "--dist", "worksteal", python=python)
 
 
 def _pytest(
@@ -330,16 +401,34 @@ def _new_environment(session: nox.Session, place: Path, interpreter: str) -> str
 
 def _interpreter(session: nox.Session, newest: bool = False) -> str:
     """A supported Python: the one that runs nox, else the oldest on the path; or the newest of all of them."""
-    here = {sys.version_info[:2]: sys.executable} if sys.version_info[:2] in SUPPORTED else {}
-    if here and not newest:
+    if sys.version_info[:2] in SUPPORTED and not newest:
         return sys.executable
-    names = {version: f"python{version[0]}.{version[1]}" for version in SUPPORTED}
-    found = {version: path for version, name in names.items() if (path := shutil.which(name)) and _runs(path)} | here
+    found = _interpreters()
     if not found:
-        session.error(
-            f"Forge runs on {', '.join(names.values())}; this is Python {sys.version.split()[0]} and none is on the path"
-        )
+        names = ", ".join(f"python{version[0]}.{version[1]}" for version in SUPPORTED)
+        session.error(f"Forge runs on {names}; this is Python {sys.version.split()[0]} and none is on the path")
     return found[max(found) if newest else min(found)]
+
+
+def _named_interpreter(session: nox.Session, version: tuple[int, ...]) -> str:
+    """The interpreter of a version; a session without it is skipped, and says what is missing."""
+    if (path := _interpreters().get(version)) is None:
+        session.skip(f"python{'.'.join(map(str, version))} is neither on the path nor a version of pyenv; install it")
+    return path
+
+
+def _interpreters() -> dict[tuple[int, ...], str]:
+    """The supported versions of Python that are on the path or in pyenv: (3, 12) -> path."""
+    found: dict[tuple[int, ...], str] = {}
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for version in SUPPORTED:
+        name = f"python{version[0]}.{version[1]}"
+        paths = (shutil.which(name), *sorted(map(str, versions.glob(f"{version[0]}.{version[1]}.*/bin/{name}"))))
+        if path := next((path for path in paths if path and _runs(path)), None):
+            found[version] = path
+    if sys.version_info[:2] in SUPPORTED:
+        found[sys.version_info[:2]] = sys.executable
+    return found
 
 
 def _runs(python: str) -> bool:

@@ -90,7 +90,7 @@ class ForgeSubject:
             found["behavior"] = _assembly("BehavioralAssembly", values, coordinates, ["presentation"])
         if self._recording is not None:
             region, kind = self._recording
-            values = np.stack([neural for _, neural in read])
+            values = np.stack([neural for _, neural in read if neural is not None])
             units = values.shape[1]
             neuroids = {
                 "layer": ("neuroid", [self._regions[region]] * units),
@@ -132,7 +132,7 @@ class ForgeSubject:
 
 def _assembly(kind: str, values: Any, coordinates: dict[str, Any], dims: list[str]) -> Any:
     try:
-        from brainio import assemblies
+        from brainio import assemblies  # pyright: ignore[reportMissingImports]
     except ImportError:
         import xarray
 

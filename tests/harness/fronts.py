@@ -1,9 +1,11 @@
 """The fronts of the distributions: packages from which users import, found by their call of `lazy_exports`.
 
-`PYTHONPATH=tests python -m harness.fronts` writes their names and signatures into `tests/repository/public_names.txt`.
+`PYTHONPATH=tests python -m harness.fronts` writes their names and signatures into `tests/repository/public_names.txt`, and with
+`--release 2.0.0` also into `public_names_released.txt`, with which later changes are compared.
 """
 
 import ast
+import sys
 import textwrap
 from collections.abc import Iterator
 from enum import EnumType
@@ -72,6 +74,10 @@ def public_names() -> str:
 
 
 RECORD = ROOT / "tests/repository/public_names.txt"
+RELEASED = ROOT / "tests/repository/public_names_released.txt"
+"""The record of the newest release, whose version is in its first line."""
 
 if __name__ == "__main__":
     RECORD.write_text(public_names())
+    if sys.argv[1:2] == ["--release"]:
+        RELEASED.write_text(f"# {sys.argv[2]}\n\n{public_names()}")

@@ -24,6 +24,7 @@ from forge_data.sources.records import Records, in_split
 from forge_data.sources.store import StoreSource
 from forge_data.sources.text import text_files
 from forge_data.tokenizers.bpe import BpeTokenizer
+from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_data.tokenizers.dump import tokenizer_of
 
 WORDS = ["der", "Hund", "läuft", "über", "<|endoftext|>", "die", "Katze", "猫", "sleeps\n\tindented", "", "twice\r\n"]
@@ -241,3 +242,19 @@ def test_stores_of_different_tokenizers_are_not_mixed(corpus: Path, tmp_path: Pa
     data = Data(sequence_length=32, sources=[TokenStore(path=str(path), label=path.name) for path in paths])
     with pytest.raises(DataError, match="different tokenizers"):
         open_stream(data, workspace=tmp_path, seed=0, global_batch=1, micro_batch=1)
+
+
+def test_the_copy_of_a_plugins_tokenizer_is_not_read_if_the_tokenizer_is_known(corpus: Path, tmp_path: Path) -> None:
+    class Foreign(ByteTokenizer):
+        def dump(self) -> bytes:
+            return b'{"type": "of-a-plugin"}\n'
+
+    foreign = Foreign()
+    store = tokenization.prepared(text_files(str(corpus)), context(tmp_path / "w", tokenizer=foreign), "text")
+    assert tokenizer_of(store, foreign) is foreign
+    for known in (None, ByteTokenizer()):
+        with pytest.raises(DataError, match="is not a tokenizer"):
+            tokenizer_of(store, known)
+    data = Data(sequence_length=8, sources=[], tokenizer=None, evaluation={"held": TokenStore(path=str(store.path))})
+    held = evaluation(data, workspace=tmp_path / "w", tokenizer=foreign)["held"]
+    assert held.text_bytes == store.text_bytes

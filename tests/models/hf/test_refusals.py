@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forge_core.component import Component
 from forge_core.errors import ConfigError, ForgeError
+from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_models.components.attentions import MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import LayerNormConfig, ReLU2
@@ -20,9 +23,10 @@ from forge_models.hf.config import Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, meaning_of, misfits
 from forge_models.hf.layers import windows_of
-from forge_models.hf.names import shapes_of
+from forge_models.hf.names import TensorPlace, shapes_of
 from forge_models.hf.reader import Folder, read_model
-from forge_models.hf.writer import chosen
+from forge_models.hf.streamed_forward import fixed_tokens
+from forge_models.hf.writer import chosen, write_folder
 from forge_models.shape import Rope
 from models.hf.zoo import SIZES, random_model, saved
 
@@ -349,3 +353,36 @@ def test_reading_the_model_alone_needs_config_json_only(folder: Path) -> None:
     code = "import sys; from forge_models.hf.reader import read_model; import forge_train.recipe.load; "
     code += f"read_model(__import__('pathlib').Path({str(folder)!r})); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_folder_of_a_model_that_is_no_decoder(tmp_path: Path) -> None:
+    """As a plugin writes it: the card has the keys of the component, and rows for a comparison need no maximum length."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Table(Component):
+        """A table of logits."""
+
+        vocab_size: int = 5
+        """Number of tokens."""
+        part: Component = field(default_factory=ReLU2)
+        """A component, which is no row of the card."""
+
+        def build(self) -> Any:
+            return torch.nn.Embedding(self.vocab_size, self.vocab_size)
+
+    class Held:
+        model, facts, tensors = Table(), WeightsInfo(step=3), {"weight": StoredTensor((5, 5), "float32")}
+
+        def read(self, names: Any) -> Any:
+            return {"weight": torch.eye(5)}
+
+    held: Any = Held()
+    places = {name: TensorPlace(shape, (name,)) for name, shape in shapes_of(held.model).items()}
+    config = {"architectures": ["Table"], "model_type": "table"}
+    write_folder(tmp_path / "folder", held, places, config, tokenizer=None, max_shard_bytes=1000)
+    assert torch.equal(load_file(tmp_path / "folder" / "model.safetensors")["weight"], torch.eye(5))
+    card = (tmp_path / "folder" / "README.md").read_text()
+    assert "| `vocab_size` | 5 |" in card and "| Parameters | 25 |" in card and "| Training steps | 3 |" in card
+    assert "`part`" not in card and "pipeline_tag: text-generation" in card
+    tokens = fixed_tokens(held.model)
+    assert tokens.shape == (2, 32) and int(tokens.max()) < 5

@@ -12,6 +12,7 @@
     store, world = LocalStore(Path("checkpoints")), SingleProcessWorld()
     save(store, pieces(model, optimizer, world=world), {"step": 100}, 100, world)
     found = newest(store, world)
+    assert found is not None
     assert load(store, found, pieces(model, optimizer, world=world), world)["step"] == 100
 
 With several processes, all of them make the same calls with a `ProcessGroupWorld`. A new optimizer has no state to load into:

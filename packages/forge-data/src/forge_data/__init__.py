@@ -5,9 +5,8 @@
 
     data = Data(sequence_length=16, sources=[RandomTokens(vocab_size=100, tokens=4096, document=23)])
     stream = open_stream(data, workspace=Path("workspace"), seed=3, global_batch=8, micro_batch=4)
-    for batches, cursor in stream.from_cursor(stream.start()):
-        assert [batch.tokens.shape for batch in batches] == [(4, 16), (4, 16)]  # one optimizer step
-        break
+    batches, cursor = next(stream.from_cursor(stream.start()))
+    assert [batch.tokens.shape for batch in batches] == [(4, 16), (4, 16)]  # one optimizer step
     next(stream.from_cursor(cursor))  # continues after this step
 
 `StatefulLoader` yields micro-batches to a loop of your own. `forge_data.sources` reads and writes token files,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from forge_data.loading.stream import TrainingStream, open_stream
     from forge_data.order.cursor import merge_cursors
     from forge_data.order.permutation import permute
+    from forge_data.preparation.tokenization import prepared
     from forge_data.section import Data, Phase
     from forge_data.sources.store import StoreSource
     from forge_data.sources.store_writer import StoreWriter
@@ -76,5 +76,6 @@ __all__ = [
     "merge_cursors",
     "open_stream",
     "permute",
+    "prepared",
 ]
 __getattr__, __dir__ = lazy_exports(__name__)

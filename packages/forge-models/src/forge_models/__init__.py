@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from forge_models.initial_weights import initialize
     from forge_models.inner_values import listening, tap
     from forge_models.objectives import CrossEntropy
+    from forge_models.shape import BlockContext, Rope, RouterContext
     from forge_models.speculation import Tally, speculate
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "GQA",
     "MLA",
     "BiasSchedule",
+    "BlockContext",
     "Counts",
     "CrossEntropy",
     "Decoder",
@@ -47,6 +49,8 @@ __all__ = [
     "RMSNormConfig",
     "ReLU",
     "ReLU2",
+    "Rope",
+    "RouterContext",
     "Sampling",
     "SigmoidTopKConfig",
     "SoftmaxTopKConfig",

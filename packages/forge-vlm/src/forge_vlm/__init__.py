@@ -42,19 +42,26 @@ if TYPE_CHECKING:
         VideoFrames,
         VideoQuestions,
     )
+    from forge_vlm.context import AdapterContext, FusionContext
+    from forge_vlm.data.frame_selection import FrameScorer, FrameScores
     from forge_vlm.data.prepare import prepare
+    from forge_vlm.images.processing import Processing
 
 __all__ = [
     "CLIP",
     "VLM",
+    "AdapterContext",
     "AttentionPoolConfig",
     "AveragePoolConfig",
     "CrossAttention",
     "DINOv2",
     "Digits",
     "Features",
+    "FrameScorer",
+    "FrameScores",
     "FrameSelection",
     "FrameTimeConfig",
+    "FusionContext",
     "ImageDataset",
     "ImageJsonl",
     "ImageText",
@@ -66,6 +73,7 @@ __all__ = [
     "MoMa",
     "PerceiverConfig",
     "PixelShuffleConfig",
+    "Processing",
     "SigLIP",
     "SigLIP2",
     "StoredScores",

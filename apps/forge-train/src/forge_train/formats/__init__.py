@@ -23,7 +23,19 @@ from forge_core.exports import lazy_exports
 if TYPE_CHECKING:
     from forge_train.formats.converters import Dcp, Forge, Safetensors, Torch
     from forge_train.formats.forge import ForgeWeights
-    from forge_train.formats.plain import PlainWeights
+    from forge_train.formats.plain import PlainWeights, check_fit, describe, facts_of, model_of, new_folder
 
-__all__ = ["Dcp", "Forge", "ForgeWeights", "PlainWeights", "Safetensors", "Torch"]
+__all__ = [
+    "Dcp",
+    "Forge",
+    "ForgeWeights",
+    "PlainWeights",
+    "Safetensors",
+    "Torch",
+    "check_fit",
+    "describe",
+    "facts_of",
+    "model_of",
+    "new_folder",
+]
 __getattr__, __dir__ = lazy_exports(__name__)

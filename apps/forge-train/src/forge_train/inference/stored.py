@@ -62,8 +62,8 @@ def _is_plain(path: Path) -> bool:
 
 
 @torch.no_grad()
-def load_model(weights: Weights, device: torch.device | None = None) -> torch.nn.Module:
-    """Loads the whole model for inference, in the widest dtype among its weights."""
+def load_model(weights: Weights, device: torch.device | None = None) -> Any:
+    """Returns the whole model for inference, in the widest dtype among its weights: the module that its component builds."""
     from forge_models.hf.streamed_forward import buffers_of
 
     component: Any = weights.model

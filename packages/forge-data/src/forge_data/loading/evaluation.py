@@ -75,7 +75,7 @@ class HeldOut:
         self.source = source
         self.tokens = source.tokens
         self.text_bytes: int | None = getattr(source, "text_bytes", None)
-        self._tokenizer = tokenizer_of(source) or tokenizer if isinstance(source, StoreSource) else tokenizer
+        self._tokenizer = tokenizer_of(source, tokenizer) or tokenizer if isinstance(source, StoreSource) else tokenizer
         self._packing = open_packing(spec, name, source, spec.data.sequence_length, report, too_long)
         self.rows = self._packing.ragged
         self._assembler = Assembler([self._packing], spec, spec.data.sequence_length)

@@ -52,8 +52,11 @@ def _restore_backend(content: bytes, eos: int | None, where: str, add_special_to
     return BpeTokenizer(content, name or "", where, add_special_tokens)
 
 
-def tokenizer_of(store: StoreSource) -> Tokenizer | None:
+def tokenizer_of(store: StoreSource, known: Tokenizer | None = None) -> Tokenizer | None:
     """Returns the tokenizer of a store, or None if the store has no copy of it.
+
+    If `known` is the tokenizer that the store was made with, it is returned itself: the copy of a plugin's tokenizer has a format
+    that Forge cannot read.
 
     Raises:
         DataError: the copy is damaged, or does not match the manifest.
@@ -62,6 +65,8 @@ def tokenizer_of(store: StoreSource) -> Tokenizer | None:
     path = Path(store.path) / TOKENIZER
     if entry is None or not path.exists():
         return None
+    if known is not None and known.fingerprint == entry.sha256:
+        return known
     tokenizer = restore(path.read_bytes(), entry.eos, str(path), entry.add_special_tokens)
     if tokenizer.fingerprint != entry.sha256:
         raise DataError(f"{path} is not the tokenizer that the manifest names (sha256 {entry.sha256[:12]}); restore the file")

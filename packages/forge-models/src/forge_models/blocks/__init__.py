@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from forge_models.blocks.moe.experts import Experts
     from forge_models.blocks.moe.layer import ExpertLayer
     from forge_models.blocks.moe.routers import Hash, Router, Routing, SigmoidTopK, SoftmaxTopK
-    from forge_models.blocks.rope import Rotary
+    from forge_models.blocks.rope import Rotary, Rotation, rotate
 
 __all__ = [
     "MLP",
@@ -52,10 +52,12 @@ __all__ = [
     "MTPModules",
     "RMSNorm",
     "Rotary",
+    "Rotation",
     "Router",
     "Routing",
     "SigmoidTopK",
     "SoftmaxTopK",
     "linear_specs",
+    "rotate",
 ]
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -18,11 +18,26 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_models.hf.config import Unsupported
+    from forge_models.hf.config import Unsupported, read_config
     from forge_models.hf.converter import HfConverter
     from forge_models.hf.families import FAMILIES
     from forge_models.hf.family import Family
-    from forge_models.hf.reader import CheckpointTensors, Folder, read_model
+    from forge_models.hf.names import TensorPlace, shapes_of
+    from forge_models.hf.reader import CheckpointTensors, Folder, facts_in, read_model
+    from forge_models.hf.writer import write_folder
 
-__all__ = ["FAMILIES", "CheckpointTensors", "Family", "Folder", "HfConverter", "Unsupported", "read_model"]
+__all__ = [
+    "FAMILIES",
+    "CheckpointTensors",
+    "Family",
+    "Folder",
+    "HfConverter",
+    "TensorPlace",
+    "Unsupported",
+    "facts_in",
+    "read_config",
+    "read_model",
+    "shapes_of",
+    "write_folder",
+]
 __getattr__, __dir__ = lazy_exports(__name__)

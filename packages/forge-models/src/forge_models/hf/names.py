@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from forge_core.component import Component
 from forge_models.components.attentions import MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.family import Family
@@ -110,16 +111,16 @@ def places_in(family: Family, decoder: DecoderConfig, fused: bool = False) -> di
     return found | {name: replace(_place(family, experts, decoder, name, shape), buffer=True) for name, shape in known.items()}
 
 
-def shapes_of(decoder: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def shapes_of(model: Component) -> dict[str, tuple[int, ...]]:
     """Returns global name -> shape of every parameter of a model; tied copies are left out. Allocates nothing."""
-    return _shapes(decoder)[0]
+    return _shapes(model)[0]
 
 
-def _shapes(decoder: DecoderConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+def _shapes(model: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     import torch
 
     with torch.device("meta"):
-        module = decoder.build()
+        module = model.build()
     parameters = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     return parameters, {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
 

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 
 def fixed_tokens(component: Any, length: int = 32, rows: int = 2) -> Tensor:
-    """Returns (rows, length) token ids, always the same for a model; shorter if the model's maximum length is."""
+    """Returns (rows, length) token ids, always the same for a model; shorter if the model has a maximum length that is."""
     generator = torch.Generator().manual_seed(20)
-    return torch.randint(0, component.vocab_size, (rows, min(length, component.max_length)), generator=generator)
+    return torch.randint(
+        0, component.vocab_size, (rows, min(length, getattr(component, "max_length", length))), generator=generator
+    )
 
 
 def fixed_rows(component: Any) -> tuple[Tensor, dict[str, Tensor]]:

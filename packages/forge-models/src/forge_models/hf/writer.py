@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_core.component import Component, fields_of
 from forge_core.files import publish, sync_path
 from forge_core.protocols.weights import Weights
 from forge_models.components.decoder import DecoderConfig
@@ -33,19 +34,11 @@ def card(weights: Weights, config: Mapping[str, Any], dtype: str, count: int, us
         usage: code that opens the folder.
     """
     model = weights.model
-    assert isinstance(model, DecoderConfig)
     rows = {
         "Architecture": config["architectures"][0],
         "Parameters": f"{count:,}",
-        "Layers": model.layers,
-        "Width": model.dim,
-        "Heads": f"{model.heads} ({model.shape.kv_heads} for keys and values)",
-        "Experts": "none" if model.moe is None else f"{model.moe.experts}, {model.moe.top_k} of them for each token",
-        "Vocabulary": f"{model.vocab_size:,}",
-        "Context": f"{model.max_length:,} tokens",
         "Precision": dtype,
-        "Embeddings": "tied" if model.tied_embeddings else "not tied",
-        **_left_out(model),
+        **(_sizes(model) if isinstance(model, DecoderConfig) else _keys(model)),
         **{f"Note {number}": note for number, note in enumerate(weights.facts.notes, 1)},
         "Training steps": weights.facts.step or "not recorded",
     }
@@ -71,6 +64,28 @@ Data, intended use, limits and license: to be stated by the publisher of the mod
 """
 
 
+def _sizes(model: DecoderConfig) -> dict[str, Any]:
+    return {
+        "Layers": model.layers,
+        "Width": model.dim,
+        "Heads": f"{model.heads} ({model.shape.kv_heads} for keys and values)",
+        "Experts": "none" if model.moe is None else f"{model.moe.experts}, {model.moe.top_k} of them for each token",
+        "Vocabulary": f"{model.vocab_size:,}",
+        "Context": f"{model.max_length:,} tokens",
+        "Embeddings": "tied" if model.tied_embeddings else "not tied",
+        **_left_out(model),
+    }
+
+
+def _keys(model: Component) -> dict[str, Any]:
+    """Returns the keys of a model that is no decoder, such as one of a plugin, without those that are components."""
+    return {
+        f"`{info.name}`": value
+        for info in fields_of(type(model))
+        if not isinstance(value := getattr(model, info.name), Component)
+    }
+
+
 def usage_of(loader: str) -> str:
     """Returns code that opens a folder with a class of transformers."""
     return f"""from transformers import {loader}
@@ -79,8 +94,9 @@ model = {loader}.from_pretrained("path/of/this/folder")
 """
 
 
-def _task(model: DecoderConfig) -> str:
-    return "text-generation" if type(model) is DecoderConfig else "image-text-to-text"
+def _task(model: Component) -> str:
+    images = isinstance(model, DecoderConfig) and type(model) is not DecoderConfig
+    return "image-text-to-text" if images else "text-generation"
 
 
 def _left_out(model: DecoderConfig) -> dict[str, str]:

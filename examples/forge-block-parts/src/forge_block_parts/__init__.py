@@ -1,0 +1,1 @@
+"""Parts of a decoder's block as a plugin of Forge."""

@@ -1,0 +1,1 @@
+"""Training with rounded weights as a plugin of Forge."""

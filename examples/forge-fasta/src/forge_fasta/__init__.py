@@ -1,0 +1,1 @@
+"""Genomes as a plugin of Forge: a source and a tokenizer."""

@@ -1,0 +1,1 @@
+"""A recurrent model as a plugin of Forge."""

@@ -1,0 +1,1 @@
+"""A store with two copies as a plugin of Forge."""

@@ -1,0 +1,1 @@
+"""Weights for NumPy as a plugin of Forge."""

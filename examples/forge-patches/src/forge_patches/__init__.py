@@ -1,0 +1,1 @@
+"""Vision parts as a plugin of Forge."""

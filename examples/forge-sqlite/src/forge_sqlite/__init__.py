@@ -1,0 +1,1 @@
+"""A SQLite tracker as a plugin of Forge."""
