@@ -25,7 +25,7 @@ from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from forge_core.batch import IGNORE, Batch
-    from forge_core.component import FREE, IDENTITY, LAYOUT, Component, Slot
+    from forge_core.component import DATA, FREE, IDENTITY, LAYOUT, Component, Slot
     from forge_core.errors import CheckpointError, ConfigError, DataError, Fault, ForgeError, LayoutError, PlanError
     from forge_core.features import Feature, Neutral
     from forge_core.layout import Layout
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from forge_core.trust import trust_file
 
 __all__ = [
+    "DATA",
     "FREE",
     "IDENTITY",
     "IGNORE",
