@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from forge_vlm.context import AdapterContext, FusionContext
     from forge_vlm.data.frame_selection import FrameScorer, FrameScores
     from forge_vlm.data.prepare import prepare
+    from forge_vlm.data.prompts import Prompts, image_inputs
     from forge_vlm.images.processing import Processing
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "PerceiverConfig",
     "PixelShuffleConfig",
     "Processing",
+    "Prompts",
     "SigLIP",
     "SigLIP2",
     "StoredScores",
@@ -81,6 +83,7 @@ __all__ = [
     "VideoCsv",
     "VideoFrames",
     "VideoQuestions",
+    "image_inputs",
     "prepare",
 ]
 __getattr__, __dir__ = lazy_exports(__name__)
