@@ -33,7 +33,7 @@ LIBRARIES = (
 )
 TRITON = "triton==3.7.1"
 """The version that torch of `constraints.txt` requires where it is built for CUDA. Only the rehearsal has one."""
-DOCUMENTATION = ("furo", "myst-parser", "sphinx")
+DOCUMENTATION = ("furo", "myst-nb", "sphinx")
 WORKSHOP = ROOT / ".nox" / "workshop"
 FAST = "not gpu and not slow and not slurm and not rehearsal"
 CLUSTER = {

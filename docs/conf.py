@@ -13,16 +13,22 @@ version = release = metadata.version("forge-core")
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "myst_parser",
+    "myst_nb",  # includes myst_parser
     "forge_components",
     "forge_api",
     "forge_curves",
     "forge_faults",
+    "forge_notebooks",
 ]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "Forge"
 html_search_scorer = str(Path(__file__).parent / "_ext" / "search_scorer.js")
+
+nb_execution_mode = "cache"  # notebooks run again when they change
+nb_execution_in_temp = True
+nb_execution_timeout = 300  # seconds of a cell
+nb_execution_raise_on_error = True
 
 myst_heading_anchors = 3  # links such as page.md#heading work as they do on a code host
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]

@@ -24,7 +24,7 @@ def test_a_notebook_runs_from_the_first_cell_to_the_last(notebook: Path, tmp_pat
 def test_notebooks_are_kept_without_outputs() -> None:
     import json
 
-    assert len(NOTEBOOKS) == 8
+    assert len(NOTEBOOKS) == 10
     for path in NOTEBOOKS:
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
         assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
