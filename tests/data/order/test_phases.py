@@ -28,6 +28,7 @@ from forge_core.registry import Registry
 from forge_data.components import (
     Arrow,
     Bytes,
+    Conversations,
     Datatrove,
     HuggingFace,
     JsonLines,
@@ -75,6 +76,8 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "texts").mkdir()
     for number, text in enumerate(texts):
         (folder / "texts" / f"{number:02}.txt").write_text(text)
+    asked = [{"prompt": text[: number % 7], "completion": text[:9]} for number, text in enumerate(texts)]
+    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
     pieces = [[*range(number, number + number % 9 + 2), 0] for number in range(1, 90)]
     for shard in range(2):
         half = datasets.Dataset.from_dict({"text": texts[shard::2], "ids": pieces[: len(texts)][shard::2]})
@@ -99,6 +102,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "megatron": Megatron(path=str(folder / "megatron")),
         "records": records,
         "streamed": dataclasses.replace(records, stream=True),
+        "chat": Conversations(path=str(folder / "asked.jsonl"), format="prompt_completion", too_long="truncate"),
         "workspace": folder / "work",
         "one": TokenStore(path=str(folder / "one")),
         "sharded": TokenStore(path=str(folder / "sharded")),
@@ -213,10 +217,11 @@ def test_fault_20_a_resume_at_every_end_of_an_epoch_and_switch_of_a_phase(corpor
     assert found == expected
 
 
-@pytest.mark.parametrize("kind", [*COUNTED, "stdlib", *STREAMED])
+@pytest.mark.parametrize("kind", [*COUNTED, "stdlib", "chat", *STREAMED])
 def test_fault_18_and_20_a_run_over_every_kind_of_source_moves_between_worlds(corpora: dict[str, Any], kind: str) -> None:
     most = 2 if kind == "streamed_huggingface" else 8  # whose library takes a second to import and to open a data set
-    data = Data(sequence_length=LENGTH, sources=[corpora[kind]], shuffle_buffer=4, tokenizer=Bytes())
+    packing = "best_fit" if getattr(corpora[kind], "keeps_documents", False) else "concatenate"
+    data = Data(sequence_length=LENGTH, sources=[corpora[kind]], shuffle_buffer=4, tokenizer=Bytes(), packing=packing)
     expected, end = steps_of(data, 6, batch=G, workspace=corpora["workspace"])
     workers = 2 if kind in ("llmc", "raw", "text", *STREAMED) else 0
     found, cursor = [], None
@@ -232,7 +237,7 @@ def test_no_kind_of_source_is_left_out(corpora: dict[str, Any]) -> None:
     ours = [entry for entry in registry.of("forge.sources") if entry.distribution == "forge-data"]
     tested = {type(component) for component in corpora.values()}
     assert ours and {registry.load("forge.sources", entry.name) for entry in ours} <= tested
-    assert set(COUNTED) | set(STREAMED) | {"stdlib", "workspace"} == corpora.keys()
+    assert set(COUNTED) | set(STREAMED) | {"stdlib", "chat", "workspace"} == corpora.keys()
 
 
 @given(recipe=recipes(), workers=st.sampled_from([1, 2, 8]), shape=SHAPES, kill=st.integers(0, 5))
@@ -394,4 +399,4 @@ def test_the_label_of_a_source_of_forge_is_the_name_that_selects_it() -> None:
     registry = Registry()
     classes = {name: registry.load("forge.sources", name) for name in registry.names("forge.sources")}
     own = {name: kind for name, kind in classes.items() if kind.__module__ == "forge_data.components"}
-    assert len(own) == 12 and {name: label_of(object.__new__(kind)) for name, kind in own.items()} == {name: name for name in own}
+    assert len(own) == 13 and {name: label_of(object.__new__(kind)) for name, kind in own.items()} == {name: name for name in own}

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forge_vlm.data.chat import TEMPLATES
 from PIL import Image
 
 from forge_core.errors import DataError
+from forge_data.chat.conversation import TEMPLATES
 from forge_data.components import Bytes
 from forge_data.loading.stream import open_stream
 from forge_data.section import Data

@@ -151,11 +151,13 @@ def _tokenizer_of(component: Any, length: int) -> tuple[Any, Fault | None]:
 
 
 def _of_store(key: str, source: components.TokenStore, packing: str) -> Iterator[Fault]:
-    from forge_data.sources.store import read_manifest  # imports numpy
-
     try:
+        if "mask" not in json.loads((Path(source.path) / "manifest.json").read_text(encoding="utf-8")):
+            return
+        from forge_data.sources.store import read_manifest  # imports numpy
+
         mask = read_manifest(Path(source.path)).mask
-    except DataError:  # reported when it is opened
+    except (DataError, OSError, ValueError, TypeError):  # reported when it is opened
         return
     if mask is None:
         return
