@@ -112,7 +112,9 @@ def test_an_unlisted_and_a_missing_key_are_found() -> None:
 
 def test_a_refusal_has_the_keys_of_an_error(tmp_path: Path) -> None:
     (keys,) = tables_in(PAGE.read_text().partition("In the tables below")[0])
-    for words in (["check", "debug", "--train.max_stepz=3"], ["ckpt", "show", "nowhere"], ["data", "inspect", "nowhere"]):
+    convert = ["ckpt", "convert", "--from", "forge", "--to", "hf", "nowhere", "out"]
+    inspect = ["data", "inspect", "nowhere"]
+    for words in (["check", "debug", "--train.max_stepz=3"], ["ckpt", "show", "nowhere"], convert, inspect):
         told = printed(tmp_path, *words)
         assert told["ok"] is False
         compare(told, keys)
@@ -201,4 +203,6 @@ def test_a_document_has_the_keys_of_the_page(made: Path, name: str, table: int, 
     assert told and not (isinstance(told, dict) and told.get("ok") is False), told
     if (name, table) == ("plan", 1):
         told = told["modeled"]
+    if "--point" in words:
+        assert [point["status"] for point in told["points"]] == ["finished"]  # the grid has two
     compare(told, sections()["run" if name == "launch local" else name][table])
