@@ -64,7 +64,9 @@ def sweep(
         text = script(made, [*where, *context.args], jobs)
         write_recipes(made)
         (made.directory / "logs").mkdir(exist_ok=True)  # SLURM does not create the directory of the output files
-        print(text, end="")
+        if as_json:
+            console.document({"directory": str(made.directory), "points": len(made.points), "script": text})
+        console.text(text.rstrip("\n"))
         return
     if dry_run:
         _list(made, console)
@@ -136,6 +138,11 @@ def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> i
             executor.run([Task(one) for one in left])
     if point is None or not left:
         _compare(made, console)
+    elif console.as_json:
+        from forge_lab.sweep.results import collect_results, line_of
+
+        lines = [line_of(item, made.grid.search.metric) for item in collect_results(made).results if item.point in chosen]
+        console.document({"page": None, "best": None, "points": lines})
     if asked.times:
         say(f"stopped by {asked.name}; start the same command again to continue")
         return REQUEUE

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from forge_core.errors import CheckpointError, Damaged, ForgeError
+from forge_core.terminal import Console
 
 if TYPE_CHECKING:
     from forge_ckpt.checkpoint.fence import Owner
@@ -74,9 +76,23 @@ def read_manifest(store: "AnyStore", step: str | None) -> "tuple[str, Manifest]"
 
 
 def refuse(cause: ForgeError) -> NoReturn:
-    """Prints an error and exits with its code."""
-    typer.echo(f"error: {cause}", err=True)
-    raise typer.Exit(cause.exit_code)
+    """Raises an error, which `answering` prints."""
+    raise cause
+
+
+def answering(function: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command that prints an error, with --json as a document, and ends with its exit code."""
+
+    @wraps(function)
+    def run(*arguments: Any, **given: Any) -> None:
+        try:
+            function(*arguments, **given)
+        except ForgeError as cause:
+            passed_on = getattr(given.get("context"), "args", ())
+            console = Console(as_json=given.get("as_json", False) or "--json" in passed_on)
+            raise typer.Exit(console.error(cause)) from None
+
+    return run
 
 
 def list_(directory: Directory, as_json: AsJson = False, foreign: Foreign = False) -> None:
@@ -403,8 +419,10 @@ def convert(context: typer.Context) -> None:
 
 
 app = typer.Typer(name="ckpt", help="Inspect, verify and compare checkpoints.", no_args_is_help=True, add_completion=False)
-app.command("ls")(list_)
-app.command("list", hidden=True)(list_)
+app.command("ls")(answering(list_))
+app.command("list", hidden=True)(answering(list_))
 for function in (show, verify, diff, prune, average):
-    app.command()(function)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)(convert)
+    app.command()(answering(function))
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)(
+    answering(convert)
+)

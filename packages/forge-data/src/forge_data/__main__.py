@@ -2,10 +2,10 @@
 
 import sys
 
-import typer
 from typer.main import get_command
 
 from forge_core.errors import ForgeError
+from forge_core.terminal import Console
 from forge_core.trust import with_trust_option
 from forge_data.commands.cli import app
 
@@ -19,8 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with_trust_option(get_command(app)).main(arguments, prog_name="python -m forge_data")
     except ForgeError as error:
-        typer.echo(f"error: {error}", err=True)
-        return error.exit_code
+        return Console(as_json="--json" in (sys.argv if arguments is None else arguments)).error(error)
     return 0
 
 

@@ -159,7 +159,7 @@ def diff(
 @config.command()
 def schema(
     output: Annotated[Path | None, typer.Option("--output", help="Write the schema to this file.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The output is always JSON.", hidden=True)] = False,  # noqa: ARG001
+    as_json: Annotated[bool, typer.Option("--json", help="The output is always JSON.", hidden=True)] = False,
 ) -> None:
     """Print the JSON Schema of a recipe with every installed component, for editors that complete TOML."""
     from forge_core.config.descriptions import json_schema
@@ -172,7 +172,10 @@ def schema(
         output.write_text(json.dumps(document, indent=2) + "\n")
     except OSError as cause:
         raise ForgeError(f"the schema cannot be written to {output}: {cause.strerror}; choose another --output") from cause
-    Console().text(f"wrote {output}")
+    console = Console(as_json=as_json)
+    if as_json:
+        console.document({"output": str(output)})
+    console.text(f"wrote {output}")
 
 
 def prepare(

@@ -107,12 +107,12 @@ def verify(
     found = verify_tokens(_open(path, kind, dtype, eos, bos), vocab_size, _say(as_json))
     if as_json:
         typer.echo(json.dumps(found))
+        raise typer.Exit(DataError.exit_code if found["faults"] else 0)  # an error would be a second document
     if found["faults"]:
         raise DataError(
             "\n".join([f"{path} is damaged:", *(f"  {fault}" for fault in found["faults"]), "restore it or write it again"])
         )
-    if not as_json:
-        typer.echo(verification_text(found))
+    typer.echo(verification_text(found))
 
 
 @app.command()
