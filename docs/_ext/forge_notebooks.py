@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "notebooks"
 
 
-def copy_notebooks(app: Any, config: Any) -> None:
+def copy_notebooks(*_: Any) -> None:
     """Copies changed notebooks, and removes those that do not exist any more."""
     PAGES.mkdir(exist_ok=True)
     sources = {path.name: path for path in (ROOT / "examples" / "notebooks").glob("*.ipynb")}
