@@ -36,6 +36,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 default_role = "code"  # in docstrings, `name` is code
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+autodoc_mock_imports = ["lmms_eval"]  # an extra that excludes others
 autodoc_inherit_docstrings = False  # torch's docstrings are torch's
 autodoc_class_signature = "separated"
 autodoc_member_order = "bysource"

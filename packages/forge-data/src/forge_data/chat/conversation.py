@@ -178,7 +178,7 @@ class Chat:
 
     @cached_property
     def takes_pieces(self) -> bool:
-        """Whether the template renders contents that are lists of `{"type": "text", "text"}` and `{"type": "image"}`.
+        """Whether the template renders contents that are lists of pieces: texts, and places of images.
 
         Other templates receive the text of the list, with a marker in place of each image.
         """
