@@ -239,8 +239,7 @@ class Mlflow(Component):
     experiment: str = "forge"
     """Experiment that the run appears in; it is created if it does not exist."""
     uri: str | None = None
-    """URL of a tracking server (http://localhost:5000), or a database; by default MLFLOW_TRACKING_URI, else the folder mlflow of the
-    run."""
+    """URL of a tracking server (http://localhost:5000); by default MLFLOW_TRACKING_URI, else the folder mlflow of the run."""
     tags: dict[str, str] = field(default_factory=dict)
     """Tags of the MLflow run."""
 
