@@ -76,3 +76,21 @@ def test_a_failure_is_told_with_its_cause(tmp_path: Path, words: list[str]) -> N
     assert (done.returncode, told["exit_code"], told["state"]) == (1, 1, "failed")
     assert "the plugin's own fault" in told["message"] and told["report"] is None
     assert "said by a plugin" in done.stderr
+
+
+RANKS = """
+import sys
+from forge_train.process.restarts import run_local_ranks
+
+command = [sys.executable, "-m", "forge_train", "run", "debug", "--schedule.warmup=1", "--json", *sys.argv[1:]]
+sys.exit(run_local_ranks(command, [0, 1], grace=60).code)
+"""
+
+
+@pytest.mark.parametrize(("key", "code"), [("--train.max_steps=2", 0), ("--train.max_stepz=2", 2)], ids=["runs", "refused"])
+def test_ranks_of_another_launcher_print_one_document_and_are_refused_together(tmp_path: Path, key: str, code: int) -> None:
+    """None of them waits for a rank that has refused by itself: it would wait for a minute."""
+    done = commands.run("-c", RANKS, key, cwd=tmp_path, timeout=40)
+    told = json.loads(done.stdout)
+    assert done.returncode == code
+    assert told["faults"][0]["key"] == "train.max_stepz" if code else (told["state"], told["exit_code"]) == ("finished", 0)

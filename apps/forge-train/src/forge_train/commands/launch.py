@@ -1,6 +1,8 @@
 """`forge-train launch local|slurm|kubernetes RECIPE`: starts a run on this machine, or as a job of a cluster. No torch."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -125,6 +127,7 @@ def local(
     On several machines without a scheduler that starts ranks, start this command on each: --machines 2 --machine 0 --address HOST
     and --machines 2 --machine 1 --address HOST. All of them have to be started again together.
     """
+    from forge_parallel.launch.environment import read_launcher
     from forge_train.commands.run import run_as_document
     from forge_train.process.restarts import Machines, devices, supervised
 
@@ -135,14 +138,13 @@ def local(
         raise LayoutError(f"--machines = {machines} needs --address, the host name of machine 0")
     load_recipe(recipe, context.args, size * machines, Registry(), here=True)
     job = Machines(machines, machine, address, port, attempt) if address else None
-    code = run_as_document(
-        as_json,
-        recipe,
-        context.args,
-        size * machines,
-        lambda say: supervised(recipe, context.args, fresh, size, restarts, min_processes, job, say),
-    )
-    raise typer.Exit(code)
+
+    def start(say: Callable[[str], object] | None) -> int:
+        return supervised(recipe, context.args, fresh, size, restarts, min_processes, job, say)
+
+    if as_json:
+        raise typer.Exit(run_as_document(recipe, context.args, size * machines, start, read_launcher(os.environ)))
+    raise typer.Exit(start(None))
 
 
 @launch.command(cls=OverridesCommand, context_settings=_OPEN)

@@ -44,25 +44,17 @@ def run(
     """
     from forge_parallel.launch.environment import read_launcher
 
-    where = read_launcher(os.environ)
-    if processes > 1 or restarts > 0 or min_processes is not None:
+    where, supervises = read_launcher(os.environ), processes > 1 or restarts > 0 or min_processes is not None
+
+    def start(say: "Say | None") -> int:
+        if not supervises:
+            return _run_rank(recipe, context.args, fresh, where)
         from forge_train.process.restarts import supervised
 
-        code = run_as_document(
-            as_json,
-            recipe,
-            context.args,
-            processes,
-            lambda say: supervised(recipe, context.args, fresh, processes, restarts, min_processes, say=say),
-        )
-        raise typer.Exit(code)
-    code = run_as_document(
-        as_json and where.rank == 0,
-        recipe,
-        context.args,
-        where.size,
-        lambda _: _run_rank(recipe, context.args, fresh, where),
-    )
+        return supervised(recipe, context.args, fresh, processes, restarts, min_processes, say=say)
+
+    world = processes if supervises else where.size
+    code = run_as_document(recipe, context.args, world, start, where) if as_json else start(None)
     sys.stdout.flush()
     sys.stderr.flush()
     if where.size > 1:
@@ -71,33 +63,42 @@ def run(
     raise typer.Exit(code)
 
 
-def run_as_document(
-    as_json: bool, recipe: str, overrides: Sequence[str], world: int, start: Callable[["Say | None"], int]
-) -> int:
-    """Starts a run and returns its exit code. With `as_json`, all output goes to standard error, and one JSON document follows on
-    standard output: the run as `runs --json` shows it, with its exit code, the message of a failure, and its report.
+Say = Callable[[str], object]
+"""Prints a line for people."""
+
+
+def run_as_document(recipe: str, overrides: Sequence[str], world: int, start: Callable[[Say], int], where: "Launch") -> int:
+    """Starts a run with all output on standard error, prints one JSON document on standard output, and returns the exit code.
+
+    The document is the run as `runs --json` shows it, with its exit code, the message of a failure, and its report. Rank 0 prints
+    it.
 
     Args:
-        as_json: whether to print the document.
         recipe: recipe of the run.
         overrides: keys of the command line.
         world: number of ranks.
-        start: starts the run and returns its exit code; gets a function that reports failures and restarts, or None.
+        start: starts the run and returns its exit code; gets a function that reports failures and restarts.
+        where: this process among the ranks of another launcher.
 
     Raises:
-        ForgeError: the recipe is refused.
+        ForgeError: the recipe is refused, and no other rank waits for this one.
     """
-    if not as_json:
-        return start(None)
+    from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_core.terminal import Console, kept_for_document
+    from forge_core.terminal import Console, failure, kept_for_document
     from forge_train.directory import run_directory
     from forge_train.process.restarts import ERROR_FILE, cause_of_end
     from forge_train.recipe.load import load_recipe
     from forge_train.report.page import REPORT
     from forge_train.runs.overview import overview
 
-    directory = run_directory(load_recipe(recipe, overrides, world, Registry(), here=True).job)
+    directory, refused = Path(), None
+    try:
+        directory = run_directory(load_recipe(recipe, overrides, world, Registry(), here=True).job)
+    except ForgeError as refusal:
+        if where.size == 1:
+            raise
+        refused = failure(refusal)  # the other ranks wait for this one, and all are refused together
     messages: list[str] = []
 
     def say(line: str) -> None:
@@ -108,15 +109,12 @@ def run_as_document(
         file = os.environ.setdefault(ERROR_FILE, f"{folder}/error")
         code = start(say)
         messages += filter(None, [cause_of_end(Path(file))])
-    report = directory / REPORT
-    ended = {"exit_code": code, "message": messages[-1] if code and messages else None}
-    ended["report"] = str(report) if report.is_file() else None
-    Console(as_json=True).document(overview(directory, time.time()).as_json() | ended)
+    if where.rank == 0:
+        report = directory / REPORT
+        ended = {"exit_code": code, "message": messages[-1] if code and messages else None}
+        ended["report"] = str(report) if report.is_file() else None
+        Console(as_json=True).document(refused or overview(directory, time.time()).as_json() | ended)
     return code
-
-
-Say = Callable[[str], object]
-"""Prints a line for people."""
 
 
 def _run_rank(recipe: str, overrides: Sequence[str], fresh: bool, where: "Launch") -> int:
