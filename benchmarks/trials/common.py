@@ -1,4 +1,4 @@
-"""What the trials share: a way to flip a bit, an object that runs code when it is unpickled, and schedules that take a step."""
+"""What the trials share: a flipped bit, an object that runs code when it is unpickled, and a small model."""
 
 import os
 from pathlib import Path
@@ -8,13 +8,13 @@ from torch import nn
 
 
 class Trap:
-    """Creates a file when it is unpickled."""
+    """Creates a directory when it is unpickled."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (str(self.file),)
+        return os.mkdir, (str(self.directory),)
 
 
 def flip_bit(folder: Path, like: bytes) -> Path:

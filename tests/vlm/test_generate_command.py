@@ -31,46 +31,9 @@ from train.runs import train
 from vlm.data.templates import IMAGES, TEXT
 from vlm.tiny import JOINT
 from vlm.tiny import TEXT as DECODER
+from vlm.visual_run import RECIPE
 
 PLACEHOLDER = 299
-RECIPE = """
-base = "debug-joint"
-hooks = [{{ name = "save" }}]
-
-[model]
-vocab_size = 300
-max_length = 512
-
-[model.fusion]
-name = "{fusion}"
-
-[model.encoder]
-channels = 3
-
-[data]
-sequence_length = 256
-packing = "best_fit"
-items_per_row = 12
-evaluation = {{}}
-
-[[data.sources]]
-name = "image_jsonl"
-path = "{folder}/records.jsonl"
-template = "chatml"
-tiling = {{ name = "{tiling}" }}
-
-[train]
-max_steps = 3
-threads = 1
-global_batch = 4
-micro_batch = 4
-
-[optimizer]
-lr = 0.2
-
-[schedule]
-warmup = 0
-"""
 USER, SAYS = "user", {"role": "assistant", "content": "It is a cat."}
 TALKS: list[tuple[list[dict[str, str]], list[str]]] = [
     ([{"role": USER, "content": "<image>What is it?"}], ["a.png"]),
@@ -92,7 +55,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     records += [{"text": text, "image": images} for text, images in TEXTS]
     (folder / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
     fusion, tiling = request.param
-    (folder / "r.toml").write_text(RECIPE.format(folder=folder, fusion=fusion, tiling=tiling))
+    (folder / "r.toml").write_text(RECIPE.format(template="chatml", folder=folder, fusion=fusion, tiling=tiling))
     train(folder / "r.toml", [f"--job.dir={folder / 'run'}"])
     return folder
 

@@ -16,7 +16,7 @@ from forge_core.errors import ForgeError
 from forge_train.cli import main
 from harness.pages import ROOT
 from harness.pool import World
-from vlm.evaluation.visual_run import QUESTIONS, Oracle, opened, trained
+from vlm.visual_run import QUESTIONS, Oracle, opened, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 TASK = """\

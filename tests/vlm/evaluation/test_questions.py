@@ -34,7 +34,7 @@ from forge_vlm.images.tiling import Tiling
 from harness.pool import World
 from harness.siblings import fast
 from train.runs import TINY, train
-from vlm.evaluation.visual_run import OPEN, QUESTIONS, Oracle, lines, opened, trained
+from vlm.visual_run import OPEN, QUESTIONS, Oracle, lines, opened, trained
 
 PLACEHOLDER = 299
 

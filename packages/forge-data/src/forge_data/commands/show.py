@@ -27,7 +27,7 @@ MARKS = "«", "»"
 """Around trained text, where there are no colors."""
 
 
-class Piece(NamedTuple):
+class TokenSpan(NamedTuple):
     """Neighboring tokens of one role in one document.
 
     Attributes:
@@ -108,7 +108,7 @@ def _row(batch: Batch, stream: "TrainingStream", spelled: Mapping[int, str]) -> 
     pieces = []
     for (role, document), same in groupby(zip(roles, documents, ids, strict=True), key=lambda each: each[:2]):
         own = [each[2] for each in same]
-        pieces.append(Piece(role, document, own, None if tokenizer is None else text_of(own, tokenizer, spelled)))
+        pieces.append(TokenSpan(role, document, own, None if tokenizer is None else text_of(own, tokenizer, spelled)))
     source = stream.labels[0 if batch.sources is None else int(batch.sources.rows[0])]
     held = len({document for role, document in zip(roles, documents, strict=True) if role != "padding"})
     return {
