@@ -281,7 +281,7 @@ def test_a_conversation_that_is_cut_before_its_first_answer_is_refused(folder: P
 def test_broken_records_are_named_counted_and_skipped(context: SourceContext, tmp_path: Path) -> None:
     records = [talk(0), {"messages": []}, {"messages": [{"role": "user", "content": "x"}]}, talk(1)]
     path = written(tmp_path / "talks.jsonl", records)
-    with pytest.raises(DataError, match=r"at byte [0-9]+ \(line 2\) has an empty conversation"):
+    with pytest.raises(DataError, match=r"at byte [0-9]+ \(line 2\) has an empty conversation; correct or remove it, or allow"):
         Conversations(path=path).build(context)
     said: list[str] = []
     source: Any = Conversations(path=path, skip=2).build(replace(context, report=said.append))

@@ -95,9 +95,10 @@ class Skips:
         """
         self.count += 1
         if self.count > self.budget:
-            so_far = f"; it is broken record {self.count}, and `skip` allows {self.budget}" if self.budget else ""
+            allowed = f"it is broken record {self.count}, and `skip` allows {self.budget}"
+            remedy = allowed if self.budget else "correct or remove it, or allow broken records with `skip`"
             others = "".join(f"\n  before it: {other}" for other in self.messages[:SHOWN])
-            raise DataError(f"{message}{so_far}{others}")
+            raise DataError(f"{message}; {remedy}{others}")
         self.left_out(message)
 
     def left_out(self, message: str) -> None:
