@@ -206,8 +206,9 @@ def test_a_model_with_times_of_frames_gets_those_of_the_clip() -> None:
     both = _together([given, {}, given])
     assert both["image_times"].tolist() == [0.0, 2.5, -1.0] * 2
     assert both["image_rows"].tolist() == [[0, 1, 2], [-1, -1, -1], [3, 4, 5]]
-    with pytest.raises(BrokenRecord, match="an image at seconds 'late'"):
-        encoder.prompt([Turn("user", [frames[0] | {"seconds": "late"}])], lambda name: b"")
+    for wrong in ("late", True, -1, float("nan"), float("inf")):
+        with pytest.raises(BrokenRecord, match=f"an image at seconds {wrong!r} in"):
+            encoder.prompt([Turn("user", [frames[0] | {"seconds": wrong}])], lambda name: b"")
 
 
 def text_request(text: str) -> VisualRequest:
