@@ -27,6 +27,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 TOOLS = ("hatchling", "hypothesis", "pyright", "pytest", "pytest-xdist")
 LIBRARIES = (
     *("lion-pytorch", "lm-eval[hf]", "safetensors", "schedulefree", "tensorboard", "torchao", "transformers", "wandb"),
+    *("accelerate", "gguf", "peft", "trl"),
     *("av", "datasets", "fsspec", "pyarrow", "scikit-learn", "sentencepiece", "tiktoken", "torchdata", "zstandard"),
     *("flask", "flask-cors", "moto[s3]", "s3fs"),
     *("h5py", "ipykernel", "matplotlib", "nbclient", "scikit-learn", "scipy", "xarray", "zarr"),
