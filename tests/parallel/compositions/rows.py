@@ -1,5 +1,6 @@
 """From the features of a row to what runs: the model, the transforms, the schedule, and the recipe that says the same."""
 
+import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +17,7 @@ from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
+from forge_models.components.transformers import TransformersConfig
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
@@ -61,6 +63,20 @@ ALL_CHOSEN = replace(EXPERTS, experts=4, top_k=4, ffn_dim=32)
 """For low precision: rounding of a score may choose another expert, which changes the result by more than rounding. Here all are
 chosen."""
 
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.2,
+}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+"""Classes of transformers: dense, and with experts."""
+
 ENCODER = ViT(size=8, patch=4, channels=1, dim=16, layers=1, heads=2)
 FUSIONS = MappingProxyType(
     {
@@ -92,8 +108,12 @@ def names(job: Any, layout: Layout) -> set[str]:
     return {use.name for use in features(job, layout)}
 
 
-def decoder_of(row: frozenset[str]) -> DecoderConfig:
+def decoder_of(row: frozenset[str]) -> Any:
     """Grouped-query attention, tiny; as many blocks as its stages need."""
+    if "transformers" in row:
+        experts = any(feature.startswith("ep_") for feature in row)
+        keys = {**LLAMA, **(MIXTRAL if experts else {}), "tie_word_embeddings": "tied" in row}
+        return TransformersConfig(config=json.dumps(keys), weights_from="draw")
     depth = 1 if row & {"pp_interleaved_zero_bubble", "pp_zbv", "pp_dualpipev"} else 2
     mtp = MTPConfig(depth=depth) if "mtp" in row else None
     experts = None if "experts" not in row else EXPERTS if row.isdisjoint(LOW) else ALL_CHOSEN
@@ -170,6 +190,9 @@ def objective_of(row: frozenset[str]) -> CrossEntropy:
 
 def groups_of(row: frozenset[str]) -> tuple[ParameterGroup, ...]:
     """What is frozen: a block, experts included; a part of a block; a table, but not a tied one, whose two gradients count."""
+    if "transformers" in row:
+        patterns = ("model.layers.1.*", "model.layers.2.self_attn.k_proj.*") if "frozen" in row else ()
+        return tuple(ParameterGroup(match=pattern, frozen=True) for pattern in patterns)
     patterns = ("blocks.1.*", "blocks.2.attention.k_proj.*", *(() if "tied" in row else ("embed.weight",)))
     patterns = patterns if "frozen" in row else ()
     return tuple(ParameterGroup(match=pattern, frozen=True) for pattern in patterns)

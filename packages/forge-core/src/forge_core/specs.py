@@ -91,6 +91,9 @@ class Specs:
             hidden states; `document_starts` and `token_mask`, for all stages, if the batch has them.
         whole_rows: reasons, besides attention, why the model needs whole rows; empty if a row may be split.
         whole_stream: reasons why some modules need whole sequences of the residual stream instead of parts.
+        tp_plan: styles of linear layers under tensor parallelism, by pattern of paths, for classes of other libraries that come
+            with such a plan instead of logical dimensions (see `forge_parallel.foreign.description.STYLES`); empty if such a
+            class has none; None for models that describe their dimensions.
         roles: named sets of parameters, such as `encoder`, to which training stages can refer. Sets may overlap, and need not
             cover all parameters.
     """
@@ -107,6 +110,7 @@ class Specs:
     mtp_depth: int = 0
     needs: tuple[Literal["tokens", "document_starts", "token_mask"], ...] = ()
     roles: Mapping[str, frozenset[str]] = field(default_factory=_no_roles)
+    tp_plan: Mapping[str, str] | None = None
 
 
 BLOCK = 1 << 16

@@ -1,6 +1,7 @@
 """Rules across sections for models: pure functions of (job, layout), which run before torch is imported."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from forge_core.errors import Fault
 from forge_core.layout import Layout, divisors
@@ -16,6 +17,13 @@ def experts_fit(job: Job, layout: Layout) -> Iterator[Fault]:
     if layout.ep * layout.etp == 1:
         return
     moe = getattr(job.model, "moe", None)
+    model: Any = job.model
+    experts = getattr(model, "experts", 0)  # stacked experts of a class of transformers
+    if experts and layout.etp == 1:
+        if experts % layout.ep:
+            legal = ", ".join(str(n) for n in divisors(experts))
+            yield Fault("parallel.ep", f"{experts} experts do not divide over {layout.ep} ranks", hint=f"it may be {legal}")
+        return
     if not isinstance(moe, MoEConfig):
         key = "ep" if layout.ep > 1 else "etp"
         yield Fault(
@@ -29,7 +37,7 @@ def experts_fit(job: Job, layout: Layout) -> Iterator[Fault]:
             f"{moe.experts} experts do not divide over parallel.ep = {layout.ep} ranks",
             hint=f"parallel.ep may be {legal}",
         )
-    width = moe.shape(job.model.shape.ffn_dim).ffn_dim
+    width = moe.shape(model.shape.ffn_dim).ffn_dim
     if width % layout.etp:
         key = "model.ffn_dim" if moe.ffn_dim is None else "model.moe.ffn_dim"
         yield Fault(key, f"the expert width {width} must be a multiple of parallel.etp = {layout.etp}")

@@ -3,6 +3,7 @@
 PARTS = {
     "forge.models": {
         "decoder": "forge_models.components.decoder:DecoderConfig",
+        "transformers": "forge_models.components.transformers:TransformersConfig",
     },
     "forge.attentions": {
         "gqa": "forge_models.components.attentions:GQA",
@@ -25,6 +26,7 @@ PARTS = {
         "softmax_topk": "forge_models.components.experts:SoftmaxTopKConfig",
     },
     "forge.checks": {
+        "classes_are_compared": "forge_models.hf.causal_lm_classes:classes_are_compared",
         "experts_compile": "forge_models.checks:experts_compile",
         "experts_fit": "forge_models.checks:experts_fit",
         "experts_see_other_tokens": "forge_models.checks:experts_see_other_tokens",

@@ -8,6 +8,9 @@ from torch import Tensor
 # Whether the current backward retains its graph: only the last backward of a graph may work in place.
 from torch._C._autograd import _get_current_graph_task_keep_graph as graph_is_kept  # noqa: F401
 
+# Sees every operator of a context. The module is private; torch's documentation names it.
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
+
 # A view that autograd does not mark as one, because FSDP warns about modules that return views.
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view
 

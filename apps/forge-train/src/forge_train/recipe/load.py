@@ -85,6 +85,8 @@ def load_recipe(
         recipe = without_auto(recipe)
     layered = load_layers(recipe, overrides, Job, registry)
     tree, unread = fill_from_hf(layered.tree, registry)
+    tree, undescribed = fill_described(tree, registry)
+    unread += undescribed
     outcome = walk(Job, tree, registry)
     faults = [*layered.faults, *unread, *outcome.faults]
     layout, misfits = _layout(outcome, world)
@@ -179,6 +181,24 @@ def fill_from_hf(tree: Table, registry: Registry) -> tuple[Table, list[Fault]]:
     outcome = walk(schema, Table({"model": model}, tree.origin), registry)
     fill_from_hf = _with_origin(outcome.tree.items["model"], f"{given.value}/config.json")
     return Table({**tree.items, "model": fill_from_hf}, tree.origin), list(outcome.faults)
+
+
+def fill_described(tree: Table, registry: Registry) -> tuple[Table, list[Fault]]:
+    """Fills keys of `[model]` that files determine: those that the class method `described(given)` of its component returns."""
+    model = tree.items.get("model")
+    chosen = model.items.get("name") if isinstance(model, Table) else None
+    if not isinstance(model, Table) or not isinstance(chosen, Leaf) or chosen.value not in registry.names("forge.models"):
+        return tree, []
+    described = getattr(registry.load("forge.models", chosen.value), "described", None)
+    if described is None:
+        return tree, []
+    given = {name: node.value for name, node in model.items.items() if isinstance(node, Leaf)}
+    try:
+        found = described(given)
+    except ForgeError as refusal:
+        return tree, [Fault("model", str(refusal), model.origin)]
+    items = {**{name: Leaf(value, model.origin) for name, value in found.items()}, **model.items}
+    return Table({**tree.items, "model": Table(items, model.origin)}, tree.origin), []
 
 
 def _ignored_keys(node: Node | None) -> tuple[str, ...]:

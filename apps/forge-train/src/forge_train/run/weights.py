@@ -6,7 +6,7 @@ that do not fit. Tensors that are not taken are initialized from `job.seed` and 
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,9 @@ class InitialWeights:
             self._take(self._job.start, model)
         elif self._folder is not None:
             self._read(self._folder, model)
+        elif (weights := own_weights(self._job.model)) is not None:
+            self.notes += [f"{weights.facts.origin}: {note}" for note in weights.facts.notes]
+            fill_from(weights, model)
         else:
             initialize(model, self._job.job.seed)
         self._fill_parts(model)
@@ -127,6 +130,12 @@ def weighted_parts(model: Any) -> dict[str, Any]:
     components with a method `weights()` that returns `forge_core.protocols.weights.Weights`."""
     fields = fields_of(type(model)) if dataclasses.is_dataclass(model) else ()
     return {info.name: part for info in fields if hasattr(part := getattr(model, info.name), "weights")}
+
+
+def own_weights(model: Any) -> Weights | None:
+    """Returns the weights that the component of a whole model comes with, by its method `weights()`; None without any."""
+    given: Callable[[], Weights | None] | None = getattr(model, "weights", None)
+    return None if given is None else given()
 
 
 _SHOWN = 20
@@ -313,7 +322,8 @@ def _weights(job: Job, registry: Registry) -> tuple[str, Weights | None]:
             ignore=getattr(component, FROM_HF_IGNORE, ())
         ).build().read(Path(path))
     if job.start.weights is None:
-        return "", None
+        own = own_weights(component)
+        return ("", None) if own is None else ("model.folder", own)
     weights = open_weights(job.start.weights, registry, job.start.section)
     started = component.starts_from(weights) if hasattr(component, "starts_from") else weights
     taken = any(name.endswith("embed.weight") for name in tensors_to_take(job.start, started.tensors))

@@ -14,6 +14,8 @@ from forge_core.protocols.weights import NO_EXTRAS, HfModel, Weights
 from forge_core.registry import Registry
 from forge_core.terminal import size
 from forge_models.components.decoder import DecoderConfig
+from forge_models.components.transformers import TransformersConfig
+from forge_models.hf.causal_lm_classes import record_of
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.reader import Folder, unknown_kind
@@ -28,7 +30,10 @@ GROUP = "forge.hf_models"
 
 @dataclass(frozen=True, kw_only=True)
 class HfConverter(Component):
-    """Hugging Face folders: config.json and safetensors; no pickle, no code of the model's author."""
+    """Hugging Face folders: config.json and safetensors; no pickle, no code of the model's author.
+
+    Folders of other kinds than Forge's families are opened with their class of transformers, if that has been compared.
+    """
 
     family: str | None = None
     """`model_type` to write, such as `llama`; by default that of the weights' origin, else the first that fits. Models other than
@@ -45,13 +50,25 @@ class HfConverter(Component):
     def read(self, path: Path) -> Any:
         """Opens a folder; see `forge_models.hf.reader.Folder`."""
         other = _other(path)
-        return Folder(path, self.ignore) if other is None else other.read(path, self.ignore)
+        if other is not None:
+            return other.read(path, self.ignore)
+        if read_config(path)["model_type"] in FAMILIES:
+            return Folder(path, self.ignore)
+        from forge_models.hf.causal_lm_weights import CausalLMFolder
+
+        return CausalLMFolder(
+            path, TransformersConfig(**{"folder": str(path), **TransformersConfig.described({"folder": str(path)})})
+        )
 
     def write(self, path: Path, weights: Weights) -> None:
         """Writes a folder; see `forge_models.hf.writer.write`."""
         tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
         if type(weights.model) is DecoderConfig:
             write(path, weights, family=self.family, tokenizer=tokenizer, max_shard_bytes=self.max_shard_bytes)
+        elif type(weights.model) is TransformersConfig:
+            from forge_models.hf import causal_lm_weights
+
+            causal_lm_weights.write(path, weights, tokenizer=tokenizer, max_shard_bytes=self.max_shard_bytes)
         else:
             chosen = _chosen(weights, self.family)
             chosen.write(path, weights, tokenizer=tokenizer, max_shard_bytes=self.max_shard_bytes)
@@ -96,7 +113,8 @@ def opened(path: Path, loader: str) -> Any:
 
 
 def _other(path: Path) -> HfModel | None:
-    """Returns the reader of a folder with a model other than a text decoder; None if it is one of the text families.
+    """Returns the reader of a folder with a model other than a text decoder; None if it is one of the text families, or has a
+    class of transformers that has been compared.
 
     Raises:
         Unsupported: no registered model has this `model_type`.
@@ -106,6 +124,8 @@ def _other(path: Path) -> HfModel | None:
     if isinstance(kind, str) and kind in FAMILIES:
         return None
     others = registry.names(GROUP)
+    if isinstance(kind, str) and kind not in others and (found := record_of(kind)) is not None and found[1]["alone"] is True:
+        return None
     if not isinstance(kind, str) or kind not in others:
         raise unknown_kind(values, str(path / CONFIG), others)
     return registry.load(GROUP, kind)().build()

@@ -41,13 +41,23 @@ def logits_of(
         model = component.build()
     model.eval()
     tied, held = dict(model.specs().ties), frozenset(dict(model.named_buffers()))
-    units = [(path, module) for path, module in model.named_children() if not isinstance(module, nn.ModuleDict)]
-    units += [(f"blocks.{name}", block) for name, block in model.blocks.items()]
-    for path, unit in units:
+    for path, unit in _units(model):
         buffers = sorted(name for name in held if name.startswith(f"{path}."))
         unit.register_forward_pre_hook(_loader(weights, path, tied, dtype, buffers_of(weights, model, buffers)))
         unit.register_forward_hook(_drop)
     return model(tokens, **extras)
+
+
+def _units(model: Any) -> list[tuple[str, nn.Module]]:
+    """Returns, by path, the modules that are loaded one at a time: blocks, and everything outside of them."""
+    blocks = model.specs().blocks
+    around = {".".join(words[:end]) for path in blocks for words in [path.split(".")] for end in range(len(words))}
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{unit}.") for unit in found)
+        if path not in around and not inside and (path in blocks or module.state_dict(keep_vars=True)):
+            found[path] = module
+    return list(found.items())
 
 
 def buffers_of(weights: "Weights", model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:

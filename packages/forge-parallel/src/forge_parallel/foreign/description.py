@@ -155,6 +155,7 @@ STYLES: Mapping[str, Role] = {
     "colwise_gather_output": Role.GATHERED,
     "colwise_rep": Role.GATHERED,
     "rowwise": Role.ROW,
+    "rowwise_split_input": Role.WHOLE_ROW,
     "moe_tp_experts": Role.EXPERTS,
     "embedding_rowwise": Role.TABLE,
     "replicated_with_grad_allreduce": Role.STREAM,
@@ -162,7 +163,7 @@ STYLES: Mapping[str, Role] = {
 }
 """Supported styles, under the names that transformers uses -> role of the module."""
 
-CUT = {Role.ENTERING: 0, Role.GATHERED: 0, Role.TABLE: 0, Role.ROW: 1}
+CUT = {Role.ENTERING: 0, Role.GATHERED: 0, Role.TABLE: 0, Role.ROW: 1, Role.WHOLE_ROW: 1}
 """Role -> the dimension of the weight (outputs, inputs) that is split."""
 
 STACKED = {"colwise": (1, 1), "packed_colwise": (2, 2), "rowwise": (2, 1)}
@@ -213,7 +214,7 @@ def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Rules:
         if role not in CUT:
             continue
         for slot, parameter in module.get_submodule(path).named_parameters(recurse=False):
-            dim = None if role is Role.ROW and slot == "bias" else CUT[role]
+            dim = None if role in (Role.ROW, Role.WHOLE_ROW) and slot == "bias" else CUT[role]
             name = ties[id(parameter)]
             _agree(name, cut, dim, roles, path)
             cut[name] = dim

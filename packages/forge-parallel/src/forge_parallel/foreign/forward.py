@@ -132,7 +132,7 @@ def _dims(given: Mapping[str, Any], key: str, tensor: Tensor) -> set[int]:
     return {dim % tensor.dim() for dim in dims} if dims else set(range(tensor.dim()))
 
 
-CUT = {Role.ENTERING, Role.GATHERED, Role.ROW, Role.TABLE, Role.EXPERTS}
+CUT = {Role.ENTERING, Role.GATHERED, Role.ROW, Role.WHOLE_ROW, Role.TABLE, Role.EXPERTS}
 """Roles that change which tensors are split. The operators inside of their modules are not traced."""
 
 ASKING = frozenset({"lt", "le", "gt", "ge", "_local_scalar_dense", "_to_copy"})

@@ -61,6 +61,8 @@ class StageSplit:
                 blocks, or the schedule does not support the model's MTP depth.
         """
         if not (specs.blocks and specs.entry and specs.exit):
+            if why := getattr(module, "no_stages", ""):  # a class of another library, which cannot describe itself
+                raise PlanError(f"{why}; set parallel.pp = 1")
             raise PlanError(
                 "a pipeline needs specs() with the modules before the blocks (`entry`), the blocks, and the modules after them "
                 f"(`exit`), but they are {specs.entry}, {specs.blocks} and {specs.exit}; add the missing ones"

@@ -268,6 +268,8 @@ def share_experts(part: nn.Module, context: Context, *, dispatcher: str, ranks_p
         PlanError: a layer has no dispatcher to replace, experts cannot be split evenly, or ranks per node do not divide ep.
     """
     topology = context.topology
+    if not stacks(context.whole or context.specs):
+        raise PlanError("expert: the model has no stacked experts to split; set parallel.ep = 1")
     if dispatcher == "hierarchical" and topology.layout.ep > 1:
         # Collective on all ranks, including those whose stages have no experts.
         topology.nodes("ep", _per_node(topology.layout.ep, ranks_per_node))

@@ -79,6 +79,8 @@ def features(job: ParallelJob, layout: Layout) -> list[Use]:
     stages = getattr(job.train, "stages", ())
     uses += [use for index, stage in enumerate(stages) for use in _options(stage, f"train.stages.{index}", sizes)]
     uses += _options(job.model, "model", sizes)
+    if own := getattr(job.model, "feature", ""):
+        uses.append(_of(type(job.model), Use(own, "model", f"model.name of {type(job.model).__name__}")))
     uses += _options(getattr(job, "objective", None), "objective", sizes)
     uses += _named(job.model, "model")
     if layout.world > 1:
@@ -148,6 +150,8 @@ TESTS = MappingProxyType(
         "large": "tests/parallel/compositions/test_compositions.py::test_three_axes_and_more_equal_one_process",
         "fusions": "tests/vlm/test_layouts.py::test_a_fusion_equals_one_process",
         "fusions_slow": "tests/vlm/test_layouts.py::test_the_remaining_fusions_equal_one_process",
+        "transformers": "tests/models/hf/test_causal_lm_layouts.py::test_a_class_of_transformers_equals_one_process",
+        "transformers_slow": "tests/models/hf/test_causal_lm_layouts.py::test_the_remaining_layouts_equal_one_process",
     }
 )
 """Kind of row -> the test that runs its rows. Fast and slow tests use at most four ranks, except for pairs that need eight."""

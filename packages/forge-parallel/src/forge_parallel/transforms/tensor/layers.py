@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forge_parallel.placement.collectives import Copy, Gather, Join, Ranks, Scatter, Sum, all_gather
+from forge_parallel.placement.shares import chunk
 from forge_parallel.transforms.tensor.rules import Role
 
 SEQUENCE = 1
@@ -97,6 +98,15 @@ class RowParallelLinear(Split):
         return out if bias is None else out + _local(bias).to(out.dtype)
 
 
+class WholeInputRowLinear(RowParallelLinear):
+    """A linear layer split along its inputs, which every rank has whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, all features), the same on all ranks -> residual stream."""
+        start, length = chunk(x.shape[-1], self.tp.size, self.tp.rank)
+        return super().forward(Copy.apply(x, self.tp).narrow(-1, start, length))
+
+
 class VocabParallelEmbedding(Split):
     """Looks up the embedding rows that this rank holds; other tokens are zero."""
 
@@ -162,6 +172,7 @@ _MIXINS = {
     Role.GATHERED: GatheredColumnLinear,
     Role.EXPERTS: TensorParallelExperts,
     Role.ROW: RowParallelLinear,
+    Role.WHOLE_ROW: WholeInputRowLinear,
     Role.SIDE_INPUTS: SideInputs,
     Role.TABLE: VocabParallelEmbedding,
     Role.HEAD: VocabParallelHead,
@@ -182,7 +193,9 @@ def split_class(
     """
     mixin = _MIXINS.get(role, Split)
     local: Any = _rows_of if role is Role.KV_COPY else _summed_of if summed else _whole_of
-    views = {name: property(_hidden if role is Role.ROW and name == "bias" else local(name)) for name in parameters}
+    views = {
+        name: property(_hidden if role in (Role.ROW, Role.WHOLE_ROW) and name == "bias" else local(name)) for name in parameters
+    }
     views |= {name: property(_packed_of(name)) for name in packed}
     return type(f"{original.__name__}{role.name.title().replace('_', '')}", (mixin, original), views)
 

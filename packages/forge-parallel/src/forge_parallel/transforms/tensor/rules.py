@@ -24,6 +24,7 @@ class Role(Enum):
     COLUMN = "makes this rank's share of heads or features"
     KV_COPY = "makes the key-value head that this rank's query heads use; its weight is whole on every rank"
     ROW = "consumes this rank's share; the results of all ranks are summed"
+    WHOLE_ROW = "a row whose input every rank has whole, and takes its own part of"
     TABLE = "looks up the rows that this rank has"
     HEAD = "makes this rank's share of the logits"
     ACROSS = "works across all heads, such as a norm: takes all ranks' shares, keeps its own of what it makes"
@@ -68,7 +69,11 @@ def tensor_parallel_rules(specs: Specs, tp: int, sequence: bool) -> Rules:
     roles: dict[str, Role] = {}
     apart: set[str] = set()
     if sequence and (why := stream_refusal(specs.whole_stream)):
-        raise PlanError(f"tensor: {why}")
+        raise PlanError(f"tensor: {why}; set transforms.tensor.sequence_parallel = false")
+    if specs.tp_plan is not None and not specs.tp_plan:
+        raise PlanError("tensor: the model's class comes with no plan of the layers to split; set parallel.tp = 1")
+    if specs.tp_plan and any("expert" in spec.dims for spec in specs.tensors.values()):
+        raise PlanError("tensor: stacked experts of this class are split by expert parallelism only; set parallel.tp = 1")
     for name, spec in specs.tensors.items():
         path = name.rpartition(".")[0]
         if "expert" in spec.dims:

@@ -60,7 +60,13 @@ class TensorParallel(Component, Transform):
 
             if self.asynchronous:
                 overlap(context.topology)
-            cut(part, self.rules(context.specs, tp), context, self.sequence_parallel)
+            if context.specs.tp_plan is not None:
+                from forge_parallel.foreign.recipe_model import planned_rules
+
+                rules = planned_rules(part, context.specs, tp)
+            else:
+                rules = self.rules(context.specs, tp)
+            cut(part, rules, context, self.sequence_parallel)
         return part
 
     def hidden_shape(self, shape: tuple[int, ...], context: "Context") -> tuple[int, ...]:

@@ -1,0 +1,321 @@
+"""`[model] name = "transformers"`: a class's own forward with Forge's loss, weights, step and folders."""
+
+import json
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_core.batch import Batch
+from forge_core.errors import ForgeError
+from forge_models.components.transformers import TransformersConfig
+from forge_models.generation import generate
+from forge_models.hf import causal_lm, causal_lm_classes, causal_lm_weights
+from forge_models.hf.causal_lm import CausalLM
+from forge_models.hf.causal_lm import causal_lm as model_of
+from forge_models.hf.config import Unsupported
+from forge_models.hf.converter import HfConverter
+from forge_parallel.model.realize import Blueprint
+from forge_train.inference.stored import load_model
+from models.hf import causal_lm_walk as walk
+
+FAST = ("LlamaForCausalLM", "Gemma2ForCausalLM", "CohereForCausalLM", "GPTJForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel")
+"""Plain; soft caps and a scaled table; scaled logits; a head with a bias; experts; learned positions and transposed weights."""
+
+
+def config_of(name: str, **changes: Any) -> str:
+    return json.dumps({**walk.small(walk.classes()[name][0]), **changes})
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_one_process_equals_the_class_itself(name: str) -> None:
+    config = config_of(name)
+    ours = walk.step_of(config, "dp1")
+    assert walk.error(walk.step_of_transformers(config), ours) < walk.TOLERANCE
+    packed = walk.step_of(config, "dp1", packed=True)
+    assert walk.error(walk.step_of_transformers(config, packed=True), packed) < walk.TOLERANCE
+    assert walk.error(ours, packed) > 1e-3, "documents change nothing"
+    assert walk.influence_of_later_tokens(config) < walk.TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MixtralForCausalLM", "Gemma2ForCausalLM"])
+def test_a_folder_is_what_from_pretrained_loads_and_reads_back(name: str) -> None:
+    assert walk.error_of_a_folder(config_of(name)) < walk.TOLERANCE
+
+
+def test_the_comparison_sees_what_is_wrong() -> None:
+    config = config_of("LlamaForCausalLM")
+    right = walk.step_of(config, "dp1")
+    assert walk.error(right, (right[0] * (1 + 1e-5), right[1])) > walk.TOLERANCE
+    name = next(iter(right[1]))
+    assert walk.error(right, (right[0], {**right[1], name: right[1][name] * 0.999})) > walk.TOLERANCE
+    assert walk.error(right, (right[0], {key: value for key, value in right[1].items() if key != name})) > walk.TOLERANCE
+    assert not walk.error(right, (float("nan"), right[1])) <= walk.TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(causal_lm_classes.records()["classes"]))
+def test_every_class_is_as_recorded(name: str) -> None:
+    record = causal_lm_classes.records()["classes"][name]
+    found = walk.record_of(walk.classes()[name][0])
+    holds = {key: value is True for key, value in record.items() if key != "model_types"}
+    assert {key: value is True for key, value in found.items()} == holds
+
+
+def test_every_class_of_transformers_has_a_record() -> None:
+    import transformers
+
+    document = causal_lm_classes.records()
+    assert document["transformers"] == transformers.__version__, "run models.hf.causal_lm_walk"
+    assert set(document["classes"]) == set(walk.classes())
+    for name, configs in walk.classes().items():
+        assert set(document["classes"][name]["model_types"]) == {config.model_type for config in configs}  # type: ignore[attr-defined]
+
+
+def test_the_share_of_classes_is_what_the_page_promises() -> None:
+    records = causal_lm_classes.records()["classes"].values()
+    small = [record for record in records if record["alone"] is True or "cannot be made small" not in record["alone"]]
+    trained = [record for record in small if record["alone"] is True]
+    assert sum(record["dp"] is True for record in trained) >= 0.9 * len(trained)
+    assert len(trained) >= 0.75 * len(small)
+
+
+def test_initial_values_are_those_of_the_class() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=512, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, initializer_range=0.05)
+    specs = model_of(json.dumps(config.to_dict()), {}).specs().tensors
+    torch.manual_seed(0)
+    for name, parameter in LlamaForCausalLM(config).named_parameters():
+        init = specs[name].init
+        if init.kind == "ones":
+            assert torch.equal(parameter, torch.ones_like(parameter))
+        else:
+            assert init.kind == "normal" and float(parameter.detach().std()) == pytest.approx(init.std, rel=0.1)
+
+
+def test_constants_are_those_that_the_class_computes() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 16  # type: ignore[assignment]
+    config = LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, rope_parameters=rope)
+    theirs = LlamaForCausalLM(config).model.rotary_emb.inv_freq
+    ours: Any = model_of(json.dumps(config.to_dict()), {})
+    assert torch.equal(ours.model.rotary_emb.inv_freq, theirs)
+    assert "inv_freq" not in dict(ours.named_buffers())
+
+
+def test_parameters_are_on_the_meta_device_and_keep_their_names() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    blueprint = Blueprint.of(lambda: model_of(json.dumps(config.to_dict()), {}))
+    assert all(tensor.is_meta for tensor in blueprint.module.parameters())
+    assert [name for name, _ in blueprint.module.named_parameters()] == [
+        n for n, _ in LlamaForCausalLM(config).named_parameters()
+    ]
+
+
+def test_settings_replace_keys() -> None:
+    small = TransformersConfig(config=config_of("LlamaForCausalLM"), settings={"num_hidden_layers": 1}, weights_from="draw")
+    assert len(small.build().specs().blocks) == 1
+    with pytest.raises(Unsupported, match=r"model\.settings.layers is not a key"):
+        TransformersConfig(config=small.config, settings={"layers": 1}, weights_from="draw").build()
+
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dropout": ({"attention_dropout": 0.1}, "set model.settings = { attention_dropout = 0.0 }"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "convert them to bf16"),
+    "unknown": ({"model_type": "unheard_of", "auto_map": {"AutoModel": "code.Model"}}, "code that auto_map names is never run"),
+    "no_language_model": ({"model_type": "vit"}, "has no causal language model"),
+    "dynamic_rope": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "max_position_embeddings": 64},
+        "depend on the longest row",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_proven_is_refused_by_name(case: str) -> None:
+    changes, message = REFUSED[case]
+    with pytest.raises(Unsupported, match=message):
+        model_of(json.dumps({**LLAMA, **changes}), {})
+
+
+def test_router_losses_are_refused() -> None:
+    with pytest.raises(Unsupported, match="output_router_logits = false"):
+        model_of(config_of("MixtralForCausalLM", output_router_logits=True), {})
+
+
+def test_a_class_whose_weights_cannot_be_drawn_starts_from_a_folder_only() -> None:
+    config = config_of("MambaForCausalLM")
+    assert isinstance(model_of(config, {}), CausalLM)
+    with pytest.raises(Unsupported, match=r"A_log .*start from weights: set model.folder"):
+        model_of(config, {}, drawn=True)
+
+
+def test_documents_of_a_class_that_mixes_them_are_refused() -> None:
+    model = walk.realized(config_of("OPTForCausalLM"), "dp1")
+    part: Any = model.part
+    part.packs = False
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"OPTForCausalLM does not keep them apart; set data.packing = 'pad'"):
+        part(tokens, documents=torch.tensor([[0, 0, 1, 1]], dtype=torch.int32))
+    with torch.no_grad():
+        padded = part(tokens, documents=torch.tensor([[0, 0, -1, -1]], dtype=torch.int32))
+        assert torch.equal(padded, part(tokens))
+
+
+def folder_of(path: Path, name: str = "LlamaForCausalLM") -> Path:
+    weights = walk.Memory(config_of(name))
+    causal_lm_weights.write(path / "folder", weights, tokenizer=None, max_shard_bytes=10_000)
+    return path / "folder"
+
+
+def _broken(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensors = {}
+    for file in sorted(set(index["weight_map"].values())):
+        tensors |= load_file(folder / file)
+        (folder / file).unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "missing": (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight: missing"),
+    "unexpected": (lambda tensors: tensors.update(extra=torch.zeros(1)), "extra: unexpected"),
+    "shape": (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}), "shape \\(7,\\), but config.json requires"),
+    "integers": (
+        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(32, dtype=torch.int32)}),
+        "dtype int32 is not implemented",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_folder_that_does_not_fit_is_refused(case: str, tmp_path: Path) -> None:
+    change, message = BROKEN[case]
+    folder = folder_of(tmp_path)
+    _broken(folder, change)
+    with pytest.raises(Unsupported, match=message):
+        causal_lm_weights.CausalLMFolder(
+            folder, TransformersConfig(config=(folder / "config.json").read_text(), weights_from="draw")
+        )
+
+
+def test_a_missing_shard_and_pickled_weights_are_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    model = TransformersConfig(config=(folder / "config.json").read_text(), weights_from="draw")
+    next(folder.glob("model-00002*")).unlink()
+    with pytest.raises(Unsupported, match="is missing, but"):
+        causal_lm_weights.CausalLMFolder(folder, model)
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(Unsupported, match="pickled weights only"):
+        causal_lm_weights.CausalLMFolder(folder, model)
+
+
+def test_a_box_is_the_part_of_a_whole_tensor_and_only_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tmp_path, "MixtralForCausalLM")
+    weights = causal_lm_weights.CausalLMFolder(
+        folder, TransformersConfig(config=(folder / "config.json").read_text(), weights_from="draw")
+    )
+    for name, stored in weights.tensors.items():
+        offset = tuple(size // 2 for size in stored.shape)
+        extent = tuple(size - start for size, start in zip(stored.shape, offset, strict=True))
+        whole = weights.read([name])[name]
+        assert torch.equal(weights.box(name, offset, extent), whole[tuple(slice(start, None) for start in offset)])
+    monkeypatch.setattr(weights, "whole", lambda name: pytest.fail(f"{name} was read whole"))
+    weights.box("model.embed_tokens.weight", (0, 0), (3, 32))
+
+
+def test_generation_equals_transformers() -> None:
+    from transformers import LlamaForCausalLM
+
+    config = config_of("LlamaForCausalLM")
+    model = walk.realized(config, "dp1")
+    values: Any = model.part.config  # type: ignore[attr-defined]
+    theirs = LlamaForCausalLM(values).double().eval()
+    theirs.load_state_dict({name: tensor.detach() for name, tensor in model.tensors()})
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    with model.inference():
+        ours = generate(model.part, prompts, max_tokens=6)  # type: ignore[arg-type]
+    for prompt, row in zip(prompts, ours, strict=True):
+        tokens = torch.tensor([prompt])
+        out = theirs.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6, do_sample=False, eos_token_id=None
+        )
+        assert out[0, len(prompt) :].tolist() == row
+
+
+def test_a_pipeline_of_a_class_that_has_no_stages_says_why() -> None:
+    from forge_parallel.pipeline.definition import Pipeline
+    from forge_parallel.pipeline.schedules import OneForwardOneBackward
+    from forge_parallel.pipeline.stages import StageSplit
+
+    blueprint = Blueprint.of(lambda: model_of(config_of("GPTJForCausalLM"), {}))
+    with pytest.raises(ForgeError, match=r"has a bias; set parallel.pp = 1"):
+        StageSplit.of(blueprint.module, blueprint.specs, Pipeline(OneForwardOneBackward().build()), 2, 0)
+
+
+def test_a_folder_of_a_kind_that_is_no_family_is_opened_with_its_class(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "GPTJForCausalLM")
+    weights = HfConverter().read(folder)
+    assert type(weights.model) is TransformersConfig
+    tokens = torch.arange(5)[None]
+    model = load_model(weights)
+    theirs = HfConverter().reference(folder, tokens)
+    with torch.no_grad():
+        assert torch.allclose(model(tokens).float(), theirs, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_labels_without_a_loss_are_0() -> None:
+    """Of a class whose loss needs whole logits."""
+    model = walk.realized(config_of("GPTJForCausalLM"), "dp1")
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    from forge_models.objectives import CrossEntropy
+
+    for smoothing in (0.0, 0.1):
+        terms = model.part(tokens, labels=torch.full_like(tokens, -100), objective=CrossEntropy(label_smoothing=smoothing))
+        assert terms.sum.item() == 0 and int(terms.tokens) == 0
+
+
+@pytest.mark.parametrize(("z_loss", "smoothing"), [(0.0, 0.0), (0.1, 0.0), (0.01, 0.2)])
+def test_the_loss_of_whole_logits_is_that_of_the_loss_in_parts(z_loss: float, smoothing: float) -> None:
+    from forge_models.blocks.head import Head
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 5, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(11, (2, 5), generator=generator)
+    labels[0, 2] = -100
+    head = Head(8, 11, 0.1).double()
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(11, 8, generator=generator))
+    ours = causal_lm.WholeLogits().loss(head(hidden), labels, z_loss, smoothing)
+    theirs = head.loss(hidden, labels, z_loss, smoothing)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+    (mine,) = torch.autograd.grad(ours[0], hidden)
+    (parts,) = torch.autograd.grad(theirs[0], hidden)
+    assert torch.allclose(mine, parts, rtol=1e-10, atol=1e-12)
+
+
+def test_batches_have_documents_only_where_rows_are_packed() -> None:
+    assert all(isinstance(batch, Batch) and batch.documents is None for batch in walk.batches(False))
+    assert all(int(batch.documents.max()) > 0 for batch in walk.batches(True) if batch.documents is not None)
+
+
+def test_the_page_shows_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "docs" / "_ext"))
+    table = import_module("transformers_table")
+    assert table.PAGE.read_text() == table.page(), "run `python docs/_ext/transformers_table.py`"
