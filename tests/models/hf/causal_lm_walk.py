@@ -12,6 +12,7 @@ writes as a folder against what `from_pretrained` loads. A later token may chang
 import hashlib
 import json
 import math
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -350,7 +351,7 @@ def _holds(measure: Callable[[], float], limit: float = TOLERANCE, why: str = "i
 
 
 def _said(cause: Exception) -> str:
-    text = " ".join(str(cause).split())
+    text = re.sub(r" \(/[^)\s]*(\)|$)", "", " ".join(str(cause).split()))  # without lines of files
     for mark in ("PlanError: ", "Unsupported: "):  # of a rank
         text = text.rpartition(mark)[2]
     return text[:160] if "Traceback" not in text else f"{type(cause).__name__}: {text[-160:]}"

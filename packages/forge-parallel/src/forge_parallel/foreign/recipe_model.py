@@ -18,8 +18,8 @@ LENGTH = 8
 """Tokens of the rows that are traced."""
 
 
-def planned_rules(part: nn.Module, specs: Specs, tp: int) -> Rules:
-    """Returns how a part, on the meta device, is split over `tp` ranks.
+def planned_rules(part: nn.Module, specs: Specs, whole: Specs, tp: int) -> Rules:
+    """Returns how a part, on the meta device, is split over `tp` ranks; `whole` are the specs of the whole model.
 
     Raises:
         PlanError: the plan does not fit the part, or the part computes across features that the plan splits.
@@ -28,7 +28,7 @@ def planned_rules(part: nn.Module, specs: Specs, tp: int) -> Rules:
     if not specs.blocks:
         return ends
     layers = rules_of(part, specs.tp_plan or {})
-    first = bool(specs.entry)
+    first = bool(specs.entry) or not whole.entry  # a class that no pipeline splits names no entry
     x = torch.zeros(2, LENGTH, dtype=torch.int64) if first else torch.zeros(2, LENGTH, specs.units["embed"])
     partial = follow(part, layers, {"x": x}, tp) | layers.summed
     vocabulary = {path: role for path, role in ends.roles.items() if role in (Role.TABLE, Role.HEAD)}

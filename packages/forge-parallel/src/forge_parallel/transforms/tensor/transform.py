@@ -63,7 +63,7 @@ class TensorParallel(Component, Transform):
             if context.specs.tp_plan is not None:
                 from forge_parallel.foreign.recipe_model import planned_rules
 
-                rules = planned_rules(part, context.specs, tp)
+                rules = planned_rules(part, context.specs, context.whole or context.specs, tp)
             else:
                 rules = self.rules(context.specs, tp)
             cut(part, rules, context, self.sequence_parallel)
