@@ -75,7 +75,11 @@ class Weights(Protocol):
 
 
 class Converter(Protocol):
-    """One format of weights. It refuses models that it cannot express, and names the reason."""
+    """One format of weights. It refuses models that it cannot express, and names the reason.
+
+    A format that rounds values, such as one that quantizes, also has a method `stored(weights)`, which returns the weights with
+    the values that the format has for them.
+    """
 
     def read(self, path: Path) -> Weights:
         """Opens weights; tensors are read later."""
