@@ -11,8 +11,8 @@ import torch
 from forge_core.errors import ForgeError
 from forge_models.components.decoder import DecoderConfig
 from forge_models.gguf import converter as converters
-from forge_models.gguf.architectures import ARCHITECTURES, architecture_of
-from forge_models.gguf.converter import GgufConverter
+from forge_models.gguf.architectures import ARCHITECTURES
+from forge_models.gguf.converter import GgufConverter, architecture_of
 from forge_models.gguf.reader import GgufFile
 from forge_models.hf.config import Unsupported
 from forge_models.hf.family import meaning_of

@@ -59,9 +59,10 @@ def convert(
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_train.commands.options import require_single_process
-    from forge_train.formats.forge import Cast
+    from forge_train.formats.forge import Cast, ForgeWeights
     from forge_train.inference.stored import format_of
     from forge_train.inference.tokenizer import write_tokenizer
+    from forge_train.report.card import base_of, history_of
 
     require_single_process("convert")
     if is_url(target_):
@@ -88,6 +89,8 @@ def convert(
     origin = reader.read(place)
     converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
     notes = [*origin.facts.notes, f"{source}: {compared(reader, place, origin)}"]
+    if isinstance(origin, ForgeWeights):
+        converted.facts = replace(converted.facts, history=history_of(origin), base=base_of(origin.facts.recipe))
     with tempfile.TemporaryDirectory() as folder:
         if tokenizer is None and write_tokenizer(origin, Path(folder), registry, notes.append):
             converted.facts = replace(converted.facts, tokenizer=Path(folder))

@@ -38,6 +38,8 @@ class WeightsInfo:
         recipe: recipe of that run, as plain tables.
         cursor: data position of that run (`forge_core.protocols.data.Cursor`).
         notes: one sentence for each part that was left out or ignored during reading.
+        base: path or name of the weights that the training started from.
+        history: sections of a model card about the training: data, evaluation, versions and recipe, as Markdown.
     """
 
     step: int = 0
@@ -50,6 +52,8 @@ class WeightsInfo:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     cursor: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    base: str = ""
+    history: str = ""
 
 
 class Weights(Protocol):

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_models.gguf.architectures import ARCHITECTURES, architecture_of
-    from forge_models.gguf.converter import GgufConverter
+    from forge_models.gguf.architectures import ARCHITECTURES
+    from forge_models.gguf.converter import GgufConverter, architecture_of
     from forge_models.gguf.reader import GgufFile
 
 __all__ = ["ARCHITECTURES", "GgufConverter", "GgufFile", "architecture_of"]

@@ -7,11 +7,10 @@ Gemma. `read` returns what they compute. So a model is written only if reading i
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from forge_core.errors import ConfigError
 from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import Unsupported
 from forge_models.hf.families import FAMILIES
-from forge_models.hf.family import config_of, decoder_of, meaning_of
+from forge_models.hf.family import config_of, decoder_of
 from forge_models.hf.rope import PARTIAL
 
 HEAD = "output.weight"
@@ -264,23 +263,6 @@ def decoder_in(architecture: Architecture, metadata: Mapping[str, Any], tensors:
     return decoder_of(family, config, where)
 
 
-def misfits_of(architecture: Architecture, decoder: DecoderConfig) -> list[str]:
-    """Returns what a file of an architecture cannot describe of `decoder`; empty if reading it back returns the same model."""
-    from forge_models.gguf.tensors import tensors_in
-
-    try:
-        metadata = stored_metadata(architecture.write(decoder))
-        again = decoder_in(architecture, metadata, [each.name for each in tensors_in(architecture, decoder)], architecture.name)
-    except (ConfigError, Unsupported) as refusal:
-        return [str(refusal)]
-    wanted, got = meaning_of(decoder), meaning_of(again)
-    return [
-        f"{name} = {wanted.get(name)!r}, it has {got.get(name)!r}"
-        for name in dict.fromkeys((*wanted, *got))
-        if wanted.get(name) != got.get(name)
-    ]
-
-
 def stored_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns metadata as it is read from a file, where a real number has 32 bits: the shortest decimal number for them."""
     return {key: shortest(value) if isinstance(value, float) else value for key, value in metadata.items()}
@@ -291,34 +273,3 @@ def shortest(value: float) -> float:
     import numpy as np
 
     return float(str(np.float32(value)))
-
-
-def architecture_of(decoder: DecoderConfig, wanted: str | None = None, preferred: str = "") -> Architecture:
-    """Returns the architecture that fully describes `decoder`: the wanted one, else that of the preferred family, else the first.
-
-    Args:
-        decoder: the model.
-        wanted: name of an architecture, or of a Hugging Face family that has one.
-        preferred: Hugging Face family that the weights come from.
-
-    Raises:
-        Unsupported: there is none; names for each what it cannot describe.
-    """
-    by_family = {one.family: one for one in ARCHITECTURES.values()}
-    if wanted is not None and wanted not in ARCHITECTURES and wanted not in by_family:
-        raise Unsupported(
-            f"GGUF for {wanted!r} is not implemented; implemented are {', '.join(ARCHITECTURES)}. "
-            "Write a Hugging Face folder (--to hf), which other programs convert"
-        )
-    if wanted is not None:
-        order = [ARCHITECTURES.get(wanted) or by_family[wanted]]
-    else:
-        order = [*([by_family[preferred]] if preferred in by_family else []), *ARCHITECTURES.values()]
-    reasons = []
-    for architecture in dict.fromkeys(order):
-        if not (found := misfits_of(architecture, decoder)):
-            return architecture
-        reasons.append(f"{architecture.name}: {'; '.join(found)}")
-    origin = f" (its family is {preferred})" if preferred and preferred not in by_family else ""
-    lines = [f"no GGUF architecture that Forge writes can describe this model{origin}; write a Hugging Face folder (--to hf):"]
-    raise Unsupported("\n  ".join([*lines, *reasons]))

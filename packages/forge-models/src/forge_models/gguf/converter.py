@@ -5,17 +5,19 @@ import struct
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from forge_core.component import Component
+from forge_core.errors import ConfigError
 from forge_core.files import publish, sync_path
 from forge_core.machine import available_memory
 from forge_core.protocols.weights import NO_EXTRAS, Weights
 from forge_core.terminal import size
 from forge_models.components.decoder import DecoderConfig
-from forge_models.gguf.architectures import Architecture, architecture_of
+from forge_models.gguf.architectures import ARCHITECTURES, Architecture, decoder_in, stored_metadata
 from forge_models.gguf.reader import GgufFile
 from forge_models.gguf.tensors import (
     GgufTensor,
@@ -30,7 +32,7 @@ from forge_models.gguf.tensors import (
 from forge_models.gguf.tokenizer import tokenizer_metadata
 from forge_models.hf.config import Unsupported
 from forge_models.hf.families import FAMILIES
-from forge_models.hf.family import config_of
+from forge_models.hf.family import config_of, meaning_of
 from forge_models.hf.reader import TOKENIZER_FILES, TOKENS, tokenizer_of
 
 if TYPE_CHECKING:
@@ -106,11 +108,10 @@ class GgufConverter(Component):
             return f"the other library would need about {size(needed)}, {size(free)} are free"
         import torch
 
-        try:
-            import accelerate  # noqa: F401  # transformers needs it for this format
-            import transformers
-        except ImportError as cause:
-            return f"{cause.name} is not installed"
+        if missing := [name for name in ("transformers", "accelerate") if find_spec(name) is None]:
+            return f"{missing[0]} is not installed"  # transformers needs accelerate for this format
+        import transformers
+
         file = GgufFile(path)
         values = config_of(FAMILIES[file.architecture.family], file.model) | dict.fromkeys(TOKENS)
         kind = str(values.pop("model_type"))
@@ -194,3 +195,49 @@ def values_of(tensor: GgufTensor, weights: Weights) -> Any:
     values = [tensor.pack(read[part]) for part, _ in tensor.parts]
     joined = values[0] if len(values) == 1 else np.concatenate(values)
     return np.ascontiguousarray(tensor.ordered(joined))
+
+
+def misfits_of(architecture: Architecture, decoder: DecoderConfig) -> list[str]:
+    """Returns what a file of an architecture cannot describe of `decoder`; empty if reading it back returns the same model."""
+    try:
+        metadata = stored_metadata(architecture.write(decoder))
+        again = decoder_in(architecture, metadata, [each.name for each in tensors_in(architecture, decoder)], architecture.name)
+    except (ConfigError, Unsupported) as refusal:
+        return [str(refusal)]
+    wanted, got = meaning_of(decoder), meaning_of(again)
+    return [
+        f"{name} = {wanted.get(name)!r}, it has {got.get(name)!r}"
+        for name in dict.fromkeys((*wanted, *got))
+        if wanted.get(name) != got.get(name)
+    ]
+
+
+def architecture_of(decoder: DecoderConfig, wanted: str | None = None, preferred: str = "") -> Architecture:
+    """Returns the architecture that fully describes `decoder`: the wanted one, else that of the preferred family, else the first.
+
+    Args:
+        decoder: the model.
+        wanted: name of an architecture, or of a Hugging Face family that has one.
+        preferred: Hugging Face family that the weights come from.
+
+    Raises:
+        Unsupported: there is none; names for each what it cannot describe.
+    """
+    by_family = {one.family: one for one in ARCHITECTURES.values()}
+    if wanted is not None and wanted not in ARCHITECTURES and wanted not in by_family:
+        raise Unsupported(
+            f"GGUF for {wanted!r} is not implemented; implemented are {', '.join(ARCHITECTURES)}. "
+            "Write a Hugging Face folder (--to hf), which other programs convert"
+        )
+    if wanted is not None:
+        order = [ARCHITECTURES.get(wanted) or by_family[wanted]]
+    else:
+        order = [*([by_family[preferred]] if preferred in by_family else []), *ARCHITECTURES.values()]
+    reasons = []
+    for architecture in dict.fromkeys(order):
+        if not (found := misfits_of(architecture, decoder)):
+            return architecture
+        reasons.append(f"{architecture.name}: {'; '.join(found)}")
+    origin = f" (its family is {preferred})" if preferred and preferred not in by_family else ""
+    lines = [f"no GGUF architecture that Forge writes can describe this model{origin}; write a Hugging Face folder (--to hf):"]
+    raise Unsupported("\n  ".join([*lines, *reasons]))

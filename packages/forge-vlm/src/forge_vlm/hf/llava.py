@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.component import Component, class_name
 from forge_core.protocols.weights import NO_EXTRAS, Weights
+from forge_models.hf.card import usage_of
 from forge_models.hf.config import ANY_VALUE, CONFIG, Allowed, Keys, Unsupported, read_config
 from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of
 from forge_models.hf.names import DERIVED, TensorPlace
 from forge_models.hf.reader import CheckpointTensors, facts_in, family_of
-from forge_models.hf.writer import special_tokens, usage_of, write_folder, write_json
+from forge_models.hf.writer import special_tokens, write_folder, write_json
 from forge_vlm.components.adapters import LinearConfig, MLPConfig
 from forge_vlm.components.encoders import CLIP, SigLIP
 from forge_vlm.components.fusions import JointDecoder, MoMa
