@@ -50,7 +50,7 @@ def test_losses_of_the_lens_end_with_the_loss(make, tokens):
     [
         {},
         {"norm": LayerNormConfig(), "attention": GQA(output_bias=True), "residual_multiplier": 0.5},
-        {"norm_placement": "sandwich"},
+        {"norm_placement": "sandwich", "logit_multiplier": 0.3},
     ],
 )
 def test_attributions_sum_to_the_logit(make, tokens, fields):

@@ -110,6 +110,7 @@ def direct_logit_attribution(
     direction = decoder.head.weight[right]
     if wrong is not None:
         direction = direction - decoder.head.weight[wrong]
+    direction = direction * shape.logit_multiplier
     stream = seen["residual"][:, 0].double()
     read, constant = _linear_norm(decoder.norm, stream, direction.double())
     kept: dict[str, Tensor] = {"embeddings": seen["embeddings"][:, 0]}

@@ -85,7 +85,7 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
     """Returns what determines the logits, in a normal form; equal for equal models."""
     fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "soft_cap", "norm_placement")
     result: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
-    result |= {"embed_multiplier": decoder.embed_multiplier, "residual_multiplier": decoder.residual_multiplier}
+    result |= {name: getattr(decoder, name) for name in ("embed_multiplier", "residual_multiplier", "logit_multiplier")}
     result |= meaning_of_experts(decoder)
     if decoder.rope.scaling != "dynamic":
         result["max_length"] = decoder.max_length
@@ -95,7 +95,9 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
         scale = attention.scale or decoder.shape.head_dim**-0.5
         result |= {"kv_heads": decoder.shape.kv_heads, "head_dim": decoder.shape.head_dim}
         result |= {"attention.scale": scale, "attention.windows": windows_of(decoder)}
-        attention = replace(attention, scale=None, window=None, global_every=None, global_layers=None, core="auto")
+        result["attention.nope"] = tuple(layer for layer in range(decoder.layers) if not attention.rotates_at(layer))
+        layers = dict.fromkeys(("global_every", "global_layers", "nope_every", "nope_layers"))
+        attention = replace(attention, scale=None, window=None, **layers, core="auto")
     elif isinstance(attention, MLA):
         attention = replace(attention, core="auto", norm_eps=getattr(attention.norm(decoder.shape.context(0)), "eps", None))
     return result | {"attention": attention, "mlp": decoder.shape.mlp, "norm": decoder.shape.norm}
