@@ -91,6 +91,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "stablelm",
         {"partial_rotary_factor": 0.5, "use_qkv_bias": True, "tie_word_embeddings": True, "rope_scaling": YARN},
     ),
+    "olmo": ("olmo", {"rope_theta": 700.0}),
+    "olmo-biases-tied-linear": (
+        "olmo",
+        {"attention_bias": True, "tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
     "granite": (
         "granite",
         {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3},

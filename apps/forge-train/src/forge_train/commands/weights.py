@@ -23,9 +23,7 @@ TOLERANCE = 1e-4
 
 def convert(
     source: Annotated[str, typer.Argument(help="The weights to convert: a path, or the URL of a checkpoint.")],
-    target_: Annotated[
-        str, typer.Argument(metavar="TARGET", help="The folder to create; for gguf, a file that ends with .gguf.")
-    ],
+    target_: Annotated[str, typer.Argument(metavar="TARGET", help="The folder to create; for gguf, a file.")],
     from_: Annotated[str | None, typer.Option("--from", help="Format of SOURCE. Default: detected from its files.")] = None,
     to: Annotated[str, typer.Option("--to", help="Format of TARGET.")] = ...,  # type: ignore[assignment]  # required
     dtype: Annotated[str | None, typer.Option(help="Data type to write: fp32, bf16 or fp16. Default: unchanged.")] = None,

@@ -24,7 +24,7 @@ from forge_train.recipe.load import Recipe, load_recipe
 HF_CONFIG = "config.json"
 DCP_METADATA = ".metadata"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-GGUF_SUFFIX = ".gguf"
+GGUF_MAGIC = b"GGUF"
 
 
 def open_weights(where: str | Path, registry: Registry, weights: str = "model") -> Weights:
@@ -54,9 +54,16 @@ def format_of(where: str | Path) -> str:
         return "forge"
     path = Path(where)
     marks = {"hf": (path / HF_CONFIG).is_file(), "safetensors": _is_plain(path), "dcp": (path / DCP_METADATA).is_file()}
-    marks["gguf"] = path.is_file() and path.suffix == GGUF_SUFFIX
+    marks["gguf"] = _is_gguf(path)
     marks["torch"] = (path.is_file() and path.suffix in TORCH_SUFFIXES) or (path / "model.pt").is_file()
     return next((kind for kind, found in marks.items() if found), "forge")
+
+
+def _is_gguf(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
 
 
 def _is_plain(path: Path) -> bool:

@@ -38,7 +38,6 @@ from forge_models.hf.reader import TOKENIZER_FILES, TOKENS, tokenizer_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-SUFFIX = ".gguf"
 FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 """`general.file_type` for the type of most tensors."""
 
@@ -72,10 +71,8 @@ class GgufConverter(Component):
         MTP modules, which logits do not need, are left out.
 
         Raises:
-            Unsupported: no architecture describes the model or its tokenizer, or `path` exists or does not end with `.gguf`.
+            Unsupported: no architecture describes the model or its tokenizer, or `path` exists.
         """
-        if path.suffix != SUFFIX:
-            raise Unsupported(f"{path}: the name of a GGUF file ends with {SUFFIX}; choose one such as {path.name}{SUFFIX}")
         if path.exists():
             raise Unsupported(f"{path} exists; choose another name")
         architecture, tensors = self._plan(weights)

@@ -28,6 +28,7 @@ class Granite(Family):
         "mlp_bias": False,
         **dict.fromkeys((*FACTORS, SCORES, LOGITS), 1.0),
     }
+    scales_inputs = True
     ignores: ClassVar = {"attention_dropout": (None, 0, 0.1)}  # of the training by its authors; it changes no logit
 
     def read(self, keys: Keys) -> dict[str, Any]:

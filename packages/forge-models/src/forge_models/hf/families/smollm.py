@@ -36,10 +36,11 @@ class SmolLM3(Family):
 
     def read(self, keys: Keys) -> dict[str, Any]:
         fields = read_base(keys, theta=2_000_000.0) | read_heads(keys) | {"mlp": SwiGLU(bias=keys.boolean("mlp_bias"))}
-        still = _still(keys, fields["layers"])
+        layers = keys.integer("num_hidden_layers")
+        still = _still(keys, layers)
         window, used = read_window(keys), keys.boolean("use_sliding_window")
         local = read_local_layers(keys, window, lambda layer: used and window is not None and layer in still)
-        return fields | {"attention": GQA(**read_biases(keys), **local, **_as_fields(still, fields["layers"]))}
+        return fields | {"attention": GQA(**read_biases(keys), **local, **_as_fields(still, layers))}
 
     def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         shape, local = decoder.shape, write_local_layers(decoder)
