@@ -15,11 +15,12 @@ from forge_models.gguf.architectures import ARCHITECTURES
 from forge_models.gguf.converter import GgufConverter, architecture_of
 from forge_models.gguf.reader import GgufFile
 from forge_models.hf.config import Unsupported
-from forge_models.hf.family import meaning_of
+from forge_models.hf.families import FAMILIES
+from forge_models.hf.family import decoder_of, meaning_of
 from forge_models.hf.reader import Folder
 from forge_models.hf.streamed_forward import logits_of
 from forge_train.formats.forge import Cast
-from models.hf.zoo import CASES, GEMMA, LLAMA3, QWEN3_MOE, YARN, random_model, saved, tokens
+from models.hf.zoo import CASES, GEMMA, LLAMA3, QWEN3_MOE, SIZES, YARN, random_model, saved, tokens
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")  # transformers needs it for this format
@@ -345,6 +346,32 @@ def test_a_file_that_is_not_understood_is_refused(changes: dict[str, Any], reaso
     GgufConverter().write(tmp_path / "m.gguf", folder)
     with pytest.raises(ForgeError, match=reason):
         GgufFile(rewritten(tmp_path / "m.gguf", **changes))
+
+
+def test_a_parallel_residual_is_refused(tmp_path: Path) -> None:
+    _, folder = folder_of("stablelm", tmp_path)
+    GgufConverter().write(tmp_path / "m.gguf", folder)
+    with pytest.raises(Unsupported, match=r"use_parallel_residual is not implemented"):
+        GgufFile(rewritten(tmp_path / "m.gguf", **{"stablelm.use_parallel_residual": True}))
+
+
+def test_the_largest_gemma_has_a_scale_of_its_own() -> None:
+    """llama.cpp finds it by the number of layers: 46 for Gemma-2, 62 for Gemma-3."""
+    for kind, layers in (("gemma2", 46), ("gemma3_text", 62)):
+        keys = SIZES | NATURAL | {"num_hidden_layers": layers}
+        of_width, of_heads = (
+            decoder_of(FAMILIES[kind], keys | {"query_pre_attn_scalar": scalar}, "here") for scalar in (16, 32 // 4)
+        )
+        assert architecture_of(of_heads, kind).family == kind
+        with pytest.raises(Unsupported, match=r"attention\.scale"):
+            architecture_of(of_width, kind)
+
+
+def test_tokens_that_end_generation_are_read(tmp_path: Path) -> None:
+    _, folder = folder_of("llama", tmp_path)
+    folder.facts = replace(folder.facts, ends=(2, 7))
+    GgufConverter().write(tmp_path / "m.gguf", folder)
+    assert GgufFile(tmp_path / "m.gguf").facts.ends == (2, 7)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a file of this kind", b"GGUF\x03\x00\x00\x00\x05"])
