@@ -50,7 +50,8 @@ def test_losses_of_the_lens_end_with_the_loss(make, tokens):
     [
         {},
         {"norm": LayerNormConfig(), "attention": GQA(output_bias=True), "residual_multiplier": 0.5},
-        {"norm_placement": "sandwich"},
+        {"norm_placement": "sandwich", "logit_multiplier": 0.3},
+        {"norm": LayerNormConfig(weight=False, bias=False)},
     ],
 )
 def test_attributions_sum_to_the_logit(make, tokens, fields):
@@ -77,7 +78,9 @@ def test_attributions_sum_to_the_logit(make, tokens, fields):
             scaled, spread = scaled - scaled.mean(1, keepdim=True), stream.var(1, unbiased=False, keepdim=True)
         else:
             spread = stream.square().mean(1, keepdim=True)
-        direction = (model.head.weight[right] - model.head.weight[wrong]) * model.norm.weight
+        direction = (model.head.weight[right] - model.head.weight[wrong]) * (
+            1 if model.norm.weight is None else model.norm.weight
+        )
         by_hand = (direction * scaled / (spread + model.norm.eps).sqrt()).sum(1)
         torch.testing.assert_close(
             found.parts[found.names.index("blocks.1.attention.heads.2")], by_hand.detach(), rtol=1e-6, atol=1e-8

@@ -91,6 +91,8 @@ def test_rules_between_fields(fields, message):
     [
         (lambda: GQA(window=4, global_every=2, global_layers=(1,)), "exclude each other"),
         (lambda: GQA(global_every=2), "need a window"),
+        (lambda: GQA(nope_every=2, nope_layers=(1,)), "nope_every and nope_layers exclude each other"),
+        (lambda: DecoderConfig(layers=2, attention=GQA(nope_layers=(1, 2))), r"nope_layers \[2\] do not exist"),
         (lambda: GQA(core="varlen", soft_cap=3.0), "does not support soft_cap"),
         (lambda: MLA(qk_rope_head_dim=5), "qk_rope_head_dim 5 must be even"),
     ],

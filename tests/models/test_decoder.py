@@ -235,6 +235,30 @@ def test_dynamic_rope_scaling_refuses_a_cache_where_it_would_be_wrong(make, toke
         stream(model, [[1, 2, 3]], max_tokens=4)
 
 
+def test_a_layer_without_rope_computes_as_if_all_tokens_were_at_position_0(make, tokens):
+    rows, still = tokens(2, 9), torch.zeros(2, 9, dtype=torch.int32)
+    usual = make(dtype=torch.float64, spread=10.0, attention=GQA(qk_norm="head"))
+    without = make(dtype=torch.float64, spread=10.0, attention=GQA(qk_norm="head", nope_every=1))
+    assert torch.equal(without(rows), usual(rows, positions=still))
+    assert not torch.allclose(without(rows), usual(rows))
+    listed = make(dtype=torch.float64, spread=10.0, attention=GQA(qk_norm="head", nope_layers=(1,)))
+    counted = make(dtype=torch.float64, spread=10.0, attention=GQA(qk_norm="head", nope_every=2))
+    assert torch.equal(listed(rows), counted(rows)) and not torch.allclose(listed(rows), without(rows))
+    assert [block.attention.rotates for block in counted.blocks.values()] == [True, False] * (len(counted.blocks) // 2)
+
+
+@wide()
+def test_the_logit_multiplier_scales_logits_before_their_cap_and_the_loss_with_them(make, tokens):
+    rows, labels = tokens(2, 9), tokens(2, 9, seed=5)
+    plain = make(dtype=torch.float64, spread=10.0)
+    for cap in (None, 2.0):
+        scaled = make(dtype=torch.float64, spread=10.0, logit_multiplier=0.3, soft_cap=cap)
+        expected = plain(rows) * 0.3 if cap is None else cap * (plain(rows) * 0.3 / cap).tanh()
+        torch.testing.assert_close(scaled(rows), expected, rtol=1e-12, atol=1e-12)
+        loss = scaled(rows, labels=labels, objective=CrossEntropy().build()).sum
+        torch.testing.assert_close(loss, F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum"))
+
+
 def test_the_embedding_multiplier_is_rounded_to_the_compute_precision_first(make, tokens):
     model = make(embed_multiplier=32**0.5, dtype=torch.bfloat16)
     seen = {}

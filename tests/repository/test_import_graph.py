@@ -93,7 +93,7 @@ def test_only_what_reads_recipes_imports_a_component(package: str) -> None:
     """A reader of configurations, such as those of Hugging Face, makes components."""
     graph = graph_of({name: file.read_text() for name, file in modules_of(package).items()})
     users = {name for name, others in graph.items() if any(f"{package}.components" in other for other in others)}
-    readers = ("forge_models.hf.", "forge_vlm.hf.")
+    readers = ("forge_models.gguf.", "forge_models.hf.", "forge_vlm.hf.")
     assert {name for name in users if ".components" not in name and not name.startswith(readers)} <= READ_RECIPES
 
 

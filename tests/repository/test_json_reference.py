@@ -148,6 +148,7 @@ CASES: list[tuple[str, int, tuple[str, ...]]] = [
     ("plan", 0, ("debug", "--world", "2")),
     ("runs list", 0, ()),
     ("runs log", 0, ("runs/one",)),
+    ("card", 0, ("runs/one",)),
     ("report", 0, ("runs/one",)),
     ("launch slurm", 0, ("debug", "--ranks-per-node", "1", "--time", "30")),
     ("sweep", 2, ("grid.toml", "--slurm")),

@@ -151,6 +151,26 @@ def exported(place: Path, printed: str) -> None:
     assert count == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64) + 2 * 320 * 64 + 64
 
 
+def handed_over(place: Path, printed: str) -> None:
+    """The files have the values of the folder, rounded to 8 bits in the small one; the card has the tokens of the run."""
+    gguf = pytest.importorskip("gguf")
+    with safe_open(place / "exported/model.safetensors", "pt") as file:
+        matrix = file.get_tensor("model.layers.1.mlp.down_proj.weight").numpy()
+    found = {}
+    for name in ("debug", "small"):
+        tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(place / f"{name}.gguf").tensors}
+        stored = tensors["blk.1.ffn_down.weight"]
+        found[name] = gguf.dequantize(stored.data, stored.tensor_type)
+    assert np.array_equal(found["debug"], matrix)
+    assert 0 < np.abs(found["small"] - matrix).max() <= np.abs(matrix).max() / 127
+    assert (place / "small.gguf").stat().st_size < (place / "debug.gguf").stat().st_size / 3
+    assert printed.count("small.gguf: the format's rounding changes logits") == 1
+    for card in ("exported/README.md", "runs/debug/README.md"):
+        assert "| Tokens | 15,360 |" in (place / card).read_text()  # 30 steps of 8 rows of 64 tokens
+    with safe_open(place / "back/model.safetensors", "pt") as file:
+        assert np.array_equal(file.get_tensor("model.layers.1.mlp.down_proj.weight").numpy(), matrix)
+
+
 def conversed(place: Path, printed: str) -> None:
     """Of each conversation the digits of its answer are trained, which are tokens of their own, and the token after them."""
     wanted = sum(len(str(number % 100 + 1)) + 1 for number in range(400))
@@ -263,6 +283,7 @@ FACTS: dict[str, Callable[[Path, str], None]] = {
     "export-to-hugging-face": exported,
     "extract-activations": extracted,
     "fine-tune-on-conversations": conversed,
+    "hand-over-a-model": handed_over,
     "images": own_images,
     "look-inside": looked,
     "prepare-data": prepared,

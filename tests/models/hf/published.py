@@ -56,8 +56,8 @@ def tiny(values: dict[str, Any]) -> dict[str, Any]:
     heads, kv_heads = values["num_attention_heads"], values.get("num_key_value_heads")
     if kv_heads is not None:
         small["num_key_value_heads"] = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2
-    if "layer_types" in small:
-        small["layer_types"] = values["layer_types"][-3:]
+    for listed in {"layer_types", "no_rope_layers"} & set(small):
+        small[listed] = values[listed][-3:]
     if "partial_rotary_factor" in small:
         small["hidden_size"] = 64
     return small

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge_core.errors import ConfigError
 from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
@@ -83,3 +84,34 @@ def test_parts_of_a_fused_matrix_have_one_dtype(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"qkv_proj\.weight is fused from tensors of torch\.float64 and torch\.float32"):
         HfConverter().build().write(tmp_path / "target", Mixed())  # type: ignore[arg-type]
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_windows_of_smollm3_are_in_the_layers_without_rope(used: bool) -> None:
+    """Without `layer_types`, as transformers derives them."""
+    from transformers import AutoConfig
+
+    keys = SIZES | {"no_rope_layers": [0, 1, 0, 1], "use_sliding_window": used, "sliding_window": 6}
+    types = AutoConfig.for_model("smollm3", **keys).layer_types
+    decoder = decoder_of(FAMILIES["smollm3"], keys, "here")
+    assert [window is not None for window in decoder.shape.windows()] == [kind == "sliding_attention" for kind in types]
+    assert types.count("sliding_attention") == (2 if used else 0)
+    assert misfits(FAMILIES["smollm3"], decoder) == []
+    listed = decoder_of(FAMILIES["smollm3"], SIZES | {"no_rope_layers": [0, 1, 1, 1]}, "here").shape.attention
+    assert [listed.rotates_at(layer) for layer in range(4)] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("value", [[1, 0, 1], "all", [1, 2, 0, 1]])
+def test_layers_without_rope_are_a_list_of_0_and_1(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no_rope_layers: expected 0 or 1 for each of 4 layers"):
+        decoder_of(FAMILIES["smollm3"], SIZES | {"no_rope_layers": value}, "here")
+
+
+def test_the_divisor_of_logits_is_written_as_it_was_read() -> None:
+    """1 / (1 / 49) is not 49."""
+    decoder = decoder_of(FAMILIES["granite"], SIZES | {"logits_scaling": 49.0}, "here")
+    assert 1 / decoder.logit_multiplier != 49 and FAMILIES["granite"].write(decoder)["logits_scaling"] == 49.0
+    assert misfits(FAMILIES["granite"], decoder) == []
+    assert any("logit_multiplier" in fault for fault in misfits(FAMILIES["llama"], decoder))
+    nope = decoder_of(FAMILIES["smollm3"], SIZES, "here")
+    assert any("attention.nope" in fault for fault in misfits(FAMILIES["llama"], nope))

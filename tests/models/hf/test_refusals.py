@@ -164,6 +164,8 @@ def test_defaults_are_those_of_transformers() -> None:
             resolved = {"head_dim": config.hidden_size // heads, "num_key_value_heads": heads}
             if family.model_type.startswith("qwen") and key == "sliding_window":
                 continue  # transformers forgets it while windows are off
+            if key == "no_rope_layers":
+                continue  # transformers computes it from the interval
             assert getattr(config, key, None) in (value, resolved.get(key, value)), (family.model_type, key)
         theta = config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"]
         without = {key: value for key, value in json.loads(config.to_json_string()).items() if key != "rope_parameters"}
@@ -278,9 +280,10 @@ def test_what_no_family_can_say_is_refused_by_field() -> None:
     small = {"dim": 32, "layers": 2, "heads": 4, "vocab_size": 97}
     assert chosen(DecoderConfig(**small), None).model_type == "llama"
     assert chosen(DecoderConfig(**small), None, "qwen3").model_type == "llama", "qwen3 has norms that this model has not"
+    assert chosen(DecoderConfig(**small, residual_multiplier=0.5), None).model_type == "granite"
     for changed, word in (
         ({"mlp": ReLU2()}, "mlp"),
-        ({"residual_multiplier": 0.5}, "residual_multiplier"),
+        ({"residual_multiplier": 0.5, "rope": Rope(partial=0.5)}, "residual_multiplier"),
         ({"rope": Rope(partial=0.5, scaling="linear", factor=2.0)}, "rope.partial"),
         ({"attention": MLA()}, "attention"),
         ({"soft_cap": 30.0}, "soft_cap"),

@@ -91,6 +91,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "stablelm",
         {"partial_rotary_factor": 0.5, "use_qkv_bias": True, "tie_word_embeddings": True, "rope_scaling": YARN},
     ),
+    "olmo": ("olmo", {"rope_theta": 700.0}),
+    "olmo-biases-tied-linear": (
+        "olmo",
+        {"attention_bias": True, "tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3},
+    ),
+    "granite-biases-tied-yarn": (
+        "granite",
+        {"embedding_multiplier": 3.5, "logits_scaling": 1.3, "residual_multiplier": 0.7, "attention_multiplier": 0.1}
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_scaling": YARN},
+    ),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 3}),
+    "smollm3-listed-windows-biases-untied": (
+        "smollm3",
+        {"no_rope_layers": [0, 1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 6, "rope_scaling": YARN}
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    ),
 }
 """Name of a case -> (model_type, keys of the configuration)."""
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from forge_core.layout import Layout
+from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
+from forge_models.components.layers import LayerNormConfig
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamWConfig
@@ -16,6 +18,7 @@ from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from harness.siblings import fast
+from parallel.compositions.rows import DECODER, case_of, measured
 from parallel.one_process import alone
 
 VOCAB = 61
@@ -68,3 +71,23 @@ def test_the_initial_loss_is_near_ln_v_and_not_equal_to_it(tied: bool) -> None:
     loss = _measure(replace(_case(tied), steps=1), "1").loss[0]
     assert abs(loss - math.log(VOCAB)) < 0.5
     assert loss != pytest.approx(math.log(VOCAB), abs=1e-6)
+
+
+DECODERS = {
+    "layers without rope": replace(DECODER, attention=GQA(nope_every=2)),
+    "norms without parameters": replace(DECODER, norm=LayerNormConfig(weight=False, bias=False)),
+    "factors": replace(DECODER, attention=GQA(scale=0.3), embed_multiplier=3.0, residual_multiplier=0.4, logit_multiplier=0.6),
+}
+ROWS = {"dp2": frozenset({"dp_shard"}), "tp2": frozenset({"tp"}), "pp2": frozenset({"pp_1f1b", "accumulate"})}
+
+
+@pytest.mark.parametrize("layout", ROWS)
+@pytest.mark.parametrize("model", DECODERS)
+def test_options_of_published_families_equal_one_process(world: World, model: str, layout: str) -> None:
+    row = ROWS[layout]
+    case = replace(case_of(row), build=DECODERS[model].build)
+    whole = measured(case, "1", row)
+    assert whole.loss != measured(replace(case, build=DECODER.build), "1", row).loss
+    for found in world.run(measured, 2, case, layout, row):
+        difference = compare(whole, found)
+        assert difference.accepted("fp64"), difference

@@ -159,7 +159,12 @@ def test_trials_c6_every_text_family_in_a_folder_is_read_exactly_or_refused(case
     if case == "gemma2":
         with pytest.raises(ConfigError, match=r"text_config\.final_logit_softcapping: 5\.0: .* Write null"):
             HfConverter().build().read(saved(of_family(case), tmp_path / "capped"))
-    reference = of_family(case, **({"final_logit_softcapping": None} if case == "gemma2" else {}))
+    if case == "granite":
+        with pytest.raises(ConfigError, match="logits_scaling: the text model divides") as refusal:
+            HfConverter().build().read(saved(of_family(case), tmp_path / "scaled"))
+        assert [fault.key for fault in refusal.value.faults][-1] == "text_config.embedding_multiplier"
+    changes = {"gemma2": {"final_logit_softcapping": None}, "granite": {"logits_scaling": 1.0, "embedding_multiplier": 1.0}}
+    reference = of_family(case, **changes.get(case, {}))
     folder = HfConverter().build().read(saved(reference, tmp_path / "theirs"))
     tokens, extras = fixed_rows(folder.model)
     with torch.no_grad():

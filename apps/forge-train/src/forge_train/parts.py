@@ -89,6 +89,7 @@ PARTS = {
         "upcycle": "forge_train.commands.weights:upcycle",
         "config": "forge_train.commands.recipe:config",
         "plugins": "forge_train.commands.plugins:plugins",
+        "card": "forge_train.commands.reports:card",
         "report": "forge_train.commands.reports:report",
         "profile": "forge_train.commands.reports:profile",
         "runs": "forge_train.commands.runs:runs",

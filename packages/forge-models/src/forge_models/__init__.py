@@ -10,7 +10,7 @@
     assert len(rows[0]) == 5
 
 Importing this package imports no torch. `forge_models.blocks` has the parts of a decoder, `forge_models.hf` reads and writes
-folders in the Hugging Face format.
+folders in the Hugging Face format, `forge_models.gguf` GGUF files.
 """
 
 from typing import TYPE_CHECKING

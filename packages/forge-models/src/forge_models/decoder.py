@@ -51,7 +51,7 @@ class Decoder(nn.Module):
         self.shape = shape
         norm: Any = shape.norm
         embed = Embedding(shape.vocab_size, shape.dim)
-        head = Head(shape.dim, shape.vocab_size, self._head_std(), shape.soft_cap)
+        head = Head(shape.dim, shape.vocab_size, self._head_std(), shape.soft_cap, shape.logit_multiplier)
         if shape.tied_embeddings:
             head.weight = embed.weight  # type: ignore[assignment]
         self.embed: Embedding | None = embed

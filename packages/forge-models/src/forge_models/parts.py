@@ -32,6 +32,7 @@ PARTS = {
         "experts_see_other_tokens": "forge_models.checks:experts_see_other_tokens",
     },
     "forge.converters": {
+        "gguf": "forge_models.gguf.converter:GgufConverter",
         "hf": "forge_models.hf.converter:HfConverter",
     },
     "forge.objectives": {

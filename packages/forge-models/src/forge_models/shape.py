@@ -231,6 +231,7 @@ class DecoderShape:
     norm_placement: NormPlacement
     embed_multiplier: float
     residual_multiplier: float
+    logit_multiplier: float
     init_std: float
     attention: Component
     mlp: Component

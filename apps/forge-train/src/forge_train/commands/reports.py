@@ -46,6 +46,32 @@ def report(
     console.text(f"wrote {path}")
 
 
+def card(
+    run: Annotated[str, typer.Argument(help="A run's directory, or one of its checkpoints.", metavar="RUN")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File of the card. Default: README.md in the run's directory.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write the model card of a run: sizes, data, evaluation, versions and recipe of a checkpoint, the newest by default.
+
+    A card that somebody has edited, or another file of that name, is never replaced. `convert --to hf` writes the same into the
+    folder. License, intended use and limits are left to the publisher.
+    """
+    from forge_train.formats.forge import ForgeConverter
+    from forge_train.report.card import card_of_run, write_card
+
+    weights = ForgeConverter().read(run)
+    if out is None and weights.facts.run is None:
+        raise ForgeError(f"{run} is a checkpoint without the directory of its run; name the file of the card with --out")
+    path = out or weights.facts.run / "README.md"  # type: ignore[operator]
+    write_card(path, card_of_run(weights, run))
+    console = Console(as_json=as_json)
+    if as_json:
+        console.document({"card": str(path), "step": weights.facts.step})
+    console.text(f"wrote {path}, of step {weights.facts.step}")
+
+
 def profile(
     path: Annotated[
         Path,

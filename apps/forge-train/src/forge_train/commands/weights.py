@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 
 def convert(
     source: Annotated[str, typer.Argument(help="The weights to convert: a path, or the URL of a checkpoint.")],
-    target_: Annotated[str, typer.Argument(metavar="TARGET", help="The folder to create.")],
+    target_: Annotated[str, typer.Argument(metavar="TARGET", help="The folder to create; for gguf, a file.")],
     from_: Annotated[str | None, typer.Option("--from", help="Format of SOURCE. Default: detected from its files.")] = None,
     to: Annotated[str, typer.Option("--to", help="Format of TARGET.")] = ...,  # type: ignore[assignment]  # required
     dtype: Annotated[str | None, typer.Option(help="Data type to write: fp32, bf16 or fp16. Default: unchanged.")] = None,
@@ -35,6 +35,10 @@ def convert(
     prefix: Annotated[str | None, typer.Option(help="Text before each name in SOURCE, such as `model.`.")] = None,
     names: Annotated[str | None, typer.Option(help="Whose names SOURCE has (dcp): kempnerforge or torchtitan.")] = None,
     to_prefix: Annotated[str | None, typer.Option(help="Text before each name in TARGET.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="Quantization of matrices (gguf): none or q8_0.")] = None,
+    pre_tokenizer: Annotated[
+        str | None, typer.Option(help="Name of the rule that splits text into words (gguf); `none` leaves the tokenizer out.")
+    ] = None,
     unsafe_pickle: Annotated[
         bool,
         typer.Option("--unsafe-pickle", help="Also unpickle objects other than tensors: this can run any code."),
@@ -44,8 +48,8 @@ def convert(
 ) -> None:
     """Convert weights between formats, read the result again, and compare its logits.
 
-    Formats are plugins of the group forge.converters. Forge has `hf`, `forge`, and `safetensors`, `dcp` and `torch`, which store
-    tensors under their names in the model.
+    Formats are plugins of the group forge.converters. Forge has `hf`, `gguf`, `forge`, and `safetensors`, `dcp` and `torch`,
+    which store tensors under their names in the model.
     """
     from dataclasses import replace
 
@@ -53,9 +57,10 @@ def convert(
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_train.commands.options import require_single_process
-    from forge_train.formats.forge import Cast
+    from forge_train.formats.forge import Cast, ForgeWeights
     from forge_train.inference.stored import format_of
     from forge_train.inference.tokenizer import write_tokenizer
+    from forge_train.report.card import base_of, history_of
 
     require_single_process("convert")
     if is_url(target_):
@@ -71,6 +76,7 @@ def convert(
     if dtype is not None and dtype not in DTYPES:
         raise ForgeError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     given = _given(family=family, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer and str(tokenizer), prefix=to_prefix)
+    given |= _given(quantization=quantization, pre_tokenizer=pre_tokenizer)
     read = _given(recipe=recipe, prefix=prefix, names=names, ignore=tuple(ignore) if ignore else None)
     if unsafe_pickle:
         read["unsafe_pickle"] = True
@@ -81,6 +87,8 @@ def convert(
     origin = reader.read(place)
     converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
     notes = [*origin.facts.notes, f"{source}: {compared(reader, place, origin)}"]
+    if isinstance(origin, ForgeWeights):
+        converted.facts = replace(converted.facts, history=history_of(origin), base=base_of(origin.facts.recipe))
     with tempfile.TemporaryDirectory() as folder:
         if tokenizer is None and write_tokenizer(origin, Path(folder), registry, notes.append):
             converted.facts = replace(converted.facts, tokenizer=Path(folder))
@@ -89,7 +97,12 @@ def convert(
         # A folder of a known family would be read as a decoder, with other names than those of a class of transformers.
         reopened = getattr(converted.model, "reopened", None) if to == "hf" else None
         again = writer.read(target) if reopened is None else reopened(target)
-        same(converted, again)
+        stored = getattr(writer, "stored", None)
+        expected = converted if stored is None else stored(converted)
+        same(expected, again)
+        lost = rounded(converted, expected)
+        if lost:
+            notes.append(f"{target}: the format's rounding changes logits by up to {lost:.1e} of the largest logit")
         notes.append(f"{target}: {compared(writer, target, again)}")
     except BaseException:
         aside = target.with_name(f"{target.name}.refused")
@@ -100,7 +113,8 @@ def convert(
     result = {"source": source, "target": str(target), "tensors": len(again.tensors), "logits": "equal", "notes": notes}
     if as_json:
         console.document(result)
-    console.text(f"{target}: {len(again.tensors)} tensors; read again, its logits are bitwise equal to those of {source}")
+    same_as = f"the rounded weights of {source}" if lost else source
+    console.text(f"{target}: {len(again.tensors)} tensors; read again, its logits are bitwise equal to those of {same_as}")
     for note in notes:
         console.text(f"  {note}")
 
@@ -148,6 +162,14 @@ def same(weights: "Weights", again: "Weights") -> None:
         raise ForgeError(f"the logits of {weights.facts.origin} are not finite; the conversion cannot be checked")
     if expected.shape != found.shape or not torch.equal(expected, found):
         raise ForgeError("the logits of the written weights differ from those of the source; please report this")
+
+
+def rounded(weights: "Weights", stored: "Weights") -> float:
+    """Returns the largest difference that rounding makes to logits, relative to the largest logit."""
+    if stored is weights:
+        return 0.0
+    expected, found = _logits(weights), _logits(stored)
+    return float((expected - found).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 def compared(converter: "Converter", path: Path, weights: "Weights") -> str:

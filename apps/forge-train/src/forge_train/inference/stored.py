@@ -24,11 +24,12 @@ from forge_train.recipe.load import Recipe, load_recipe
 HF_CONFIG = "config.json"
 DCP_METADATA = ".metadata"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+GGUF_MAGIC = b"GGUF"
 
 
 def open_weights(where: str | Path, registry: Registry, weights: str = "model") -> Weights:
-    """Opens the weights of a run or a checkpoint (by path or URL), of a folder in the Hugging Face format, or of files that Forge
-    wrote as safetensors, for `torch.distributed.checkpoint` or with `torch.save`.
+    """Opens the weights of a run or a checkpoint (by path or URL), of a folder in the Hugging Face format, of a GGUF file, or of
+    files that Forge wrote as safetensors, for `torch.distributed.checkpoint` or with `torch.save`.
 
     Args:
         where: path or URL.
@@ -53,8 +54,16 @@ def format_of(where: str | Path) -> str:
         return "forge"
     path = Path(where)
     marks = {"hf": (path / HF_CONFIG).is_file(), "safetensors": _is_plain(path), "dcp": (path / DCP_METADATA).is_file()}
+    marks["gguf"] = _is_gguf(path)
     marks["torch"] = (path.is_file() and path.suffix in TORCH_SUFFIXES) or (path / "model.pt").is_file()
     return next((kind for kind, found in marks.items() if found), "forge")
+
+
+def _is_gguf(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
 
 
 def _is_plain(path: Path) -> bool:

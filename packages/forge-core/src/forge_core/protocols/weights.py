@@ -38,6 +38,8 @@ class WeightsInfo:
         recipe: recipe of that run, as plain tables.
         cursor: data position of that run (`forge_core.protocols.data.Cursor`).
         notes: one sentence for each part that was left out or ignored during reading.
+        base: path or name of the weights that the training started from.
+        history: sections of a model card about the training: data, evaluation, versions and recipe, as Markdown.
     """
 
     step: int = 0
@@ -50,6 +52,8 @@ class WeightsInfo:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     cursor: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    base: str = ""
+    history: str = ""
 
 
 class Weights(Protocol):
@@ -75,7 +79,11 @@ class Weights(Protocol):
 
 
 class Converter(Protocol):
-    """One format of weights. It refuses models that it cannot express, and names the reason."""
+    """One format of weights. It refuses models that it cannot express, and names the reason.
+
+    A format that rounds values, such as one that quantizes, also has a method `stored(weights)`, which returns the weights with
+    the values that the format has for them.
+    """
 
     def read(self, path: Path) -> Weights:
         """Opens weights; tensors are read later."""

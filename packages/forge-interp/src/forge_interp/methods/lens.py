@@ -110,6 +110,7 @@ def direct_logit_attribution(
     direction = decoder.head.weight[right]
     if wrong is not None:
         direction = direction - decoder.head.weight[wrong]
+    direction = direction * shape.logit_multiplier
     stream = seen["residual"][:, 0].double()
     read, constant = _linear_norm(decoder.norm, stream, direction.double())
     kept: dict[str, Tensor] = {"embeddings": seen["embeddings"][:, 0]}
@@ -131,8 +132,7 @@ def direct_logit_attribution(
 
 def _linear_norm(norm: Any, stream: Tensor, direction: Tensor) -> tuple[Tensor, Tensor | None]:
     """Returns (B, dim) r and (B,) c with direction . norm(x) = r . x + c, for the scale that the norm has at `stream`."""
-    weight = norm.weight.double() + getattr(norm, "offset", 0)
-    read = direction * weight
+    read = direction if norm.weight is None else direction * (norm.weight.double() + getattr(norm, "offset", 0))
     if getattr(norm, "bias", None) is None and not isinstance(norm, nn.LayerNorm) and type(norm).__name__ == "RMSNorm":
         return read * (stream.square().mean(1, keepdim=True) + norm.eps).rsqrt(), None
     if type(norm).__name__ != "LayerNorm":

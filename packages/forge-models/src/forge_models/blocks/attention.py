@@ -310,7 +310,7 @@ class Attention(nn.Module):
     """softmax(q k^T * scale) v with rotary positions; each key-value head serves heads / kv_heads query heads.
 
     Parallel strategies replace `core`. `window` is the number of positions that one position attends to (None = all), `rotary`
-    the position embedding of this layer.
+    the position embedding of this layer, which is unused if it does not rotate.
     """
 
     treats_blocks_alike: ClassVar[bool] = True
@@ -325,11 +325,13 @@ class Attention(nn.Module):
         scale: float | None = None,
         soft_cap: float | None = None,
         window: int | None = None,
+        rotates: bool = True,
         core: AttentionKernel = "auto",
     ) -> None:
         super().__init__()
         self.context = context
         self.qk_norm = qk_norm
+        self.rotates = rotates
         self.soft_cap = soft_cap
         self.core: AttentionCore = LocalAttention(core, capped=soft_cap is not None, width=context.head_dim)
         self.window = window
@@ -355,8 +357,10 @@ class Attention(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, attention_mask: Any, cache: LayerCache | None
     ) -> Tensor:
-        """Rotates q, k and attends: q, k, v (B, heads, T, head_dim) -> (B, T, heads * head_dim)."""
-        q, k = tap("attention.q", rotate(q, rotation)), tap("attention.k", rotate(k, rotation))
+        """Rotates q and k, if this layer does, and attends: q, k, v (B, heads, T, head_dim) -> (B, T, heads * head_dim)."""
+        if self.rotates:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k = tap("attention.q", q), tap("attention.k", k)
         if cache is not None:
             k, v = cache.update(k, v)
         cap = self.soft_cap

@@ -261,8 +261,9 @@ class Head(nn.Module):
     sharded weight, run in training as well as in inference.
     """
 
-    def __init__(self, dim: int, vocab_size: int, std: float, soft_cap: float | None = None) -> None:
+    def __init__(self, dim: int, vocab_size: int, std: float, soft_cap: float | None = None, multiplier: float = 1.0) -> None:
         super().__init__()
+        self.multiplier = multiplier
         self.weight = unfilled(vocab_size, dim)
         self.core: LossHead = ChunkedCrossEntropy()
         self.std = std
@@ -272,7 +273,7 @@ class Head(nn.Module):
         """(B, T, embed) -> logits (B, T, vocab) in the dtype of `hidden`, or with an objective its `LossTerms`."""
         if objective is not None and labels is not None:
             return objective(self, hidden, labels)
-        logits = F.linear(hidden, self.weight)
+        logits = F.linear(self._scaled(hidden), self.weight)
         return logits if self.soft_cap is None else self.soft_cap * (logits / self.soft_cap).tanh()
 
     def loss(self, hidden: Tensor, labels: Tensor, z_loss: float = 0.0, smoothing: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,8 +287,14 @@ class Head(nn.Module):
                 f"labels {tuple(labels.shape)} do not fit hidden states {tuple(hidden.shape)}; give one label per position"
             )
         smoothed = {"smoothing": smoothing} if smoothing else {}
-        total, nll, z = self.core(hidden.flatten(0, -2), self.weight, labels.flatten(), z_loss, self.soft_cap, **smoothed)
+        total, nll, z = self.core(
+            self._scaled(hidden).flatten(0, -2), self.weight, labels.flatten(), z_loss, self.soft_cap, **smoothed
+        )
         return total, nll.view(labels.shape), z.view(labels.shape)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        # the factor on logits is on their input, which is smaller
+        return hidden if self.multiplier == 1 else hidden * self.multiplier
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the spec of the projection."""

@@ -100,23 +100,24 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(variance + eps) * weight + bias, computed in fp32 and rounded once."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias, computed in fp32 and rounded once; without weight it is 1."""
 
-    def __init__(self, dim: int, eps: float, bias: bool = True) -> None:
+    def __init__(self, dim: int, eps: float, bias: bool = True, weight: bool = True) -> None:
         super().__init__()
-        self.weight = unfilled(dim)
+        self.weight = unfilled(dim) if weight else None
         self.bias = unfilled(dim) if bias else None
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim) in the dtype of `x`."""
         bias = None if self.bias is None else _wide(self.bias)
-        return F.layer_norm(_wide(x), self.weight.shape, _wide(self.weight), bias, self.eps).to(x.dtype)
+        weight = None if self.weight is None else _wide(self.weight)
+        return F.layer_norm(_wide(x), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the specs: the weight starts at one, the bias at zero."""
-        specs = {"weight": TensorSpec((None,), Init("ones"), "vector")}
-        return specs if self.bias is None else specs | {"bias": TensorSpec((None,), Init("zeros"), "vector")}
+        specs = {"weight": TensorSpec((None,), Init("ones"), "vector"), "bias": TensorSpec((None,), Init("zeros"), "vector")}
+        return {name: spec for name, spec in specs.items() if getattr(self, name) is not None}
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -42,10 +42,16 @@ class GQA(Component):
     """Every n-th layer (the n-th, the 2n-th, ...) is global."""
     global_layers: tuple[Annotated[int, Ge(0)], ...] | None = None
     """Indices, from 0, of the layers that are global."""
+    nope_every: Annotated[int, Gt(0)] | None = None
+    """Every n-th layer (the n-th, the 2n-th, ...) has no rotary positions (Yang et al., 2025; SmolLM3: 4)."""
+    nope_layers: tuple[Annotated[int, Ge(0)], ...] | None = None
+    """Indices, from 0, of the layers without rotary positions."""
     core: Annotated[AttentionKernel, FREE] = "auto"
     """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
 
     def __post_init__(self) -> None:
+        if self.nope_every is not None and self.nope_layers is not None:
+            raise ValueError("nope_every and nope_layers exclude each other; set one")
         if self.global_every is not None and self.global_layers is not None:
             raise ValueError("global_every and global_layers exclude each other; set one")
         if self.window is None and (self.global_every is not None or self.global_layers is not None):
@@ -56,7 +62,13 @@ class GQA(Component):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[GQA]":
         """Returns examples with and without each option that changes the computation."""
-        return (cls(), cls(qkv_bias=True, qk_norm="full"), cls(qk_norm="head", soft_cap=2.0), cls(window=3, global_every=2))
+        return (
+            cls(),
+            cls(qkv_bias=True, qk_norm="full"),
+            cls(qk_norm="head", soft_cap=2.0),
+            cls(window=3, global_every=2),
+            cls(nope_every=1),
+        )
 
     def check(self, context: BlockContext) -> None:
         """Checks the settings against the sizes of the model.
@@ -64,9 +76,9 @@ class GQA(Component):
         Raises:
             ValueError: a setting does not fit the model.
         """
-        wrong = [layer for layer in self.global_layers or () if layer >= context.layers]
-        if wrong:
-            raise ValueError(f"global_layers {wrong} do not exist; layers are numbered 0 to {context.layers - 1}")
+        for name in ("global_layers", "nope_layers"):
+            if wrong := [layer for layer in getattr(self, name) or () if layer >= context.layers]:
+                raise ValueError(f"{name} {wrong} do not exist; layers are numbered 0 to {context.layers - 1}")
         if context.rope.local_theta is not None and self.window is None:
             raise ValueError("rope.local_theta needs local layers; set attention.window")
         turning = int(context.head_dim * context.rope.partial)
@@ -78,6 +90,11 @@ class GQA(Component):
         listed = self.global_layers is not None and layer in self.global_layers
         counted = self.global_every is not None and (layer + 1) % self.global_every == 0
         return None if listed or counted else self.window
+
+    def rotates_at(self, layer: int) -> bool:
+        """Whether layer `layer` has rotary positions."""
+        listed = self.nope_layers is not None and layer in self.nope_layers
+        return not listed and (self.nope_every is None or (layer + 1) % self.nope_every != 0)
 
     def matrices(self, context: BlockContext) -> dict[str, Matrix]:
         """Returns the linear layers by name."""
@@ -104,6 +121,7 @@ class GQA(Component):
             scale=self.scale,
             soft_cap=self.soft_cap,
             window=self.window_at(context.layer),
+            rotates=self.rotates_at(context.layer),
             core=self.core,
         )
 

@@ -87,6 +87,8 @@ class DecoderConfig(Component):
     """Factor on embedded tokens, rounded to the compute precision first (Gemma: sqrt(dim))."""
     residual_multiplier: Annotated[float, Gt(0)] = 1.0
     """Factor on the output that each part of a block adds to the residual stream."""
+    logit_multiplier: Annotated[float, Gt(0)] = 1.0
+    """Factor on logits, before their cap (Granite: 1 / logits_scaling)."""
     init_std: Annotated[float, Gt(0), FREE] = 0.02
     """Initial standard deviation of hidden matrices; output projections start with init_std / sqrt(2 * layers)."""
     attention: Annotated[Component, Slot("forge.attentions", default="gqa")] = Slot.unset()
@@ -114,7 +116,7 @@ class DecoderConfig(Component):
             small,
             replace(small, tied_embeddings=True, soft_cap=3.0, norm_placement="sandwich", embed_multiplier=4.0),
             replace(small, moe=MoEConfig(experts=4, shared=1, first_dense=1, kernel="loop"), norm_placement="post"),
-            replace(small, mtp=MTPConfig(depth=2)),
+            replace(small, mtp=MTPConfig(depth=2), logit_multiplier=0.25),
         )
 
     def __post_init__(self) -> None:
@@ -180,6 +182,7 @@ class DecoderConfig(Component):
             norm_placement=self.norm_placement,
             embed_multiplier=self.embed_multiplier,
             residual_multiplier=self.residual_multiplier,
+            logit_multiplier=self.logit_multiplier,
             init_std=self.init_std,
             attention=GQA() if self.attention is None else self.attention,
             mlp=mlp,

@@ -149,8 +149,10 @@ class LayerNormConfig(Component):
     """Added to the variance."""
     bias: bool = True
     """Whether a learned bias is added."""
+    weight: bool = True
+    """Whether a learned weight multiplies; without it and a bias, the norm has no parameters (OLMo)."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[LayerNormConfig]":
-        """Returns examples with and without a bias."""
-        return (cls(), cls(bias=False))
+        """Returns examples with and without a bias and a weight."""
+        return (cls(), cls(bias=False), cls(bias=False, weight=False))

@@ -26,6 +26,7 @@ class Family(ABC):
         fused: matrix of a checkpoint -> our matrices that it concatenates.
         experts: names of experts; None: the family has none.
         mtp_layers: key with the number of MTP layers after the last one, which are not read.
+        scales_inputs: whether the reference multiplies all inputs by `embed_multiplier`, features of images included.
     """
 
     model_type: ClassVar[str]
@@ -43,6 +44,7 @@ class Family(ABC):
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     experts: ClassVar[ExpertNames | None] = None
     mtp_layers: ClassVar[str | None] = None
+    scales_inputs: ClassVar[bool] = False
 
     @abstractmethod
     def read(self, keys: Keys) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
     """Returns what determines the logits, in a normal form; equal for equal models."""
     fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "soft_cap", "norm_placement")
     result: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
-    result |= {"embed_multiplier": decoder.embed_multiplier, "residual_multiplier": decoder.residual_multiplier}
+    result |= {name: getattr(decoder, name) for name in ("embed_multiplier", "residual_multiplier", "logit_multiplier")}
     result |= meaning_of_experts(decoder)
     if decoder.rope.scaling != "dynamic":
         result["max_length"] = decoder.max_length
@@ -95,7 +97,9 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
         scale = attention.scale or decoder.shape.head_dim**-0.5
         result |= {"kv_heads": decoder.shape.kv_heads, "head_dim": decoder.shape.head_dim}
         result |= {"attention.scale": scale, "attention.windows": windows_of(decoder)}
-        attention = replace(attention, scale=None, window=None, global_every=None, global_layers=None, core="auto")
+        result["attention.nope"] = tuple(layer for layer in range(decoder.layers) if not attention.rotates_at(layer))
+        layers = dict.fromkeys(("global_every", "global_layers", "nope_every", "nope_layers"))
+        attention = replace(attention, scale=None, window=None, **layers, core="auto")
     elif isinstance(attention, MLA):
         attention = replace(attention, core="auto", norm_eps=getattr(attention.norm(decoder.shape.context(0)), "eps", None))
     return result | {"attention": attention, "mlp": decoder.shape.mlp, "norm": decoder.shape.norm}
@@ -126,11 +130,11 @@ SILU = ("hidden_act", "silu")
 """Key and value of the most common activation."""
 
 
-def read_base(keys: Keys, eps: str = "rms_norm_eps", activation: tuple[str, str] = SILU, **rope: Any) -> dict[str, Any]:
-    """Returns the fields of `DecoderConfig` that every family has. `eps` and `activation` are keys that differ in a few families;
-    `rope` are arguments of `read_rope`."""
+def read_base(keys: Keys, eps: str | None = "rms_norm_eps", activation: tuple[str, str] = SILU, **rope: Any) -> dict[str, Any]:
+    """Returns the fields of `DecoderConfig` that every family has. `eps` and `activation` are keys that differ in a few families
+    (`eps` is None for one whose `eps` is fixed); `rope` are arguments of `read_rope`."""
     sizes = {ours: keys.integer(theirs) for theirs, ours in SIZES.items()}
-    norm, std = RMSNormConfig(eps=keys.number(eps)), keys.number("initializer_range")
+    norm, std = RMSNormConfig() if eps is None else RMSNormConfig(eps=keys.number(eps)), keys.number("initializer_range")
     tied = keys.boolean("tie_word_embeddings")
     keys.only(*activation)
     return sizes | {"norm": norm, "init_std": std, "tied_embeddings": tied, "mlp": SwiGLU()} | read_rope(keys, **rope)
@@ -151,7 +155,7 @@ def read_biases(keys: Keys) -> dict[str, Any]:
 
 
 def write_base(
-    family: Family, decoder: DecoderConfig, eps: str = "rms_norm_eps", activation: tuple[str, str] = SILU
+    family: Family, decoder: DecoderConfig, eps: str | None = "rms_norm_eps", activation: tuple[str, str] = SILU
 ) -> dict[str, Any]:
     """Returns the keys of `read_base` and `read_heads`, and keys that have the same value for every model."""
     shape = decoder.shape
@@ -159,7 +163,8 @@ def write_base(
     written |= {theirs: getattr(shape, ours) for theirs, ours in SIZES.items()} | {"num_key_value_heads": shape.kv_heads}
     if "head_dim" in family.defaults:
         written["head_dim"] = shape.head_dim
-    written |= {eps: getattr(shape.norm, "eps", 0.0), "tie_word_embeddings": shape.tied_embeddings}
+    written |= {} if eps is None else {eps: getattr(shape.norm, "eps", 0.0)}
+    written["tie_word_embeddings"] = shape.tied_embeddings
     return written | dict([activation]) | write_rope(decoder)
 
 

@@ -9,10 +9,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.component import Component, fields_of
 from forge_core.files import publish, sync_path
 from forge_core.protocols.weights import Weights
 from forge_models.components.decoder import DecoderConfig
+from forge_models.hf.card import card, usage_of
 from forge_models.hf.config import CONFIG, Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, config_of, misfits
@@ -23,88 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def card(weights: Weights, config: Mapping[str, Any], dtype: str, count: int, usage: str) -> str:
-    """Returns Markdown with the metadata block that model hubs read.
-
-    Args:
-        weights: the written weights.
-        config: content of `config.json`.
-        dtype: dtype of the parameters.
-        count: number of parameters.
-        usage: code that opens the folder.
-    """
-    model = weights.model
-    rows = {
-        "Architecture": config["architectures"][0],
-        "Parameters": f"{count:,}",
-        "Precision": dtype,
-        **(_sizes(model) if isinstance(model, DecoderConfig) else _keys(model)),
-        **{f"Note {number}": note for number, note in enumerate(weights.facts.notes, 1)},
-        "Training steps": weights.facts.step or "not recorded",
-    }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return f"""---
-library_name: {"transformers" if "transformers" in usage else "pytorch"}
-pipeline_tag: {_task(model)}
-tags: [{config["model_type"]}, forge]
----
-
-# {config["architectures"][0]}, {count:,} parameters
-
-Exported by Forge. Its logits were compared with those of the weights that it was made from.
-
-| | |
-|---|---|
-{table}
-
-Data, intended use, limits and license: to be stated by the publisher of the model.
-
-```python
-{usage}```
-"""
-
-
-def _sizes(model: DecoderConfig) -> dict[str, Any]:
-    return {
-        "Layers": model.layers,
-        "Width": model.dim,
-        "Heads": f"{model.heads} ({model.shape.kv_heads} for keys and values)",
-        "Experts": "none" if model.moe is None else f"{model.moe.experts}, {model.moe.top_k} of them for each token",
-        "Vocabulary": f"{model.vocab_size:,}",
-        "Context": f"{model.max_length:,} tokens",
-        "Embeddings": "tied" if model.tied_embeddings else "not tied",
-        **_left_out(model),
-    }
-
-
-def _keys(model: Component) -> dict[str, Any]:
-    """Returns the keys of a model that is no decoder, such as one of a plugin, without those that are components."""
-    return {
-        f"`{info.name}`": value
-        for info in fields_of(type(model))
-        if not isinstance(value := getattr(model, info.name), Component)
-    }
-
-
-def usage_of(loader: str) -> str:
-    """Returns code that opens a folder with a class of transformers."""
-    return f"""from transformers import {loader}
-
-model = {loader}.from_pretrained("path/of/this/folder")
-"""
-
-
-def _task(model: Component) -> str:
-    images = isinstance(model, DecoderConfig) and type(model) is not DecoderConfig
-    return "image-text-to-text" if images else "text-generation"
-
-
-def _left_out(model: DecoderConfig) -> dict[str, str]:
-    """Returns parts of the model that this format cannot hold."""
-    if model.mtp is None:
-        return {}
-    return {"Left out": f"{model.mtp.depth} MTP modules, which do not change logits"}
-
+COMPARED = "Exported by Forge. Its logits were compared with those of the weights that it was made from."
 
 ITEM = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -276,7 +195,9 @@ def _write_texts(
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     write_json(folder / CONFIG, {**config, **tokens, "torch_dtype": dtype})
     count = sum(prod(places[name].shape) for name in parameters)
-    (folder / "README.md").write_text(card(weights, config, dtype, count, usage), encoding="utf-8")
+    name, kind = config["architectures"][0], config["model_type"]
+    text = card(weights, name, name, kind, dtype=dtype, count=count, usage=usage, origin=COMPARED)
+    (folder / "README.md").write_text(text, encoding="utf-8")
     kept = tokenizer / GENERATION if tokenizer is not None else None
     if kept is not None and kept.is_file():
         shutil.copyfile(kept, folder / GENERATION)

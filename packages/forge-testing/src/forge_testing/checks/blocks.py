@@ -162,9 +162,10 @@ class NormChecks:
 
     @staticmethod
     def check_gradients(component: Any) -> None:
-        """Checks that every parameter has a finite, nonzero gradient."""
-        norm, x = modules.part(lambda: component.build(modules.DIM)), modules.rows()
+        """Checks that every parameter has a finite, nonzero gradient, and the input too."""
+        norm, x = modules.part(lambda: component.build(modules.DIM)), modules.rows().requires_grad_()
         modules.learns(norm, lambda: norm(x))
+        assert x.grad is not None and bool(x.grad.isfinite().all()) and bool(x.grad.any()), "no gradient reaches the input"
 
 
 CONTEXT = RouterContext(dim=16, experts=8, top_k=3, layer=1, init_std=0.02)

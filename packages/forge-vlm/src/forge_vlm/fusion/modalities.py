@@ -243,7 +243,7 @@ class UntiedAttention(Attention):
                 f"attention {type(first).__name__} cannot have weights for each modality; set model.attention.name = "
                 "'gqa', or model.fusion.name = 'joint_decoder'"
             )
-        for name in ("context", "qk_norm", "soft_cap", "core", "window", "rotary", "scale"):
+        for name in ("context", "qk_norm", "soft_cap", "core", "window", "rotary", "rotates", "scale"):
             setattr(self, name, getattr(first, name))
         for part in (*MATRICES, "q_norm", "k_norm"):
             parts = {name: getattr(copy, part) for name, copy in copies.items()}

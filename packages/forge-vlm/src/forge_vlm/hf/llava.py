@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.component import Component, class_name
 from forge_core.protocols.weights import NO_EXTRAS, Weights
+from forge_models.hf.card import usage_of
 from forge_models.hf.config import ANY_VALUE, CONFIG, Allowed, Keys, Unsupported, read_config
 from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of
 from forge_models.hf.names import DERIVED, TensorPlace
 from forge_models.hf.reader import CheckpointTensors, facts_in, family_of
-from forge_models.hf.writer import special_tokens, usage_of, write_folder, write_json
+from forge_models.hf.writer import special_tokens, write_folder, write_json
 from forge_vlm.components.adapters import LinearConfig, MLPConfig
 from forge_vlm.components.encoders import CLIP, SigLIP
 from forge_vlm.components.fusions import JointDecoder, MoMa
@@ -200,7 +201,12 @@ def _misfits(model: VLM) -> Iterator[str]:
         yield f"adapter.hidden_dim = {adapter.hidden_dim}: LLaVA's projector is as wide as the decoder, {model.dim}"
     if model.soft_cap is not None:
         yield f"soft_cap = {model.soft_cap}: the head of LLaVA has none"
-    yield from text_misfits(model)
+    if model.logit_multiplier != 1:
+        yield f"logit_multiplier = {model.logit_multiplier}: the head of LLaVA has none"
+    if misfits := text_misfits(model):
+        yield from misfits
+    elif text_family(model).scales_inputs and model.embed_multiplier != 1:
+        yield f"embed_multiplier = {model.embed_multiplier}: in this format it would also multiply the features of images"
 
 
 def _config(model: VLM) -> dict[str, Any]:
@@ -257,6 +263,13 @@ def model_of(values: Mapping[str, Any], folder: Path, where: str, ignore: Sequen
             "text_config.final_logit_softcapping",
             f"{decoder.soft_cap}: the text model caps its logits and {ARCHITECTURE} does not; which one the weights were trained "
             "for is not clear. Write null there for what transformers computes of this folder",
+        )
+    if decoder.logit_multiplier != 1:
+        keys.fault("text_config.logits_scaling", f"the text model divides its logits, and {ARCHITECTURE} does not; write 1 there")
+    if family.scales_inputs and decoder.embed_multiplier != 1:
+        keys.fault(
+            "text_config.embedding_multiplier",
+            f"{decoder.embed_multiplier}: features of images are multiplied too; not implemented",
         )
     tied = keys.boolean("tie_word_embeddings")
     if "tie_word_embeddings" in values and tied and not decoder.tied_embeddings:

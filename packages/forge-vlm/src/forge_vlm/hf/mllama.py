@@ -20,12 +20,13 @@ from forge_core.component import Component
 from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
+from forge_models.hf.card import usage_of
 from forge_models.hf.config import CONFIG, Keys, Unsupported, read_config
 from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of, misfits, read_base, read_heads, write_base
 from forge_models.hf.names import DERIVED, TensorPlace, shapes_of
 from forge_models.hf.reader import SINGLE, CheckpointTensors, facts_in
-from forge_models.hf.writer import usage_of, write_folder, write_json
+from forge_models.hf.writer import write_folder, write_json
 from forge_vlm.components.adapters import MLPConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention

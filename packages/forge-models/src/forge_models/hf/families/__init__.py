@@ -4,14 +4,30 @@ from types import MappingProxyType
 
 from forge_models.hf.families.deepseek import DeepseekV3
 from forge_models.hf.families.gemma import Gemma2, Gemma3
+from forge_models.hf.families.granite import Granite
 from forge_models.hf.families.llama import Llama
 from forge_models.hf.families.mistral import Mistral, Mixtral
-from forge_models.hf.families.olmo import Olmo2, Olmo3, Olmoe
+from forge_models.hf.families.olmo import Olmo, Olmo2, Olmo3, Olmoe
 from forge_models.hf.families.phi3 import Phi3
 from forge_models.hf.families.qwen import Qwen2, Qwen3, Qwen3Moe
+from forge_models.hf.families.smollm import SmolLM3
 from forge_models.hf.families.stablelm import StableLM
 
-DENSE = (Llama(), Mistral(), Qwen2(), Qwen3(), Olmo2(), Olmo3(), Gemma2(), Gemma3(), StableLM(), Phi3())
+DENSE = (
+    Llama(),
+    Mistral(),
+    Qwen2(),
+    Qwen3(),
+    Olmo2(),
+    Olmo3(),
+    Gemma2(),
+    Gemma3(),
+    StableLM(),
+    Phi3(),
+    SmolLM3(),
+    Granite(),
+    Olmo(),
+)
 SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3())
 
 FAMILIES = MappingProxyType({family.model_type: family for family in (*DENSE, *SPARSE)})

@@ -1,10 +1,11 @@
-"""OLMo-2, OLMo-3 and OLMoE."""
+"""OLMo, OLMo-2, OLMo-3 and OLMoE."""
 
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
+from forge_models.components.layers import LayerNormConfig
 from forge_models.hf.config import Keys
 from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
 from forge_models.hf.layers import (
@@ -17,6 +18,29 @@ from forge_models.hf.layers import (
     write_local_layers,
     write_losses,
 )
+
+
+class Olmo(Family):
+    """Layer norms without parameters (Groeneveld et al., 2024); their `eps` is fixed."""
+
+    model_type = "olmo"
+    architecture = "OlmoForCausalLM"
+    defaults: ClassVar = {
+        "num_key_value_heads": None,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    }
+    ignores: ClassVar = {"clip_qkv": (None,)}
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        norm = LayerNormConfig(eps=1e-5, weight=False, bias=False)
+        return read_base(keys, eps=None) | read_heads(keys) | {"norm": norm, "attention": GQA(**read_biases(keys))}
+
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
+        return write_base(self, decoder, eps=None) | write_biases(decoder)
 
 
 class Olmo2(Family):
