@@ -1,9 +1,9 @@
 """The loss to minimize, chosen by `[objective]`. The model calls it with its head, in the last pipeline stage."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Gt, Lt
 
 from forge_core.batch import IGNORE
 from forge_core.component import IDENTITY, Component
@@ -52,7 +52,7 @@ class CrossEntropy(Component):
         """
         from forge_models.autograd import with_gradient_of
 
-        smoothed = {"smoothing": self.label_smoothing} if self.label_smoothing else {}
+        smoothed: dict[str, Any] = {"smoothing": self.label_smoothing} if self.label_smoothing else {}
         total, nll, z = head.loss(hidden, labels, self.z_loss, **smoothed)
         metrics = {"nll": nll.sum(), "z": z.sum()} if self.z_loss else {"nll": nll.sum()}
         each = nll + self.z_loss * z if self.z_loss else nll
@@ -60,3 +60,43 @@ class CrossEntropy(Component):
             metrics["smoothed"] = total.detach()
             total = with_gradient_of(each.sum().detach(), total)
         return LossTerms(total, (labels != IGNORE).sum(), metrics, each.sum(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(Component):
+    """Direct preference optimization: trains on pairs of a chosen and a rejected answer, compared with frozen weights.
+
+    All sources must be preference pairs. The frozen weights are those that the run starts from; their log-probabilities of all
+    answers are computed once before the first step, and stored in the folder of the run's data. The loss is the mean over pairs.
+    """
+
+    key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.preference:PreferenceLoss"
+    feature: ClassVar[str] = "dpo"
+    pairs: ClassVar[bool] = True
+    """True: it needs sources of preference pairs, which other objectives refuse."""
+    whole_rows: ClassVar[bool] = True
+    """True: ranks must not share rows."""
+    predicts_next: ClassVar[bool] = False
+    """False: labels are not trained as next tokens alone, so multi-token prediction is refused."""
+    evaluated: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
+    """Metrics that evaluations report in place of the perplexity."""
+
+    beta: Annotated[float, Gt(0)] = 0.1
+    """Strength of the pull toward the reference; smaller values allow larger changes."""
+    loss: Literal["sigmoid", "robust", "ipo"] = "sigmoid"
+    """Loss of a pair: `sigmoid` (Rafailov et al., 2023); `robust`, unbiased if a share `label_smoothing` of the pairs is in the
+    wrong order (Chowdhury et al., 2024); or `ipo`, a squared distance of means per token (Azar et al., 2024)."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """Share of pairs that may be in the wrong order, for `sigmoid` and `robust`."""
+    nll: Annotated[float, Ge(0)] = 0.0
+    """Weight of the mean nll per token of the chosen answer, which is added to the loss (Pang et al., 2024)."""
+
+    def __post_init__(self) -> None:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError("label_smoothing has no effect with loss = 'ipo'; remove it, or set loss = 'sigmoid'")
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[DPO]":
+        """Returns an example of each loss."""
+        return (cls(), cls(label_smoothing=0.1), cls(loss="robust", label_smoothing=0.1), cls(loss="ipo", nll=0.5))

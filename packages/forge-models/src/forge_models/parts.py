@@ -28,11 +28,13 @@ PARTS = {
         "experts_compile": "forge_models.checks:experts_compile",
         "experts_fit": "forge_models.checks:experts_fit",
         "experts_see_other_tokens": "forge_models.checks:experts_see_other_tokens",
+        "objective_fits": "forge_models.checks:objective_fits",
     },
     "forge.converters": {
         "hf": "forge_models.hf.converter:HfConverter",
     },
     "forge.objectives": {
         "cross_entropy": "forge_models.objectives:CrossEntropy",
+        "dpo": "forge_models.objectives:DPO",
     },
 }

@@ -263,7 +263,9 @@ def _some(names: list[str]) -> str:
 TOKENIZER_KEY = "tokenizer"
 """Key of a checkpoint's metadata with the fingerprint of the run's tokenizer."""
 GENERATION_KEY, TEMPLATE_KEY = OF_THE_START
-KEPT_KEYS = ("special_tokens", "ends", "family", GENERATION_KEY, TEMPLATE_KEY)
+REFERENCE_KEY = "reference"
+"""Key of a checkpoint's metadata with the name of the stored numbers of a frozen reference (`forge_train.run.reference`)."""
+KEPT_KEYS = ("special_tokens", "ends", "family", GENERATION_KEY, TEMPLATE_KEY, REFERENCE_KEY)
 """Keys of a checkpoint's metadata that come from the weights the run started from."""
 _PROBE = "The quick brown fox\n\n  def f(x):\treturn x[0] + 1234.5 # \u00e9\u00df \u732b \u0438 \U0001f642"
 
