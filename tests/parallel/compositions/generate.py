@@ -67,7 +67,7 @@ ALTERNATIVES = (
 ANYWHERE = ("label_smoothing", "frozen")
 """What goes with every row, and so is in one only where a pair asks for it."""
 
-OBJECTIVES = ("dpo",)
+OBJECTIVES = ("dpo", "distillation")
 """Objectives other than next-token cross-entropy: such a row has one of them, where a pair asks for it."""
 
 OPTIMIZERS = ("", "muon", "adamw8bit")

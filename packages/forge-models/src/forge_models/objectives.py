@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from forge_core.batch import IGNORE
-from forge_core.component import IDENTITY, Component
+from forge_core.component import IDENTITY, Component, Place
 from forge_core.features import Feature
 from forge_core.protocols.model import LossTerms
 
@@ -100,3 +100,38 @@ class DPO(Component):
     def examples(cls, folder: "Path") -> "Iterable[DPO]":
         """Returns an example of each loss."""
         return (cls(), cls(label_smoothing=0.1), cls(loss="robust", label_smoothing=0.1), cls(loss="ipo", nll=0.5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation(Component):
+    """Distillation from a frozen teacher (Hinton et al., 2015): (1 - weight) nll + weight temperature^2 KL(teacher || model).
+
+    The teacher must have the tokenizer and the vocabulary of the run. Every rank of the last pipeline stage holds all of it, and
+    runs it on each batch; logits of both models exist for a few rows at a time.
+    """
+
+    key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.distillation:DistillationLoss"
+    feature: ClassVar[str] = "distillation"
+    whole_rows: ClassVar[bool] = True
+    """True: ranks must not share rows."""
+    whole_vocabulary: ClassVar[bool] = True
+    """True: ranks must not share the vocabulary."""
+    predicts_next: ClassVar[bool] = False
+    """False: multi-token prediction, for which the teacher has no answer, is refused."""
+    evaluated: ClassVar[tuple[str, ...]] = ("nll", "kl")
+    """Metrics that evaluations report in place of the perplexity."""
+
+    teacher: Annotated[str, Place]
+    """Weights of the teacher: a run, a checkpoint, or a folder in the Hugging Face format."""
+    weight: Annotated[float, Gt(0), Le(1)] = 0.5
+    """Share of the divergence in the loss; the rest is the negative log-likelihood of the labels."""
+    temperature: Annotated[float, Gt(0)] = 1.0
+    """Divides the logits of both models in the divergence; above 1, unlikely words count more."""
+    top_k: Annotated[int, Gt(0)] | None = None
+    """Number of most likely words of the teacher, renormalized, that are its distribution; unset (`"none"`), all words."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Distillation]":
+        """Returns examples of all words and of a few."""
+        return (cls(teacher=str(folder)), cls(teacher=str(folder), weight=1.0, temperature=2.0, top_k=3))

@@ -35,6 +35,7 @@ PARTS = {
     },
     "forge.objectives": {
         "cross_entropy": "forge_models.objectives:CrossEntropy",
+        "distillation": "forge_models.objectives:Distillation",
         "dpo": "forge_models.objectives:DPO",
     },
 }

@@ -23,6 +23,7 @@ from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.process.ranks import rank_zero_first
 from forge_train.recipe.load import Recipe, load_recipe
 from forge_train.run.reference import stored_reference
+from forge_train.run.teacher import taught
 
 _SECTIONS = ("job", "model", "data", "train", "precision", "schedule", "objective", "transforms")
 """Sections that determine the loss; hooks, checkpoints and the layout of the training run do not."""
@@ -106,6 +107,8 @@ def scores(
         if not isinstance(weights, ForgeWeights):
             raise ForgeError(f"{weights.facts.origin} is no checkpoint of a run, so it has no reference; evaluate the run")
         objective = stored_reference(objective, workspace, weights.meta)
+    if hasattr(objective, "with_teacher"):
+        objective = taught(objective, job, model.topology, registry, tokenizer)
     topology, step = model.topology, Step(model, objective)
     for name, held_out in sets.items():
         result = step.evaluate(held_out.batches(topology.data_rank, topology.data_size, job.train.micro_batch))

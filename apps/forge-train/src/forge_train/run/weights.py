@@ -279,7 +279,7 @@ def facts_of_start(job: Job, registry: Registry, tokenizer: Tokenizer | None) ->
     key, weights = _weights(job, registry)
     if weights is None:
         return {}
-    if tokenizer is not None and (why := _other_tokenizer(weights, tokenizer, registry)):
+    if tokenizer is not None and (why := other_tokenizer(weights, tokenizer, registry)):
         raise ForgeError(
             f"{key}: the token ids of {weights.facts.origin} are of another tokenizer than those of the data: {why}; set "
             "[data.tokenizer] to the tokenizer of the weights, or leave these weights out"
@@ -322,7 +322,7 @@ def _weights(job: Job, registry: Registry) -> tuple[str, Weights | None]:
     return "start.weights", weights if taken else None
 
 
-def _other_tokenizer(weights: Weights, tokenizer: Tokenizer, registry: Registry) -> str:
+def other_tokenizer(weights: Weights, tokenizer: Tokenizer, registry: Registry) -> str:
     """Returns how token ids differ; empty if no difference is known."""
     if isinstance(weights, ForgeWeights) and weights.facts.tokenizer is None:
         known = weights.meta.get(TOKENIZER_KEY)

@@ -402,6 +402,20 @@ class ReferencedObjective(BatchObjective, Protocol):
         ...
 
 
+class TaughtObjective(BatchObjective, Protocol):
+    """An objective that learns from a frozen model.
+
+    Attributes:
+        teacher: path of the model's weights.
+    """
+
+    teacher: str
+
+    def with_teacher(self, module: "nn.Module") -> "TaughtObjective":
+        """Returns this objective with its teacher, a whole `Model` with its weights."""
+        ...
+
+
 class Model(Protocol):
     """A model for strategies: an `nn.Module` that describes itself.
 
