@@ -37,7 +37,7 @@ Key = tuple[int, int]
 """Digest of a pair: 16 bytes as two integers."""
 
 
-class Pair(NamedTuple):
+class PreferencePair(NamedTuple):
     """A preference pair in a batch. `key`: digest of its tokens and of which of them are trained, wherever it lies."""
 
     row: int
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
     key: Key
 
 
-def pairs_of(batch: Batch) -> Iterator[Pair]:
+def pairs_of(batch: Batch) -> Iterator[PreferencePair]:
     """Yields the pairs of a batch on the host, row by row.
 
     Raises:
@@ -67,7 +67,7 @@ def pairs_of(batch: Batch) -> Iterator[Pair]:
             digest.update(np.ascontiguousarray(tokens[row, start:stop]).tobytes())
             digest.update(np.ascontiguousarray(labels[row, start:stop]).tobytes())
             one, two = np.frombuffer(digest.digest(), dtype="<i8").tolist()
-            yield Pair(row, number, (one, two))
+            yield PreferencePair(row, number, (one, two))
 
 
 class ReferenceTable:
