@@ -125,8 +125,7 @@ def test_exercises_are_right_different_and_the_same_every_time() -> None:
 
 
 def test_exercises_that_there_are_not_are_refused(tmp_path: Path) -> None:
-    from forge_data.components import Bytes
-    from forge_data.exercises import Exercises
+    from forge_data.components import Bytes, Exercises
 
     empty = SourceContext(tmp_path, None, 64, lambda _: None)
     context = SourceContext(tmp_path, Bytes().build(empty), 64, lambda _: None)

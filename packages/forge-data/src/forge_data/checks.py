@@ -12,7 +12,6 @@ from forge_core.layout import Layout
 from forge_core.protocols.data import SourceContext, TextComponent
 from forge_core.protocols.run import Job
 from forge_data import components
-from forge_data.exercises import Exercises
 from forge_data.order.phases import batch_faults, faults_of, too_long_of, weight_of
 from forge_data.section import Data
 
@@ -80,7 +79,7 @@ def packing_keeps_documents(job: DataJob, layout: Layout) -> Iterator[Fault]:  #
             yield Fault(f"{key}.too_long", message, hint="remove it, or set data.packing = 'best_fit' or 'pad'")
     for index, source in enumerate(data.sources):
         if getattr(source, "keeps_documents", False):
-            talks = isinstance(source, components.Conversations | Exercises)
+            talks = isinstance(source, components.Conversations | components.Exercises)
             what = "are conversations" if talks else "contain images"
             message = f"cuts documents, but the documents of data.sources.{index} {what} and must stay whole"
             yield Fault("data.packing", message, hint="set data.packing = 'best_fit' or 'pad'")
@@ -129,7 +128,7 @@ def conversations_train(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noq
         what = f"{data.documents!r} lets the answers of a preference pair see each other"
         yield Fault("data.documents", what, hint="set it to 'mask'")
     for key, source in named.items():
-        if isinstance(source, Exercises) and source.pairs != pairs:
+        if isinstance(source, components.Exercises) and source.pairs != pairs:
             yield _pairs(f"{key}.pairs", pairs)
     talks = {key: source for key, source in named.items() if isinstance(source, components.Conversations)}
     for key, source in named.items():
