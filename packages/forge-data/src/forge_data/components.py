@@ -345,7 +345,7 @@ class Exercises(SourceComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Exercises]":
         """A few exercises."""
-        return (cls(count=60),)
+        return (cls(count=400, letters=3, too_long="skip"),)
 
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.exercises import write_exercises

@@ -190,7 +190,7 @@ class PreferenceLoss(ReferencedObjective):
         value = losses.sum()
         if torch.is_grad_enabled():
             each = F.pad(-slopes.flatten(1), (0, 1))  # the last column is that of padding
-            weights = each.gather(1, documents.long().where((documents >= 0) & (documents < width), width))
+            weights = each.gather(1, documents.long().where(documents >= 0, width))
             value = with_gradient_of(value, head.loss(hidden, labels, weights=weights)[0])
         chosen, rejected = (self.beta * gained).unbind(-1)
         margin = chosen - rejected
@@ -255,7 +255,7 @@ def _of(batch: Batch) -> tuple[Tensor, Tensor]:
 
 def _by_document(values: Tensor, documents: Tensor, width: int) -> Tensor:
     """Returns (B, width): sums of values (B, T) over each document of a row; those of padding are left out."""
-    index = documents.long().where((documents >= 0) & (documents < width), width)
+    index = documents.long().where(documents >= 0, width)
     return values.new_zeros(len(values), width + 1).scatter_add(1, index, values)[:, :width]
 
 
