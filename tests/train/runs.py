@@ -87,8 +87,8 @@ class Recording:
         self.samples.append([row.tobytes().hex() for batch in batches for row in batch.tokens.numpy()])
         return self.step(batches, stop, trace)
 
-    def evaluate(self, batches: Any, *more: Any) -> Any:
-        return self.step.evaluate(batches, *more)
+    def evaluate(self, batches: Any, *more: Any, **named: Any) -> Any:
+        return self.step.evaluate(batches, *more, **named)
 
 
 CPU = torch.device("cpu")

@@ -275,9 +275,25 @@ def answered(place: Path, printed: str) -> None:
     assert one == other and "unreadable" in printed
 
 
+def preferred(place: Path, printed: str) -> None:
+    """The loss begins at log 2, where the model is its reference, and the preferred form is more likely at the end."""
+    losses = [line["loss"] for line in lines_of(place / "runs/prefer") if "loss" in line]
+    assert losses[0] == pytest.approx(np.log(2), rel=1e-3)
+    assert last(place / "runs/prefer", "evaluation/held_out/accuracy") > 0.9
+    assert last(place / "runs/prefer", "evaluation/held_out/margin") > 0
+
+
+def distilled(place: Path, printed: str) -> None:
+    """The loss is made of its parts, and the student comes nearer to its teacher."""
+    rows = [line for line in lines_of(place / "runs/student") if "kl" in line and "loss" in line]
+    assert all(row["loss"] == pytest.approx(0.5 * row["nll"] + 0.5 * row["kl"], rel=1e-4) for row in rows)
+    assert rows[-1]["kl"] < rows[0]["kl"]
+
+
 FACTS: dict[str, Callable[[Path, str], None]] = {
     "compare-optimizers": compared,
     "debug-a-regression": regressed,
+    "distill-a-teacher": distilled,
     "encode-a-recording": encoded,
     "evaluate-images": answered,
     "export-to-hugging-face": exported,
@@ -286,6 +302,7 @@ FACTS: dict[str, Callable[[Path, str], None]] = {
     "hand-over-a-model": handed_over,
     "images": own_images,
     "look-inside": looked,
+    "prefer-answers": preferred,
     "prepare-data": prepared,
     "resume-elsewhere": resumed,
     "scale-up": scaled,

@@ -67,6 +67,9 @@ ALTERNATIVES = (
 ANYWHERE = ("label_smoothing", "frozen")
 """What goes with every row, and so is in one only where a pair asks for it."""
 
+OBJECTIVES = ("dpo", "distillation")
+"""Objectives other than next-token cross-entropy: such a row has one of them, where a pair asks for it."""
+
 OPTIMIZERS = ("", "muon", "adamw8bit")
 """A further line, for rows that are to show one of them: an optimizer meets layouts only."""
 
@@ -150,6 +153,8 @@ def declared_features() -> set[str]:
         for name in registry.names("forge.optimizers")
         if getattr(registry.load("forge.optimizers", name), "shards", None) in PROVEN
     }
+    objectives = (registry.load("forge.objectives", name) for name in registry.names("forge.objectives"))
+    found |= {name for objective in objectives if (name := getattr(objective, "feature", ""))}
     return found | {"accumulate"}
 
 
@@ -213,7 +218,9 @@ def _random_row(wanted: Row, most: int, rng: random.Random) -> Row | None:
     if not all(fitting):  # two choices of one line
         return None
     for _ in range(1000):
-        row = frozenset(word for choices in fitting for word in _pick(choices, rng).split()) | wanted.intersection(ANYWHERE)
+        row = frozenset(word for choices in fitting for word in _pick(choices, rng).split()) | wanted.intersection(
+            (*ANYWHERE, *OBJECTIVES)
+        )
         if wanted <= row and _ranks(row) <= most and legal(row):
             return row
     return None
@@ -326,7 +333,7 @@ def _turns(choices: list[str], rng: random.Random) -> Iterator[str]:
 def text_of(row: Row) -> str:
     """The features of a row in the order of `ALTERNATIVES`."""
     order = [word for line in (*ALTERNATIVES, OPTIMIZERS) for choice in line for word in choice.split()]
-    order += [*ANYWHERE, *sorted(ON_GPUS)]
+    order += [*ANYWHERE, *OBJECTIVES, *sorted(ON_GPUS)]
     return " ".join(sorted(row, key=order.index))
 
 

@@ -18,7 +18,7 @@ from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.transformers import TransformersConfig
-from forge_models.objectives import CrossEntropy
+from forge_models.objectives import DPO, CrossEntropy, Distillation
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim import optimizers
@@ -183,8 +183,12 @@ def rows_of(row: frozenset[str]) -> tuple[int, int]:
     return 4 * layout_of(row).data, 1 if "accumulate" in row else 4
 
 
-def objective_of(row: frozenset[str]) -> CrossEntropy:
+def objective_of(row: frozenset[str]) -> Any:
     """With a z term, which no layout is told of."""
+    if "dpo" in row:
+        return DPO(beta=0.5, nll=0.2)
+    if "distillation" in row:
+        return Distillation(teacher="of the checks", weight=0.7, temperature=1.5)
     return CrossEntropy(z_loss=1e-2, label_smoothing=0.1 if "label_smoothing" in row else 0.0)
 
 

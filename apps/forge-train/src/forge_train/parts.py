@@ -38,6 +38,8 @@ PARTS = {
     },
     "forge.presets": {
         "demo": "forge_train.presets:demo",
+        "sft-demo": "forge_train.presets:sft_demo",
+        "dpo-demo": "forge_train.presets:dpo_demo",
         "debug": "forge_train.presets:debug",
         "debug-moe": "forge_train.presets:debug_moe",
         "20m": "forge_train.presets:20m",

@@ -176,8 +176,8 @@ def _workload(job: Job, layout: Layout) -> Workload:
         micro_batches=train.global_batch // (layout.data * train.micro_batch),
         compute=job.precision.compute,
         state=job.precision.state,
-        # Only ranks that share rows exchange the boundaries of documents.
-        documents=layout.cp > 1 and job.data.documents == "mask",
+        # Only ranks that share rows exchange the boundaries of documents, and only objectives of pairs read them.
+        documents=(layout.cp > 1 or getattr(job.objective, "pairs", False)) and job.data.documents == "mask",
         settings=settings,
     )
 

@@ -57,6 +57,8 @@ class Batch:
         positions: (B, T) int32 position of each token in its document, or None if each row is one document.
         documents: (B, T) int32 number of the document in its row, `PADDING` for padding; or None if each row is one document.
         extras: further inputs that the model declares.
+        targets: further inputs of the objective, which makes them (`forge_core.protocols.model.BatchObjective`); the first
+            dimension of each is B.
         samples: global sample number of each row, for provenance.
         sources: data source of each row if a run mixes several; a step then also reports the loss by source. All ranks have
             them, or no rank.
@@ -73,6 +75,7 @@ class Batch:
     positions: "Tensor | None" = None
     documents: "Tensor | None" = None
     extras: "Mapping[str, Tensor]" = field(default_factory=_none)
+    targets: "Mapping[str, Tensor]" = field(default_factory=_none, kw_only=True)
     samples: tuple[int, ...] = ()
     sources: Sources | None = None
     mtp_targets: MTPTargets | None = None
@@ -87,8 +90,8 @@ class Batch:
         return None if self.documents is None else self.documents != PADDING
 
     def __getstate__(self) -> "Mapping[str, object]":
-        """Converts the read-only `extras` to a dict, so that DataLoader workers can pickle the batch."""
-        return vars(self) | {"extras": dict(self.extras)}
+        """Converts read-only mappings to dicts, so that DataLoader workers can pickle the batch."""
+        return vars(self) | {"extras": dict(self.extras), "targets": dict(self.targets)}
 
     def inputs(self, needs: Iterable[str]) -> "dict[str, Any]":
         """Returns the arguments of a forward besides tokens, labels and objective; `needs` is `Specs.needs` of the model."""
@@ -150,6 +153,7 @@ class Batch:
             positions=None if self.positions is None else move(self.positions),
             documents=None if self.documents is None else move(self.documents),
             extras={name: move(tensor) for name, tensor in self.extras.items()},
+            targets={name: move(tensor) for name, tensor in self.targets.items()},
             sources=None if self.sources is None else replace(self.sources, rows=move(self.sources.rows)),
             mtp_targets=None if self.mtp_targets is None else MTPTargets(*map(move, self.mtp_targets)),
             document_starts=None if self.document_starts is None else move(self.document_starts),

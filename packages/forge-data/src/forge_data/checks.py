@@ -79,7 +79,8 @@ def packing_keeps_documents(job: DataJob, layout: Layout) -> Iterator[Fault]:  #
             yield Fault(f"{key}.too_long", message, hint="remove it, or set data.packing = 'best_fit' or 'pad'")
     for index, source in enumerate(data.sources):
         if getattr(source, "keeps_documents", False):
-            what = "are conversations" if isinstance(source, components.Conversations) else "contain images"
+            talks = isinstance(source, components.Conversations | components.Exercises)
+            what = "are conversations" if talks else "contain images"
             message = f"cuts documents, but the documents of data.sources.{index} {what} and must stay whole"
             yield Fault("data.packing", message, hint="set data.packing = 'best_fit' or 'pad'")
 
@@ -120,19 +121,32 @@ def phases_fit(job: DataJob, layout: Layout) -> list[Fault]:
 def conversations_train(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
     """Reports templates that do not show the assistant's words, answers without a stop token, rows without anything to train
     on, and stores whose mask leaves out every stop token."""
-    data = job.data
+    data, pairs = job.data, bool(getattr(getattr(job, "objective", None), "pairs", False))
     named = {f"data.sources.{index}": source for index, source in enumerate(data.sources) if weight_of(source) > 0}
     named |= {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}
+    if pairs and data.documents != "mask":
+        what = f"{data.documents!r} lets the answers of a preference pair see each other"
+        yield Fault("data.documents", what, hint="set it to 'mask'")
+    for key, source in named.items():
+        if isinstance(source, components.Exercises) and source.pairs != pairs:
+            yield _pairs(f"{key}.pairs", pairs)
     talks = {key: source for key, source in named.items() if isinstance(source, components.Conversations)}
     for key, source in named.items():
         if isinstance(source, components.TokenStore):
-            yield from _of_store(key, source, data.packing)
+            yield from _of_store(key, source, data.packing, pairs)
     if not talks:
         return
     tokenizer, fault = _tokenizer_of(data.tokenizer, data.sequence_length)
     yield from [fault] if fault else []
-    for key, source in talks.items() if tokenizer is not None else ():
-        if "://" not in source.path and not _absent(source):
+    for key, source in talks.items():
+        if (source.format == "preference") != pairs:
+            yield _pairs(f"{key}.format", pairs)
+        elif source.format == "preference" and source.too_long == "truncate":
+            what = "'truncate' would cut one answer of a preference pair"
+            yield Fault(f"{key}.too_long", what, hint="set it to 'error' or 'skip'")
+        elif tokenizer is None:
+            continue
+        elif "://" not in source.path and not _absent(source):
             yield from _of_records(key, source, tokenizer, data.sequence_length)
 
 
@@ -150,9 +164,10 @@ def _tokenizer_of(component: Any, length: int) -> tuple[Any, Fault | None]:
         return None, None
 
 
-def _of_store(key: str, source: components.TokenStore, packing: str) -> Iterator[Fault]:
+def _of_store(key: str, source: components.TokenStore, packing: str, pairs: bool) -> Iterator[Fault]:
     try:
         if "mask" not in json.loads((Path(source.path) / "manifest.json").read_text(encoding="utf-8")):
+            yield from [_pairs(f"{key}.path", pairs)] if pairs else []
             return
         from forge_data.sources.store import read_manifest  # imports numpy
 
@@ -161,8 +176,8 @@ def _of_store(key: str, source: components.TokenStore, packing: str) -> Iterator
         return
     if mask is None:
         return
-    if mask.layout == "pairs":
-        yield _pairs(f"{key}.path")
+    if (mask.layout == "pairs") != pairs:
+        yield _pairs(f"{key}.path", pairs)
     elif packing == "concatenate":
         what = f"cuts documents, but those of {source.path!r} are conversations and must stay whole"
         yield Fault("data.packing", what, hint="set data.packing = 'best_fit' or 'pad'")
@@ -170,11 +185,14 @@ def _of_store(key: str, source: components.TokenStore, packing: str) -> Iterator
         yield Fault(f"{key}.path", why)
 
 
-def _pairs(key: str) -> Fault:
+def _pairs(key: str, wanted: bool) -> Fault:
+    if wanted:
+        what = "has no preference pairs, which the objective compares"
+        return Fault(key, what, hint="use a source of format = 'preference', or another objective")
     return Fault(
         key,
         "has preference pairs, and training on the next token would also train the rejected answers",
-        hint="train on the chosen ones in format = 'messages' or 'prompt_completion'",
+        hint="set objective.name = 'dpo', or train on the chosen ones in format = 'messages' or 'prompt_completion'",
     )
 
 
@@ -182,9 +200,6 @@ def _of_records(key: str, source: components.Conversations, tokenizer: Any, leng
     from forge_data.chat.records import encoded
     from forge_data.sources.records import Skips
 
-    if source.format == "preference":
-        yield _pairs(f"{key}.format")
-        return
     try:
         records = source.records(tokenizer)
     except DataError as error:
@@ -204,6 +219,12 @@ def _of_records(key: str, source: components.Conversations, tokenizer: Any, leng
         pad = records.wanted.options["pad"]
         what += f"; {pad} is also the pad token" if pad in records.wanted.options["stops"] else ""
         yield Fault(f"{key}.stop", what, hint=HINT_STOP)
+    if source.format == "preference":
+        size, name = max(((sum(len(document.ids) for document in own), name) for name, own in sample), default=(0, ""))
+        if size > length and source.too_long == "error":
+            what = f"the two answers of record {name} have {size} tokens with their prompts, but a row has {length}"
+            yield Fault(f"{key}.too_long", what, hint="raise data.sequence_length, or set it to 'skip'")
+        return
     for name, document in ((name, document) for name, own in sample for document in own):
         if len(document.ids) <= length:
             continue

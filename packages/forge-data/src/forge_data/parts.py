@@ -13,6 +13,7 @@ PARTS = {
         "parquet": "forge_data.components:Parquet",
         "arrow": "forge_data.components:Arrow",
         "chat": "forge_data.components:Conversations",
+        "exercises": "forge_data.components:Exercises",
         "huggingface": "forge_data.components:HuggingFace",
         "random": "forge_data.components:RandomTokens",
     },

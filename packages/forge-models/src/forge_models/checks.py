@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from forge_core.component import class_name
 from forge_core.errors import Fault
 from forge_core.layout import Layout, divisors
 from forge_core.protocols.run import Job
@@ -82,3 +83,19 @@ def experts_compile(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
     for key, size in (("model.dim", job.model.dim), ("model.ffn_dim" if moe.ffn_dim is None else "model.moe.ffn_dim", width)):
         if size % WHOLE_ROWS:
             yield Fault(key, f"{size} must be a multiple of {WHOLE_ROWS} for compiled experts")
+
+
+def objective_fits(job: Job, layout: Layout) -> Iterator[Fault]:
+    """Checks that an objective gets the whole rows and the whole vocabulary that it needs, and that multi-token prediction has
+    labels of next tokens."""
+    objective, name = job.objective, class_name(job.objective)
+    if layout.cp > 1 and getattr(objective, "whole_rows", False):
+        what = f"{layout.cp} ranks would each have a part of a row, but objective {name} sums over whole documents"
+        yield Fault("parallel.cp", what, hint="set it to 1; use parallel.tp or parallel.pp for long rows")
+    if layout.tp > 1 and getattr(objective, "whole_vocabulary", False):
+        what = f"{layout.tp} ranks would each have a part of the vocabulary, but objective {name} compares whole distributions"
+        yield Fault("parallel.tp", what, hint="set it to 1; use parallel.dp_shard or parallel.pp for large models")
+    if getattr(job.model, "mtp", None) is not None and not getattr(objective, "predicts_next", True):
+        yield Fault(
+            "model.mtp", f"predicts tokens after the next one, but objective {name} does not train next tokens", hint="remove it"
+        )

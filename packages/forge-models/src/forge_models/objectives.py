@@ -1,12 +1,12 @@
 """The loss to minimize, chosen by `[objective]`. The model calls it with its head, in the last pipeline stage."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from forge_core.batch import IGNORE
-from forge_core.component import IDENTITY, Component
+from forge_core.component import IDENTITY, Component, Place
 from forge_core.features import Feature
 from forge_core.protocols.model import LossTerms
 
@@ -52,7 +52,7 @@ class CrossEntropy(Component):
         """
         from forge_models.autograd import with_gradient_of
 
-        smoothed = {"smoothing": self.label_smoothing} if self.label_smoothing else {}
+        smoothed: dict[str, Any] = {"smoothing": self.label_smoothing} if self.label_smoothing else {}
         total, nll, z = head.loss(hidden, labels, self.z_loss, **smoothed)
         metrics = {"nll": nll.sum(), "z": z.sum()} if self.z_loss else {"nll": nll.sum()}
         each = nll + self.z_loss * z if self.z_loss else nll
@@ -60,3 +60,78 @@ class CrossEntropy(Component):
             metrics["smoothed"] = total.detach()
             total = with_gradient_of(each.sum().detach(), total)
         return LossTerms(total, (labels != IGNORE).sum(), metrics, each.sum(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(Component):
+    """Direct preference optimization: trains on pairs of a chosen and a rejected answer, compared with frozen weights.
+
+    All sources must be preference pairs. The frozen weights are those that the run starts from; their log-probabilities of all
+    answers are computed once before the first step, and stored in the folder of the run's data. The loss is the mean over pairs.
+    """
+
+    key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.preference:PreferenceLoss"
+    feature: ClassVar[str] = "dpo"
+    pairs: ClassVar[bool] = True
+    """True: it needs sources of preference pairs, which other objectives refuse."""
+    whole_rows: ClassVar[bool] = True
+    """True: ranks must not share rows."""
+    predicts_next: ClassVar[bool] = False
+    """False: labels are not trained as next tokens alone, so multi-token prediction is refused."""
+    evaluated: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
+    """Metrics that evaluations report in place of the perplexity."""
+
+    beta: Annotated[float, Gt(0)] = 0.1
+    """Strength of the pull toward the reference; smaller values allow larger changes."""
+    loss: Literal["sigmoid", "robust", "ipo"] = "sigmoid"
+    """Loss of a pair: `sigmoid` (Rafailov et al., 2023); `robust`, unbiased if a share `label_smoothing` of the pairs is in the
+    wrong order (Chowdhury et al., 2024); or `ipo`, a squared distance of means per token (Azar et al., 2024)."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """Share of pairs that may be in the wrong order, for `sigmoid` and `robust`."""
+    nll: Annotated[float, Ge(0)] = 0.0
+    """Weight of the mean nll per token of the chosen answer, which is added to the loss (Pang et al., 2024)."""
+
+    def __post_init__(self) -> None:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError("label_smoothing has no effect with loss = 'ipo'; remove it, or set loss = 'sigmoid'")
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[DPO]":
+        """Returns an example of each loss."""
+        return (cls(), cls(label_smoothing=0.1), cls(loss="robust", label_smoothing=0.1), cls(loss="ipo", nll=0.5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation(Component):
+    """Distillation from a frozen teacher (Hinton et al., 2015): (1 - weight) nll + weight temperature^2 KL(teacher || model).
+
+    The teacher must have the tokenizer and the vocabulary of the run. Every rank of the last pipeline stage holds all of it, and
+    runs it on each batch; logits of both models exist for a few rows at a time.
+    """
+
+    key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.distillation:DistillationLoss"
+    feature: ClassVar[str] = "distillation"
+    whole_rows: ClassVar[bool] = True
+    """True: ranks must not share rows."""
+    whole_vocabulary: ClassVar[bool] = True
+    """True: ranks must not share the vocabulary."""
+    predicts_next: ClassVar[bool] = False
+    """False: multi-token prediction, for which the teacher has no answer, is refused."""
+    evaluated: ClassVar[tuple[str, ...]] = ("nll", "kl")
+    """Metrics that evaluations report in place of the perplexity."""
+
+    teacher: Annotated[str, Place]
+    """Weights of the teacher: a run, a checkpoint, or a folder in the Hugging Face format."""
+    weight: Annotated[float, Gt(0), Le(1)] = 0.5
+    """Share of the divergence in the loss; the rest is the negative log-likelihood of the labels."""
+    temperature: Annotated[float, Gt(0)] = 1.0
+    """Divides the logits of both models in the divergence; above 1, unlikely words count more."""
+    top_k: Annotated[int, Gt(0)] | None = None
+    """Number of most likely words of the teacher, renormalized, that are its distribution; unset (`"none"`), all words."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Distillation]":
+        """Returns examples of all words and of a few."""
+        return (cls(teacher=str(folder)), cls(teacher=str(folder), weight=1.0, temperature=2.0, top_k=3))

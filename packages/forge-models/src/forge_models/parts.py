@@ -30,6 +30,7 @@ PARTS = {
         "experts_compile": "forge_models.checks:experts_compile",
         "experts_fit": "forge_models.checks:experts_fit",
         "experts_see_other_tokens": "forge_models.checks:experts_see_other_tokens",
+        "objective_fits": "forge_models.checks:objective_fits",
     },
     "forge.converters": {
         "gguf": "forge_models.gguf.converter:GgufConverter",
@@ -37,5 +38,7 @@ PARTS = {
     },
     "forge.objectives": {
         "cross_entropy": "forge_models.objectives:CrossEntropy",
+        "distillation": "forge_models.objectives:Distillation",
+        "dpo": "forge_models.objectives:DPO",
     },
 }

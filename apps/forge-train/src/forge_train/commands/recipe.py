@@ -200,7 +200,8 @@ def prepare(
     vocab_size = getattr(job.model, "vocab_size", None)
     spec = LoadSpec(job.data, workspace, vocab_size=vocab_size, model=job.model)
     opened = open_sources(spec, context_of(spec, console.note))
-    held_out = evaluation(job.data, workspace=workspace, report=console.note, vocab_size=vocab_size, model=job.model)
+    known: dict[str, Any] = {"vocab_size": vocab_size, "model": job.model, "pairs": getattr(job.objective, "pairs", False)}
+    held_out = evaluation(job.data, workspace=workspace, report=console.note, **known)
     found: dict[str, Any] = {
         "workspace": str(workspace),
         "sources": {label: source.tokens for label, source in opened.sources.items() if not isinstance(source, StreamedSource)},

@@ -3,7 +3,7 @@
 import importlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,17 @@ _IMAGES_SHOWN = 10
 Mode = Literal["min", "max"]
 
 
-def result_names(name: str, weights: str) -> tuple[str, str]:
+def result_names(name: str, weights: str, metrics: Sequence[str] = ()) -> tuple[str, ...]:
     """Returns the names of loss and perplexity of a set in logs: `evaluation/NAME/loss` and `.../perplexity`, or
-    `evaluation/NAME@WEIGHTS/...` for weights other than `model`."""
+    `evaluation/NAME@WEIGHTS/...` for weights other than `model`. If the objective is evaluated by `metrics` of its own, their
+    names replace the perplexity."""
     at = name if weights == "model" else f"{name}@{weights}"
-    return f"evaluation/{at}/loss", f"evaluation/{at}/perplexity"
+    return tuple(f"evaluation/{at}/{what}" for what in ("loss", *(metrics or ("perplexity",))))
+
+
+def evaluated(objective: Any) -> tuple[str, ...]:
+    """Returns the metrics by which an objective is evaluated besides its loss; empty for the perplexity."""
+    return getattr(objective, "evaluated", ())
 
 
 @dataclass
@@ -92,7 +98,8 @@ def bits_per_byte(loss: float, tokens: int, text_bytes: float) -> float:
 class Evaluate(Periodic):
     """Loss and perplexity on every set of `[data.evaluation]`, weighted by tokens over all ranks.
 
-    They are logged as `evaluation/NAME/loss` (nats per token) and `evaluation/NAME/perplexity`. Each rank reads its own share of
+    They are logged as `evaluation/NAME/loss` (nats per token) and `evaluation/NAME/perplexity`; objectives such as `dpo` have
+    metrics of their own in place of the perplexity. Each rank reads its own share of
     a set. Loss and valid tokens are summed over all ranks before the division, so the result does not depend on the number of
     ranks.
     """
@@ -134,16 +141,17 @@ class Evaluate(Periodic):
 
     def _evaluate(self, run: Run) -> None:
         values: dict[str, float] = {}
+        metrics = evaluated(run.job.objective)
         for name, held_out in run.evaluations.items():
             batches = held_out.batches(run.topology.data_rank, run.topology.data_size, run.job.train.micro_batch)
-            result = run.step.evaluate(self._until_left(run, name, batches))
+            result = run.step.evaluate(self._until_left(run, name, batches), metrics=metrics)
             if self.left:
                 return
             if result.tokens == 0:
                 _log.warning("held-out set %r has no token to predict and is skipped", name)
                 continue
-            results = result.loss, perplexity(result.loss)
-            values |= dict(zip(result_names(name, self.weights), results, strict=True))
+            more = [result.metrics[metric] / result.tokens for metric in metrics] or [perplexity(result.loss)]
+            values |= dict(zip(result_names(name, self.weights, metrics), (result.loss, *more), strict=True))
         if not values:
             return
         run.results.update({metric: (run.state.step, value) for metric, value in values.items()})
@@ -172,7 +180,7 @@ def _described(values: dict[str, float]) -> list[str]:
     parts = []
     for key, value in values.items():
         name, _, kind = key.removeprefix("evaluation/").rpartition("/")
-        parts.append(f"{name} loss {value:.4f}" if kind == "loss" else f"perplexity {value:.2f}")
+        parts.append(f"{name} loss {value:.4f}" if kind == "loss" else f"{kind} {value:.{2 if kind == 'perplexity' else 4}f}")
     return parts
 
 

@@ -152,6 +152,10 @@ class Answers(Periodic):
     """Answers per set, with their images, to keep for the report; wrong answers come first."""
     every: Annotated[int, Ge(0)] = 0
     """Optimizer steps between answers; 0 answers only at the end."""
+    at_start: bool = False
+    """Also answer with the initial weights, before the first step; the report keeps these answers beside the newest ones."""
+    printed: Annotated[int, Ge(0)] = 0
+    """Number of questions per set, the first ones, to print with their answers."""
     max_tokens: Annotated[int, Gt(0)] = 256
     """Maximum number of tokens of an answer."""
     weights: Literal["model", "ema"] = "model"
@@ -159,6 +163,12 @@ class Answers(Periodic):
 
     def __post_init__(self) -> None:
         self.asked: dict[str, list[Question]] = {}
+
+    def start(self, run: Run) -> None:
+        """Answers with the initial weights if `at_start` is set."""
+        super().start(run)
+        if self.at_start and run.state.step == 0:
+            self.once(run)
 
     def check(self, run: Run) -> None:
         """Selects the questions, and loads their images once.
@@ -240,20 +250,42 @@ class Answers(Periodic):
                     end = None if run.data.tokenizer is None else run.data.tokenizer.eos
                     right = [question.is_answered_by(tokens, end) for question, tokens in zip(asked, said, strict=True)]
                     shares[f"{name}/exact_match"] = sum(right) / len(right)
-                    kept += self._kept(run, name, asked, said, right)
+                    answers = self._shown(run, name, asked, said, right)
+                    kept += sorted(answers, key=lambda answer: answer["right"])[: self.shown]
+                    self._print(run, answers[: self.printed])
         except _Left:
             return
         run.log(shares)
         if run.topology.rank != 0:
             return
         try:
-            replace_file(run.directory / ANSWERS, json.dumps(kept, indent=1, ensure_ascii=False).encode())
+            before = self._first_answers(run) if self.at_start and run.state.step else []
+            replace_file(run.directory / ANSWERS, json.dumps([*before, *kept], indent=1, ensure_ascii=False).encode())
         except OSError as cause:  # a full disk must not end the run
             _log.warning("answers could not be written: %s", cause)
         if run.console is not None:
             for name, share in shares.items():
                 count = len(self.asked[name.rpartition("/")[0]])
                 run.console.print(f"step {run.state.step}  {name} {share:.1%} of {count}", highlight=False, markup=False)
+
+    @staticmethod
+    def _first_answers(run: Run) -> list[dict[str, Any]]:
+        """Returns the stored answers of the initial weights."""
+        try:
+            stored = json.loads((run.directory / ANSWERS).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # a resume elsewhere, or a file that was cut off
+            return []
+        return [answer for answer in stored if answer["step"] == 0]
+
+    @staticmethod
+    def _print(run: Run, answers: list[dict[str, Any]]) -> None:
+        if run.topology.rank != 0 or run.console is None:
+            return
+        for answer in answers:
+            verdict = "right" if answer["right"] else f"wrong, not {answer['answer']!r}"
+            run.console.print(
+                f"step {run.state.step}  {answer['prompt']!r} -> {answer['said']!r} ({verdict})", highlight=False, markup=False
+            )
 
     def _said(self, run: Run, name: str, asked: "list[Question]") -> list[list[int]]:
         """Collective: returns the new tokens for each question, equal on all ranks."""
@@ -284,10 +316,11 @@ class Answers(Periodic):
             said += [[int(token) for token in row] for row in tokens]
         return said
 
-    def _kept(
+    def _shown(
         self, run: Run, name: str, asked: "list[Question]", said: list[list[int]], right: list[bool]
     ) -> list[dict[str, Any]]:
-        """Returns the answers for the report: at most `shown`, wrong ones first."""
+        """Returns the answers that are kept or printed, in the order of the questions: `shown` ones, wrong ones before right
+        ones, and the first `printed` ones."""
         from forge_models.generation import NewText
 
         tokenizer, source = run.data.tokenizer, getattr(run.evaluations[name], "source", None)
@@ -299,7 +332,7 @@ class Answers(Periodic):
 
         order = sorted(range(len(asked)), key=lambda number: right[number])[: self.shown]
         found = []
-        for number in order:
+        for number in sorted({*order, *range(min(self.printed, len(asked)))}):
             question, picture = asked[number], getattr(source, "picture", None)
             added = NewText(text, question.prompt.tolist())
             pictures = [picture(item) for item in range(*question.items)] if picture is not None else []

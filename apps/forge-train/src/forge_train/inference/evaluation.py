@@ -16,12 +16,14 @@ from forge_core.registry import Registry
 from forge_data.loading.evaluation import evaluation
 from forge_parallel.step.step import Step
 from forge_train.directory import run_directory
-from forge_train.formats.forge import table_of
+from forge_train.formats.forge import ForgeWeights, table_of
 from forge_train.hooks.evaluation import bits_per_byte, perplexity
 from forge_train.inference.stored import load_sharded_model
 from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.process.ranks import rank_zero_first
 from forge_train.recipe.load import Recipe, load_recipe
+from forge_train.run.reference import stored_reference
+from forge_train.run.teacher import taught
 
 _SECTIONS = ("job", "model", "data", "train", "precision", "schedule", "objective", "transforms")
 """Sections that determine the loss; hooks, checkpoints and the layout of the training run do not."""
@@ -97,9 +99,17 @@ def scores(
         workspace = (weights.facts.run or run_directory(job)) / "data"
         vocab_size = getattr(job.model, "vocab_size", None)
         shape: dict[str, Any] = {"workspace": workspace, "vocab_size": vocab_size, "model": job.model, "report": say}
+        shape["pairs"] = getattr(job.objective, "pairs", False)
         sets = evaluation(job.data, tokenizer=tokenizer, **shape)
     model = load_sharded_model(weights, recipe, device, registry)
-    topology, step = model.topology, Step(model, job.objective.build())
+    objective: Any = job.objective.build()
+    if hasattr(objective, "with_reference"):
+        if not isinstance(weights, ForgeWeights):
+            raise ForgeError(f"{weights.facts.origin} is no checkpoint of a run, so it has no reference; evaluate the run")
+        objective = stored_reference(objective, workspace, weights.meta)
+    if hasattr(objective, "with_teacher"):
+        objective = taught(objective, job, model.topology, registry, tokenizer)
+    topology, step = model.topology, Step(model, objective)
     for name, held_out in sets.items():
         result = step.evaluate(held_out.batches(topology.data_rank, topology.data_size, job.train.micro_batch))
         known = held_out.predicted()

@@ -10,7 +10,7 @@ from forge_core.component import class_name
 from forge_core.errors import Fault, MissingFile, RecipeWarning, did_you_mean
 from forge_core.layout import Layout
 from forge_core.machine import has_accelerator, hides_accelerators
-from forge_train.hooks.evaluation import Best, EarlyStop, Evaluate, Tasks, result_names
+from forge_train.hooks.evaluation import Best, EarlyStop, Evaluate, Tasks, evaluated, result_names
 from forge_train.hooks.metrics import Log
 from forge_train.hooks.profile import Profile
 from forge_train.hooks.progress import Progress
@@ -286,7 +286,9 @@ def _metric_faults(job: Job, key: str, metric: str, before: Sequence[Any]) -> It
 def _evaluated(job: Job, hooks: Sequence[Any]) -> list[str]:
     """Returns the names of the evaluation results that `hooks` measure."""
     evaluates = [hook for hook in hooks if isinstance(hook, Evaluate)]
-    return [name for hook in evaluates for held_out in job.data.evaluation for name in result_names(held_out, hook.weights)]
+    metrics = evaluated(job.objective)
+    sets = job.data.evaluation
+    return [name for hook in evaluates for held_out in sets for name in result_names(held_out, hook.weights, metrics)]
 
 
 _OURS = (Best, EarlyStop, EmaConfig, Evaluate, Log, Progress, Replicas, RoutingStatistics, Sample, Save)

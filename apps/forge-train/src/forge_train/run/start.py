@@ -48,8 +48,10 @@ from forge_train.process.restarts import is_automatic, note_start, refuse_withou
 from forge_train.recipe.schema import Job
 from forge_train.run.checkpoints import Checkpoints, Restoration, build_hooks, changed_training, restore_hooks
 from forge_train.run.micro_batch import read_note
+from forge_train.run.reference import with_reference
 from forge_train.run.resume import check_resume, check_without_checkpoint
 from forge_train.run.run import Run
+from forge_train.run.teacher import with_teacher
 from forge_train.run.training import Decided, OptimizerSpec, State, Training, settings_in
 from forge_train.run.weights import InitialWeights, facts_of_checkpoint, facts_of_start
 from forge_train.starts import record_start
@@ -121,7 +123,7 @@ def start_run(recipe: "Recipe", ranks: JobRanks, *, fresh: bool = False, back: B
     """
     ranks = ranks.again(back.rollbacks if back else 0)
     seen = look(recipe, ranks, fresh, back)
-    decided = decide(recipe, seen, ranks)
+    decided = with_teacher(with_reference(decide(recipe, seen, ranks), seen.checkpoint, ranks), ranks)
     training = build(decided, seen, ranks)
     run = Run.of(decided, training, seen.checkpoints, ranks)
     trackers, dropped = confirm(run, seen)
@@ -153,6 +155,7 @@ def look(recipe: "Recipe", ranks: JobRanks, fresh: bool, back: Back | None) -> S
             "workspace": directory / "data",
             "vocab_size": getattr(job.model, "vocab_size", None),
             "model": job.model,
+            "pairs": getattr(job.objective, "pairs", False),
             "report": ranks.say,
         }
         data = open_stream(

@@ -272,7 +272,9 @@ def _some(names: list[str]) -> str:
 TOKENIZER_KEY = "tokenizer"
 """Key of a checkpoint's metadata with the fingerprint of the run's tokenizer."""
 GENERATION_KEY, TEMPLATE_KEY = OF_THE_START
-KEPT_KEYS = ("special_tokens", "ends", "family", GENERATION_KEY, TEMPLATE_KEY)
+REFERENCE_KEY = "reference"
+"""Key of a checkpoint's metadata with the name of the stored numbers of a frozen reference (`forge_train.run.reference`)."""
+KEPT_KEYS = ("special_tokens", "ends", "family", GENERATION_KEY, TEMPLATE_KEY, REFERENCE_KEY)
 """Keys of a checkpoint's metadata that come from the weights the run started from."""
 _PROBE = "The quick brown fox\n\n  def f(x):\treturn x[0] + 1234.5 # \u00e9\u00df \u732b \u0438 \U0001f642"
 
@@ -286,7 +288,7 @@ def facts_of_start(job: Job, registry: Registry, tokenizer: Tokenizer | None) ->
     key, weights = _weights(job, registry)
     if weights is None:
         return {}
-    if tokenizer is not None and (why := _other_tokenizer(weights, tokenizer, registry)):
+    if tokenizer is not None and (why := other_tokenizer(weights, tokenizer, registry)):
         raise ForgeError(
             f"{key}: the token ids of {weights.facts.origin} are of another tokenizer than those of the data: {why}; set "
             "[data.tokenizer] to the tokenizer of the weights, or leave these weights out"
@@ -330,7 +332,7 @@ def _weights(job: Job, registry: Registry) -> tuple[str, Weights | None]:
     return "start.weights", weights if taken else None
 
 
-def _other_tokenizer(weights: Weights, tokenizer: Tokenizer, registry: Registry) -> str:
+def other_tokenizer(weights: Weights, tokenizer: Tokenizer, registry: Registry) -> str:
     """Returns how token ids differ; empty if no difference is known."""
     if isinstance(weights, ForgeWeights) and weights.facts.tokenizer is None:
         known = weights.meta.get(TOKENIZER_KEY)

@@ -299,11 +299,12 @@ class LossHead(Protocol):
         z_loss: float,
         soft_cap: float | None,
         smoothing: float = 0.0,
+        weights: "Tensor | None" = None,
     ) -> "tuple[Tensor, Tensor, Tensor]":
         """Returns (total, nll, z): a scalar fp32 with graph, and two (N,) fp32, detached, one value per label, 0 for `IGNORE`.
 
-        `total = sum((1 - smoothing) * nll + smoothing * mean + z_loss * z)`, where z is the square of the log of the partition
-        function, and mean is the mean over the vocabulary of the nll with each token as the label.
+        `total = sum(weights * ((1 - smoothing) * nll + smoothing * mean + z_loss * z))`, where z is the square of the log of the
+        partition function, and mean is the mean over the vocabulary of the nll with each token as the label.
 
         Args:
             hidden: (N, embed) in compute precision.
@@ -312,6 +313,7 @@ class LossHead(Protocol):
             z_loss: weight of the z term.
             soft_cap: if set, logits become soft_cap * tanh(logits / soft_cap).
             smoothing: passed only if it is not 0: a loss head that does not support it must not have the argument.
+            weights: (N,) factors on the loss of each position, without gradient; passed only if given, like `smoothing`.
         """
         ...
 
@@ -332,16 +334,86 @@ class Head(Protocol):
     """The last module of a model, as an objective sees it."""
 
     def loss(
-        self, hidden: "Tensor", labels: "Tensor", z_loss: float = 0.0, smoothing: float = 0.0
+        self,
+        hidden: "Tensor",
+        labels: "Tensor",
+        z_loss: float = 0.0,
+        smoothing: float = 0.0,
+        weights: "Tensor | None" = None,
     ) -> "tuple[Tensor, Tensor, Tensor]":
-        """Returns the result of the `LossHead` for `hidden` (B, T, embed) and `labels` (B, T), with nll and z as (B, T)."""
+        """Returns the result of the `LossHead` for `hidden` (B, T, embed), `labels` (B, T) and `weights` (B, T), with nll and z
+        as (B, T)."""
         ...
 
 
 class Objective(Protocol):
-    """The function to minimize; it runs in the forward of the last pipeline stage."""
+    """The function to minimize; it runs in the forward of the last pipeline stage.
+
+    An objective that needs more than labels, or sums over something else than labels, derives from `BatchObjective`.
+    """
 
     def __call__(self, head: Head, hidden: "Tensor", labels: "Tensor") -> LossTerms: ...
+
+
+class BatchObjective(Objective, Protocol):
+    """An objective of whole batches. Derive from this class and override what differs; the default methods are those of an
+    objective that needs labels only. A step calls, in this order, `prepared`, `counts` and `bound`."""
+
+    def prepared(self, batch: "Batch") -> "Batch":
+        """Returns what the model and the objective get in place of a batch of whole rows on the host. The result for a row must
+        depend on nothing but the row, so that it is the same in every layout and after a resume."""
+        return batch
+
+    def counts(self, batch: "Batch") -> "Tensor":
+        """Returns (B,) int64: the number of summands that each row of a prepared batch has in `LossTerms.sum`; the loss of a
+        step is divided by their number. By default the labels of the row."""
+        from forge_core.batch import IGNORE
+
+        return (batch.labels != IGNORE).flatten(1).sum(1)
+
+    def bound(self, batch: "Batch") -> Objective:
+        """Returns the objective for one prepared micro-batch on the device, cut as the layout cuts it."""
+        return self
+
+    def with_targets(self, batch: "Batch") -> "Batch":
+        """For checks: returns a batch of random tokens with the targets that `bound` needs. Those of a row must depend on nothing
+        but the row."""
+        return batch
+
+
+class Scorer(BatchObjective, Protocol):
+    """An objective that is only evaluated, on frozen weights, to collect numbers about batches."""
+
+    def entries(self, batch: "Batch", terms: LossTerms) -> bytes:
+        """Returns the numbers of a batch on the host from its terms; those of several batches are joined in any order."""
+        ...
+
+
+class ReferencedObjective(BatchObjective, Protocol):
+    """An objective that compares the model with frozen weights. A run computes numbers of these weights once, before the first
+    step, for all its data; it stores them, and a resume reads them."""
+
+    def scorer(self) -> Scorer:
+        """Returns the objective that computes the numbers."""
+        ...
+
+    def with_reference(self, entries: bytes) -> "ReferencedObjective":
+        """Returns this objective with the joined entries of all data."""
+        ...
+
+
+class TaughtObjective(BatchObjective, Protocol):
+    """An objective that learns from a frozen model.
+
+    Attributes:
+        teacher: path of the model's weights.
+    """
+
+    teacher: str
+
+    def with_teacher(self, module: "nn.Module") -> "TaughtObjective":
+        """Returns this objective with its teacher, a whole `Model` with its weights."""
+        ...
 
 
 class Model(Protocol):

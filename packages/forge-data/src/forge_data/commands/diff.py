@@ -179,7 +179,7 @@ def _open_run(path: str, report: Callable[[str], None]) -> ComparedRun:
     from forge_data.loading.stream import TrainingStream, open_stream
 
     shape = {"seed": recipe.job.seed, "global_batch": recipe.train.global_batch, "micro_batch": 1}
-    stream = open_stream(recipe.data, workspace=workspace, report=report, **shape)
+    stream = open_stream(recipe.data, workspace=workspace, report=report, pairs=None, **shape)
     if not isinstance(stream, TrainingStream):
         raise DataError(f"{path}: its only source is a foreign loader, whose samples cannot be known without reading them")
     if cursor is None:

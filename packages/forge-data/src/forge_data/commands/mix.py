@@ -126,6 +126,7 @@ def mix(
         global_batch=parsed.train.global_batch,
         micro_batch=1,
         report=report,
+        pairs=None,
     )
     if not isinstance(stream, TrainingStream):
         raise DataError("the only source is a foreign loader, and its samples are unknown before it reads them")

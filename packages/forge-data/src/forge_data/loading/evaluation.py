@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from forge_data.section import Data
 from forge_data.sources.store import StoreSource
 from forge_data.tokenizers.dump import tokenizer_of
 
+if TYPE_CHECKING:
+    from forge_data.loading.stream import TrainingStream
+
 
 def evaluation(
     data: Data,
@@ -32,17 +35,18 @@ def evaluation(
     vocab_size: int | None = None,
     model: Any = None,
     tokenizer: Tokenizer | None = None,
+    pairs: bool | None = False,
 ) -> dict[str, "HeldOut"]:
     """Opens the held-out sets of `[data.evaluation]`, by name; rows are built in the same way as training rows.
 
-    `tokenizer` is the tokenizer of the training stream; sets of another tokenizer are refused.
+    `tokenizer` is the tokenizer of the training stream; sets of another tokenizer are refused. `pairs` is as for `open_stream`.
 
     Raises:
         DataError: as `open_stream`; or a set is a stream, on whose end the ranks could not agree.
     """
     if not data.evaluation:
         return {}
-    spec = LoadSpec(data, workspace, vocab_size=vocab_size, model=model)
+    spec = LoadSpec(data, workspace, vocab_size=vocab_size, model=model, pairs=pairs)
     context = context_of(spec, report)
     sources = {name: build_source(component, name, context, vocab_size) for name, component in data.evaluation.items()}
     if streamed := next((name for name, source in sources.items() if isinstance(source, StreamedSource)), None):
@@ -51,6 +55,13 @@ def evaluation(
     coder = context.tokenizer or tokenizer
     keys = data.evaluation
     return {name: HeldOut(name, source, spec, report, coder, too_long_of(keys[name])) for name, source in sources.items()}
+
+
+def training_sets(stream: "TrainingStream") -> "Iterator[HeldOut]":
+    """Yields the training sources of a stream as sets of which every row is read exactly once."""
+    order, spec = stream.order, stream.reader.spec
+    for label, source, too_long in zip(order.labels, order.sources, order.too_long, strict=True):
+        yield HeldOut(label, source, spec, silent, stream.tokenizer, too_long)  # type: ignore[arg-type] (refuses streams)
 
 
 class HeldOut:
@@ -158,12 +169,16 @@ class Question:
 
 
 def questions(source: Any, count: int) -> Iterator[Question]:
-    """Yields about `count` questions from evenly spaced documents; skips documents without a prompt or an answer."""
-    if not isinstance(source, SourceWithItems):
+    """Yields about `count` questions from evenly spaced documents; skips documents without a prompt or an answer.
+
+    Of preference pairs, the chosen answers are asked for.
+    """
+    if not isinstance(source, SourceWithMask):
         return
     ends = source.ends().astype(np.int64)
     begins = np.concatenate([[0], ends[:-1]])
-    for number in np.unique(np.arange(count) * len(ends) // count).tolist():
+    step = 2 if getattr(source, "pairs", False) else 1
+    for number in (step * np.unique(np.arange(count) * (len(ends) // step) // count)).tolist():
         start, stop = int(begins[number]), int(ends[number])
         learned = source.learned(start, stop)
         first = int(np.argmax(learned))
@@ -172,16 +187,18 @@ def questions(source: Any, count: int) -> Iterator[Question]:
         unlearned = np.flatnonzero(~learned[first:])
         last = first + int(unlearned[0]) if len(unlearned) else stop - start
         ids = source.read(start, stop).astype(np.int64)
-        bounds = source.items_before(np.array([start, start + first]))
+        bounds = source.items_before(np.array([start, start + first])) if isinstance(source, SourceWithItems) else (0, 0)
         yield Question(ids[:first], ids[first:last], (int(bounds[0]), int(bounds[1])))
 
 
-def inputs_of(source: SourceWithItems, asked: Sequence[Question]) -> dict[str, Any]:
+def inputs_of(source: Any, asked: Sequence[Question]) -> dict[str, Any]:
     """Returns the model inputs besides the prompts: stacked items (n, ...) float32, and the item numbers of each row (B, M)
     int64; empty if no question has items.
 
     Raises:
         DataError: an item cannot be loaded.
     """
+    if not isinstance(source, SourceWithItems):
+        return {}
     loaded = ([load_items(source, *asks.items)] if asks.items[0] < asks.items[1] else [] for asks in asked)
     return stacked(source.extras, list(loaded))

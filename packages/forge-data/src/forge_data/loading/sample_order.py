@@ -301,6 +301,7 @@ class SampleOrder:
         unit: tokens per sample: the longest row of the run.
         timeline: steps, samples and sources.
         streams: numbers of the streamed sources.
+        too_long: `too_long` of each source; see `order.phases.too_long_of`.
     """
 
     def __init__(
@@ -319,7 +320,7 @@ class SampleOrder:
         self.spec, self.data, self.intervals = spec, spec.data, intervals
         self.labels, self.sources = tuple(opened.sources), tuple(opened.sources.values())
         self.unit = max(interval.length for interval in intervals)
-        self._too_long = opened.too_long
+        self.too_long = opened.too_long
         self.streams = tuple(source for source, count in enumerate(rows) if count is None)
         limits = zip(opened.max_epochs, rows, strict=True)
         caps = [None if most is None or count is None else int(most * count) for most, count in limits]
@@ -361,7 +362,7 @@ class SampleOrder:
         read = [any(interval.weights[index] > 0 for interval in begun) for index in range(len(self.labels))]
         mixture = self.timeline.segments[0].mixture
         too_long = [
-            None if isinstance(source, SourceWithItems) else how for source, how in zip(self.sources, self._too_long, strict=True)
+            None if isinstance(source, SourceWithItems) else how for source, how in zip(self.sources, self.too_long, strict=True)
         ]
         identity: dict[str, Any] = {
             "seed": self.spec.seed,

@@ -52,6 +52,8 @@ class LoadSpec:
         global_batch: rows per optimizer step over all ranks.
         vocab_size: vocabulary size of the model, which limits token ids; None if unknown.
         model: the model component, for sources that prepare further inputs of it.
+        pairs: whether the objective compares preference pairs, which all sources must have then, and none otherwise; None:
+            sources may have them, as for a look at the rows.
     """
 
     data: Data
@@ -60,6 +62,7 @@ class LoadSpec:
     global_batch: int = 1
     vocab_size: int | None = None
     model: Any = None
+    pairs: bool | None = False
 
     @cached_property
     def marks(self) -> Marks:
@@ -222,12 +225,25 @@ def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report
     `too_long` is the setting of the source. Sources with items apply it when they are prepared.
 
     Raises:
-        DataError: the packing would cut documents that must stay whole, or the source has preference pairs.
+        DataError: the packing would cut documents that must stay whole, or preference pairs do not fit the objective.
     """
-    if getattr(source, "pairs", False):
+    pairs = bool(getattr(source, "pairs", False))
+    if pairs and spec.pairs is False:
         raise DataError(
             f"source {label!r} ({source.name}) has preference pairs, and training on the next token would also train the "
-            "rejected answers; train on the chosen ones in format = 'messages' or 'prompt_completion'"
+            "rejected answers; set objective.name = 'dpo', or train on the chosen ones in format = 'messages' or "
+            "'prompt_completion'"
+        )
+    if spec.pairs and not pairs:
+        raise DataError(
+            f"source {label!r} ({source.name}) has no preference pairs, which the objective compares; use a source of "
+            "format = 'preference', or another objective"
+        )
+    if pairs and not spec.masked:
+        raise DataError("the answers of a preference pair would see each other; set data.documents = 'mask'")
+    if pairs and too_long == "truncate":
+        raise DataError(
+            f"source {label!r}: too_long = 'truncate' would cut one answer of a preference pair; set 'error' or 'skip'"
         )
     if spec.data.packing == "concatenate":
         if isinstance(source, SourceWithItems | SourceWithMask):
@@ -244,10 +260,11 @@ def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report
         too_long = too_long or "error"  # the rest of a cut conversation lacks its beginning
     packing = planned(source, length, spec.data.packing, spec.workspace, label, spec.data.items_per_row, too_long)
     summary = packing.summary
+    what = "preference pairs" if pairs else "documents"
     report(
-        f"packed {label}: {summary['documents']:,} documents in {summary['rows']:,} rows, {summary['efficiency']:.2%} full, "
-        + (f"{summary['left_out']:,} documents longer than a row were left out" if too_long == "skip" else "")
-        + (f"{summary['truncated_documents']:,} documents longer than a row were cut" if too_long != "skip" else "")
+        f"packed {label}: {summary['documents']:,} {what} in {summary['rows']:,} rows, {summary['efficiency']:.2%} full, "
+        + (f"{summary['left_out']:,} {what} longer than a row were left out" if too_long == "skip" else "")
+        + (f"{summary['truncated_documents']:,} {what} longer than a row were cut" if too_long != "skip" else "")
     )
     return packing
 

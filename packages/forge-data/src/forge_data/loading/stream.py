@@ -45,6 +45,7 @@ def open_stream(
     report: Report = silent,
     vocab_size: int | None = None,
     model: Any = None,
+    pairs: bool | None = False,
 ) -> "TrainingStream | ForeignStream":
     """Opens the training data of a recipe; the first call tokenizes text into `workspace`.
 
@@ -58,6 +59,7 @@ def open_stream(
         report: called with progress messages.
         vocab_size: vocabulary size of the model; a source with a larger id is refused.
         model: the model component, for sources that prepare further inputs of it.
+        pairs: whether the objective compares preference pairs; see `LoadSpec`.
 
     Returns:
         The `TrainingStream`, or a `ForeignStream` if the only source is a foreign loader.
@@ -76,7 +78,7 @@ def open_stream(
             f"global_batch {global_batch} is not a multiple of {portion}; change train.micro_batch or the number of ranks"
         )
     shape = {"rank": rank, "ranks": ranks, "global_batch": global_batch, "micro_batch": micro_batch}
-    spec = LoadSpec(data, workspace, seed if data.seed is None else data.seed, global_batch, vocab_size, model)
+    spec = LoadSpec(data, workspace, seed if data.seed is None else data.seed, global_batch, vocab_size, model, pairs)
     opened = open_sources(spec, context_of(spec, report, **shape))
     if any(isinstance(source, StatefulIterable) for source in opened.sources.values()):
         return _open_foreign(data, opened, shape)

@@ -2,8 +2,8 @@
 
 A plan is a directory of three files and a description. Row r has pieces [firsts[r], firsts[r + 1]); piece p is tokens
 [starts[p], starts[p] + lengths[p]) of the source. A piece is a whole document. A document longer than a row becomes several
-pieces of one row each and a shorter last one, or one piece or none if `too_long` of the source says so. Documents are planned
-in portions, so that memory does not grow with the corpus.
+pieces of one row each and a shorter last one, or one piece or none if `too_long` of the source says so. The two documents of a
+preference pair are one piece. Documents are planned in portions, so that memory does not grow with the corpus.
 """
 
 import json
@@ -43,6 +43,7 @@ class PlannedPacking:
 
     def __init__(self, source: Source, length: int, path: Path) -> None:
         self.source = source
+        self.pairs = _has_pairs(source)
         self.length = length
         self.summary: dict[str, Any] = json.loads((path / "plan.json").read_text(encoding="utf-8"))
         self.rows = self.ragged = int(self.summary["rows"])
@@ -62,7 +63,18 @@ class PlannedPacking:
         stops -= np.repeat((stops - lengths)[heads], counts)  # columns, restarting at 0 in each row
         windows, learned = self._read(rows, self._starts[pieces].astype(np.int64), stops - lengths, lengths, len(numbers))
         whole = stored < _GOES_ON
-        return RowWindows(windows, rows[whole], stops[whole], stops[heads + counts - 1], learned)
+        ends = rows[whole], stops[whole]
+        if self.pairs:
+            ends = np.repeat(rows, 2), np.stack((stops - lengths + self._chosen(pieces), stops), axis=1).reshape(-1)
+        return RowWindows(windows, *ends, stops[heads + counts - 1], learned)
+
+    def _chosen(self, pieces: np.ndarray) -> np.ndarray:
+        """Returns the length of the first document of each preference pair (N,) int64."""
+        starts, lengths = self._starts[pieces].astype(np.int64), self._lengths[pieces].astype(np.int64)
+        firsts = [
+            self.source.ends(start, start + length)[0] for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+        ]
+        return np.array(firsts, dtype=np.int64) - starts
 
     def tokens_in(self, numbers: np.ndarray) -> int:
         """Returns the total number of tokens of rows `numbers` (N,) int64, without padding."""
@@ -156,6 +168,7 @@ def planned(
     """
     limit = "" if most_items is None or not isinstance(source, SourceWithItems) else f"/{most_items}"
     limit += "" if too_long is None else f"/{too_long}"
+    limit += "/pairs" if _has_pairs(source) else ""
     key = blake2b(f"{VERSION}/{source.fingerprint}/{length}/{mode}{limit}".encode(), digest_size=8).hexdigest()
     path = workspace / f"packed-{label}-{key}".replace("/", "-")
     if not (path / "plan.json").exists():
@@ -169,6 +182,11 @@ def planned(
         return PlannedPacking(source, length, path)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"the pack plan {path} is damaged ({error}); remove it, and Forge computes it again") from error
+
+
+def _has_pairs(source: Any) -> bool:
+    """Whether documents 2 p and 2 p + 1 of a source are a preference pair, which stays in one row."""
+    return bool(getattr(source, "pairs", False))
 
 
 class TooLong(DataError):
@@ -211,6 +229,11 @@ def pieces_of(source: Source, length: int, portion: int = PORTION, too_long: str
         listed = np.concatenate(parts)
         refuse_falling(listed, begun, source)
         ends = listed.astype(np.int64)
+        left: list[np.ndarray] = []
+        if _has_pairs(source):
+            left, ends = [listed[len(listed) // 2 * 2 :]], ends[1::2]
+            if len(left[0]) and stop >= source.tokens:
+                raise DataError(f"{source.name} has an odd number of documents, which are no preference pairs; prepare it again")
         if len(ends):
             begins = np.concatenate([[begun], ends[:-1]])
             if too_long == "error":
@@ -219,7 +242,7 @@ def pieces_of(source: Source, length: int, portion: int = PORTION, too_long: str
                 _refuse_untrained(source, begins, ends, length, before)
             yield _pieces(begins, ends, length, too_long)
             begun, before = int(ends[-1]), before + len(ends)
-        done, parts = 0, []
+        done, parts = sum(map(len, left)), left
 
 
 def _refuse_long(source: Source, begins: np.ndarray, ends: np.ndarray, length: int, before: int) -> None:
@@ -250,6 +273,8 @@ def _refuse_untrained(source: SourceWithMask, begins: np.ndarray, ends: np.ndarr
 def _name(source: Source, number: int, begin: int) -> str:
     """Returns the number and the name of a document, for messages."""
     name = getattr(source, "document_name", None)
+    if _has_pairs(source):
+        return f"preference pair {number + 1} ({name(2 * number) if callable(name) else place_of(source, begin)})"
     return f"document {number + 1} ({name(number) if callable(name) else place_of(source, begin)})"
 
 

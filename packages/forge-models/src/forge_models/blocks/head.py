@@ -7,7 +7,8 @@ with logits c, log partition function L = logsumexp(c) and label y,
     loss = L - c[y] + z_loss * L^2,    d loss / d c = softmax(c) * (1 + 2 * z_loss * L) - onehot(y).
 
 Label smoothing a (Szegedy et al., 2016) spreads the share a of the target evenly over all V words: L - (1 - a) c[y] - a mean(c)
-replaces L - c[y], and (1 - a) onehot(y) + a / V replaces onehot(y).
+replaces L - c[y], and (1 - a) onehot(y) + a / V replaces onehot(y). A weight per row multiplies the loss of the row and both
+targets.
 
 A chunk takes two passes over its logits. With m the largest logit of a row, the first computes m, sum(exp(c - m)) and c[y], and
 for smoothing also sum(c) and the number of logits. These give a factor f, and the second pass replaces the logits by the
@@ -54,10 +55,11 @@ class Chunk(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Target probabilities, each (n,): extra probability of the label, and of every word; both 0 for rows without a label."""
+    """Target probabilities times the weight of the row, each (n,): extra probability of the label, and of every word (None: 0);
+    both 0 for rows without a label."""
 
     label: Tensor
-    word: Tensor
+    word: Tensor | None
 
 
 class Passes(Protocol):
@@ -95,7 +97,9 @@ class InParts:
                 block.exponents.mul_(scale.unsqueeze(1)).scatter_add_(1, part[1], -label.unsqueeze(1))
             else:
                 here = slice(at * self._size, at * self._size + len(scale))
-                block.exponents.mul_(scale.unsqueeze(1)).sub_(target.word[here].unsqueeze(1))
+                block.exponents.mul_(scale.unsqueeze(1))
+                if target.word is not None:
+                    block.exponents.sub_(target.word[here].unsqueeze(1))
                 block.exponents.scatter_add_(1, part[1], -(label * target.label[here]).unsqueeze(1))
             if block.slope is not None:
                 block.exponents.mul_(block.slope)
@@ -145,7 +149,8 @@ class FusedPasses:
         if target is None:
             _compiled(_differentiate)(*self._chunk, self._top, factor)
         else:
-            _compiled(_differentiate_target)(*self._chunk, self._top, factor, *target)
+            word = torch.zeros_like(target.label) if target.word is None else target.word
+            _compiled(_differentiate_target)(*self._chunk, self._top, factor, target.label, word)
 
 
 @cache
@@ -276,8 +281,11 @@ class Head(nn.Module):
         logits = F.linear(self._scaled(hidden), self.weight)
         return logits if self.soft_cap is None else self.soft_cap * (logits / self.soft_cap).tanh()
 
-    def loss(self, hidden: Tensor, labels: Tensor, z_loss: float = 0.0, smoothing: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (total, nll, z) of the loss head for `hidden` (B, T, embed) and `labels` (B, T); nll and z are (B, T).
+    def loss(
+        self, hidden: Tensor, labels: Tensor, z_loss: float = 0.0, smoothing: float = 0.0, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (total, nll, z) of the loss head for `hidden` (B, T, embed), `labels` (B, T) and `weights` (B, T) or None; nll
+        and z are (B, T).
 
         Raises:
             ValueError: there is not one label per position.
@@ -286,10 +294,11 @@ class Head(nn.Module):
             raise ValueError(
                 f"labels {tuple(labels.shape)} do not fit hidden states {tuple(hidden.shape)}; give one label per position"
             )
-        smoothed = {"smoothing": smoothing} if smoothing else {}
-        total, nll, z = self.core(
-            self._scaled(hidden).flatten(0, -2), self.weight, labels.flatten(), z_loss, self.soft_cap, **smoothed
-        )
+        more: dict[str, Any] = {"smoothing": smoothing} if smoothing else {}
+        if weights is not None:
+            more["weights"] = weights.flatten()
+        rows = self._scaled(hidden).flatten(0, -2)
+        total, nll, z = self.core(rows, self.weight, labels.flatten(), z_loss, self.soft_cap, **more)
         return total, nll.view(labels.shape), z.view(labels.shape)
 
     def _scaled(self, hidden: Tensor) -> Tensor:
@@ -340,7 +349,14 @@ class ChunkedCrossEntropy:
         return replace(self, sampled=True)
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None, smoothing: float = 0.0
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        z_loss: float,
+        soft_cap: float | None,
+        smoothing: float = 0.0,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (total with graph, nll (N,), z (N,)) in fp32 (fp64 for fp64 inputs); 0 for rows without a label.
 
@@ -351,11 +367,23 @@ class ChunkedCrossEntropy:
             z_loss: weight of the squared log partition function.
             soft_cap: if given, logits become soft_cap * tanh(logits / soft_cap).
             smoothing: share of the target that is spread over all words. It affects the total, but not nll.
+            weights: (N,) factor on the loss of each row; None: 1. They affect the total, but neither nll nor z.
         """
+        terms = _Terms(z_loss, soft_cap, smoothing, None if weights is None else weights.detach())
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-            return _CrossEntropy.apply(hidden, weight, labels, z_loss, soft_cap, smoothing, self)
-        losses, _, _ = _chunked(hidden, weight, labels, z_loss, soft_cap, smoothing, self, (False, False))
+            return _CrossEntropy.apply(hidden, weight, labels, terms, self)
+        losses, _, _ = _chunked(hidden, weight, labels, terms, self, (False, False))
         return losses
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """Terms of the loss; see `ChunkedCrossEntropy.__call__`."""
+
+    z_loss: float
+    soft_cap: float | None
+    smoothing: float
+    weights: Tensor | None
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -365,13 +393,11 @@ class _CrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        z_loss: float,
-        soft_cap: float | None,
-        smoothing: float,
+        terms: _Terms,
         head: ChunkedCrossEntropy,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        (total, nll, z), hidden_grad, weight_grad = _chunked(hidden, weight, labels, z_loss, soft_cap, smoothing, head, needs)
+        (total, nll, z), hidden_grad, weight_grad = _chunked(hidden, weight, labels, terms, head, needs)
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype, ctx.sampled = weight.dtype, head.sampled
         ctx.mark_non_differentiable(nll, z)
@@ -385,7 +411,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (
             None if hidden_grad is None else hidden_grad * scale,
             None if weight_grad is None else _scaled(weight_grad, scale, ctx.weight_dtype, ctx.sampled),
-            *(None,) * 5,
+            *(None,) * 3,
         )
 
 
@@ -408,9 +434,7 @@ def _chunked(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    z_loss: float,
-    soft_cap: float | None,
-    smoothing: float,
+    terms: _Terms,
     head: ChunkedCrossEntropy,
     needs: tuple[bool, bool],
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
@@ -419,7 +443,8 @@ def _chunked(
     count, vocab = hidden.shape[0], weight.shape[0]
     nll = torch.empty(count, dtype=wide, device=hidden.device)
     z = torch.empty_like(nll)
-    uniform = torch.empty_like(nll) if smoothing else None
+    uniform = torch.empty_like(nll) if terms.smoothing else None
+    weights = None if terms.weights is None else terms.weights.to(wide)
     hidden_grad = torch.empty_like(hidden) if needs[0] else None
     weight_sum = _WeightGradient(weight, wide, head.sampled) if needs[1] else None
     # Buffers are reused: on a CPU, new ones of this size cost a page fault per 4 KiB.
@@ -442,9 +467,9 @@ def _chunked(
             if head.gather is not None:
                 mine = mine & (index >= 0) & (index < len(weight))
             index = index.where(mine, 0).unsqueeze(1)
-            chunk = Chunk(part, index, mine, soft_cap, spread=smoothing > 0)
+            chunk = Chunk(part, index, mine, terms.soft_cap, spread=terms.smoothing > 0)
             passes = FusedPasses(chunk) if head.fused else InParts(chunk, size, scratch)
-            found = _losses(passes, labels[here], head, z_loss, smoothing, any(needs))
+            found = _losses(passes, labels[here], None if weights is None else weights[here], head, terms, any(needs))
             nll[here], z[here] = found[:2]
             if uniform is not None:
                 uniform[here] = found[2]
@@ -452,8 +477,9 @@ def _chunked(
             torch.mm(products, weight, out=hidden_grad[start : start + rows])
         if weight_sum is not None:
             weight_sum.add(products, x)
-    target = nll if uniform is None else (1 - smoothing) * nll + smoothing * uniform
-    total = (target + z_loss * z).sum()
+    target = nll if uniform is None else (1 - terms.smoothing) * nll + terms.smoothing * uniform
+    each = target + terms.z_loss * z
+    total = (each if weights is None else each * weights).sum()
     return (total, nll, z), hidden_grad, None if weight_sum is None else weight_sum.total
 
 
@@ -465,10 +491,10 @@ def _block_starts(count: int, size: int, sampled: bool) -> Sequence[int]:
 
 
 def _losses(
-    passes: Passes, labels: Tensor, head: ChunkedCrossEntropy, z_loss: float, smoothing: float, gradient: bool
+    passes: Passes, labels: Tensor, weights: Tensor | None, head: ChunkedCrossEntropy, terms: _Terms, gradient: bool
 ) -> tuple[Tensor, ...]:
     """Returns nll and z of each row, and with smoothing the mean nll over all words. With `gradient`, the logits of `passes` are
-    replaced by the derivative of the total."""
+    replaced by the derivative of the total. `weights` are those of these rows."""
     numbers = passes.numbers()
     top, partition, chosen, *of_all = numbers.unbind(0)
     highest = top
@@ -479,14 +505,15 @@ def _losses(
         of_all = [numbers.sum(0) for numbers in each]
     log_partition, counted = highest + partition.log(), (labels != IGNORE).to(partition.dtype)
     losses = (log_partition - chosen) * counted, log_partition.square() * counted
-    target = None
-    if smoothing:
+    share = counted if weights is None else counted * weights
+    target = None if weights is None else Target(share, None)
+    if terms.smoothing:
         logit_sum, words = of_all
         losses += ((log_partition - logit_sum / words) * counted,)
-        target = Target((1 - smoothing) * counted, smoothing * counted / words)
+        target = Target((1 - terms.smoothing) * share, terms.smoothing * share / words)
     if gradient:
         # softmax * (1 + 2 z_loss L) - onehot, in place of exp(logits - top)
-        factor = counted * (1 + 2 * z_loss * log_partition) / partition
+        factor = share * (1 + 2 * terms.z_loss * log_partition) / partition
         passes.differentiate(factor if head.gather is None else factor * (top - highest).exp(), target)
     return losses
 

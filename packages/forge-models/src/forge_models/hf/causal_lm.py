@@ -112,20 +112,12 @@ def _product(experts: Any, name: str, weight: Tensor, rows: Tensor, number: int)
     return F.linear(rows, matrix, getattr(experts, f"{name}_bias")[number] if experts.has_bias else None)
 
 
-class LogitsHead(Head):
-    """The output layer of a class of transformers, with Forge's loss in parts. Its parameters are those of the class."""
-
-    scale: float
-
-    def forward(self, hidden: Tensor, labels: Tensor | None = None, objective: Objective | None = None) -> Tensor | LossTerms:
-        """See `Head.forward`; `scale` is a factor on the logits."""
-        return super().forward(hidden if self.scale == 1 else hidden * self.scale, labels, objective)
-
-
 class WholeLogits:
     """Takes the place of a head for classes that compute their logits in another way: its hidden states are logits."""
 
-    def loss(self, hidden: Tensor, labels: Tensor, z_loss: float = 0.0, smoothing: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    def loss(
+        self, hidden: Tensor, labels: Tensor, z_loss: float = 0.0, smoothing: float = 0.0, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Head.loss`; `hidden` are logits (B, T, vocab)."""
         wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         counted = (labels != IGNORE).to(wide.dtype)
@@ -135,7 +127,8 @@ class WholeLogits:
         target = nll
         if smoothing:
             target = (1 - smoothing) * nll + smoothing * (log_partition - wide.mean(-1)) * counted
-        return (target + z_loss * z).sum(), nll.detach(), z.detach()
+        each = target + z_loss * z
+        return (each if weights is None else each * weights).sum(), nll.detach(), z.detach()
 
 
 class PassingBlock(nn.Module):
@@ -210,8 +203,8 @@ class CausalLM(nn.Module):
         self.no_stages = ""
         if anatomy.head:
             head: Any = self.get_submodule(anatomy.head)
-            head.__class__ = LogitsHead
-            head.core, head.soft_cap, head.scale = ChunkedCrossEntropy(), anatomy.soft_cap, anatomy.scale
+            head.__class__ = Head
+            head.core, head.soft_cap, head.multiplier = ChunkedCrossEntropy(), anatomy.soft_cap, anatomy.scale
         for path in self.stacks():
             layer: Any = self.get_submodule(path.rpartition(".")[0])
             dispatch: ExpertDispatcher = LocalDispatch()

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from forge_core.batch import Batch
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_core.protocols.model import Context, ExpertDispatcher, LossTerms, Objective, Optimizer, Transform
+from forge_core.protocols.model import BatchObjective, Context, ExpertDispatcher, LossTerms, Objective, Optimizer, Transform
 from forge_parallel.dryrun.attribution import Attribution, follow
 from forge_parallel.dryrun.blocks import KEPT, NO_REPEATS, Repeats, by_parameter, shorten
 from forge_parallel.dryrun.fake_world import Accelerator, FusedAttention, Weightless, evenly, fake_world
@@ -37,7 +37,7 @@ from forge_parallel.optim.stages import apply
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.shares import FLOAT8_MULTIPLE, stacks
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.reduce import clip_grad_norm
+from forge_parallel.step.reduce import bound, clip_grad_norm, summands
 from forge_parallel.step.step import Step
 from forge_parallel.torch_private import detect_fake_mode
 
@@ -83,7 +83,8 @@ class Workload:
         shape = (self.rows, self.length)
         words = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2)]
         places = [torch.zeros(shape, dtype=torch.int32, device=device) if self.documents else None for _ in range(2)]
-        return Batch(words[0], words[1], places[0], places[1])
+        batch = Batch(words[0], words[1], places[0], places[1])
+        return getattr(self.objective, "with_targets", lambda batch: batch)(batch)
 
 
 @dataclass(frozen=True)
@@ -326,14 +327,27 @@ class _Watch(Transform):
     def listening(self, objective: Objective) -> Objective:
         """Returns the objective, with records of where it begins and ends."""
 
-        def noted(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerms:
-            notes = self.steps[-1]
-            first = notes.ledger.here()
-            terms = objective(head, hidden, labels)
-            notes.heads.append((first, notes.ledger.here()))
-            return terms
+        return _Listened(objective, self)
 
-        return noted
+
+class _Listened(BatchObjective):
+    """An objective with records of where it begins and ends."""
+
+    def __init__(self, objective: Objective, watch: _Watch) -> None:
+        self._objective, self._watch = objective, watch
+
+    def __call__(self, head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerms:
+        notes = self._watch.steps[-1]
+        first = notes.ledger.here()
+        terms = self._objective(head, hidden, labels)
+        notes.heads.append((first, notes.ledger.here()))
+        return terms
+
+    def counts(self, batch: Batch) -> torch.Tensor:
+        return summands(self._objective, batch)
+
+    def bound(self, batch: Batch) -> Objective:
+        return _Listened(bound(self._objective, batch), self._watch)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from forge_core.batch import Batch
 from forge_core.errors import ForgeError, PlanError
 from forge_core.protocols.model import LossTerms, Objective
 from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.step.reduce import bound
 from forge_parallel.torch_private import after_backward, is_view, stage_backward_input, stage_backward_weight
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
@@ -258,7 +259,7 @@ class PipelineRunner:
     def _call(self, stage: int, part: Any, hidden: Tensor | None, batch: Batch, objective: Any) -> Any:
         inputs = batch.inputs(self._model.specs.needs)
         if stage == len(self._cut.placement) - 1:
-            inputs |= {"labels": batch.labels, "objective": objective}
+            inputs |= {"labels": batch.labels, "objective": bound(objective, batch)}
             inputs |= {} if batch.mtp_targets is None else {"mtp_targets": batch.mtp_targets}
         if hidden is not None:
             length = batch.tokens.shape[1]

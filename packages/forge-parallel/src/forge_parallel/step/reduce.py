@@ -12,16 +12,29 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.batch import IGNORE, Batch
 from forge_core.errors import ForgeError
-from forge_core.protocols.model import LossTerms, Observer
+from forge_core.protocols.model import LossTerms, Objective, Observer
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.boxes import owns
 from forge_parallel.placement.topology import Topology
 from forge_parallel.torch_private import foreach_mul_, foreach_norm
 
 
-def valid_tokens(batches: Iterable[Batch], topology: Topology) -> torch.Tensor:
-    """Collective: returns the number of labels with a loss in all micro-batches of all data ranks, a scalar int64."""
-    counts = [(batch.labels != IGNORE).sum() for batch in batches]
+def summands(objective: Objective, batch: Batch) -> torch.Tensor:
+    """Returns (B,) int64: the number of summands of each row in the objective's sum, by default its labels."""
+    counts = getattr(objective, "counts", None)
+    return (batch.labels != IGNORE).flatten(1).sum(1) if counts is None else counts(batch)
+
+
+def bound(objective: Objective, batch: Batch) -> Objective:
+    """Returns the objective for one micro-batch of this rank; see `forge_core.protocols.model.BatchObjective`."""
+    bind = getattr(objective, "bound", None)
+    return objective if bind is None else bind(batch)
+
+
+def valid_tokens(batches: Iterable[Batch], topology: Topology, objective: Objective) -> torch.Tensor:
+    """Collective: returns the number of summands of the loss, by default labels, in all micro-batches of all data ranks, a scalar
+    int64."""
+    counts = [summands(objective, batch).sum() for batch in batches]
     count = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=topology.device)
     # Tensor-parallel ranks and pipeline ranks read the same labels, so only one of them counts.
     at = topology.coordinates
@@ -98,7 +111,9 @@ def sources_of(batches: Sequence[Batch]) -> tuple[str, ...]:
     return names.pop() if names else ()
 
 
-def sums_by_source(batches: Sequence[Batch], terms: Sequence[LossTerms], device: torch.device) -> torch.Tensor:
+def sums_by_source(
+    batches: Sequence[Batch], terms: Sequence[LossTerms], device: torch.device, objective: Objective
+) -> torch.Tensor:
     """Returns loss and valid tokens of each source in this rank's micro-batches, (2, sources) fp64; zeros if the objective does
     not return losses of rows.
 
@@ -116,7 +131,7 @@ def sums_by_source(batches: Sequence[Batch], terms: Sequence[LossTerms], device:
                 f"the objective's `rows` have shape {tuple(term.rows.shape)}, but the batch has {len(batch.sources.rows)} rows; "
                 "return the summed loss of each row"
             )
-        counts = (batch.labels != IGNORE).flatten(1).sum(1)
+        counts = summands(objective, batch)
         # By index, not as a product with a mask: 0 * inf would spread a non-finite loss to other sources.
         total.index_add_(1, batch.sources.rows, torch.stack((term.rows.double(), counts.double())))
     return total

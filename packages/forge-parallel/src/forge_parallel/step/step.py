@@ -25,6 +25,7 @@ from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.pipeline import stages
 from forge_parallel.step.reduce import (
     begin_statistics,
+    bound,
     finish_statistics,
     loss_shares,
     observers,
@@ -226,8 +227,8 @@ class Step:
         """
         topology = self.model.topology
         with self.phases("count"):
-            moved = [local_batch(self.model, batch, self.model.specs.mtp_depth) for batch in batches]
-            tokens = valid_tokens(moved, topology)
+            moved = [local_batch(self.model, self._prepared(batch), self.model.specs.mtp_depth) for batch in batches]
+            tokens = valid_tokens(moved, topology, self.objective)
             divisor = tokens.clamp(min=1)
             refresh(self.model)
             begin_statistics(self._observers, self.model, moved)
@@ -249,7 +250,7 @@ class Step:
         sources = sources_of(moved)
         if reports(self.model):
             sums = [_sum(terms, lambda term: term.sum), *(_sum(terms, lambda term, n=name: term.metrics[n]) for name in names)]
-            rows = sums_by_source(moved, terms, topology.device)
+            rows = sums_by_source(moved, terms, topology.device, self.objective)
         else:
             sums = [torch.zeros((), dtype=torch.float64, device=topology.device) for _ in ("loss", *names)]
             rows = torch.zeros(2, len(sources), dtype=torch.float64, device=topology.device)
@@ -298,23 +299,30 @@ class Step:
         return self.model.part(
             batch.tokens,
             labels=batch.labels,
-            objective=objective or self.objective,
+            objective=bound(objective or self.objective, batch),
             **mtp,
             **batch.inputs(self.model.specs.needs),
         )
+
+    def _prepared(self, batch: Batch, objective: Objective | None = None) -> Batch:
+        prepare = getattr(objective or self.objective, "prepared", None)
+        return batch if prepare is None else prepare(batch)
+
+    def scored(self, batches: Iterable[Batch], objective: Objective | None = None) -> Iterator[LossTerms]:
+        """Collective: yields the loss terms of each batch on ranks of the last pipeline stage, and nothing on others. Call it
+        inside `ParallelModel.inference`; `objective` replaces that of the step."""
+        local = (local_batch(self.model, self._prepared(batch, objective)) for batch in batches)
+        if self._pipeline is None:
+            return (self._forward(batch, objective) for batch in local)
+        return self._pipeline.evaluate(local, objective)
 
     def evaluate(self, batches: Iterable[Batch], objective: Objective | None = None, metrics: Sequence[str] = ()) -> Evaluation:
         """Collective: returns the mean loss, computed without gradients. `objective` replaces that of the step. Every rank must
         pass the same number of batches, and the same `metrics`: names of the objective's metrics to sum."""
         topology = self.model.topology
         total = torch.zeros(2 + len(metrics), dtype=torch.float64, device=topology.device)
-        local = (local_batch(self.model, batch) for batch in batches)
         with self.model.inference():
-            if self._pipeline is None:
-                every = (self._forward(batch, objective) for batch in local)
-            else:
-                every = self._pipeline.evaluate(local, objective)
-            for terms in every:
+            for terms in self.scored(batches, objective):
                 total += torch.stack([terms.sum.double(), terms.tokens.double(), *(terms.metrics[m].double() for m in metrics)])
         loss, count, *sums = topology.all_reduce(total if reports(self.model) else torch.zeros_like(total)).tolist()
         return Evaluation(loss / max(count, 1.0), int(count), dict(zip(metrics, sums, strict=True)))

@@ -129,6 +129,7 @@ def measure(case: Case, plan: Plan, device: torch.device) -> Measurement:
     topology = Topology.of(plan.layout, device)
     blueprint, settings = case.blueprint()
     with_extras = getattr(blueprint.module, "with_extras", lambda batch: batch)
+    with_targets = getattr(case.objective, "with_targets", lambda batch: batch)
     model = realize(blueprint, plan, topology, case.seed, case.compute, case.state)
     # Optimizers get no settings for frozen parameters alone: they see only parameters that require gradients.
     with_settings = bool(settings.each or settings.stages)
@@ -143,7 +144,7 @@ def measure(case: Case, plan: Plan, device: torch.device) -> Measurement:
         if settings.stages:
             optimizer.at_step(index)
             optimizer.set_factor(1.0)
-        result = step([with_extras(micro_batch) for micro_batch in micro_batches])
+        result = step([with_targets(with_extras(micro_batch)) for micro_batch in micro_batches])
         if index == 0:
             gradients = gathered(model, {name: tensor.grad for name, tensor, _ in model.trainable()})
         clip_grad_norm(model, result.norm, case.grad_clip)

@@ -1,9 +1,10 @@
 """Features of a recipe, combinations of features that tests prove, and receipts of measured combinations.
 
-A feature is declared at its option (`forge_core.features`). The following are features as well: model components with a
-`feature` name, transforms, pipeline schedules, optimizers whose update of an element depends on others, gradient accumulation,
-and parts of the model or objective from other packages, with the package in their name (`forge_lionize:clip`). `rows.json` lists
-the combinations that tests compare with one process; `parity --record` writes receipts of others.
+A feature is declared at its option (`forge_core.features`). The following are features as well: model components and
+objectives with a `feature` name, transforms, pipeline schedules, optimizers whose update of an element depends on others,
+gradient accumulation, and parts of the model or objective from other packages, with the package in their name
+(`forge_lionize:clip`). `rows.json` lists the combinations that tests compare with one process; `parity --record` writes receipts
+of others.
 """
 
 import dataclasses
@@ -79,9 +80,11 @@ def features(job: ParallelJob, layout: Layout) -> list[Use]:
     stages = getattr(job.train, "stages", ())
     uses += [use for index, stage in enumerate(stages) for use in _options(stage, f"train.stages.{index}", sizes)]
     uses += _options(job.model, "model", sizes)
-    if own := getattr(job.model, "feature", ""):
-        uses.append(_of(type(job.model), Use(own, "model", f"model.name of {type(job.model).__name__}")))
-    uses += _options(getattr(job, "objective", None), "objective", sizes)
+    objective = getattr(job, "objective", None)
+    uses += _options(objective, "objective", sizes)
+    for key, part in (("model", job.model), ("objective", objective)):
+        if own := getattr(part, "feature", ""):
+            uses.append(_of(type(part), Use(own, "model", f"{key}.name of {type(part).__name__}")))
     uses += _named(job.model, "model")
     if layout.world > 1:
         for section in ("model", "objective"):

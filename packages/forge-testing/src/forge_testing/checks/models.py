@@ -151,12 +151,14 @@ class ObjectiveChecks:
 
     @staticmethod
     def check_tokens(component: Any) -> None:
-        """Checks that `tokens` counts the labels that are not IGNORE, and that tokens without a label add nothing to `sum`."""
+        """Checks that `tokens` counts the labels that are not IGNORE, or what the objective's `counts` counts, and that tokens
+        without a label add nothing to `sum`."""
         from forge_core.batch import IGNORE
 
         head, hidden, labels = _given()
         terms, _ = _terms(component, head, hidden, labels)
-        valid = int((labels != IGNORE).sum())
+        counts = getattr(component.build(), "counts", None)
+        valid = int((labels != IGNORE).sum() if counts is None else counts(_batch(component, labels)).sum())
         assert int(terms.tokens) == valid, f"tokens is {int(terms.tokens)}, but {valid} labels are not IGNORE"
         other = torch.where((labels == IGNORE).unsqueeze(-1), modules.drawn(*hidden.shape, seed=9), hidden)
         modules.same(_terms(component, head, other, labels)[0].sum, terms.sum, "`sum` depends on tokens without a label")
@@ -197,11 +199,24 @@ def _given() -> Any:
     return head, modules.drawn(rows, length, width), labels
 
 
+def _batch(component: Any, labels: Any) -> Any:
+    """Returns a batch with these labels and two documents in each row, with the targets of the objective."""
+    from forge_core.batch import Batch
+
+    index = torch.arange(labels.shape[1], dtype=torch.int32).expand(labels.shape)
+    documents = (index >= 2).int()
+    batch = Batch(labels.clamp(min=0), labels, index - 2 * documents, documents)
+    return getattr(component.build(), "with_targets", lambda batch: batch)(batch)
+
+
 def _terms(component: Any, head: Any, hidden: Any, labels: Any) -> Any:
     """Returns the terms, and the gradients of the head's weight and of a constant added to all hidden states."""
     head.zero_grad(set_to_none=True)
     shift = torch.zeros(hidden.shape[-1], dtype=hidden.dtype, requires_grad=True)
-    terms = component.build()(head, hidden + shift, labels)
+    objective = component.build()
+    if hasattr(objective, "bound"):
+        objective = objective.bound(_batch(component, labels))
+    terms = objective(head, hidden + shift, labels)
     assert terms.sum.requires_grad, "`sum` has no graph"
     terms.sum.backward()
     missing = torch.zeros_like(head.weight)

@@ -120,8 +120,8 @@ def cut_rows(batch: Batch, order: SequenceOrder, rank: int, kind: str) -> Batch:
             f"rows of {length} tokens cannot be split for parallel.cp = {ranks} and transforms.context.kind = {kind!r}; "
             f"data.sequence_length must be a multiple of {order.pieces}"
         )
-    if batch.extras:
-        fields = ", ".join(sorted(batch.extras))
+    if batch.extras or batch.targets:
+        fields = ", ".join(sorted({**batch.extras, **batch.targets}))
         raise ForgeError(f"parallel.cp = {ranks} cannot split {fields} of the batch along rows; set parallel.cp = 1")
 
     def cut(tensor: Tensor) -> Tensor:

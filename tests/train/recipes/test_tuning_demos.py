@@ -1,0 +1,34 @@
+"""What the demos of fine-tuning promise: held-out exercises that the model could not solve before, and solves after."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge_train.recipe.load import load_recipe
+
+
+@pytest.mark.parametrize("preset", ["sft-demo", "dpo-demo"])
+def test_recipes_have_no_fault(preset: str) -> None:
+    assert load_recipe(preset).job.job.name == preset
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "least"), [("sft-demo", 0.8), ("dpo-demo", 0.5)])
+def test_held_out_exercises_are_solved_after_the_run(tmp_path: Path, preset: str, least: float) -> None:
+    command = [sys.executable, "-m", "forge_train", "run", preset, "--train.threads=1"]
+    environment = {**os.environ, "NO_COLOR": "1"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "runs" / preset / "metrics.jsonl").read_text().splitlines()]
+    shares = [line["held_out/exact_match"] for line in lines if "held_out/exact_match" in line]
+    assert len(shares) == 2 and shares[0] < 0.05 and shares[1] >= least
+    assert "step 0  held_out/exact_match" in result.stdout and "(right)" in result.stdout
+    if preset == "dpo-demo":
+        accuracies = [line["evaluation/held_out/accuracy"] for line in lines if "evaluation/held_out/accuracy" in line]
+        assert accuracies[0] == 0 and accuracies[-1] > 0.95
+    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0 and "resuming after step 800" in again.stdout

@@ -1,0 +1,143 @@
+"""Runs that learn from a teacher: from its checkpoint, resumed exactly, in other layouts, and a teacher that does not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_core.errors import ConfigError, ForgeError
+from forge_core.registry import Registry
+from forge_train.inference.evaluation import recipe_for, scores
+from forge_train.inference.stored import open_weights
+from forge_train.recipe.load import load_recipe
+from harness.pool import World
+from train.runs import prepared, train
+
+RECIPE = """
+[job]
+name = "tiny"
+seed = 3
+
+[model]
+name = "decoder"
+dim = 16
+layers = 2
+heads = 4
+kv_heads = 2
+ffn_dim = 24
+vocab_size = 257
+max_length = 64
+
+[data]
+sequence_length = 48
+packing = "best_fit"
+tokenizer = { name = "bytes" }
+
+[[data.sources]]
+name = "exercises"
+count = 60
+letters = 3
+held_out = 0.3
+
+[data.evaluation.held_out]
+name = "exercises"
+count = 60
+letters = 3
+split = "held_out"
+held_out = 0.3
+
+[train]
+max_steps = 4
+threads = 1
+global_batch = 4
+micro_batch = 2
+
+[precision]
+compute = "fp64"
+state = "fp64"
+
+[optimizer]
+name = "adamw"
+lr = 3e-3
+
+[schedule]
+name = "constant"
+
+[checkpoint]
+every = 2
+
+[[hooks]]
+name = "log"
+every = 1
+
+[[hooks]]
+name = "evaluate"
+every = 2
+
+[[hooks]]
+name = "save"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture
+def teacher(recipe: Path, tmp_path: Path) -> str:
+    """A wider model, trained by another run for two steps."""
+    train(recipe, [f"--job.dir={tmp_path / 'teacher'}", "--model.dim=24", "--train.max_steps=2", "--job.seed=5"])
+    return str(tmp_path / "teacher")
+
+
+def from_teacher(teacher: str, *more: str) -> list[str]:
+    return ["--objective.name=distillation", f"--objective.teacher={teacher}", "--objective.temperature=2", *more]
+
+
+def test_a_run_resumes_bitwise_and_other_layouts_have_its_losses(
+    world: World, recipe: Path, teacher: str, tmp_path: Path
+) -> None:
+    given = from_teacher(teacher)
+    whole = train(recipe, [f"--job.dir={tmp_path / 'whole'}", *given])
+    cut = [f"--job.dir={tmp_path / 'cut'}", *given]
+    first, second = train(recipe, [*cut, "--train.stop_at=2"]), train(recipe, cut)
+    assert first["losses"] + second["losses"] == whole["losses"] and second["weights"] == whole["weights"]
+    for layout in ("dp_shard", "pp"):
+        (found, _) = world.run(train, 2, recipe, [f"--job.dir={tmp_path / layout}", *given, f"--parallel.{layout}=2"])
+        assert found["losses"] == pytest.approx(whole["losses"], rel=1e-9)
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "kl" in row]
+    assert all(row["loss"] == pytest.approx(0.5 * row["nll"] + 0.5 * 4 * row["kl"]) for row in steps) and len(steps) == 4
+    registry, weights = Registry(), open_weights(tmp_path / "whole", Registry())
+    (score,) = scores(weights, recipe_for(weights, None, [], 1, registry), torch.device("cpu"), registry, lambda _: None)
+    assert score.loss == pytest.approx([row["evaluation/held_out/loss"] for row in rows if "evaluation/held_out/loss" in row][-1])
+
+
+def test_a_model_that_starts_as_its_teacher_diverges_by_nothing(recipe: Path, tmp_path: Path) -> None:
+    train(recipe, [f"--job.dir={tmp_path / 'teacher'}", "--train.max_steps=2"])
+    given = from_teacher(str(tmp_path / "teacher"), f"--start.weights={tmp_path / 'teacher'}", "--objective.weight=1")
+    found = train(recipe, [f"--job.dir={tmp_path / 'student'}", "--train.max_steps=1", *given])
+    assert found["losses"] == pytest.approx([0.0], abs=1e-12)
+
+
+def test_a_teacher_that_does_not_fit_is_refused(recipe: Path, teacher: str, tmp_path: Path) -> None:
+    given = [f"--job.dir={tmp_path / 'run'}", *from_teacher(teacher)]
+    with pytest.raises(ForgeError, match="has 257 words, but the model has 300"):
+        prepared(recipe, [*given, "--model.vocab_size=300"])
+    with pytest.raises(ForgeError, match="are of another tokenizer than those of the data"):
+        learned = ["--data.tokenizer.name=bpe", "--data.tokenizer.vocab_size=257", f"--data.tokenizer.files=['{recipe}']"]
+        prepared(recipe, [*given, *learned])
+    with pytest.raises(ForgeError, match=r"reads 64 tokens, but data\.sequence_length is 80"):
+        prepared(recipe, [*given, "--data.sequence_length=80", "--model.max_length=80"])
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(("axis", "why"), [("tp", "compares whole distributions"), ("cp", "would each have a part of a row")])
+def test_layouts_that_split_what_is_compared_are_refused(recipe: Path, axis: str, why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_recipe(recipe, [*from_teacher("runs/x"), f"--parallel.{axis}=2"], 2)
+    assert any(fault.key == f"parallel.{axis}" and why in fault.message for fault in error.value.faults)
