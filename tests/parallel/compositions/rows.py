@@ -16,6 +16,7 @@ from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
+from forge_models.components.lora import LoRAConfig
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
@@ -61,6 +62,9 @@ ALL_CHOSEN = replace(EXPERTS, experts=4, top_k=4, ffn_dim=32)
 """For low precision: rounding of a score may choose another expert, which changes the result by more than rounding. Here all are
 chosen."""
 
+LORA = LoRAConfig(rank=8, alpha=24.0)
+"""Every matrix has an adapter. Compiled experts take rows of eight numbers."""
+
 ENCODER = ViT(size=8, patch=4, channels=1, dim=16, layers=1, heads=2)
 FUSIONS = MappingProxyType(
     {
@@ -101,7 +105,8 @@ def decoder_of(row: frozenset[str]) -> DecoderConfig:
     layers = 6 if "more_stages" in row else 4
     if experts is not None and row & {"fusion_moma_choice", "fusion_moma_threshold"}:
         experts = replace(experts, losses=Losses(), router=SoftmaxTopKConfig())
-    model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers)
+    lora = LORA if "lora" in row else None
+    model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers, lora=lora)
     for feature in row & FUSIONS.keys():
         keys = {info.name: getattr(model, info.name) for info in fields_of(DecoderConfig)}
         time = FrameTimeConfig(features=4) if "frame_time" in row else None
