@@ -25,6 +25,7 @@ PARTS = {
         "softmax_topk": "forge_models.components.experts:SoftmaxTopKConfig",
     },
     "forge.checks": {
+        "adapters_fit": "forge_models.checks:adapters_fit",
         "experts_compile": "forge_models.checks:experts_compile",
         "experts_fit": "forge_models.checks:experts_fit",
         "experts_see_other_tokens": "forge_models.checks:experts_see_other_tokens",

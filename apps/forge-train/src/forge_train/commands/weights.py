@@ -40,6 +40,8 @@ def convert(
         typer.Option("--unsafe-pickle", help="Also unpickle objects other than tensors: this can run any code."),
     ] = False,
     weights: Annotated[str, typer.Option(help="Weights to use: `model`, or `ema` for the average of hook ema.")] = "model",
+    base: Annotated[str | None, typer.Option(help="Where the base of an adapter is. Default: where its run had it.")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base; `--to hf` always does.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Convert weights between formats, read the result again, and compare its logits.
@@ -54,7 +56,8 @@ def convert(
     from forge_core.registry import Registry
     from forge_train.commands.options import require_single_process
     from forge_train.formats.forge import Cast
-    from forge_train.inference.stored import format_of
+    from forge_models.lora_weights import MergedWeights
+    from forge_train.formats.converters import format_of
     from forge_train.inference.tokenizer import write_tokenizer
 
     require_single_process("convert")
@@ -76,11 +79,22 @@ def convert(
         read["unsafe_pickle"] = True
     if recipe is not None and "recipe" in _options(registry, to):
         given["recipe"] = recipe  # for reading the result
+    if base is not None:
+        used = [(options, kind) for options, kind in ((read, from_), (given, to)) if "base" in _options(registry, kind)]
+        for options, kind in used if len(used) < 2 else used[from_ == "forge" and to == "peft" :]:
+            options["base"] = base
+        if not used:
+            raise ForgeError(f"--base names the base of an adapter, and neither {from_!r} nor {to!r} has adapters; remove it")
+    if to == "peft" and (merge or dtype is not None):
+        raise ForgeError(f"--to peft writes the adapter as it was trained; remove {'--merge' if merge else '--dtype'}")
     reader = converter(registry, from_, read | ({} if weights == "model" else {"weights": weights}))
     writer = converter(registry, to, given)
     origin = reader.read(place)
-    converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
     notes = [*origin.facts.notes, f"{source}: {compared(reader, place, origin)}"]
+    if merge or (to == "hf" and getattr(origin.model, "lora", None) is not None):
+        origin, unmerged = MergedWeights(origin), origin
+        notes.append(merging(unmerged, origin))
+    converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
     with tempfile.TemporaryDirectory() as folder:
         if tokenizer is None and write_tokenizer(origin, Path(folder), registry, notes.append):
             converted.facts = replace(converted.facts, tokenizer=Path(folder))
@@ -101,6 +115,12 @@ def convert(
     console.text(f"{target}: {len(again.tensors)} tensors; read again, its logits are bitwise equal to those of {source}")
     for note in notes:
         console.text(f"  {note}")
+
+
+def merging(weights: "Weights", merged: "Weights") -> str:
+    """Compares the logits of an adapter and its base with those of the merged model, and returns the result as text."""
+    difference = float((_logits(weights) - _logits(merged)).abs().max())
+    return f"the adapter was merged into its base; largest difference of a logit {difference:.1e}, from rounding in the base's dtype"
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -191,6 +211,7 @@ def upcycle(
     from forge_core.registry import Registry
     from forge_core.terminal import Console
     from forge_core.trust import trust_name
+    from forge_models.lora_weights import MergedWeights
     from forge_models.upcycle import Upcycled
     from forge_train.commands.options import require_single_process
     from forge_train.inference.stored import open_weights
@@ -204,6 +225,8 @@ def upcycle(
     console, dense = Console(as_json=as_json), open_weights(source, registry)
     for note in dense.facts.notes:
         console.note(note)
+    if getattr(dense.model, "lora", None) is not None:
+        dense = MergedWeights(dense)
     weights = Upcycled(dense, model.moe, noise, seed)
     trust_name(to)
     registry.load("forge.converters", to)().build().write(target, weights)

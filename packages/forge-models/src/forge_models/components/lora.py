@@ -37,7 +37,7 @@ class LoRAConfig:
     dora: bool = False
     """Whether the length of each row of W + s B A is a trained vector, which starts as that of W (DoRA, Liu et al., 2024). Not
     for experts, and not with `parallel.tp`."""
-    weights: Annotated[str | None, FREE, Place] = None
+    from_adapter: Annotated[str | None, FREE, Place] = None
     """Adapter that the run starts from: a folder of the peft library, or a run or checkpoint of Forge with an adapter of the same
     base. Unset, A is random and B is zero, so that the model starts as its base."""
 

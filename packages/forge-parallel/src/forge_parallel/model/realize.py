@@ -8,7 +8,7 @@ the random stream of every element. A rank draws only the blocks that overlap it
 tensor never exists. (torch's CPU generator keeps only 32 bits of a seed, too few for the blocks of a large model.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
 
@@ -174,10 +174,13 @@ def realize(
     return model
 
 
-def initialize(model: ParallelModel, seed: int) -> None:
-    """Initializes every parameter and buffer once, as its spec says."""
+def initialize(model: ParallelModel, seed: int, names: Collection[str] | None = None) -> None:
+    """Initializes every parameter and buffer once, as its spec says; with `names`, only those."""
+    chosen = None if names is None else frozenset(names)
     with torch.no_grad():
         for name, tensor in _all_tensors(model):
+            if chosen is not None and name not in chosen:
+                continue
             fill(local_box(tensor), _spec(model, name), name, seed, model.topology.device)
 
 
