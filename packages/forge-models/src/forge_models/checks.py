@@ -98,7 +98,9 @@ def adapters_fit(job: Job, layout: Layout) -> Iterator[Fault]:
             hint="set parallel.etp = 1, or leave experts out, such as targets = ['*.attention.*']",
         )
     if "float8" in job.transforms:
-        yield Fault("transforms.float8", "multiplies whole layers in float8, and layers with adapters of [model.lora] are no such")
+        yield Fault(
+            "transforms.float8", "multiplies whole layers in float8, and layers with adapters of [model.lora] are no such"
+        )
     if adapted and "compile" in job.transforms and lora.rank % WHOLE_ROWS:
         yield Fault("model.lora.rank", f"{lora.rank} must be a multiple of {WHOLE_ROWS} for compiled experts")
     if getattr(getattr(job, "parameters", None), "width_base", None):

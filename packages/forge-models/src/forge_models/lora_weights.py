@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_core.component import Component
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import StoredTensor, Weights
 from forge_models.blocks.lora import FACTOR_A, FACTOR_B, MAGNITUDE, row_lengths
@@ -52,7 +53,9 @@ class Parts:
         faults += [f"{name}: not in [model]" for name in sorted(set(stored) - set(self.shapes))]
         if faults:
             raise ForgeError(
-                "\n  ".join([f"{weights.facts.origin} is not the base of this [model]; correct its keys, or the path:", *faults[:20]])
+                "\n  ".join(
+                    [f"{weights.facts.origin} is not the base of this [model]; correct its keys, or the path:", *faults[:20]]
+                )
             )
 
     def check_adapter(self, weights: Weights) -> None:
@@ -103,7 +106,8 @@ class AdaptedWeights:
         parts = Parts(model)
         parts.check_base(base)
         parts.check_adapter(adapter)
-        self.base, self.adapter, self.model = base, adapter, model
+        self.base, self.adapter = base, adapter
+        self.model: Component = model
         self._of_base = parts.base & set(base.tensors)
         own = {name: entry for name, entry in adapter.tensors.items() if name in parts.shapes and name not in self._of_base}
         self.tensors: Mapping[str, StoredTensor] = {**{name: base.tensors[name] for name in sorted(self._of_base)}, **own}
@@ -144,7 +148,7 @@ class MergedWeights:
         if getattr(model, "lora", None) is None:
             raise ForgeError(f"{weights.facts.origin} has no adapter to merge")
         self._weights, self._lora = weights, model.lora
-        self.model = replace(model, lora=None)
+        self.model: Component = replace(model, lora=None)
         self._adapter = frozenset(Parts(model).adapter)
         self.tensors: Mapping[str, StoredTensor] = {
             name: entry for name, entry in weights.tensors.items() if name not in self._adapter

@@ -54,10 +54,10 @@ def convert(
     from forge_ckpt.store.objects import is_url
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_train.commands.options import require_single_process
-    from forge_train.formats.forge import Cast
     from forge_models.lora_weights import MergedWeights
+    from forge_train.commands.options import require_single_process
     from forge_train.formats.converters import format_of
+    from forge_train.formats.forge import Cast
     from forge_train.inference.tokenizer import write_tokenizer
 
     require_single_process("convert")
@@ -80,11 +80,11 @@ def convert(
     if recipe is not None and "recipe" in _options(registry, to):
         given["recipe"] = recipe  # for reading the result
     if base is not None:
-        used = [(options, kind) for options, kind in ((read, from_), (given, to)) if "base" in _options(registry, kind)]
-        for options, kind in used if len(used) < 2 else used[from_ == "forge" and to == "peft" :]:
-            options["base"] = base
-        if not used:
+        # A run's adapter that is written for the peft library needs the base in the folder that peft will open.
+        takers = [options for options, kind in ((given, to), (read, from_)) if "base" in _options(registry, kind)]
+        if not takers:
             raise ForgeError(f"--base names the base of an adapter, and neither {from_!r} nor {to!r} has adapters; remove it")
+        takers[0]["base"] = base
     if to == "peft" and (merge or dtype is not None):
         raise ForgeError(f"--to peft writes the adapter as it was trained; remove {'--merge' if merge else '--dtype'}")
     reader = converter(registry, from_, read | ({} if weights == "model" else {"weights": weights}))
@@ -120,7 +120,9 @@ def convert(
 def merging(weights: "Weights", merged: "Weights") -> str:
     """Compares the logits of an adapter and its base with those of the merged model, and returns the result as text."""
     difference = float((_logits(weights) - _logits(merged)).abs().max())
-    return f"the adapter was merged into its base; largest difference of a logit {difference:.1e}, from rounding in the base's dtype"
+    return (
+        f"the adapter was merged into its base; largest difference of a logit {difference:.1e}, from rounding in the base's dtype"
+    )
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from forge_core.component import Component
 from forge_core.errors import ForgeError
 from forge_core.files import publish, sync_path
 from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights, WeightsInfo
 from forge_core.registry import Registry
 from forge_models.blocks.lora import FACTOR_A, FACTOR_B, MAGNITUDE
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.lora import OF_EXPERTS, LoRAConfig
+from forge_models.components.lora import LoRAConfig
 from forge_models.hf.config import CONFIG
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.names import TensorPlace, places_in
@@ -42,6 +43,8 @@ NAMES = {FACTOR_A: "lora_A.weight", FACTOR_B: "lora_B.weight", MAGNITUDE: "lora_
 """Our names of an adapter's parameters -> those of the peft library."""
 HASH = "base_sha256"
 """Key of the safetensors metadata with the hash of the base, which the peft library ignores."""
+ATTENTION = ".attention."
+"""Part of the names of the matrices of attention."""
 KNOWN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -87,17 +90,18 @@ def places_of(model: DecoderConfig, family: str) -> dict[str, AdapterPlace]:
     """Returns {name of each adapted matrix: its place}.
 
     Raises:
-        ForgeError: a matrix is a stack of experts, which the format cannot express.
+        ForgeError: the format cannot express the adapter of a matrix.
     """
     lora = model.lora
     assert lora is not None, "the caller has looked"
     plain = replace(model, lora=None)
     hidden, experts = plain.shape.matrices()
     names = lora.matched([*hidden, *experts])
-    if stacks := [name for name in names if OF_EXPERTS in name]:
+    # In a model with experts, the peft library takes every feed-forward layer for one of the fused experts of transformers.
+    if plain.moe is not None and (others := [name for name in names if ATTENTION not in name]):
         raise ForgeError(
-            f"the format 'peft' cannot express adapters of experts, such as {stacks[0]}; write the merged model instead: "
-            "forge-train convert SOURCE TARGET --to hf"
+            f"the format 'peft' has no adapters of experts and of layers beside them, such as {others[0]}; write the merged "
+            "model instead: forge-train convert SOURCE TARGET --to hf"
         )
     places = places_in(FAMILIES[family], plain)
     by_module: dict[str, list[str]] = {}
@@ -145,8 +149,14 @@ class PeftAdapter:
         slots = (FACTOR_A, FACTOR_B, *((MAGNITUDE,) if values.get("use_dora") else ()))
         known = {self._key(place, slot) for place in self._places.values() for slot in slots}
         if lost := sorted(self._keys ^ known):
-            raise ForgeError(f"{folder / TENSORS} does not fit the model: {lost[0]} is missing there, or has no linear layer here")
+            raise ForgeError(
+                f"{folder / TENSORS} does not fit the model: {lost[0]} is missing there, or has no linear layer here"
+            )
         self._rank = self._common_rank(values)
+        # A module that fuses matrices has zeros for those without an adapter.
+        self._places = {
+            name: place for name, place in self._places.items() if self._own(place) is None or self._read(name, FACTOR_A).any()
+        }
         lora = LoRAConfig(
             rank=self._rank,
             alpha=float(values["lora_alpha"]),
@@ -154,13 +164,17 @@ class PeftAdapter:
             rank_stabilized=bool(values.get("use_rslora")),
             dora=bool(values.get("use_dora")),
         )
-        self.model = replace(plain, lora=lora)
+        self.model: Component = replace(plain, lora=lora)
         dtypes = {self._slice(place, FACTOR_A).get_dtype() for place in self._places.values()}
         dtype = DTYPES.get(next(iter(dtypes)), "") if len(dtypes) == 1 else ""
         if not dtype:
-            raise ForgeError(f"{folder / TENSORS} has tensors of {', '.join(sorted(map(str, dtypes)))}; convert them to one dtype")
+            raise ForgeError(
+                f"{folder / TENSORS} has tensors of {', '.join(sorted(map(str, dtypes)))}; convert them to one dtype"
+            )
         self.tensors: Mapping[str, StoredTensor] = {
-            f"{name}.{slot}": StoredTensor(self._shape(place, slot), dtype) for name, place in self._places.items() for slot in slots
+            f"{name}.{slot}": StoredTensor(self._shape(place, slot), dtype)
+            for name, place in self._places.items()
+            for slot in slots
         }
         self.facts = WeightsInfo(origin=str(folder), family=family)
 
@@ -188,12 +202,19 @@ class PeftAdapter:
         for name, place in self._places.items():
             stored = self._slice(place, FACTOR_A).get_shape()[0]
             if stored not in (rank, rank * place.parts):
-                raise ForgeError(f"{self.folder}: the adapter of {place.module} has rank {stored}, but others have {rank}; Forge has one")
+                raise ForgeError(
+                    f"{self.folder}: the adapter of {place.module} has rank {stored}, but others have {rank}; Forge has one"
+                )
             own, factor = _pattern(values, "alpha_pattern", place.module), stored / rank
             expected = float(values["lora_alpha"]) * (sqrt(factor) if values.get("use_rslora") else factor)
             if (own or float(values["lora_alpha"])) != expected and abs((own or 0) - expected) > 1e-9 * expected:
                 raise ForgeError(f"{self.folder}: alpha_pattern gives {name} a scale of its own; Forge has one for all")
         return rank
+
+    def _own(self, place: AdapterPlace) -> slice | None:
+        """Returns the rows of A that belong to one of several fused matrices; None if all rows are for all of them."""
+        apart = place.parts > 1 and self._slice(place, FACTOR_A).get_shape()[0] == self._rank * place.parts
+        return slice(place.part * self._rank, (place.part + 1) * self._rank) if apart else None
 
     def _shape(self, place: AdapterPlace, slot: str) -> tuple[int, ...]:
         if slot == MAGNITUDE:
@@ -204,8 +225,7 @@ class PeftAdapter:
         place = self._places[name]
         whole = self._open.get_tensor(self._key(place, slot))
         rows = slice(place.first, place.first + place.rows)
-        apart = self._slice(place, FACTOR_A).get_shape()[0] == self._rank * place.parts and place.parts > 1
-        own = slice(place.part * self._rank, (place.part + 1) * self._rank) if apart else slice(None)
+        own = self._own(place) or slice(None)
         if slot == FACTOR_A:
             return whole[own].contiguous()
         found = whole[rows]
@@ -219,7 +239,8 @@ class PeftAdapter:
 
 
 def _dense(model: DecoderConfig) -> tuple[str, ...]:
-    return tuple(model.shape.matrices()[0])
+    """Returns the names of all matrices whose adapters the format can express."""
+    return tuple(name for name in model.shape.matrices()[0] if model.moe is None or ATTENTION in name)
 
 
 def _pattern(values: Mapping[str, Any], key: str, module: str) -> float | None:
@@ -242,7 +263,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise ForgeError(f"{path} lacks r or lora_alpha, so it does not describe a LoRA adapter")
     for key, allowed in KNOWN.items():
         if key in values and values[key] not in allowed:
-            raise ForgeError(f"{path}: {key} = {values[key]!r} is not supported, only {allowed[0]!r}; merge it with the peft library")
+            raise ForgeError(
+                f"{path}: {key} = {values[key]!r} is not supported, only {allowed[0]!r}; merge it with the peft library"
+            )
     return values
 
 
@@ -261,9 +284,11 @@ class PeftConverter:
         folder = self._base_of(path, read_settings(path))
         base = Registry().load("forge.converters", "hf")().build().read(folder)
         if type(base.model) is not DecoderConfig:
-            raise ForgeError(f"{folder}: adapters of a {type(base.model).__name__} are not supported, only those of text decoders")
+            raise ForgeError(
+                f"{folder}: adapters of a {type(base.model).__name__} are not supported, only those of text decoders"
+            )
         adapter = PeftAdapter(path, base.model, base.facts.family)
-        weights = AdaptedWeights(base, adapter, adapter.model)
+        weights = AdaptedWeights(base, adapter, adapter.model)  # type: ignore[arg-type]  # a decoder, as its base
         if adapter.hash is not None:
             identity = {"sha256": adapter.hash, "origin": "its base"}
             check_hash(identity, hash_of(base, names_of(adapter.model, base)), str(path), str(folder))
@@ -355,8 +380,8 @@ class PeftConverter:
         name = self.base or values.get("base_model_name_or_path")
         if name is None or not (Path(name) / CONFIG).is_file():
             raise ForgeError(
-                f"{path} is an adapter of {name!r}, which is not a folder in the Hugging Face format here; name the folder of its "
-                "base with --base"
+                f"{path} is an adapter of {name!r}, which is not a folder in the Hugging Face format here; name the folder of "
+                "its base with --base"
             )
         return Path(name)
 
@@ -369,9 +394,7 @@ def _by_module(places: Mapping[str, AdapterPlace]) -> "Iterator[tuple[str, list[
     yield from grouped.items()
 
 
-def _fused(
-    module: str, fused: Sequence[tuple[str, AdapterPlace]], weights: Weights, lora: LoRAConfig
-) -> dict[str, Tensor]:
+def _fused(module: str, fused: Sequence[tuple[str, AdapterPlace]], weights: Weights, lora: LoRAConfig) -> dict[str, Tensor]:
     """Returns the tensors of a module's adapter by their names in the format.
 
     Raises:

@@ -22,6 +22,7 @@ from forge_train.formats.forge import table_of
 from forge_train.plan import plan_of
 from forge_train.recipe.load import Recipe, load_recipe
 
+
 def open_weights(where: str | Path, registry: Registry, weights: str = "model") -> Weights:
     """Opens the weights of a run or a checkpoint (by path or URL), of a folder in the Hugging Face format, or of files that Forge
     wrote as safetensors, for `torch.distributed.checkpoint` or with `torch.save`.

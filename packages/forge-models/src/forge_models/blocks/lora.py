@@ -1,8 +1,8 @@
 """Low-rank adapters of linear layers and experts (LoRA, Hu et al., 2021; DoRA, Liu et al., 2024).
 
-`attach` gives modules of a model, which is then the frozen base, additional parameters. With W (outputs, inputs), A (rank, inputs)
-and B (outputs, rank), a layer computes x W^T + s (x A^T) B^T. DoRA divides each row of W + s B A by its length, which gets no
-gradient, and multiplies it by a trained number, the row's magnitude.
+`attach` gives modules of a model, which is then the frozen base, additional parameters. With W (outputs, inputs), A (rank,
+inputs) and B (outputs, rank), a layer computes x W^T + s (x A^T) B^T. DoRA divides each row of W + s B A by its length, which
+gets no gradient, and multiplies it by a trained number, the row's magnitude.
 
 Names and logical dimensions of W stay, and those of A and B follow from them. So strategies split an adapter as they split the
 layer: where W is split along its outputs, B is, and where it is split along its inputs, A is.
