@@ -59,7 +59,6 @@ PARTS = {
         "safetensors": "forge_train.formats.converters:Safetensors",
         "dcp": "forge_train.formats.converters:Dcp",
         "torch": "forge_train.formats.converters:Torch",
-        "peft": "forge_train.formats.converters:Peft",
     },
     "forge.checks": {
         "profiles_fit": "forge_train.recipe.checks:profiles_fit",

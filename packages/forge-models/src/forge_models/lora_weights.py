@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.component import Component
-from forge_core.errors import ForgeError
+from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.weights import StoredTensor, Weights
 from forge_models.blocks.lora import FACTOR_A, FACTOR_B, MAGNITUDE, row_lengths
-from forge_models.components.decoder import DecoderConfig
 
 Shape = tuple[int, ...]
 
@@ -26,7 +25,7 @@ class Parts:
         shapes: shapes of all parameters and buffers.
     """
 
-    def __init__(self, model: DecoderConfig) -> None:
+    def __init__(self, model: Any) -> None:
         with torch.device("meta"):
             module = model.build()
         specs = module.specs()
@@ -98,7 +97,7 @@ class AdaptedWeights:
         adapter: the adapter's weights, which may have other tensors as well.
     """
 
-    def __init__(self, base: Weights, adapter: Weights, model: DecoderConfig) -> None:
+    def __init__(self, base: Weights, adapter: Weights, model: Any) -> None:
         """
         Raises:
             ForgeError: one of them does not fit the model.
@@ -205,6 +204,31 @@ def base_hash(hashes: Mapping[str, str]) -> str:
 def hash_of(weights: Weights, names: Iterable[str]) -> str:
     """Returns the hash of a base that one process reads: of the tensors `names`, in the dtype in which they are stored."""
     return base_hash({name: tensor_hash(name, weights.tensors[name], weights.read([name])[name]) for name in names})
+
+
+def names_of(model: Any, base: Weights) -> list[str]:
+    """Returns the names of the tensors that the hash of a base covers, sorted."""
+    return sorted(Parts(model).base & set(base.tensors))
+
+
+def check_hash(identity: Mapping[str, Any], found: str, adapter: str, base: str) -> None:
+    """Compares the hash of a base with that of the base on which an adapter was trained.
+
+    Args:
+        identity: `sha256` and `origin` of the base, as the adapter states them.
+        found: hash of the base at hand.
+        adapter: origin of the adapter, for the message.
+        base: origin of the base.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if identity.get("sha256") != found:
+        raise CheckpointError(
+            f"{adapter} is an adapter of another base: it was trained on {identity.get('origin')} with the hash "
+            f"{str(identity.get('sha256'))[:12]}, but {base} has {found[:12]}. Restore the files of that base, name the place "
+            "where it is (model.from_hf or start.weights), or train a new adapter with another job.name"
+        )
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ PARTS = {
     },
     "forge.converters": {
         "hf": "forge_models.hf.converter:HfConverter",
+        "peft": "forge_models.components.lora:PeftConfig",
     },
     "forge.objectives": {
         "cross_entropy": "forge_models.objectives:CrossEntropy",

@@ -1,10 +1,9 @@
 """The frozen base of an adapter: where it is, and whether it is the one that the adapter was trained on."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_core.errors import CheckpointError, ForgeError
+from forge_core.errors import ForgeError
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_models.lora_weights import Parts
@@ -62,28 +61,3 @@ def open_base(model: Any, start: Start, registry: Registry, elsewhere: str | Non
         )
     Parts(model).check_base(weights)
     return weights
-
-
-def names_of(model: Any, base: Weights) -> list[str]:
-    """Returns the names of the tensors that the hash of a base covers, sorted."""
-    return sorted(Parts(model).base & set(base.tensors))
-
-
-def check_hash(identity: Mapping[str, Any], found: str, adapter: str, base: str) -> None:
-    """Compares the hash of a base with that of the base on which an adapter was trained.
-
-    Args:
-        identity: value of `BASE` in the metadata of the adapter.
-        found: hash of the base at hand.
-        adapter: origin of the adapter, for the message.
-        base: origin of the base.
-
-    Raises:
-        CheckpointError: they differ.
-    """
-    if identity.get("sha256") != found:
-        raise CheckpointError(
-            f"{adapter} is an adapter of another base: it was trained on {identity.get('origin')} with the hash "
-            f"{str(identity.get('sha256'))[:12]}, but {base} has {found[:12]}. Restore the files of that base, name the place "
-            "where it is (model.from_hf or start.weights), or train a new adapter with another job.name"
-        )

@@ -1,6 +1,6 @@
 """Components of the formats of weights that Forge reads and writes, and the detection of a format.
 
-The formats are Forge's own, tensors under the model's names, and adapters of the peft library.
+The formats are Forge's own, and tensors under the model's names.
 """
 
 from dataclasses import dataclass
@@ -44,18 +44,6 @@ class Forge(Component):
     """Weights to read: `model`, or a set that a hook saved, such as their average `ema`."""
     base: str | None = None
     """Where the base of an adapter is, if no longer where its run had it: a folder, run or checkpoint."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peft(Component):
-    """Adapters of the peft library: `adapter_config.json` and `adapter_model.safetensors`, without the base."""
-
-    implementation: ClassVar[str] = "forge_train.formats.peft:PeftConverter"
-
-    base: str | None = None
-    """Folder of the base in the Hugging Face format; by default the one that the adapter names."""
-    family: str | None = None
-    """`model_type` of the base; by default that of its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from forge_core.protocols.checkpoint import Piece
 from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights, WeightsInfo
 from forge_core.redaction import refuse_redacted
 from forge_core.registry import Registry
-from forge_models.lora_weights import AdaptedWeights, hash_of
-from forge_train.formats.base import BASE, check_hash, names_of, open_base
+from forge_models.lora_weights import AdaptedWeights, check_hash, hash_of, names_of
+from forge_train.formats.base import BASE, open_base
 from forge_train.recipe.schema import Job
 
 PREFIX = "model/"
@@ -156,7 +156,7 @@ class ForgeConverter:
         job = job_of(weights.meta, registry, "model", "start", origin=weights.facts.origin)
         base = open_base(job.model, job.start, registry, self.base)
         check_hash(weights.meta[BASE], hash_of(base, names_of(job.model, base)), weights.facts.origin, base.facts.origin)
-        return AdaptedWeights(base, weights, job.model)  # type: ignore[arg-type]  # only decoders have adapters
+        return AdaptedWeights(base, weights, job.model)
 
     def write(self, path: Path, weights: Weights) -> None:
         """Writes a directory with one checkpoint of weights, whose recipe has only `[model]`.

@@ -11,10 +11,10 @@ from forge_core.protocols.checkpoint import World
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_models.blocks.lora import MAGNITUDE
-from forge_models.lora_weights import Parts, base_hash, magnitudes_of, tensor_hash
+from forge_models.lora_weights import Parts, base_hash, check_hash, magnitudes_of, names_of, tensor_hash
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.realize import initialize
-from forge_train.formats.base import BASE, check_hash, names_of, open_base
+from forge_train.formats.base import BASE, open_base
 from forge_train.formats.converters import format_of
 from forge_train.recipe.schema import Job
 
@@ -99,7 +99,7 @@ class FrozenBase:
         if kind not in ("peft", "forge"):
             raise ForgeError(f"model.lora.from_adapter: {path} is neither a folder of the peft library nor a run of Forge")
         if kind == "peft":
-            from forge_train.formats.peft import PeftAdapter
+            from forge_models.hf.peft import PeftAdapter
 
             adapter: Weights = PeftAdapter(Path(path), self._model, self.weights.facts.family)
         else:

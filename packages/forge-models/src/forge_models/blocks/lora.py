@@ -24,7 +24,7 @@ FACTOR_A, FACTOR_B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
 """Names of an adapter's parameters in a linear layer; in a stack of experts, with the name of the matrix and "_" before."""
 
 
-class Settings(Protocol):
+class LoRASettings(Protocol):
     """See `forge_models.components.lora.LoRAConfig`."""
 
     @property
@@ -135,7 +135,7 @@ def matrices_of(model: nn.Module) -> list[str]:
     return names
 
 
-def attach(model: nn.Module, names: "tuple[str, ...]", settings: Settings) -> None:
+def attach(model: nn.Module, names: "tuple[str, ...]", settings: LoRASettings) -> None:
     """Freezes all parameters of a model, and gives the matrices `names` (see `matrices_of`) adapters.
 
     Args:
@@ -167,7 +167,7 @@ def attach(model: nn.Module, names: "tuple[str, ...]", settings: Settings) -> No
             layer.lora_magnitude = _factor(layer.weight, layer.out_features)
 
 
-def _attach_to_experts(experts: Any, name: str, settings: Settings) -> None:
+def _attach_to_experts(experts: Any, name: str, settings: LoRASettings) -> None:
     count, outputs, inputs = getattr(experts, name).shape
     before = experts.adapter if isinstance(experts, LoRAExperts) else ()
     experts.__class__ = LoRAExperts

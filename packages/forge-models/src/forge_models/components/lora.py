@@ -1,4 +1,4 @@
-"""Low-rank adapters of a frozen base model, chosen by the table `[model.lora]`. Does not import torch."""
+"""Low-rank adapters of a frozen base model, chosen by the table `[model.lora]`, and their format. Does not import torch."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Gt
 
-from forge_core.component import FREE, IDENTITY, Place
+from forge_core.component import FREE, IDENTITY, Component, Place
 from forge_core.errors import did_you_mean
 
 OF_EXPERTS = ".experts."
@@ -77,3 +77,15 @@ class LoRAConfig:
             ValueError: see `matched`.
         """
         self.matched(names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftConfig(Component):
+    """Adapters of the peft library: `adapter_config.json` and `adapter_model.safetensors`, without the base."""
+
+    implementation: ClassVar[str] = "forge_models.hf.peft:PeftConverter"
+
+    base: str | None = None
+    """Folder of the base in the Hugging Face format; by default the one that the adapter names."""
+    family: str | None = None
+    """`model_type` of the base; by default that of its folder."""

@@ -30,13 +30,12 @@ from forge_models.hf.families import FAMILIES
 from forge_models.hf.names import TensorPlace, places_in
 from forge_models.hf.reader import DTYPES
 from forge_models.hf.writer import chosen, write_json
-from forge_models.lora_weights import AdaptedWeights, hash_of
-from forge_train.formats.base import check_hash, names_of
-from forge_train.formats.converters import PEFT_CONFIG
+from forge_models.lora_weights import AdaptedWeights, check_hash, hash_of, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+SETTINGS = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 NAMES = {FACTOR_A: "lora_A.weight", FACTOR_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
@@ -254,7 +253,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     Raises:
         ForgeError: it is missing, no JSON, or has a setting that Forge does not support.
     """
-    path = folder / PEFT_CONFIG
+    path = folder / SETTINGS
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
@@ -357,7 +356,7 @@ class PeftConverter:
             "modules_to_save": None,
             "inference_mode": True,
         }
-        write_json(partial / PEFT_CONFIG, settings)
+        write_json(partial / SETTINGS, settings)
 
     def reference(self, path: Path, tokens: Tensor, extras: Mapping[str, Tensor] = NO_EXTRAS) -> Tensor | str:
         """Returns the logits of the peft library in fp32, or a text that says why they are not available."""
