@@ -13,10 +13,10 @@ from parallel.compositions.rows import DECODER, LORA, case_of, decoder_of, layou
 ROWS = (
     "dp_shard lora",
     "tp lora",
-    "tp tp_whole lora",
     "pp_1f1b accumulate lora",
     "dp_shard experts ep_all_to_all lora",
-    "tp experts lora",
+    pytest.param("tp tp_whole lora", marks=pytest.mark.slow),
+    pytest.param("tp experts lora", marks=pytest.mark.slow),
 )
 
 
@@ -42,7 +42,7 @@ def _measured(name: str, layout: str) -> Measurement:
     return measured(case, layout, words)
 
 
-@pytest.mark.parametrize("name", [*ROWS, *MODELS])
+@pytest.mark.parametrize("name", [*ROWS, *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS)])
 def test_an_adapter_in_a_layout_equals_one_process(world: World, name: str) -> None:
     """After three steps, with loss, norm, gradients and weights; all that has changed and has a gradient is the adapter."""
     alone = _measured(name, "1")

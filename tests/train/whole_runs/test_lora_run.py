@@ -142,7 +142,7 @@ def theirs(name: str) -> str:
         ([], {}),
         (["--model.lora.rank_stabilized=true", '--model.lora.targets=["*.q_proj", "*.down_proj"]'],
          {"use_rslora": True, "target_modules": ["q_proj", "down_proj"]}),
-        (["--model.lora.dora=true"], {"use_dora": True}),
+        pytest.param(["--model.lora.dora=true"], {"use_dora": True}, marks=pytest.mark.slow),
     ],
     ids=["lora", "rslora", "dora"],
 )  # fmt: skip
@@ -299,6 +299,7 @@ def test_an_adapter_starts_from_another_one_of_its_kind_only(recipe: Path, tmp_p
         prepared(recipe, [f"--job.dir={tmp_path / 'first'}", "--model.lora.rank=2"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], ["--model.lora.dora=true", "--model.lora.rank_stabilized=true"]], ids=["lora", "dora"])
 def test_exports_compute_the_same_merged_and_not(
     recipe: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str]
@@ -337,6 +338,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_of_other_families_are_written_for_peft(recipe: Path, tmp_path: Path, family: str) -> None:
     folder = saved(random_model(*KINDS[family]), tmp_path / "hf")
@@ -351,6 +353,7 @@ def test_adapters_of_other_families_are_written_for_peft(recipe: Path, tmp_path:
     assert all(torch.equal(tensor, weights_of(run)[name]) for name, tensor in weights_of(begun).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_adapters_of_experts_are_merged(recipe: Path, tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved(random_model(*CASES[family]), tmp_path / "hf")
@@ -365,6 +368,7 @@ def test_adapters_of_experts_are_merged(recipe: Path, tmp_path: Path, family: st
     assert "--to hf" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_base_serves_several_adapters(recipe: Path, tmp_path: Path) -> None:
     ids, found = tokens(), {}
     for seed in (1, 2):
@@ -388,6 +392,7 @@ def on_ranks(recipe: Path, overrides: list[str]) -> dict[str, Any]:
     return {"losses": recorder.losses, "weights": weights_of(run) if not run.model.cut else {}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp_shard", "tp", "pp"])
 def test_it_goes_on_in_another_layout(world: World, recipe: Path, tmp_path: Path, layout: str) -> None:
     """Two steps on two ranks and two on one are four on one; the file of the adapter is the same."""

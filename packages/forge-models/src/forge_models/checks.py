@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from forge_core.errors import Fault
+from forge_core.errors import Fault, RecipeWarning
 from forge_core.layout import Layout, divisors
 from forge_core.protocols.run import Job
 from forge_models.components.experts import MoEConfig
@@ -82,6 +82,8 @@ def adapters_fit(job: Job, layout: Layout) -> Iterator[Fault]:
     lora = getattr(job.model, "lora", None)
     if not isinstance(lora, LoRAConfig):
         return
+    if getattr(job.model, "from_hf", None) is None and getattr(getattr(job, "start", None), "weights", None) is None:
+        yield RecipeWarning("model.lora", "has no base, so a run will not start", hint="set model.from_hf, or start.weights")
     shape = job.model.shape
     hidden, experts = shape.matrices() if shape.declares_matrices else ({}, {})
     adapted = [name for name in lora.matched([*hidden, *experts]) if name in experts] if experts else []

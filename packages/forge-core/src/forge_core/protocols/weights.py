@@ -75,7 +75,8 @@ class Weights(Protocol):
 
 
 class Converter(Protocol):
-    """One format of weights. It refuses models that it cannot express, and names the reason."""
+    """One format of weights. It refuses models that it cannot express, and names the reason. A component of a format that holds
+    nothing but adapters declares `adapters_only = True`."""
 
     def read(self, path: Path) -> Weights:
         """Opens weights; tensors are read later."""

@@ -84,6 +84,7 @@ class PeftConfig(Component):
     """Adapters of the peft library: `adapter_config.json` and `adapter_model.safetensors`, without the base."""
 
     implementation: ClassVar[str] = "forge_models.hf.peft:PeftConverter"
+    adapters_only: ClassVar[bool] = True
 
     base: str | None = None
     """Folder of the base in the Hugging Face format; by default the one that the adapter names."""
