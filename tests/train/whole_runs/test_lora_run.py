@@ -20,6 +20,7 @@ from forge_models.hf.streamed_forward import logits_of
 from forge_models.lora_weights import MergedWeights, set_adapter
 from forge_parallel.model.parallel_model import full
 from forge_train.inference.stored import load_model, open_weights
+from forge_train.recipe.load import load_recipe
 from forge_train.run.loop import fit
 from harness.closeness import wide
 from harness.pool import World
@@ -450,3 +451,26 @@ def test_adapters_of_peft_that_forge_lacks_are_refused(base: Path, tmp_path: Pat
         model.save_pretrained(tmp_path / "theirs")
     with pytest.raises(ForgeError, match=match):
         open_weights(tmp_path / "theirs", Registry())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        (["--parallel.tp=2", "--model.lora.dora=true"], r"model\.lora\.dora: = true with parallel\.tp = 2"),
+        (["--parallel.tp=2", "--parallel.etp=2", "--model.moe.experts=4"], r"parallel\.etp = 2 splits"),
+        (
+            ["--transforms.compile={}", "--model.moe.experts=4", "--precision.compute=bf16"],
+            "4 must be a multiple of 8 for compiled",
+        ),
+        (["--parameters.width_base={dim = 16}"], r"parameters\.width_base"),
+        (["--transforms.float8={}"], r"transforms\.float8"),
+    ],
+)
+def test_refused_layouts_say_what_to_change(recipe: Path, overrides: list[str], match: str) -> None:
+    with pytest.raises(ForgeError, match=match):
+        load_recipe(recipe, ["--precision.state=fp32", *overrides], 2, Registry())
+
+
+def test_a_recipe_without_a_base_is_warned_of() -> None:
+    found = load_recipe("debug", ["--model.lora.rank=4"], 1, Registry())
+    assert any("has no base" in warning for warning in found.warnings)
