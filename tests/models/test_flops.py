@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from forge_core.component import Component
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, ReLU, ReLU2
-from forge_models.flops import count_flops
+from forge_models.components.lora import LoRAConfig
+from forge_models.flops import count_flops, counts_of
 from forge_models.objectives import CrossEntropy
 
 LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
@@ -111,3 +114,22 @@ def test_parts_that_do_not_declare_their_products_are_refused():
 def test_counting_needs_no_torch():
     code = "import sys, forge_models.flops; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_adapter_costs_four_flops_for_a_weight_of_its_base_and_six_for_its_own() -> None:
+    """2 forward and 2 for the gradient of the input, for each weight in a product; 2 more for each weight that is trained."""
+    plain = DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=40, max_length=64)
+    adapted = replace(plain, lora=LoRAConfig(rank=3, targets=("*.q_proj", "*.down_proj")))
+    own = 2 * 3 * ((16 + 16) + (24 + 16))
+    before, found = counts_of(plain), counts_of(adapted)
+    assert before is not None and found is not None
+    assert found.parameters == before.parameters + own == sum(p.numel() for p in adapted.build().parameters())
+    scores = 6 * 2 * 4 * (4 + 4) * 8  # 6 L H (Dk + Dv) T
+    assert before.training(8) == 6 * before.matrix + scores
+    assert found.training(8) == pytest.approx(4 * before.matrix + 6 * own + scores, rel=1e-12)
+    assert found.forward(8) == pytest.approx(before.forward(8) + 2 * own, rel=1e-12)
+    experts = replace(adapted, moe=MoEConfig(experts=4, top_k=2, kernel="loop"), lora=LoRAConfig(rank=3, targets=("*.up_proj",)))
+    counts = counts_of(experts)
+    assert counts is not None
+    assert (counts.adapter, counts.adapter_matrix) == (2 * 4 * 3 * (16 + 24), 2 * 2 * 3 * (16 + 24))
+    assert counts.parameters == sum(p.numel() for p in experts.build().parameters())

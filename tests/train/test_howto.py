@@ -171,6 +171,21 @@ def handed_over(place: Path, printed: str) -> None:
         assert np.array_equal(file.get_tensor("model.layers.1.mlp.down_proj.weight").numpy(), matrix)
 
 
+def adapted(place: Path, printed: str) -> None:
+    """The adapter has rank 8 in q, v, gate, up and down of 2 layers; the peft library's files hold nothing else."""
+    count = 2 * 8 * ((64 + 64) + (64 + 32) + 3 * (64 + 192))
+    with safe_open(place / "small/adapter_model.safetensors", "pt") as file:
+        assert sum(file.get_tensor(name).numel() for name in file.keys()) == count  # noqa: SIM118
+    newest = max((place / "runs/adapter/checkpoints").glob("step-*"))
+    size = sum(path.stat().st_size for path in newest.glob("rank-*"))
+    assert 3 * 4 * count <= size < 3 * 4 * count + 4096  # the adapter and two moments of it in fp32, and counts of steps
+    with safe_open(place / "merged/model.safetensors", "pt") as merged, safe_open(place / "base/model.safetensors", "pt") as base:
+        names = list(base.keys())
+        changed = {name for name in names if not torch.equal(base.get_tensor(name), merged.get_tensor(name))}
+        assert changed == {name for name in names if re.search("q_proj|v_proj|mlp", name)}
+    assert "largest difference from the format's own library" in printed
+
+
 def conversed(place: Path, printed: str) -> None:
     """Of each conversation the digits of its answer are trained, which are tokens of their own, and the token after them."""
     wanted = sum(len(str(number % 100 + 1)) + 1 for number in range(400))
@@ -306,6 +321,7 @@ FACTS: dict[str, Callable[[Path, str], None]] = {
     "prepare-data": prepared,
     "resume-elsewhere": resumed,
     "scale-up": scaled,
+    "train-an-adapter": adapted,
     "train-experts": routed,
     "video": own_video,
     "your-cluster": own_cluster,

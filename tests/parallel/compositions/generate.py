@@ -64,7 +64,7 @@ ALTERNATIVES = (
 )
 """What a row chooses: one of each line."""
 
-ANYWHERE = ("label_smoothing", "frozen")
+ANYWHERE = ("label_smoothing", "frozen", "lora")
 """What goes with every row, and so is in one only where a pair asks for it."""
 
 OBJECTIVES = ("dpo", "distillation")

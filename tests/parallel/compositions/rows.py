@@ -17,6 +17,7 @@ from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
+from forge_models.components.lora import LoRAConfig
 from forge_models.components.transformers import TransformersConfig
 from forge_models.objectives import DPO, CrossEntropy, Distillation
 from forge_models.shape import Losses
@@ -77,6 +78,9 @@ LLAMA = {
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 """Classes of transformers: dense, and with experts."""
 
+LORA = LoRAConfig(rank=8, alpha=24.0)
+"""Every matrix has an adapter. Compiled experts take rows of eight numbers."""
+
 ENCODER = ViT(size=8, patch=4, channels=1, dim=16, layers=1, heads=2)
 FUSIONS = MappingProxyType(
     {
@@ -121,7 +125,8 @@ def decoder_of(row: frozenset[str]) -> Any:
     layers = 6 if "more_stages" in row else 4
     if experts is not None and row & {"fusion_moma_choice", "fusion_moma_threshold"}:
         experts = replace(experts, losses=Losses(), router=SoftmaxTopKConfig())
-    model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers)
+    lora = LORA if "lora" in row else None
+    model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers, lora=lora)
     for feature in row & FUSIONS.keys():
         keys = {info.name: getattr(model, info.name) for info in fields_of(DecoderConfig)}
         time = FrameTimeConfig(features=4) if "frame_time" in row else None

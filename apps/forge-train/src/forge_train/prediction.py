@@ -147,6 +147,7 @@ def execution_of(job: Job, layout: Layout, imbalance: float = IMBALANCE) -> Exec
         float8_gather=float8 is None or (float8.recipe == "tensorwise" and float8.all_gather is not False),
         imbalance=imbalance,
         gradient_bytes=8 if job.precision.compute == "fp64" else 4,
+        frozen=getattr(job.model, "lora", None) is not None,
         orthogonalizes=getattr(job.optimizer, "newton_schulz_steps", 0),
     )
 

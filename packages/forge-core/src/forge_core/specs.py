@@ -7,11 +7,13 @@ The random initial values of a tensor are a function of a seed and the tensor's 
 is flattened and split into blocks of `BLOCK` elements. Each block has its own counter-based random stream, so a rank that holds
 a part of a tensor draws only the blocks that overlap this part. On a CPU the stream is numpy's Philox with the tensor's key and
 the block as counter; on CUDA it is torch's Philox, seeded for each block. Each matrix of a stack counts as a separate tensor.
+Uniform values are 2 u - 1 times `Init.bound`, where u in [0, 1) are fp32 samples of the same stream.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import sqrt
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -25,14 +27,21 @@ tensors."""
 
 @dataclass(frozen=True)
 class Init:
-    """Initialization of a tensor: `normal` with mean 0 and `std`, `zeros` or `ones`."""
+    """Initialization of a tensor: `normal` or `uniform` with mean 0 and `std`, `zeros` or `ones`."""
 
-    kind: Literal["normal", "zeros", "ones"]
+    kind: Literal["normal", "uniform", "zeros", "ones"]
     std: float = 0.0
 
     def __post_init__(self) -> None:
-        if (self.kind == "normal") != (self.std > 0):
-            raise ValueError(f"Init({self.kind!r}, std={self.std}): normal requires std > 0, zeros and ones require std = 0")
+        if (self.kind in ("normal", "uniform")) != (self.std > 0):
+            raise ValueError(
+                f"Init({self.kind!r}, std={self.std}): normal and uniform require std > 0, zeros and ones require std = 0"
+            )
+
+    @property
+    def bound(self) -> float:
+        """Half of the width of a uniform distribution with this `std`."""
+        return sqrt(3) * self.std
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,8 @@ class Specs:
             class has none; None for models that describe their dimensions.
         roles: named sets of parameters, such as `encoder`, to which training stages can refer. Sets may overlap, and need not
             cover all parameters.
+        base: tensors of a frozen base model, to which the model has an adapter. A run never changes them; its checkpoints have a
+            hash of them instead of their values.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -111,6 +122,7 @@ class Specs:
     needs: tuple[Literal["tokens", "document_starts", "token_mask"], ...] = ()
     roles: Mapping[str, frozenset[str]] = field(default_factory=_no_roles)
     tp_plan: Mapping[str, str] | None = None
+    base: frozenset[str] = frozenset()
 
 
 BLOCK = 1 << 16
@@ -123,12 +135,14 @@ def key_of(seed: int, name: str) -> bytes:
 
 
 def philox(key: bytes, block: int) -> dict[str, int | list[int]]:
-    """Returns the arguments of `numpy.random.Philox` for a block; its values are `standard_normal(BLOCK, dtype=float32)`."""
+    """Returns the arguments of `numpy.random.Philox` for a block; its values are `standard_normal(BLOCK, dtype=float32)`, or
+    `random(BLOCK, dtype=float32)` if they are uniform."""
     return {"key": int.from_bytes(key, "little"), "counter": [0, 0, block, 0]}
 
 
 def device_seed(key: bytes, block: int) -> int:
-    """Returns the seed of torch's CUDA generator for a block; its values are `normal_` of `BLOCK` elements in fp32."""
+    """Returns the seed of torch's CUDA generator for a block; its values are `normal_` or `uniform_` of `BLOCK` elements
+    in fp32."""
     return int.from_bytes(blake2b(key + block.to_bytes(8, "little"), digest_size=8).digest(), "little") >> 1
 
 

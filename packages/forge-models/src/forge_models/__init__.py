@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forge_models.components.decoder import DecoderConfig, MTPConfig
     from forge_models.components.experts import BiasSchedule, HashConfig, MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
     from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, ReLU, ReLU2, RMSNormConfig, SwiGLU
+    from forge_models.components.lora import LoRAConfig
     from forge_models.components.transformers import TransformersConfig
     from forge_models.decoder import Decoder
     from forge_models.flops import Counts, count_flops
@@ -45,6 +46,7 @@ __all__ = [
     "GeGLU",
     "HashConfig",
     "LayerNormConfig",
+    "LoRAConfig",
     "MTPConfig",
     "MoEConfig",
     "RMSNormConfig",

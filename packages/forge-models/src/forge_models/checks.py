@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from forge_core.component import class_name
-from forge_core.errors import Fault
+from forge_core.errors import Fault, RecipeWarning
 from forge_core.layout import Layout, divisors
 from forge_core.protocols.run import Job
 from forge_models.components.experts import MoEConfig
+from forge_models.components.lora import LoRAConfig
 
 WHOLE_ROWS = 8
 """Number of bf16 values in 16 bytes."""
@@ -99,3 +100,35 @@ def objective_fits(job: Job, layout: Layout) -> Iterator[Fault]:
         yield Fault(
             "model.mtp", f"predicts tokens after the next one, but objective {name} does not train next tokens", hint="remove it"
         )
+
+
+def adapters_fit(job: Job, layout: Layout) -> Iterator[Fault]:
+    """Checks that adapters (`[model.lora]`) are supported in this layout, and with the other keys of the recipe."""
+    lora = getattr(job.model, "lora", None)
+    if not isinstance(lora, LoRAConfig):
+        return
+    if getattr(job.model, "from_hf", None) is None and getattr(getattr(job, "start", None), "weights", None) is None:
+        yield RecipeWarning("model.lora", "has no base, so a run will not start", hint="set model.from_hf, or start.weights")
+    shape = job.model.shape
+    hidden, experts = shape.matrices() if shape.declares_matrices else ({}, {})
+    adapted = [name for name in lora.matched([*hidden, *experts]) if name in experts] if experts else []
+    if lora.dora and layout.tp > 1:
+        yield Fault(
+            "model.lora.dora",
+            f"= true with parallel.tp = {layout.tp}: a rank does not have the whole rows whose lengths DoRA needs",
+            hint="set parallel.tp = 1, or dora = false",
+        )
+    if adapted and layout.etp > 1:
+        yield Fault(
+            "model.lora.targets",
+            f"include experts, such as {adapted[0]}, which parallel.etp = {layout.etp} splits; adapters of experts are not split",
+            hint="set parallel.etp = 1, or leave experts out, such as targets = ['*.attention.*']",
+        )
+    if "float8" in job.transforms:
+        yield Fault(
+            "transforms.float8", "multiplies whole layers in float8, and layers with adapters of [model.lora] are no such"
+        )
+    if adapted and "compile" in job.transforms and lora.rank % WHOLE_ROWS:
+        yield Fault("model.lora.rank", f"{lora.rank} must be a multiple of {WHOLE_ROWS} for compiled experts")
+    if getattr(getattr(job, "parameters", None), "width_base", None):
+        yield Fault("parameters.width_base", "scales the training of a whole model, and [model.lora] trains an adapter only")

@@ -14,6 +14,7 @@ from forge_models.blocks.block import Block, MTPModules
 from forge_models.blocks.cache import KVCache
 from forge_models.blocks.head import Head
 from forge_models.blocks.layers import Embedding
+from forge_models.blocks.lora import adapter_names
 from forge_models.blocks.moe.layer import observe_all
 from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.inner_values import scope, tap
@@ -24,6 +25,8 @@ HEAD = "head.weight"
 """Name of a tied head, whose tensor is that of the embedding."""
 MTP_TABLE = "mtp.embed.weight"
 """Name of the embedding in the MTP modules."""
+ROUTER_BIAS = ".router.bias"
+"""Suffix of the names of buffers that are part of what a trained model computes."""
 
 
 class Decoder(nn.Module):
@@ -49,6 +52,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: DecoderShape, block: Callable[[DecoderShape, int], nn.Module] = Block) -> None:
         super().__init__()
         self.shape = shape
+        self.adapted = False  # whether this is the frozen base of an adapter (`forge_models.blocks.lora`)
         norm: Any = shape.norm
         embed = Embedding(shape.vocab_size, shape.dim)
         head = Head(shape.dim, shape.vocab_size, self._head_std(), shape.soft_cap, shape.logit_multiplier)
@@ -374,7 +378,16 @@ class Decoder(nn.Module):
             whole_stream=shape.whole_stream,
             mtp_depth=len(depths),
             needs=("tokens", "document_starts", "token_mask"),
+            base=self._base(tensors),
         )
+
+    def _base(self, tensors: Mapping[str, TensorSpec]) -> frozenset[str]:
+        """Returns the tensors that belong to the base of an adapter: all, apart from the adapter and from buffers that count what
+        a run does. Empty without an adapter."""
+        if not self.adapted:
+            return frozenset()
+        counters = {name for name, _ in self.named_buffers() if not name.endswith(ROUTER_BIAS)}
+        return frozenset(tensors) - counters - set(adapter_names(self))
 
     def _has(self, path: str) -> bool:
         module: Any = self

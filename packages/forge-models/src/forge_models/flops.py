@@ -13,12 +13,15 @@ dropped because of capacity are not subtracted. MTP modules count in training on
 and a block, and runs the head once more. They are counted for every token, although the last k tokens of a row have no input for
 module k.
 
+Of an adapter and its frozen base, the base has no gradients of its weights: 4 instead of 6 FLOPs per weight and token, and the
+adapter's own weights have 6. The products of B A in DoRA, once for each forward, are not counted.
+
 Parts declare their products: attentions, MLPs and routers in `matrices(context)`, attentions also in `score_width(context)`.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -44,6 +47,8 @@ class Counts:
         mtp: weights of the MTP modules; of the fields above, only `idle` includes them.
         mtp_matrix: `matrix` of the MTP modules, including the head once for each module.
         mtp_widths: `widths` of the blocks of MTP modules.
+        adapter: weights of the adapters of a frozen base.
+        adapter_matrix: weights of adapters in matrix products for one token.
         widths: by window (None = global), heads * (width of a key + width of a value), summed over the layers with this window:
             the multiply-adds of one query with one key.
     """
@@ -59,6 +64,8 @@ class Counts:
     mtp: int = 0
     mtp_matrix: int = 0
     mtp_widths: Mapping[int | None, int] = field(default_factory=dict)
+    adapter: int = 0
+    adapter_matrix: int = 0
 
     def beyond(self, batches: Sequence[Batch], frozen: Collection[str] = ()) -> float:
         """Returns forward and backward FLOPs of these batches that are not counted per token, such as those of images. `frozen`
@@ -74,7 +81,7 @@ class Counts:
     @property
     def parameters(self) -> int:
         """Number of all weights; a tied table counts once."""
-        return self.embedding + self.attention + self.mlp + self.norms + self.head + self.mtp
+        return self.embedding + self.attention + self.mlp + self.norms + self.head + self.mtp + self.adapter
 
     @property
     def active(self) -> int:
@@ -84,7 +91,7 @@ class Counts:
     def forward(self, length: int, causal: bool = False) -> float:
         """Returns forward FLOPs per token in rows of `length` tokens, without MTP. If `causal`, counts the keys of a causal
         kernel, see the module docstring."""
-        return _products(self.matrix, self.widths, lambda window: _keys(length, window, causal))
+        return _products(self.matrix + self.adapter_matrix, self.widths, lambda window: _keys(length, window, causal))
 
     def training(self, length: int, causal: bool = False) -> float:
         """Returns forward and backward FLOPs per token in rows of `length` tokens."""
@@ -93,7 +100,9 @@ class Counts:
     def training_with(self, keys: Callable[[int | None], float]) -> float:
         """Returns forward and backward FLOPs per token if a query has `keys(window)` keys on average, as in packed rows."""
         own, mtp = _products(self.matrix, self.widths, keys), _products(self.mtp_matrix, self.mtp_widths, keys)
-        return 3 * (own + mtp)
+        if self.adapter:
+            own -= _products(self.matrix, {}, keys) / 3  # no gradient of the base's weights
+        return 3 * (own + mtp + _products(self.adapter_matrix, {}, keys))
 
 
 def counts_of(model: Any) -> Counts | None:
@@ -103,7 +112,10 @@ def counts_of(model: Any) -> Counts | None:
     try:
         if own is not None:
             return own()
-        return None if shape is None else count_flops(shape)
+        if shape is None:
+            return None
+        lora = getattr(model, "lora", None)
+        return count_flops(shape) if lora is None else replace(count_flops(shape), **_adapters(shape, lora))
     except ValueError:  # a part of a plugin
         return None
 
@@ -130,6 +142,19 @@ def count_flops(shape: DecoderShape) -> Counts:
         mtp_matrix=products["mtp"] + shape.mtp_depth * table,
         mtp_widths=_widths(shape, range(shape.layers, shape.blocks)),
     )
+
+
+def _adapters(shape: DecoderShape, lora: Any) -> dict[str, int]:
+    """Returns the fields of `Counts` for the adapters of `lora` (`forge_models.components.lora.LoRAConfig`)."""
+    hidden, experts = shape.matrices()
+    whole = for_token = 0
+    for name in lora.matched([*hidden, *experts]):
+        outputs, inputs = (experts[name] if name in experts else hidden[name]).shape
+        each = lora.rank * (outputs + inputs)
+        stacked, chosen = (shape.moe.experts, shape.moe.top_k) if shape.moe is not None and name in experts else (1, 1)
+        whole += stacked * each + (outputs if lora.dora else 0)
+        for_token += chosen * each
+    return {"adapter": whole, "adapter_matrix": for_token}
 
 
 def _sizes(shape: DecoderShape) -> tuple[Counter[str], int]:

@@ -40,17 +40,21 @@ def initialize(model: nn.Module, seed: int = 0) -> None:
 
 
 def _fill(tensor: Tensor, init: Init, name: str, seed: int) -> None:
-    if init.kind != "normal":
+    if init.kind not in ("normal", "uniform"):
         tensor.fill_(1.0 if init.kind == "ones" else 0.0)
         return
-    key, flat = specs.key_of(seed, name), tensor.detach().view(-1)
+    key, flat, uniform = specs.key_of(seed, name), tensor.detach().view(-1), init.kind == "uniform"
     for block, part in enumerate(flat.split(specs.BLOCK)):
-        part.copy_(_drawn(key, block, tensor.device)[: part.numel()] * init.std)
+        drawn = _drawn(key, block, tensor.device, uniform)
+        part.copy_(drawn[: part.numel()] * (init.bound if uniform else init.std))
 
 
-def _drawn(key: bytes, block: int, device: torch.device) -> Tensor:
+def _drawn(key: bytes, block: int, device: torch.device, uniform: bool) -> Tensor:
     if draws_initial_weights(device):
         generator = torch.Generator(device).manual_seed(specs.device_seed(key, block))
-        return torch.empty(specs.BLOCK, device=device, dtype=torch.float32).normal_(generator=generator)
+        values = torch.empty(specs.BLOCK, device=device, dtype=torch.float32)
+        return values.uniform_(-1, 1, generator=generator) if uniform else values.normal_(generator=generator)
     stream = np.random.Generator(np.random.Philox(**specs.philox(key, block)))  # type: ignore[arg-type]
+    if uniform:
+        return torch.from_numpy(stream.random(specs.BLOCK, dtype=np.float32)).mul_(2).sub_(1)
     return torch.from_numpy(stream.standard_normal(specs.BLOCK, dtype=np.float32))

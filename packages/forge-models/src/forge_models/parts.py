@@ -26,6 +26,7 @@ PARTS = {
         "softmax_topk": "forge_models.components.experts:SoftmaxTopKConfig",
     },
     "forge.checks": {
+        "adapters_fit": "forge_models.checks:adapters_fit",
         "classes_are_compared": "forge_models.hf.causal_lm_classes:classes_are_compared",
         "experts_compile": "forge_models.checks:experts_compile",
         "experts_fit": "forge_models.checks:experts_fit",
@@ -35,6 +36,7 @@ PARTS = {
     "forge.converters": {
         "gguf": "forge_models.gguf.converter:GgufConverter",
         "hf": "forge_models.hf.converter:HfConverter",
+        "peft": "forge_models.components.lora:PeftConfig",
     },
     "forge.objectives": {
         "cross_entropy": "forge_models.objectives:CrossEntropy",

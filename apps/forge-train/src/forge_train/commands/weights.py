@@ -44,6 +44,8 @@ def convert(
         typer.Option("--unsafe-pickle", help="Also unpickle objects other than tensors: this can run any code."),
     ] = False,
     weights: Annotated[str, typer.Option(help="Weights to use: `model`, or `ema` for the average of hook ema.")] = "model",
+    base: Annotated[str | None, typer.Option(help="Where the base of an adapter is. Default: where its run had it.")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base; `--to hf` always does.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Convert weights between formats, read the result again, and compare its logits.
@@ -56,9 +58,10 @@ def convert(
     from forge_ckpt.store.objects import is_url
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
+    from forge_models.lora_weights import MergedWeights
     from forge_train.commands.options import require_single_process
+    from forge_train.formats.converters import format_of
     from forge_train.formats.forge import Cast, ForgeWeights
-    from forge_train.inference.stored import format_of
     from forge_train.inference.tokenizer import write_tokenizer
     from forge_train.report.card import base_of, history_of
 
@@ -82,13 +85,25 @@ def convert(
         read["unsafe_pickle"] = True
     if recipe is not None and "recipe" in _options(registry, to):
         given["recipe"] = recipe  # for reading the result
+    if base is not None:
+        # A run's adapter that is written for the peft library needs the base in the folder that peft will open.
+        takers = [options for options, kind in ((given, to), (read, from_)) if "base" in _options(registry, kind)]
+        if not takers:
+            raise ForgeError(f"--base names the base of an adapter, and neither {from_!r} nor {to!r} has adapters; remove it")
+        takers[0]["base"] = base
+    if to == "peft" and (merge or dtype is not None):
+        raise ForgeError(f"--to peft writes the adapter as it was trained; remove {'--merge' if merge else '--dtype'}")
     reader = converter(registry, from_, read | ({} if weights == "model" else {"weights": weights}))
     writer = converter(registry, to, given)
     origin = reader.read(place)
-    converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
     notes = [*origin.facts.notes, f"{source}: {compared(reader, place, origin)}"]
-    if isinstance(origin, ForgeWeights):
-        converted.facts = replace(converted.facts, history=history_of(origin), base=base_of(origin.facts.recipe))
+    trained = origin if isinstance(origin, ForgeWeights) else None
+    if merge or (to == "hf" and getattr(origin.model, "lora", None) is not None):
+        origin, unmerged = MergedWeights(origin), origin
+        notes.append(merging(unmerged, origin))
+    converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
+    if trained is not None:
+        converted.facts = replace(converted.facts, history=history_of(trained), base=base_of(trained.facts.recipe))
     with tempfile.TemporaryDirectory() as folder:
         if tokenizer is None and write_tokenizer(origin, Path(folder), registry, notes.append):
             converted.facts = replace(converted.facts, tokenizer=Path(folder))
@@ -117,6 +132,14 @@ def convert(
     console.text(f"{target}: {len(again.tensors)} tensors; read again, its logits are bitwise equal to those of {same_as}")
     for note in notes:
         console.text(f"  {note}")
+
+
+def merging(weights: "Weights", merged: "Weights") -> str:
+    """Compares the logits of an adapter and its base with those of the merged model, and returns the result as text."""
+    difference = float((_logits(weights) - _logits(merged)).abs().max())
+    return (
+        f"the adapter was merged into its base; largest difference of a logit {difference:.1e}, from rounding in the base's dtype"
+    )
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -215,6 +238,7 @@ def upcycle(
     from forge_core.registry import Registry
     from forge_core.terminal import Console
     from forge_core.trust import trust_name
+    from forge_models.lora_weights import MergedWeights
     from forge_models.upcycle import Upcycled
     from forge_train.commands.options import require_single_process
     from forge_train.inference.stored import open_weights
@@ -228,6 +252,8 @@ def upcycle(
     console, dense = Console(as_json=as_json), open_weights(source, registry)
     for note in dense.facts.notes:
         console.note(note)
+    if getattr(dense.model, "lora", None) is not None:
+        dense = MergedWeights(dense)
     weights = Upcycled(dense, model.moe, noise, seed)
     trust_name(to)
     registry.load("forge.converters", to)().build().write(target, weights)

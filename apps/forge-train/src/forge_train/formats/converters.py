@@ -1,11 +1,46 @@
-"""Components of the formats of weights that Forge reads and writes: its own, and tensors under the model's names."""
+"""Components of the formats of weights that Forge reads and writes, and the detection of a format.
+
+The formats are Forge's own, and tensors under the model's names.
+"""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Gt
 
 from forge_core.component import Component
+
+PEFT_CONFIG = "adapter_config.json"
+HF_CONFIG = "config.json"
+DCP_METADATA = ".metadata"
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+GGUF_MAGIC = b"GGUF"
+
+
+def format_of(where: str | Path) -> str:
+    """Returns the format of the weights at `where`, detected from its files; `forge` for runs, checkpoints and missing paths."""
+    from forge_ckpt.store.objects import is_url
+
+    if is_url(where):
+        return "forge"
+    path = Path(where)
+    marks = {"peft": (path / PEFT_CONFIG).is_file(), "hf": (path / HF_CONFIG).is_file(), "safetensors": _is_plain(path)}
+    marks["dcp"] = (path / DCP_METADATA).is_file()
+    marks["gguf"] = _is_gguf(path)
+    marks["torch"] = (path.is_file() and path.suffix in TORCH_SUFFIXES) or (path / "model.pt").is_file()
+    return next((kind for kind, found in marks.items() if found), "forge")
+
+
+def _is_gguf(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+
+
+def _is_plain(path: Path) -> bool:
+    return path.suffix == ".safetensors" if path.is_file() else any(path.glob("*.safetensors"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +51,8 @@ class Forge(Component):
 
     weights: str = "model"
     """Weights to read: `model`, or a set that a hook saved, such as their average `ema`."""
+    base: str | None = None
+    """Where the base of an adapter is, if no longer where its run had it: a folder, run or checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,8 @@ from forge_core.protocols.checkpoint import Piece
 from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights, WeightsInfo
 from forge_core.redaction import refuse_redacted
 from forge_core.registry import Registry
+from forge_models.lora_weights import AdaptedWeights, check_hash, hash_of, names_of
+from forge_train.formats.base import BASE, open_base
 from forge_train.recipe.schema import Job
 
 PREFIX = "model/"
@@ -137,12 +139,24 @@ def _bare(name: str) -> str:
 class ForgeConverter:
     """The converter `forge`: directories of checkpoints."""
 
-    def __init__(self, weights: str = "model") -> None:
-        self.weights = weights
+    def __init__(self, weights: str = "model", base: str | None = None) -> None:
+        self.weights, self.base = weights, base
 
-    def read(self, path: Path | str) -> ForgeWeights:
-        """Opens the newest checkpoint of a run or a directory, or one checkpoint, by path, mark or URL."""
-        return ForgeWeights(locate(path), Registry(), self.weights)
+    def read(self, path: Path | str) -> Weights:
+        """Opens the newest checkpoint of a run or a directory, or one checkpoint, by path, mark or URL. The base of an adapter is
+        opened as well.
+
+        Raises:
+            ForgeError: the base of an adapter is missing, or its hash differs.
+        """
+        registry = Registry()
+        weights = ForgeWeights(locate(path), registry, self.weights)
+        if BASE not in weights.meta:
+            return weights
+        job = job_of(weights.meta, registry, "model", "start", origin=weights.facts.origin)
+        base = open_base(job.model, job.start, registry, self.base)
+        check_hash(weights.meta[BASE], hash_of(base, names_of(job.model, base)), weights.facts.origin, base.facts.origin)
+        return AdaptedWeights(base, weights, job.model)
 
     def write(self, path: Path, weights: Weights) -> None:
         """Writes a directory with one checkpoint of weights, whose recipe has only `[model]`.

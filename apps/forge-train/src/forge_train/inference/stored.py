@@ -17,14 +17,10 @@ from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.realize import Blueprint, fill, realize
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
+from forge_train.formats.converters import format_of
 from forge_train.formats.forge import table_of
 from forge_train.plan import plan_of
 from forge_train.recipe.load import Recipe, load_recipe
-
-HF_CONFIG = "config.json"
-DCP_METADATA = ".metadata"
-TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-GGUF_MAGIC = b"GGUF"
 
 
 def open_weights(where: str | Path, registry: Registry, weights: str = "model") -> Weights:
@@ -46,28 +42,6 @@ def open_weights(where: str | Path, registry: Registry, weights: str = "model") 
         raise ForgeError(f"--weights {weights}: {path} is {what}, which has only one set of weights; remove the option")
     options = {} if weights == "model" else {"weights": weights}
     return registry.load("forge.converters", kind)(**options).build().read(path)
-
-
-def format_of(where: str | Path) -> str:
-    """Returns the format of the weights at `where`, detected from its files; `forge` for runs, checkpoints and missing paths."""
-    if is_url(where):
-        return "forge"
-    path = Path(where)
-    marks = {"hf": (path / HF_CONFIG).is_file(), "safetensors": _is_plain(path), "dcp": (path / DCP_METADATA).is_file()}
-    marks["gguf"] = _is_gguf(path)
-    marks["torch"] = (path.is_file() and path.suffix in TORCH_SUFFIXES) or (path / "model.pt").is_file()
-    return next((kind for kind, found in marks.items() if found), "forge")
-
-
-def _is_gguf(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
-
-
-def _is_plain(path: Path) -> bool:
-    return path.suffix == ".safetensors" if path.is_file() else any(path.glob("*.safetensors"))
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ from forge_parallel.transforms.shard import reduce_of
 from forge_parallel.verify.state import not_finite
 from forge_train.process.stop import TrainingError
 from forge_train.recipe.load import Recipe
+from forge_train.run.base import FrozenBase
 from forge_train.run.health import Health
 from forge_train.run.resume import anchors
 from forge_train.run.training import Clock, Decided, OptimizerSpec, Requests, Training
@@ -49,12 +50,12 @@ ONE_COUNT = "optimizer/step/all"
 
 
 def pieces(model: ParallelModel, optimizer: Optimizer, trained: Named | None = None) -> Iterator[Piece]:
-    """Yields every tensor of a run: `model/NAME` and `optimizer/STATE/NAME`.
+    """Yields every tensor of a run: `model/NAME` and `optimizer/STATE/NAME`, without the frozen base of an adapter.
 
     Args:
         trained: weights that training changes where others are evaluated (`ParallelModel.averaged`): `optimizer/trained/NAME`.
     """
-    yield from model.pieces()
+    yield from (model.piece(f"model/{name}", tensor) for name, tensor in model.tensors() if name not in model.specs.base)
     for state, tensors in {**optimizer.state(), "trained": trained or {}}.items():
         for name, tensor in tensors.items():
             yield model.piece(f"optimizer/{state}/{name}", tensor)
@@ -285,11 +286,19 @@ class Restoration:
     optimizer: Optimizer
     facts: Mapping[str, Any]
 
-    def __init__(self, checkpoints: Checkpoints, checkpoint: read.VerifiedCheckpoint, spec: OptimizerSpec) -> None:
-        self._checkpoints, self._checkpoint, self._spec = checkpoints, checkpoint, spec
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        checkpoint: read.VerifiedCheckpoint,
+        spec: OptimizerSpec,
+        base: FrozenBase | None = None,
+    ) -> None:
+        self._checkpoints, self._checkpoint, self._spec, self._base = checkpoints, checkpoint, spec, base
 
     def __call__(self, model: ParallelModel) -> None:
-        """Collective: fills a model whose memory is allocated."""
+        """Collective: fills a model whose memory is allocated. The base of an adapter is read from where it is."""
+        if self._base is not None:
+            self._base.fill(model)
         self.optimizer = self._spec.build(model)
         self.facts = self._checkpoints.restore(self._checkpoint, model, self.optimizer, self._spec)
 

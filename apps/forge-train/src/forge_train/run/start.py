@@ -42,10 +42,12 @@ from forge_train.directory import (
 )
 from forge_train.doctor.speed import bf16_remark
 from forge_train.doctor.torch_build import faults
+from forge_train.formats.base import BASE
 from forge_train.plan import plan_of
 from forge_train.process.ranks import JobRanks, rank_zero_first
 from forge_train.process.restarts import is_automatic, note_start, refuse_without_progress
 from forge_train.recipe.schema import Job
+from forge_train.run.base import FrozenBase
 from forge_train.run.checkpoints import Checkpoints, Restoration, build_hooks, changed_training, restore_hooks
 from forge_train.run.micro_batch import read_note
 from forge_train.run.reference import with_reference
@@ -201,6 +203,13 @@ def decide(recipe: "Recipe", seen: Surroundings, ranks: JobRanks) -> Decided:
     job, layout, registry, checkpoint = seen.job, seen.topology.layout, recipe.registry, seen.checkpoint
     with ranks.together("the weights to start from"):
         origin = facts_of_checkpoint(checkpoint.meta) if checkpoint else facts_of_start(job, registry, seen.data.tokenizer)
+    base = None
+    if getattr(job.model, "lora", None) is not None:
+        with ranks.together("the base of the adapter", collective=True):
+            base = FrozenBase(job, registry, seen.checkpoints.world)
+            if checkpoint:
+                base.check(checkpoint.name, checkpoint.meta)
+            origin = {**origin, BASE: base.identity}
     with ranks.together("the plan"):
         differences = check_resume(checkpoint, recipe, registry, seen.data) if checkpoint else check_without_checkpoint(recipe)
         blueprint = Blueprint.of(job.model.build)
@@ -227,6 +236,7 @@ def decide(recipe: "Recipe", seen: Surroundings, ranks: JobRanks) -> Decided:
         plugins=tuple(registry.used(recipe.used)),
         origin=origin,
         differences=differences,
+        base=base,
     )
 
 
@@ -239,8 +249,8 @@ def build(decided: Decided, seen: Surroundings, ranks: JobRanks) -> Training:
     job, spec, topology, checkpoint = decided.job, decided.optimizer, decided.topology, seen.checkpoint
     state = State(0, 0, decided.data.start())
     with ranks.together("the model", collective=True):
-        restoration = Restoration(seen.checkpoints, checkpoint, spec) if checkpoint else None
-        weights = restoration or InitialWeights(job, decided.recipe.registry)
+        restoration = Restoration(seen.checkpoints, checkpoint, spec, decided.base) if checkpoint else None
+        weights = restoration or InitialWeights(job, decided.recipe.registry, decided.base)
         model = realize(decided.blueprint, decided.plan, topology, weights, job.precision.compute, job.precision.state)
         optimizer = restoration.optimizer if restoration else spec.build(model)
     if isinstance(weights, InitialWeights):

@@ -21,6 +21,7 @@ from forge_parallel.optim.stages import settings_of
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step, StepTimer
 from forge_train.recipe.schema import Job
+from forge_train.run.base import FrozenBase
 
 if TYPE_CHECKING:
     from forge_train.recipe.load import Recipe
@@ -68,6 +69,7 @@ class Decided:
         plugins: distribution and version of every component that the recipe uses, as a checkpoint records them.
         origin: what checkpoints record of the weights that the run started from (`forge_train.run.weights`).
         differences: accepted differences between the recipe and the checkpoint that the run resumes from.
+        base: the frozen base of the model's adapter; None without one.
     """
 
     recipe: "Recipe"
@@ -85,6 +87,7 @@ class Decided:
     plugins: tuple[Mapping[str, str], ...]
     origin: Mapping[str, Any]
     differences: tuple[str, ...] = ()
+    base: FrozenBase | None = None
 
 
 @dataclass

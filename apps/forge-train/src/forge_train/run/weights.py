@@ -19,6 +19,7 @@ from forge_core.protocols.data import Tokenizer
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_models.hf.reader import GENERATION
+from forge_models.lora_weights import MergedWeights
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.realize import initialize
 from forge_train.formats.forge import OF_THE_START, ForgeWeights
@@ -26,6 +27,7 @@ from forge_train.inference.stored import fill_from, open_weights
 from forge_train.inference.tokenizer import settings_of, tokenizer_for
 from forge_train.recipe.load import FROM_HF, FROM_HF_IGNORE
 from forge_train.recipe.schema import Job, Start
+from forge_train.run.base import FrozenBase
 
 
 class InitialWeights:
@@ -37,12 +39,14 @@ class InitialWeights:
         notes: notes on tensors that were taken, initialized, ignored and left out; complete after the call.
     """
 
-    def __init__(self, job: Job, registry: Registry) -> None:
-        """
+    def __init__(self, job: Job, registry: Registry, base: FrozenBase | None = None) -> None:
+        """`base` is that of an adapter, if the model has one.
+
         Raises:
             ForgeError: the recipe has two sources for the same weights.
         """
         self.notes: list[str] = []
+        self._base = base
         self._job, self._registry = job, registry
         self._folder: str | None = getattr(job.model, FROM_HF, None)
         self._parts = weighted_parts(job.model)
@@ -60,7 +64,11 @@ class InitialWeights:
         Raises:
             ForgeError: the weights do not fit the model.
         """
-        if self._job.start.weights is not None:
+        if self._base is not None:
+            self._base.fill(model)
+            self._base.begin(model)
+            self.notes += self._base.notes
+        elif self._job.start.weights is not None:
             self._take(self._job.start, model)
         elif self._folder is not None:
             self._read(self._folder, model)
@@ -85,6 +93,9 @@ class InitialWeights:
         path = start.weights
         assert path is not None, "the caller has looked"
         weights = open_weights(path, self._registry, start.section)
+        if getattr(weights.model, "lora", None) is not None:
+            weights = MergedWeights(weights)
+            self.notes.append(f"{path} has an adapter, which was merged into its base")
         if hasattr(component, "starts_from"):
             weights = component.starts_from(weights)
         self.notes += [f"{path}: {note}" for note in weights.facts.notes]

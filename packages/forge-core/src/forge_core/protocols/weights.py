@@ -82,7 +82,8 @@ class Converter(Protocol):
     """One format of weights. It refuses models that it cannot express, and names the reason.
 
     A format that rounds values, such as one that quantizes, also has a method `stored(weights)`, which returns the weights with
-    the values that the format has for them.
+    the values that the format has for them. A component of a format that holds nothing but adapters declares
+    `adapters_only = True`.
     """
 
     def read(self, path: Path) -> Weights:

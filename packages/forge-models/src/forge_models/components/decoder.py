@@ -11,6 +11,7 @@ from forge_core.features import Feature
 from forge_models.components.attentions import GQA
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
+from forge_models.components.lora import LoRAConfig
 from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, MoEShape, NormPlacement, Rope
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class DecoderConfig(Component):
     """Norm of each part of a block, and before the head."""
     mtp: Annotated[MTPConfig | None, Feature("mtp", unless=None, plane="model")] = None
     """Multi-token prediction in training; when absent, only the next token is predicted."""
+    lora: Annotated[LoRAConfig | None, Feature("lora", unless=None, plane="model")] = None
+    """Low-rank adapters; all other parameters are then a frozen base. When absent, all parameters are trained."""
     from_hf: Annotated[str | None, FREE, Place] = None
     """Folder in the Hugging Face format whose weights the run starts from; keys that are absent here come from its
     config.json."""
@@ -117,6 +120,7 @@ class DecoderConfig(Component):
             replace(small, tied_embeddings=True, soft_cap=3.0, norm_placement="sandwich", embed_multiplier=4.0),
             replace(small, moe=MoEConfig(experts=4, shared=1, first_dense=1, kernel="loop"), norm_placement="post"),
             replace(small, mtp=MTPConfig(depth=2), logit_multiplier=0.25),
+            replace(small, lora=LoRAConfig(rank=2)),
         )
 
     def __post_init__(self) -> None:
@@ -137,6 +141,15 @@ class DecoderConfig(Component):
                 check(shape.context(0))
         if shape.moe is not None:
             self._check_experts(shape.moe, shape.mlp)
+        if self.lora is not None:
+            self._check_lora(self.lora, shape)
+
+    def _check_lora(self, lora: LoRAConfig, shape: DecoderShape) -> None:
+        if self.mtp is not None:
+            raise ValueError("lora does not support [model.mtp], whose modules would be part of the frozen base; remove one")
+        if shape.declares_matrices:
+            hidden, experts = shape.matrices()
+            lora.check([*hidden, *experts])
 
     def _check_size(self, shape: DecoderShape) -> None:
         if (size := shape.elements) > MOST_ELEMENTS:
@@ -203,4 +216,16 @@ class DecoderConfig(Component):
     def build(self) -> "decoder.Decoder":
         from forge_models import decoder
 
-        return decoder.Decoder(self.shape)
+        if self.lora is None:
+            return decoder.Decoder(self.shape)
+        from forge_models.blocks.lora import attach, matrices_of
+
+        shape = self.shape
+        if shape.moe is not None and getattr(shape.moe.router, "bias_rate", 0):
+            # The biases of routers belong to the base, so they must not follow the loads of this run.
+            router: Any = shape.moe.router
+            shape = replace(shape, moe=replace(shape.moe, router=replace(router, bias_rate=0.0)))
+        model = decoder.Decoder(shape)
+        attach(model, self.lora.matched(matrices_of(model)), self.lora)
+        model.adapted = True
+        return model

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.batch import IGNORE, PADDING
-from forge_core.protocols.model import ExpertDispatcher, LossTerms, Objective
+from forge_core.protocols.model import ExpertDispatcher, Objective
 from forge_core.specs import Dim, Group, Init, ModuleSpec, Specs, TensorSpec
 from forge_models.blocks.cache import KVCache
 from forge_models.blocks.head import ChunkedCrossEntropy, Head

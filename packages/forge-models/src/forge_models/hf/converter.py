@@ -63,6 +63,10 @@ class HfConverter(Component):
     def write(self, path: Path, weights: Weights) -> None:
         """Writes a folder; see `forge_models.hf.writer.write`."""
         tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
+        if getattr(weights.model, "lora", None) is not None:
+            from forge_models.lora_weights import MergedWeights
+
+            weights = MergedWeights(weights)  # the format has no adapters
         if type(weights.model) is DecoderConfig:
             write(path, weights, family=self.family, tokenizer=tokenizer, max_shard_bytes=self.max_shard_bytes)
         elif type(weights.model) is TransformersConfig:

@@ -8,7 +8,7 @@ the random stream of every element. A rank draws only the blocks that overlap it
 tensor never exists. (torch's CPU generator keeps only 32 bits of a seed, too few for the blocks of a large model.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
 
@@ -174,10 +174,13 @@ def realize(
     return model
 
 
-def initialize(model: ParallelModel, seed: int) -> None:
-    """Initializes every parameter and buffer once, as its spec says."""
+def initialize(model: ParallelModel, seed: int, names: Collection[str] | None = None) -> None:
+    """Initializes every parameter and buffer once, as its spec says; with `names`, only those."""
+    chosen = None if names is None else frozenset(names)
     with torch.no_grad():
         for name, tensor in _all_tensors(model):
+            if chosen is not None and name not in chosen:
+                continue
             fill(local_box(tensor), _spec(model, name), name, seed, model.topology.device)
 
 
@@ -200,7 +203,7 @@ SLAB = 1 << 20
 """Number of elements drawn at a time; limits the temporary memory to a few megabytes."""
 
 Draw = Callable[[int, int], torch.Tensor]
-"""(first, last) flat index -> fp32 samples of a standard normal for [first, last)."""
+"""(first, last) flat index -> fp32 samples for [first, last), of a standard normal or uniform in [-1, 1)."""
 
 
 def fill(box: Box, spec: TensorSpec, name: str, seed: int, device: torch.device | None = None) -> None:
@@ -217,23 +220,25 @@ def fill(box: Box, spec: TensorSpec, name: str, seed: int, device: torch.device 
 
 
 def _fill(box: Box, init: Init, name: str, seed: int, device: torch.device | None) -> None:
-    if init.kind == "normal":
-        _scatter(box.local, box.shape, box.offset, 0, init.std, _stream(seed, name, device or box.local.device))
+    if init.kind in ("normal", "uniform"):
+        uniform = init.kind == "uniform"
+        draw = _stream(seed, name, device or box.local.device, uniform)
+        _scatter(box.local, box.shape, box.offset, 0, init.bound if uniform else init.std, draw)
     else:
         box.local.fill_(1.0 if init.kind == "ones" else 0.0)
 
 
-def _scatter(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], base: int, std: float, draw: Draw) -> None:
+def _scatter(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], base: int, scale: float, draw: Draw) -> None:
     """Fills `local`, the box at `offset` in a tensor of `shape` whose first element has flat index `base`."""
     if local.numel() == 0:
         return
     if local.dim() == 0:
-        local.copy_(draw(base, base + 1)[0] * std)
+        local.copy_(draw(base, base + 1)[0] * scale)
         return
     width = prod(shape[1:])
     if width > SLAB:
         for row in range(local.shape[0]):
-            _scatter(local[row], shape[1:], offset[1:], base + (offset[0] + row) * width, std, draw)
+            _scatter(local[row], shape[1:], offset[1:], base + (offset[0] + row) * width, scale, draw)
         return
     inner = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
     step = max(1, SLAB // width)
@@ -241,19 +246,22 @@ def _scatter(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...
         rows = min(step, local.shape[0] - row)
         first = base + (offset[0] + row) * width
         drawn = draw(first, first + rows * width).view(rows, *shape[1:])
-        local[row : row + rows].copy_(drawn[:, *inner] * std)
+        local[row : row + rows].copy_(drawn[:, *inner] * scale)
 
 
-def _stream(seed: int, name: str, device: torch.device) -> Draw:
+def _stream(seed: int, name: str, device: torch.device, uniform: bool = False) -> Draw:
     key = key_of(seed, name)
 
     def cpu(block: int) -> torch.Tensor:
         generator = np.random.Generator(np.random.Philox(**philox(key, block)))  # type: ignore[arg-type]
+        if uniform:
+            return torch.from_numpy(generator.random(BLOCK, dtype=np.float32)).mul_(2).sub_(1)
         return torch.from_numpy(generator.standard_normal(BLOCK, dtype=np.float32))
 
     def cuda(block: int) -> torch.Tensor:
         generator = torch.Generator(device).manual_seed(device_seed(key, block))
-        return torch.empty(BLOCK, device=device, dtype=torch.float32).normal_(generator=generator)
+        values = torch.empty(BLOCK, device=device, dtype=torch.float32)
+        return values.uniform_(-1, 1, generator=generator) if uniform else values.normal_(generator=generator)
 
     draw_block = cuda if accelerator.draws(device) else cpu
 

@@ -68,7 +68,8 @@ class ModelChecks:
 
     @staticmethod
     def check_gradients(component: Any) -> None:
-        """Checks that the model returns the terms of an objective, and that every parameter has a finite, nonzero gradient."""
+        """Checks that the model returns the terms of an objective, and that every parameter has a finite, nonzero gradient, but
+        none of a frozen base."""
         from forge_core.batch import Batch
         from forge_models.objectives import CrossEntropy
 
@@ -83,6 +84,9 @@ class ModelChecks:
         given = {**extra, **batch.extras}
         model(batch.tokens, labels=batch.labels, objective=CrossEntropy(), **given).sum.backward()
         for name, parameter in model.named_parameters():
+            if name in specs.base:
+                assert parameter.grad is None, f"{name} belongs to the frozen base, but gets a gradient"
+                continue
             assert parameter.grad is not None, f"{name} gets no gradient"
             assert bool(parameter.grad.isfinite().all()), f"the gradient of {name} is not finite"
             idle = name in getattr(model, "without_loss", ())

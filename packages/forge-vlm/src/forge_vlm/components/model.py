@@ -111,6 +111,10 @@ class VLM(DecoderConfig):
         super().__post_init__()
         if self.mtp is not None:
             raise ValueError("model.name = 'vlm' does not support [model.mtp]; remove it")
+        if self.lora is not None:
+            raise ValueError(
+                "model.name = 'vlm' does not support [model.lora]; remove it, and freeze parameters with [parameters] groups"
+            )
         if self.images == "tokens" and self.image_token is not None:
             raise ValueError(
                 "image_token is the placeholder of an encoder's images; set images = 'encoder', or remove image_token"

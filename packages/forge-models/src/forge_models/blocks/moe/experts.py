@@ -48,18 +48,26 @@ class Experts(nn.Module):
         product = self.products(tokens, counts)
         activation = ACTIVATIONS[self.activation]
         if self.gate_proj is None:
-            hidden = activation(product(tokens, self.up_proj))
+            hidden = activation(self.project(product, tokens, "up_proj"))
         else:
-            hidden = activation(product(tokens, self.gate_proj)) * product(tokens, self.up_proj)
-        return _ContiguousGradient.apply(product(hidden, self.down_proj))
+            hidden = activation(self.project(product, tokens, "gate_proj")) * self.project(product, tokens, "up_proj")
+        return _ContiguousGradient.apply(self.project(product, hidden, "down_proj"))
+
+    def project(self, product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, name: str) -> Tensor:
+        """Multiplies `rows` (n, inputs) with the stacked matrices `name`; subclasses may add to the result (n, outputs)."""
+        return product(rows, getattr(self, name))
 
     def products(self, tokens: Tensor, counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
         """Returns the product function for the rows of this call; subclasses may override it. See
         `forge_core.protocols.model.ExpertStack`."""
         return _products(counts, len(tokens)) if self._loops(tokens) else _grouped(counts)
 
+    def widths(self) -> tuple[int, ...]:
+        """Returns the lengths of the rows of all products."""
+        return self.context.dim, self.up_proj.shape[1]
+
     def _loops(self, tokens: Tensor) -> bool:
-        fault = unfit(tokens.dtype, self.context.dim, self.up_proj.shape[1])
+        fault = unfit(tokens.dtype, *self.widths())
         if self.kernel == "grouped" and fault:
             raise ValueError(f"model.moe.kernel 'grouped': {fault}; use 'auto' or 'loop'")
         if self.kernel != "auto":

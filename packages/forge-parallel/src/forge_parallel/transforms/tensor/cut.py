@@ -46,9 +46,15 @@ def cut(part: nn.Module, table: Rules, context: Context, sequence_parallel: bool
         if role in (Role.REGION, Role.SIDE_INPUTS) or (role is not None and slots):  # parameters may be on another stage
             summed = any(f"{path}.{slot}" in table.summed for slot in slots)
             packed = tuple(slot for slot in slots if f"{path}.{slot}" in table.packed)
-            module.__class__ = split_class(type(module), role, tuple(slots), summed, packed)
+            # Of a copied layer each rank uses the rows of one head; a matrix without heads, as of an adapter, it uses whole.
+            copied = tuple(slot for slot in slots if role is Role.KV_COPY and _has_heads(f"{path}.{slot}", context.specs))
+            module.__class__ = split_class(type(module), role, tuple(slots), summed, packed, copied)
             module.partial = tuple(slot for slot in slots if f"{path}.{slot}" in table.partial)  # type: ignore[assignment]
             _settle(module, path, role, ranks, context.specs, sequence_parallel)
+
+
+def _has_heads(name: str, specs: Specs) -> bool:
+    return specs.tensors[name].dims[0] == "kv_heads"
 
 
 def cut_sequences(part: nn.Module, on: bool) -> None:

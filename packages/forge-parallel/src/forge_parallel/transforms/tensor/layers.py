@@ -183,20 +183,26 @@ _MIXINS = {
 
 @cache
 def split_class(
-    original: type[nn.Module], role: Role, parameters: tuple[str, ...], summed: bool = False, packed: tuple[str, ...] = ()
+    original: type[nn.Module],
+    role: Role,
+    parameters: tuple[str, ...],
+    summed: bool = False,
+    packed: tuple[str, ...] = (),
+    copied: tuple[str, ...] = (),
 ) -> type[nn.Module]:
     """Returns the class of modules of class `original` in a role; the same class for equal arguments, so that compiled blocks
     share a graph.
 
     With `summed`, gradients of the module's parameters are summed over ranks in each backward. `packed` parameters have one more
-    dimension than in the original module.
+    dimension than in the original module. Of `copied` parameters, only `rows` are used.
     """
     mixin = _MIXINS.get(role, Split)
-    local: Any = _rows_of if role is Role.KV_COPY else _summed_of if summed else _whole_of
+    local: Any = _summed_of if summed else _whole_of
     views = {
         name: property(_hidden if role in (Role.ROW, Role.WHOLE_ROW) and name == "bias" else local(name)) for name in parameters
     }
     views |= {name: property(_packed_of(name)) for name in packed}
+    views |= {name: property(_rows_of(name)) for name in copied}
     return type(f"{original.__name__}{role.name.title().replace('_', '')}", (mixin, original), views)
 
 

@@ -178,5 +178,7 @@ def ancestors(path: str) -> Iterator[str]:
 
 def _inside(name: str, regions: set[str], roles: Mapping[str, Role]) -> bool:
     """Whether a whole parameter is used only for this rank's heads or features. Biases of row modules are added to the sum."""
-    path = name.rpartition(".")[0]
-    return roles[path] is not Role.ROW and any(path == region or path.startswith(f"{region}.") for region in regions)
+    path, _, slot = name.rpartition(".")
+    return (roles[path] is not Role.ROW or slot != "bias") and any(
+        path == region or path.startswith(f"{region}.") for region in regions
+    )

@@ -1,0 +1,92 @@
+"""Low-rank adapters of a frozen base model, chosen by the table `[model.lora]`, and their format. Does not import torch."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import sqrt
+from typing import Annotated, ClassVar
+
+from annotated_types import Gt
+
+from forge_core.component import FREE, IDENTITY, Component, Place
+from forge_core.errors import did_you_mean
+
+OF_EXPERTS = ".experts."
+"""Part of the names of matrices that stack experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters (LoRA, Hu et al., 2021): y = x W^T + s (x A^T) B^T, where only A and B are trained.
+
+    The base W comes from `model.from_hf` or `[start]`. It never changes, and has no gradient and no optimizer state. Checkpoints
+    contain the adapter and a hash of the base.
+    """
+
+    key_class: ClassVar = IDENTITY
+
+    rank: Annotated[int, Gt(0)] = 8
+    """Number of rows of A, and of columns of B."""
+    alpha: Annotated[float, Gt(0)] = 16.0
+    """Scale of the adapter: s = alpha / rank."""
+    targets: tuple[str, ...] = ("blocks.*",)
+    """Patterns of the names of adapted matrices, such as "*.q_proj" or "blocks.3.mlp.*", in which `*` matches dots as well. Each
+    must match a linear layer or a stack of experts (`blocks.0.mlp.experts.up_proj`) in a block."""
+    rank_stabilized: bool = False
+    """Whether s = alpha / sqrt(rank), which suits large ranks (rsLoRA, Kalajdzievski, 2023)."""
+    dora: bool = False
+    """Whether the length of each row of W + s B A is a trained vector, which starts as that of W (DoRA, Liu et al., 2024). Not
+    for experts, and not with `parallel.tp`."""
+    from_adapter: Annotated[str | None, FREE, Place] = None
+    """Adapter that the run starts from: a folder of the peft library, or a run or checkpoint of Forge with an adapter of the same
+    base. Unset, A is random and B is zero, so that the model starts as its base."""
+
+    def __post_init__(self) -> None:
+        if not self.targets:
+            raise ValueError('targets is empty, so nothing would be trained; name matrices, such as targets = ["*.q_proj"]')
+
+    @property
+    def scaling(self) -> float:
+        """The factor s of the adapter's output."""
+        return self.alpha / (sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    def matched(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `names`, the matrices of a model, that have an adapter, in their order.
+
+        Raises:
+            ValueError: a pattern matches nothing, or DoRA would be applied to experts.
+        """
+        known = list(names)
+        for pattern in self.targets:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                last = dict.fromkeys(name.rpartition(".")[2] for name in known)
+                near = did_you_mean(pattern, [*(f"*.{name}" for name in last), *known])
+                raise ValueError(
+                    f"targets: {pattern!r} matches no matrix in the blocks of the model, whose matrices are "
+                    f"{', '.join(f'*.{name}' for name in last)}" + (f"; {near}" if near else "")
+                )
+        found = tuple(name for name in known if any(fnmatchcase(name, pattern) for pattern in self.targets))
+        if self.dora and (experts := [name for name in found if OF_EXPERTS in name]):
+            raise ValueError(f"dora does not support experts, such as {experts[0]}; narrow targets, or set dora = false")
+        return found
+
+    def check(self, names: Collection[str]) -> None:
+        """Checks the patterns against the names of a model's matrices.
+
+        Raises:
+            ValueError: see `matched`.
+        """
+        self.matched(names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftConfig(Component):
+    """Adapters of the peft library: `adapter_config.json` and `adapter_model.safetensors`, without the base."""
+
+    implementation: ClassVar[str] = "forge_models.hf.peft:PeftConverter"
+    adapters_only: ClassVar[bool] = True
+
+    base: str | None = None
+    """Folder of the base in the Hugging Face format; by default the one that the adapter names."""
+    family: str | None = None
+    """`model_type` of the base; by default that of its folder."""

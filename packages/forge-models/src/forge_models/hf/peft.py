@@ -1,0 +1,419 @@
+"""The format `peft`: adapters of the peft library, with the module names of the base's Hugging Face folder.
+
+A family may fuse projections, such as q, k and v, into one matrix. Their adapters are then written as one of several times the
+rank: the rows of all A below each other, and a block-diagonal B.
+"""
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forge_core.component import Component
+from forge_core.errors import ForgeError
+from forge_core.files import publish, sync_path
+from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights, WeightsInfo
+from forge_core.registry import Registry
+from forge_models.blocks.lora import FACTOR_A, FACTOR_B, MAGNITUDE
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.lora import LoRAConfig
+from forge_models.hf.config import CONFIG
+from forge_models.hf.families import FAMILIES
+from forge_models.hf.names import TensorPlace, places_in
+from forge_models.hf.reader import DTYPES
+from forge_models.hf.writer import chosen, write_json
+from forge_models.lora_weights import AdaptedWeights, check_hash, hash_of, names_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SETTINGS = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+NAMES = {FACTOR_A: "lora_A.weight", FACTOR_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+"""Our names of an adapter's parameters -> those of the peft library."""
+HASH = "base_sha256"
+"""Key of the safetensors metadata with the hash of the base, which the peft library ignores."""
+ATTENTION = ".attention."
+"""Part of the names of the matrices of attention."""
+KNOWN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "modules_to_save": (None, []),
+    "layer_replication": (None,),
+    "lora_bias": (False,),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    "use_qalora": (False,),
+    "alora_invocation_tokens": (None,),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
+}
+"""Keys of `adapter_config.json` that change what an adapter computes, with the values that Forge supports."""
+
+
+@dataclass(frozen=True)
+class AdapterPlace:
+    """Where the adapter of a matrix is in the format.
+
+    Attributes:
+        module: path of the base's module in the Hugging Face format.
+        part: number of the matrix among the `parts` that the module fuses.
+        first, rows: rows of the module's B, and of its magnitude, that belong to the matrix.
+        total: number of all rows.
+        order: row i of our B is row order[i] of the format's; empty = the same order.
+    """
+
+    module: str
+    part: int
+    parts: int
+    first: int
+    rows: int
+    total: int
+    order: tuple[int, ...] = ()
+
+
+def places_of(model: DecoderConfig, family: str) -> dict[str, AdapterPlace]:
+    """Returns {name of each adapted matrix: its place}.
+
+    Raises:
+        ForgeError: the format cannot express the adapter of a matrix.
+    """
+    lora = model.lora
+    assert lora is not None, "the caller has looked"
+    plain = replace(model, lora=None)
+    hidden, experts = plain.shape.matrices()
+    names = lora.matched([*hidden, *experts])
+    # In a model with experts, the peft library takes every feed-forward layer for one of the fused experts of transformers.
+    if plain.moe is not None and (others := [name for name in names if ATTENTION not in name]):
+        raise ForgeError(
+            f"the format 'peft' has no adapters of experts and of layers beside them, such as {others[0]}; write the merged "
+            "model instead: forge-train convert SOURCE TARGET --to hf"
+        )
+    places = places_in(FAMILIES[family], plain)
+    by_module: dict[str, list[str]] = {}
+    for name in hidden:
+        by_module.setdefault(places[f"{name}.weight"].names[0], []).append(name)
+    found = {}
+    for name in names:
+        place: TensorPlace = places[f"{name}.weight"]
+        module, rows = place.names[0], place.shape[0]
+        first, total = (0, rows) if place.fused is None else place.fused[1:]
+        fused = by_module[module]
+        ordered = sorted(fused, key=lambda other: 0 if (at := places[f"{other}.weight"].fused) is None else at[1])
+        found[name] = AdapterPlace(
+            module.removesuffix(".weight"), ordered.index(name), len(fused), first, rows, total, tuple(place.rows)
+        )
+    return found
+
+
+class PeftAdapter:
+    """`Weights` of the adapter in a folder of the peft library, by the names of the model's parameters; without the base.
+
+    Args:
+        folder: folder with `adapter_config.json` and `adapter_model.safetensors`.
+        model: model of the base; its `lora` is ignored.
+        family: `model_type` of the base; empty for the first that describes the model.
+
+    Raises:
+        ForgeError: the folder is not an adapter, or one that Forge does not support.
+    """
+
+    def __init__(self, folder: Path, model: DecoderConfig, family: str = "") -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.folder, values = folder, read_settings(folder)
+        plain = replace(model, lora=None)
+        family = family if family in FAMILIES else chosen(plain, None).model_type
+        try:
+            self._open = safe_open(str(folder / TENSORS), framework="pt")
+        except (SafetensorError, OSError) as cause:
+            raise ForgeError(f"{folder / TENSORS} cannot be read as safetensors: {cause}") from cause
+        self._keys = set(self._open.keys())
+        self.hash = (self._open.metadata() or {}).get(HASH)
+        everything = places_of(replace(plain, lora=LoRAConfig(targets=_dense(plain))), family)
+        self._places = {name: place for name, place in everything.items() if self._key(place, FACTOR_A) in self._keys}
+        slots = (FACTOR_A, FACTOR_B, *((MAGNITUDE,) if values.get("use_dora") else ()))
+        known = {self._key(place, slot) for place in self._places.values() for slot in slots}
+        if lost := sorted(self._keys ^ known):
+            raise ForgeError(
+                f"{folder / TENSORS} does not fit the model: {lost[0]} is missing there, or has no linear layer here"
+            )
+        self._rank = self._common_rank(values)
+        # A module that fuses matrices has zeros for those without an adapter.
+        self._places = {
+            name: place for name, place in self._places.items() if self._own(place) is None or self._read(name, FACTOR_A).any()
+        }
+        lora = LoRAConfig(
+            rank=self._rank,
+            alpha=float(values["lora_alpha"]),
+            targets=tuple(self._places),
+            rank_stabilized=bool(values.get("use_rslora")),
+            dora=bool(values.get("use_dora")),
+        )
+        self.model: Component = replace(plain, lora=lora)
+        dtypes = {self._slice(place, FACTOR_A).get_dtype() for place in self._places.values()}
+        dtype = DTYPES.get(next(iter(dtypes)), "") if len(dtypes) == 1 else ""
+        if not dtype:
+            raise ForgeError(
+                f"{folder / TENSORS} has tensors of {', '.join(sorted(map(str, dtypes)))}; convert them to one dtype"
+            )
+        self.tensors: Mapping[str, StoredTensor] = {
+            f"{name}.{slot}": StoredTensor(self._shape(place, slot), dtype)
+            for name, place in self._places.items()
+            for slot in slots
+        }
+        self.facts = WeightsInfo(origin=str(folder), family=family)
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Returns whole tensors."""
+        return {name: self._read(*name.rpartition(".")[::2]) for name in names}
+
+    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
+        """Returns a box of one tensor."""
+        return self.read([name])[name][tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))]
+
+    def _key(self, place: AdapterPlace, slot: str) -> str:
+        return f"{PREFIX}{place.module}.{NAMES[slot]}"
+
+    def _slice(self, place: AdapterPlace, slot: str) -> Any:
+        return self._open.get_slice(self._key(place, slot))
+
+    def _common_rank(self, values: Mapping[str, Any]) -> int:
+        """Returns the rank of every matrix.
+
+        Raises:
+            ForgeError: ranks differ, or a scale does.
+        """
+        rank = int(values["r"])
+        for name, place in self._places.items():
+            stored = self._slice(place, FACTOR_A).get_shape()[0]
+            if stored not in (rank, rank * place.parts):
+                raise ForgeError(
+                    f"{self.folder}: the adapter of {place.module} has rank {stored}, but others have {rank}; Forge has one"
+                )
+            own, factor = _pattern(values, "alpha_pattern", place.module), stored / rank
+            expected = float(values["lora_alpha"]) * (sqrt(factor) if values.get("use_rslora") else factor)
+            if (own or float(values["lora_alpha"])) != expected and abs((own or 0) - expected) > 1e-9 * expected:
+                raise ForgeError(f"{self.folder}: alpha_pattern gives {name} a scale of its own; Forge has one for all")
+        return rank
+
+    def _own(self, place: AdapterPlace) -> slice | None:
+        """Returns the rows of A that belong to one of several fused matrices; None if all rows are for all of them."""
+        apart = place.parts > 1 and self._slice(place, FACTOR_A).get_shape()[0] == self._rank * place.parts
+        return slice(place.part * self._rank, (place.part + 1) * self._rank) if apart else None
+
+    def _shape(self, place: AdapterPlace, slot: str) -> tuple[int, ...]:
+        if slot == MAGNITUDE:
+            return (place.rows,)
+        return (self._rank, self._slice(place, FACTOR_A).get_shape()[1]) if slot == FACTOR_A else (place.rows, self._rank)
+
+    def _read(self, name: str, slot: str) -> Tensor:
+        place = self._places[name]
+        whole = self._open.get_tensor(self._key(place, slot))
+        rows = slice(place.first, place.first + place.rows)
+        own = self._own(place) or slice(None)
+        if slot == FACTOR_A:
+            return whole[own].contiguous()
+        found = whole[rows]
+        if slot == FACTOR_B:
+            others = torch.ones(whole.shape[1], dtype=torch.bool)
+            others[own] = False
+            if found[:, others].any():
+                raise ForgeError(f"{self.folder}: the adapter of {place.module} mixes its fused matrices; Forge has one for each")
+            found = found[:, own]
+        return found[list(place.order)] if place.order else found.contiguous()
+
+
+def _dense(model: DecoderConfig) -> tuple[str, ...]:
+    """Returns the names of all matrices whose adapters the format can express."""
+    return tuple(name for name in model.shape.matrices()[0] if model.moe is None or ATTENTION in name)
+
+
+def _pattern(values: Mapping[str, Any], key: str, module: str) -> float | None:
+    patterns = values.get(key) or {}
+    return next((float(value) for name, value in patterns.items() if module == name or module.endswith(f".{name}")), None)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Returns the content of an adapter's `adapter_config.json`.
+
+    Raises:
+        ForgeError: it is missing, no JSON, or has a setting that Forge does not support.
+    """
+    path = folder / SETTINGS
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise ForgeError(f"{path} cannot be read: {cause}; give the folder that the peft library wrote") from cause
+    if not isinstance(values, dict) or not isinstance(values.get("r"), int) or "lora_alpha" not in values:
+        raise ForgeError(f"{path} lacks r or lora_alpha, so it does not describe a LoRA adapter")
+    for key, allowed in KNOWN.items():
+        if key in values and values[key] not in allowed:
+            raise ForgeError(
+                f"{path}: {key} = {values[key]!r} is not supported, only {allowed[0]!r}; merge it with the peft library"
+            )
+    return values
+
+
+class PeftConverter:
+    """The converter `peft`."""
+
+    def __init__(self, base: str | None = None, family: str | None = None) -> None:
+        self.base, self.family = base, family
+
+    def read(self, path: Path) -> AdaptedWeights:
+        """Opens an adapter and its base.
+
+        Raises:
+            ForgeError: one of them is missing or not supported, or the adapter is one of another base.
+        """
+        folder = self._base_of(path, read_settings(path))
+        base = Registry().load("forge.converters", "hf")().build().read(folder)
+        if type(base.model) is not DecoderConfig:
+            raise ForgeError(
+                f"{folder}: adapters of a {type(base.model).__name__} are not supported, only those of text decoders"
+            )
+        adapter = PeftAdapter(path, base.model, base.facts.family)
+        weights = AdaptedWeights(base, adapter, adapter.model)  # type: ignore[arg-type]  # a decoder, as its base
+        if adapter.hash is not None:
+            identity = {"sha256": adapter.hash, "origin": "its base"}
+            check_hash(identity, hash_of(base, names_of(adapter.model, base)), str(path), str(folder))
+        return weights
+
+    def write(self, path: Path, weights: Weights) -> None:
+        """Writes the adapter alone, complete or not at all.
+
+        Raises:
+            ForgeError: the weights have no adapter, one of experts, or a base that is in no Hugging Face folder.
+        """
+        if not isinstance(weights, AdaptedWeights):
+            raise ForgeError(f"{weights.facts.origin} has no adapter of its own; the format 'peft' is for runs with [model.lora]")
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ForgeError(f"{path} exists and is not an empty folder; choose another")
+        model: Any = weights.model
+        folder = Path(self.base or weights.base.facts.origin)
+        if not (folder / CONFIG).is_file():
+            raise ForgeError(
+                f"the base {weights.base.facts.origin} is not a folder in the Hugging Face format, which the peft library opens; "
+                "convert it with --to hf, and name that folder with --base"
+            )
+        family = self.family or weights.facts.family
+        family = family if family in FAMILIES else chosen(replace(model, lora=None), self.family).model_type
+        places = places_of(model, family)
+        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+        partial.mkdir(parents=True)
+        try:
+            self._write(partial, weights, places, folder.resolve())
+            for file in partial.rglob("*"):
+                sync_path(file)
+            publish(partial, path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _write(self, partial: Path, weights: AdaptedWeights, places: Mapping[str, AdapterPlace], folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        model: Any = weights.model
+        lora: LoRAConfig = model.lora
+        tensors: dict[str, Tensor] = {}
+        wider: dict[str, int] = {}
+        for module, fused in _by_module(places):
+            tensors |= _fused(module, fused, weights, lora)
+            if (parts := fused[0][1].parts) > 1:
+                wider[module] = parts
+        metadata = {"format": "pt", HASH: hash_of(weights.base, names_of(model, weights.base))}
+        save_file(tensors, str(partial / TENSORS), metadata=metadata)
+        scale = {parts: sqrt(parts) if lora.rank_stabilized else parts for parts in wider.values()}
+        settings = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(folder),
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": [module for module, _ in _by_module(places)],
+            "rank_pattern": {module: parts * lora.rank for module, parts in wider.items()},
+            "alpha_pattern": {module: lora.alpha * scale[parts] for module, parts in wider.items()},
+            "use_rslora": lora.rank_stabilized,
+            "use_dora": lora.dora,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+            "inference_mode": True,
+        }
+        write_json(partial / SETTINGS, settings)
+
+    def reference(self, path: Path, tokens: Tensor, extras: Mapping[str, Tensor] = NO_EXTRAS) -> Tensor | str:
+        """Returns the logits of the peft library in fp32, or a text that says why they are not available."""
+        del extras
+        try:
+            import peft
+        except ImportError:
+            return "peft is not installed"
+        from forge_models.hf.converter import opened
+
+        model = opened(self._base_of(path, read_settings(path)), "AutoModelForCausalLM")
+        if isinstance(model, str):
+            return model
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the two libraries may be of different years
+            adapted = peft.PeftModel.from_pretrained(model, str(path)).eval()
+            return adapted(input_ids=tokens).logits
+
+    def _base_of(self, path: Path, values: Mapping[str, Any]) -> Path:
+        name = self.base or values.get("base_model_name_or_path")
+        if name is None or not (Path(name) / CONFIG).is_file():
+            raise ForgeError(
+                f"{path} is an adapter of {name!r}, which is not a folder in the Hugging Face format here; name the folder of "
+                "its base with --base"
+            )
+        return Path(name)
+
+
+def _by_module(places: Mapping[str, AdapterPlace]) -> "Iterator[tuple[str, list[tuple[str, AdapterPlace]]]]":
+    """Yields the modules of the format, each with the names and places of the adapted matrices in it."""
+    grouped: dict[str, list[tuple[str, AdapterPlace]]] = {}
+    for name, place in places.items():
+        grouped.setdefault(place.module, []).append((name, place))
+    yield from grouped.items()
+
+
+def _fused(module: str, fused: Sequence[tuple[str, AdapterPlace]], weights: Weights, lora: LoRAConfig) -> dict[str, Tensor]:
+    """Returns the tensors of a module's adapter by their names in the format.
+
+    Raises:
+        ForgeError: DoRA adapts only some of the matrices that the module fuses.
+    """
+    first, rank = fused[0][1], lora.rank
+    if lora.dora and len(fused) < first.parts:
+        raise ForgeError(
+            f"{module} fuses {first.parts} matrices, but [model.lora] adapts {len(fused)} of them; with dora, adapt all or none"
+        )
+    slots = (FACTOR_A, FACTOR_B, *((MAGNITUDE,) if lora.dora else ()))
+    read = weights.read([f"{name}.{slot}" for name, _ in fused for slot in slots])
+    made: dict[str, Tensor] = {}
+    for name, place in fused:
+        a, b = read[f"{name}.{FACTOR_A}"], read[f"{name}.{FACTOR_B}"]
+        own, rows = slice(place.part * rank, (place.part + 1) * rank), slice(place.first, place.first + place.rows)
+        back = torch.tensor(place.order).argsort() if place.order else slice(None)
+        made.setdefault(FACTOR_A, a.new_zeros(place.parts * rank, a.shape[1]))[own] = a
+        made.setdefault(FACTOR_B, b.new_zeros(place.total, place.parts * rank))[rows, own] = b[back]
+        if lora.dora:
+            magnitude = read[f"{name}.{MAGNITUDE}"]
+            made.setdefault(MAGNITUDE, magnitude.new_zeros(place.total))[rows] = magnitude[back]
+    return {f"{PREFIX}{module}.{NAMES[slot]}": tensor.contiguous() for slot, tensor in made.items()}
