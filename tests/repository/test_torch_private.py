@@ -8,7 +8,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {path.name: path for path in sorted(ROOT.glob("*/*/src/*")) if path.is_dir()}
-OTHERS = {"forge_models/hf/converter.py": "transformers", "forge_data/tokenizers/tiktoken.py": "tiktoken"}
+OTHERS = {
+    **dict.fromkeys((f"forge_models/hf/{name}.py" for name in ("causal_lm", "causal_lm_anatomy", "converter")), "transformers"),
+    "forge_data/tokenizers/tiktoken.py": "tiktoken",
+}
 """Files about one other library, of which they read what it has no public name for."""
 
 MODULE = frozenset({"_parameters", "_buffers", "_modules"})

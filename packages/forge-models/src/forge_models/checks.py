@@ -9,6 +9,8 @@ from forge_core.layout import Layout, divisors
 from forge_core.protocols.run import Job
 from forge_models.components.experts import MoEConfig
 from forge_models.components.lora import LoRAConfig
+from forge_models.components.transformers import TransformersConfig
+from forge_models.hf.causal_lm_classes import record_of
 
 WHOLE_ROWS = 8
 """Number of bf16 values in 16 bytes."""
@@ -132,3 +134,27 @@ def adapters_fit(job: Job, layout: Layout) -> Iterator[Fault]:
         yield Fault("model.lora.rank", f"{lora.rank} must be a multiple of {WHOLE_ROWS} for compiled experts")
     if getattr(getattr(job, "parameters", None), "width_base", None):
         yield Fault("parameters.width_base", "scales the training of a whole model, and [model.lora] trains an adapter only")
+
+
+def classes_are_compared(job: Job, layout: Layout) -> Iterator[Fault]:
+    """Checks that a class of transformers has been compared with one process in the layout of a recipe, and with its packing."""
+    if not isinstance(job.model, TransformersConfig):
+        return
+    kind = job.model.model_type
+    page = "docs/models/transformers.md lists the classes"
+    if (found := record_of(kind)) is None:
+        yield Fault("model.config", f"model_type {kind!r} has not been compared with transformers", hint=page)
+        return
+    name, record = found
+    if record["alone"] is not True:
+        yield Fault("model.config", f"{name} is refused: {record['alone']}", hint=page)
+        return
+    data = getattr(job, "data", None)
+    if getattr(data, "packing", "pad") != "pad" and record["packed"] is not True:
+        hint = "set data.packing = 'pad', so that each row has one document"
+        yield Fault("data.packing", f"{name} cannot have several documents in a row: {record['packed']}", hint=hint)
+    sizes = {"dp": layout.dp_shard * layout.dp_replicate, "pp": layout.pp, "tp": layout.tp, "ep": layout.ep}
+    for axis, size in sizes.items():
+        if size > 1 and record[axis] is not True:
+            key = "parallel.dp_shard" if axis == "dp" else f"parallel.{axis}"
+            yield Fault(key, f"{name} is not offered with {axis} = {size}: {record[axis]}", hint=f"set it to 1; {page}")

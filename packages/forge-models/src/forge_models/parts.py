@@ -27,7 +27,7 @@ PARTS = {
     },
     "forge.checks": {
         "adapters_fit": "forge_models.checks:adapters_fit",
-        "classes_are_compared": "forge_models.hf.causal_lm_classes:classes_are_compared",
+        "classes_are_compared": "forge_models.checks:classes_are_compared",
         "experts_compile": "forge_models.checks:experts_compile",
         "experts_fit": "forge_models.checks:experts_fit",
         "experts_see_other_tokens": "forge_models.checks:experts_see_other_tokens",

@@ -172,7 +172,7 @@ class TokenHistory(KVCache):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RowLimits:
     """Sizes that generation reads as `shape` of a model."""
 
     vocab_size: int
@@ -275,10 +275,10 @@ class CausalLM(nn.Module):
         return TokenHistory(batch, capacity, next(self.parameters()).device)
 
     @property
-    def shape(self) -> Limits:
+    def shape(self) -> RowLimits:
         """Sizes that generation reads."""
         text = self.config.get_text_config()
-        return Limits(text.vocab_size, getattr(text, "max_position_embeddings", None) or UNLIMITED)
+        return RowLimits(text.vocab_size, getattr(text, "max_position_embeddings", None) or UNLIMITED)
 
     cache_limit: ClassVar[None] = None
 

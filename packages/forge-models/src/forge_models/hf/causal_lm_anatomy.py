@@ -137,8 +137,10 @@ def keep_constants(module: Any) -> None:
     Raises:
         Unsupported: a value is not defined there.
     """
+    saved = module.state_dict().keys()
     for path, part in module.named_modules():
-        slots = [slot for slot in part._buffers if slot in part._non_persistent_buffers_set and part._buffers[slot] is not None]
+        named = {slot: f"{path}.{slot}".removeprefix(".") for slot, buffer in part._buffers.items() if buffer is not None}
+        slots = [slot for slot, name in named.items() if name not in saved]
         if not slots:
             continue
         kept = dict(part._buffers)
@@ -157,8 +159,7 @@ def keep_constants(module: Any) -> None:
                     f"{type(module).__name__} computes {path}.{slot} in its constructor only, where Forge cannot read it; "
                     "use a family that Forge implements, or another version of transformers"
                 )
-            del part._buffers[slot]
-            part._non_persistent_buffers_set.discard(slot)
+            delattr(part, slot)
             part.__dict__[slot] = other
 
 

@@ -24,8 +24,6 @@ from forge_models.hf.writer import write_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forge_models.components.transformers import TransformersConfig
-
 
 @dataclass(frozen=True)
 class Conversion:
@@ -55,8 +53,8 @@ class Conversion:
 class CausalLMFolder(CheckpointTensors):
     """`Weights` of a folder with a class of transformers."""
 
-    def __init__(self, folder: Path, model: "TransformersConfig") -> None:
-        """Opens the folder and checks names, shapes and dtypes.
+    def __init__(self, folder: Path, model: Any) -> None:
+        """Opens the folder for `model`, a `TransformersConfig`, and checks names, shapes and dtypes.
 
         Raises:
             Unsupported: tensors are missing, unexpected, of another shape, or quantized; names all of them.
