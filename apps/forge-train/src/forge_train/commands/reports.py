@@ -58,10 +58,12 @@ def card(
     A card that somebody has edited, or another file of that name, is never replaced. `convert --to hf` writes the same into the
     folder. License, intended use and limits are left to the publisher.
     """
-    from forge_train.formats.forge import ForgeConverter
+    from forge_ckpt.checkpoint.locate import locate
+    from forge_core.registry import Registry
+    from forge_train.formats.forge import ForgeWeights
     from forge_train.report.card import card_of_run, write_card
 
-    weights = ForgeConverter().read(run)
+    weights = ForgeWeights(locate(run), Registry())  # of an adapter without its base
     if out is None and weights.facts.run is None:
         raise ForgeError(f"{run} is a checkpoint without the directory of its run; name the file of the card with --out")
     path = out or weights.facts.run / "README.md"  # type: ignore[operator]

@@ -97,12 +97,12 @@ def convert(
     writer = converter(registry, to, given)
     origin = reader.read(place)
     notes = [*origin.facts.notes, f"{source}: {compared(reader, place, origin)}"]
-    trained = origin if isinstance(origin, ForgeWeights) else None
+    trained = getattr(origin, "adapter", origin)  # of an adapter and its base, what the run has trained
     if merge or (to == "hf" and getattr(origin.model, "lora", None) is not None):
         origin, unmerged = MergedWeights(origin), origin
         notes.append(merging(unmerged, origin))
     converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
-    if trained is not None:
+    if isinstance(trained, ForgeWeights):
         converted.facts = replace(converted.facts, history=history_of(trained), base=base_of(trained.facts.recipe))
     with tempfile.TemporaryDirectory() as folder:
         if tokenizer is None and write_tokenizer(origin, Path(folder), registry, notes.append):
