@@ -114,7 +114,7 @@ def _shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         if key in SMALL and not isinstance(value, dict | list) and (value is not None or key in SET_IF_NULL):
             found[key] = SMALL[key]
-        elif "drop" in key and isinstance(value, float):
+        elif ("drop" in key or "jitter" in key) and isinstance(value, float):
             found[key] = 0.0
         elif key in ("layer_types", "mlp_layer_types") and isinstance(value, list):
             found[key] = (list(dict.fromkeys(value)) * LAYERS)[:LAYERS]

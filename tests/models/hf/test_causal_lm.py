@@ -130,6 +130,7 @@ def test_settings_replace_keys() -> None:
 LLAMA = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"attention_dropout": 0.1}, "set model.settings = { attention_dropout = 0.0 }"),
+    "noise": ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "set model.settings = { router_jitter_noise = 0.0 }"),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "convert them to bf16"),
     "unknown": ({"model_type": "unheard_of", "auto_map": {"AutoModel": "code.Model"}}, "code that auto_map names is never run"),
     "no_language_model": ({"model_type": "vit"}, "has no causal language model"),

@@ -19,6 +19,7 @@ from forge_core.registry import Registry
 from forge_models.hf.streamed_forward import logits_of
 from forge_models.lora_weights import MergedWeights, set_adapter
 from forge_parallel.model.parallel_model import full
+from forge_train.formats.forge import Cast
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.recipe.load import load_recipe
 from forge_train.run.loop import fit
@@ -298,6 +299,21 @@ def test_an_adapter_starts_from_another_one_of_its_kind_only(recipe: Path, tmp_p
             prepared(recipe, given)
     with pytest.raises(ForgeError, match=r"model\.lora\.rank was 4, is 2"):
         prepared(recipe, [f"--job.dir={tmp_path / 'first'}", "--model.lora.rank=2"])
+
+
+@pytest.mark.parametrize("overrides", [[], ["--model.lora.dora=true"]], ids=["lora", "dora"])
+def test_merged_equals_unmerged(recipe: Path, tmp_path: Path, overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Apart from the rounding of a base in fp32, of which a base in fp64 has none."""
+    trained(recipe, tmp_path / "run", *overrides)
+    weights, ids = open_weights(tmp_path / "run", Registry()), tokens()
+    exact = logits_of(weights, ids, torch.float64)
+    merged = logits_of(MergedWeights(Cast(weights, "float64")), ids, torch.float64)
+    assert float((exact - merged).abs().max()) < 1e-10
+    rounded = logits_of(MergedWeights(weights), ids, torch.float64)
+    assert 0 < float((exact - rounded).abs().max() / exact.abs().max()) < 1e-6
+    assert command("card", tmp_path / "run") == 0
+    assert "| Steps | 4 |" in (tmp_path / "run" / "README.md").read_text()
+    assert "wrote" in capsys.readouterr().out
 
 
 @pytest.mark.slow

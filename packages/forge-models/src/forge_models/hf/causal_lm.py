@@ -71,8 +71,17 @@ def causal_lm(config: str, settings: Mapping[str, Any], drawn: bool = False, pac
 
 
 def _offer() -> None:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    """Makes `run_experts` known to transformers.
 
+    Raises:
+        Unsupported: transformers is missing, or older than 5.
+    """
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as cause:
+        raise Unsupported(
+            "a class of transformers needs version 5 of that library: pip install -U 'transformers>=5.20'"
+        ) from cause
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS, run_experts)
 
 

@@ -44,12 +44,10 @@ def built(values: Mapping[str, Any]) -> Any:
     """Returns the module of a configuration on the meta device, as transformers builds it.
 
     Raises:
-        Unsupported: transformers is missing, does not know the model, or cannot build it; or the folder needs its own code.
+        Unsupported: transformers does not know the model, or cannot build it; or the folder needs its own code.
     """
-    try:
-        import transformers
-    except ImportError as cause:
-        raise Unsupported("a model of transformers needs that library; run pip install 'forge-models[transformers]'") from cause
+    import transformers
+
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         code = " and the code that auto_map names is never run" if values.get("auto_map") else ""
@@ -94,7 +92,7 @@ def _refuse_settings(config: Any) -> None:
     """Refuses settings with which a training step would not be what the user expects.
 
     Raises:
-        Unsupported: weights are quantized, routers have a loss of their own, or dropout is on.
+        Unsupported: weights are quantized, routers have a loss of their own, or dropout or noise is on.
     """
     text = config.get_text_config()
     if getattr(config, "quantization_config", None) is not None:
@@ -104,9 +102,10 @@ def _refuse_settings(config: Any) -> None:
             "config.json asks for router losses (output_router_logits), which Forge does not add for this class; "
             "set model.settings.output_router_logits = false, or use a family with [model.moe.losses]"
         )
-    if dropout := sorted(key for key, value in text.to_dict().items() if "drop" in key and _positive(value)):
-        keys = ", ".join(f"{key} = 0.0" for key in dropout)
-        raise Unsupported(f"dropout would differ between layouts; set model.settings = {{ {keys} }}")
+    random = sorted(key for key, value in text.to_dict().items() if ("drop" in key or "jitter" in key) and _positive(value))
+    if random:
+        keys = ", ".join(f"{key} = 0.0" for key in random)
+        raise Unsupported(f"dropout and noise would differ between layouts; set model.settings = {{ {keys} }}")
 
 
 def _positive(value: Any) -> bool:
