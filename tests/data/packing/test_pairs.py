@@ -113,15 +113,19 @@ def test_chosen_answers_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_exercises_are_right_different_and_the_same_every_time() -> None:
-    made = list(exercises(900, 3, 7))
-    assert made == list(exercises(900, 3, 7)) and made[:20] == list(exercises(20, 3, 7)) and made != list(exercises(900, 3, 8))
+    tasks = ("Reverse", "Capitalize", "Double")
+    made = list(exercises(900, 3, 7, tasks))
+    assert made == list(exercises(900, 3, 7, tasks)) and made[:20] == list(exercises(20, 3, 7, tasks))
+    assert made != list(exercises(900, 3, 8, tasks))
+    assert all(prompt.split()[0] == "Rotate" for prompt, _, _ in exercises(20, 3, 7, ["Rotate"]))
     assert len({prompt for prompt, _, _ in made}) == 900
     solutions = {"Reverse": lambda w: "".join(reversed(w)), "Capitalize": str.upper, "Double": lambda w: f"{w}{w}"}
+    solutions["Rotate"] = lambda w: "".join([*w[1:], w[0]])
     assert solutions.keys() == TASKS.keys()
-    for prompt, right, wrong in made:
+    for prompt, right, wrong in [*made, *exercises(99, 3, 7, ["Rotate"])]:
         task, word = prompt.removesuffix(": ").split(" ")
         assert right == solutions[task](word) and wrong != right and SHORTEST <= len(word) <= 3
-    assert most(3) == 3 * (26**2 + 26**3) // 3
+    assert most(3, 3) == 3 * (26**2 + 26**3) // 3 and most(3, 1) == (26**2 + 26**3) // 3
 
 
 def test_exercises_that_there_are_not_are_refused(tmp_path: Path) -> None:

@@ -11,14 +11,23 @@ import pytest
 from forge_train.recipe.load import load_recipe
 
 
-@pytest.mark.parametrize("preset", ["sft-demo", "dpo-demo"])
+@pytest.mark.parametrize("preset", ["sft-demo", "lora-demo", "dpo-demo"])
 def test_recipes_have_no_fault(preset: str) -> None:
     assert load_recipe(preset).job.job.name == preset
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("preset", "least"), [("sft-demo", 0.8), ("dpo-demo", 0.5)])
-def test_held_out_exercises_are_solved_after_the_run(tmp_path: Path, preset: str, least: float) -> None:
+def test_held_out_exercises_are_solved_after_an_adapter_of_the_first_demo(tmp_path: Path) -> None:
+    solved(tmp_path, "sft-demo", 0.8, 800)
+    solved(tmp_path, "lora-demo", 0.5, 400)
+
+
+@pytest.mark.slow
+def test_held_out_exercises_are_solved_after_preferences(tmp_path: Path) -> None:
+    solved(tmp_path, "dpo-demo", 0.5, 800)
+
+
+def solved(tmp_path: Path, preset: str, least: float, steps: int) -> None:
     command = [sys.executable, "-m", "forge_train", "run", preset, "--train.threads=1"]
     environment = {**os.environ, "NO_COLOR": "1"}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500)
@@ -31,4 +40,4 @@ def test_held_out_exercises_are_solved_after_the_run(tmp_path: Path, preset: str
         accuracies = [line["evaluation/held_out/accuracy"] for line in lines if "evaluation/held_out/accuracy" in line]
         assert accuracies[0] == 0 and accuracies[-1] > 0.95
     again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0 and "resuming after step 800" in again.stdout
+    assert again.returncode == 0 and f"resuming after step {steps}" in again.stdout

@@ -39,6 +39,7 @@ PARTS = {
     "forge.presets": {
         "demo": "forge_train.presets:demo",
         "sft-demo": "forge_train.presets:sft_demo",
+        "lora-demo": "forge_train.presets:lora_demo",
         "dpo-demo": "forge_train.presets:dpo_demo",
         "debug": "forge_train.presets:debug",
         "debug-moe": "forge_train.presets:debug_moe",

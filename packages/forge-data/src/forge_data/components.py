@@ -6,7 +6,7 @@ The file is long because it has the keys of all of them: one place to look for a
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Lt, MinLen
 
 from forge_core.component import DATA, IDENTITY, Component
 from forge_core.protocols.data import SourceComponent
@@ -333,6 +333,8 @@ class Exercises(SourceComponent):
     """Makes preference pairs, for an objective that compares answers."""
     count: Annotated[int, Ge(2)] = 20_000
     """Number of exercises in all splits."""
+    tasks: Annotated[tuple[str, ...], MinLen(1)] = ("Reverse", "Capitalize", "Double")
+    """Tasks of the exercises: `Reverse`, `Capitalize`, `Double` and `Rotate`."""
     letters: Annotated[int, Ge(3)] = 4
     """Maximum number of letters of a word; more make exercises harder."""
     seed: Annotated[int, Ge(0)] = 0
@@ -350,7 +352,7 @@ class Exercises(SourceComponent):
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.exercises import write_exercises
 
-        path = write_exercises(context.workspace / "exercises", self.pairs, self.count, self.letters, self.seed)
+        path = write_exercises(context.workspace / "exercises", self.pairs, self.count, self.letters, self.seed, self.tasks)
         form: Literal["preference", "prompt_completion"] = "preference" if self.pairs else "prompt_completion"
         return Conversations(path=path, format=form, split=self.split, held_out=self.held_out).build(context)
 

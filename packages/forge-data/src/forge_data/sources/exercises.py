@@ -1,13 +1,14 @@
 """Small exercises that are generated: a task, a word, and its solution, for examples and demonstrations of fine-tuning.
 
-    Reverse plum:  -> mulp      Capitalize plum:  -> PLUM      Double plum:  -> plumplum
+    Reverse plum:  -> mulp      Capitalize plum:  -> PLUM
+    Double plum:  -> plumplum   Rotate plum:  -> lump
 
 Words are random letters, and no exercise occurs twice, so a held-out exercise cannot be known by heart. The records are a pure
 function of kind, number and seed.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
@@ -19,23 +20,24 @@ TASKS: Mapping[str, Callable[[str], str]] = {
     "Reverse": lambda word: word[::-1],
     "Capitalize": str.upper,
     "Double": lambda word: word * 2,
+    "Rotate": lambda word: word[1:] + word[0],
 }
 """Name of a task -> the solution of a word."""
 SHORTEST = 2
 """Minimum number of letters of a word."""
 
 
-def most(letters: int) -> int:
+def most(letters: int, tasks: int) -> int:
     """Returns the maximum number of exercises: a third of all with words of up to `letters` letters, so that drawing is fast."""
-    return len(TASKS) * sum(len(ascii_lowercase) ** size for size in range(SHORTEST, letters + 1)) // 3
+    return tasks * sum(len(ascii_lowercase) ** size for size in range(SHORTEST, letters + 1)) // 3
 
 
-def exercises(count: int, letters: int, seed: int) -> Iterator[tuple[str, str, str]]:
+def exercises(count: int, letters: int, seed: int, tasks: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Yields (prompt, solution, wrong solution) of `count` different exercises with words of up to `letters` letters.
 
-    A wrong solution is that of another task, or of another word.
+    A wrong solution is that of another one of `tasks`, or of another word.
     """
-    draw, seen, names = Random(seed), set[str](), list(TASKS)
+    draw, seen, names = Random(seed), set[str](), list(tasks)
     while len(seen) < count:
         task = draw.choice(names)
         word = _word(draw, letters)
@@ -43,8 +45,10 @@ def exercises(count: int, letters: int, seed: int) -> Iterator[tuple[str, str, s
         if prompt in seen:
             continue
         right = TASKS[task](word)
-        other = draw.choice([name for name in names if name != task])
-        wrong = TASKS[other](word) if draw.random() < 0.5 else TASKS[task](_word(draw, letters))
+        others = [name for name in names if name != task]
+        wrong = TASKS[draw.choice(others)](word) if others else TASKS[task](_word(draw, letters))
+        if others and draw.random() >= 0.5:
+            wrong = TASKS[task](_word(draw, letters))
         if wrong == right:
             continue
         seen.add(prompt)
@@ -56,7 +60,7 @@ def _word(draw: Random, letters: int) -> str:
     return "".join(draw.choice(ascii_lowercase) for _ in range(max(sizes)))  # there are more long words
 
 
-def write_exercises(folder: Path, pairs: bool, count: int, letters: int, seed: int) -> str:
+def write_exercises(folder: Path, pairs: bool, count: int, letters: int, seed: int, tasks: Sequence[str]) -> str:
     """Writes the records into a folder, unless they are there, and returns the path of the file.
 
     Args:
@@ -65,18 +69,21 @@ def write_exercises(folder: Path, pairs: bool, count: int, letters: int, seed: i
         count: number of records.
         letters: maximum number of letters of a word.
         seed: seed of the records.
+        tasks: names of tasks, each once.
 
     Raises:
-        DataError: there are too few words, or the file cannot be written.
+        DataError: a task is not known, there are too few words, or the file cannot be written.
     """
-    if count > most(letters):
+    if unknown := [name for name in tasks if name not in TASKS]:
+        raise DataError(f"task {unknown[0]!r} is not known; known are {', '.join(TASKS)}")
+    if count > most(letters, len(tasks)):
         raise DataError(f"there are not {count} exercises with words of up to {letters} letters; lower count, or raise letters")
-    path = folder / f"exercises-{'pairs' if pairs else 'solutions'}-{count}-{letters}-{seed}.jsonl"
+    path = folder / f"exercises-{'pairs' if pairs else 'solutions'}-{count}-{letters}-{seed}-{'-'.join(tasks)}.jsonl"
     if path.is_file():
         return str(path)
     records = (
         {"prompt": prompt, "chosen": right, "rejected": wrong} if pairs else {"prompt": prompt, "completion": right}
-        for prompt, right, wrong in exercises(count, letters, seed)
+        for prompt, right, wrong in exercises(count, letters, seed, tasks)
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
