@@ -131,5 +131,5 @@ def test_an_adapter_costs_four_flops_for_a_weight_of_its_base_and_six_for_its_ow
     experts = replace(adapted, moe=MoEConfig(experts=4, top_k=2, kernel="loop"), lora=LoRAConfig(rank=3, targets=("*.up_proj",)))
     counts = counts_of(experts)
     assert counts is not None
-    assert (counts.adapter, counts.adapter_matrix) == (2 * 4 * 3 * (16 + 24), 2 * 2 * 3 * (16 + 24))
+    assert (counts.lora, counts.lora_matrix) == (2 * 4 * 3 * (16 + 24), 2 * 2 * 3 * (16 + 24))
     assert counts.parameters == sum(p.numel() for p in experts.build().parameters())

@@ -152,13 +152,14 @@ def test_recipes_of_the_pages_have_no_fault(everything) -> None:
     recipes = [name for page in PAGES for name, text in files_of(page) if name.endswith(".toml") and "[project]" not in text]
     assert set(recipes) >= {"rsqrt.toml", "largest.toml", "small.toml", "reglu.toml", "mine.toml"}
     stored(everything / "clip", clip())  # the encoder that a page makes
+    llama = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
+    for name in ("base", "exported", "models/SmolLM3-3B"):  # folders that commands of pages make, or that users have
+        (everything / name).mkdir(parents=True)
+        (everything / name / "config.json").write_text(json.dumps(llama | {"intermediate_size": 128, "rms_norm_eps": 1e-5}))
     for name in recipes:
         load_recipe(everything / name, [], 1)
     fragments = [text for page in PAGES for text in blocks(page, "toml") if not text.startswith("# ")]
     assert len(fragments) > 5
-    llama = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
-    (everything / "exported").mkdir()
-    (everything / "exported" / "config.json").write_text(json.dumps(llama | {"intermediate_size": 128, "rms_norm_eps": 1e-5}))
     (everything / "site.toml").touch()  # the base that a cluster file names
     clusters = 0
     for number, text in enumerate(fragments):

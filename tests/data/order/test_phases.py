@@ -30,6 +30,7 @@ from forge_data.components import (
     Bytes,
     Conversations,
     Datatrove,
+    Exercises,
     HuggingFace,
     JsonLines,
     Llmc,
@@ -94,6 +95,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "raw": Tokens(path=str(folder / "raw.bin"), dtype="uint32", eos=0),
         "text": TextFiles(path=str(folder / "texts")),
         "stdlib": Stdlib(split="held_out", held_out=0.01),
+        "exercises": Exercises(count=300, letters=3, too_long="skip"),
         "parquet": by_rows,
         "streamed_parquet": dataclasses.replace(by_rows, stream=True),
         "arrow": Arrow(path=str(folder / "*.arrow"), ids="ids", eos=0),
@@ -237,7 +239,7 @@ def test_no_kind_of_source_is_left_out(corpora: dict[str, Any]) -> None:
     ours = [entry for entry in registry.of("forge.sources") if entry.distribution == "forge-data"]
     tested = {type(component) for component in corpora.values()}
     assert ours and {registry.load("forge.sources", entry.name) for entry in ours} <= tested
-    assert set(COUNTED) | set(STREAMED) | {"stdlib", "chat", "workspace"} == corpora.keys()
+    assert set(COUNTED) | set(STREAMED) | {"stdlib", "chat", "exercises", "workspace"} == corpora.keys()
 
 
 @given(recipe=recipes(), workers=st.sampled_from([1, 2, 8]), shape=SHAPES, kill=st.integers(0, 5))
@@ -399,4 +401,4 @@ def test_the_label_of_a_source_of_forge_is_the_name_that_selects_it() -> None:
     registry = Registry()
     classes = {name: registry.load("forge.sources", name) for name in registry.names("forge.sources")}
     own = {name: kind for name, kind in classes.items() if kind.__module__ == "forge_data.components"}
-    assert len(own) == 13 and {name: label_of(object.__new__(kind)) for name, kind in own.items()} == {name: name for name in own}
+    assert len(own) == 14 and {name: label_of(object.__new__(kind)) for name, kind in own.items()} == {name: name for name in own}

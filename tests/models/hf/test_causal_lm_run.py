@@ -85,7 +85,7 @@ def test_check_refuses_what_no_comparison_has_shown(case: str, tmp_path: Path) -
 
 
 WRONG = {
-    "no folder": ("", "folder is missing"),
+    "no folder": ("", "model.folder: is missing"),
     "no such folder": ('folder = "nowhere"', "config.json cannot be read"),
     "not json": ('config = "{"\nweights_from = "draw"', "config is not JSON"),
     "no kind": ('config = "{}"\nweights_from = "draw"', "has no model_type"),

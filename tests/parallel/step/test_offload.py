@@ -100,7 +100,12 @@ def test_weights_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     """A GPU draws other numbers than a CPU does; where shards lie must not change a run."""
     drawn: list[torch.device] = []
     original = module._stream
-    monkeypatch.setattr(module, "_stream", lambda seed, name, device: (drawn.append(device), original(seed, name, CPU))[1])
+
+    def stream(seed: int, name: str, device: torch.device, *kind: bool) -> Any:
+        drawn.append(device)
+        return original(seed, name, CPU, *kind)
+
+    monkeypatch.setattr(module, "_stream", stream)
     module.fill(Box((3, 2), (0, 0), torch.empty(3, 2)), TensorSpec((None, None), Init("normal", 1.0), "matrix"), "w", 0, GPU)
     assert drawn == [GPU]
 

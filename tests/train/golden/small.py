@@ -18,9 +18,13 @@ SLOW = ("compile", "float8")
 """A compiler takes longer than the steps, and float8 rounds otherwise on each machine."""
 
 
+WITH_DATA = frozenset({"sft-demo", "lora-demo", "dpo-demo"})
+"""Demos of fine-tuning, which need their own data or a base; `test_tuning_demos.py` runs them."""
+
+
 def names() -> list[str]:
-    """Of all presets."""
-    return Registry().names("forge.presets")
+    """Of all presets that train on any text or images."""
+    return [name for name in Registry().names("forge.presets") if name not in WITH_DATA]
 
 
 def small(name: str, folder: Path) -> Path:

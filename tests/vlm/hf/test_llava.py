@@ -408,7 +408,7 @@ def test_special_tokens_reach_the_text_part(tmp_path: Path) -> None:
 
 
 def test_trials_h_the_list_of_implemented_types_has_those_of_every_package(tmp_path: Path) -> None:
-    for kind in ("bert", ["llava"], None):
+    for kind in ("reformer", ["llava"], None):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         with pytest.raises(
             Unsupported, match=r"model_type .* is not implemented; implemented are llama, .*llava, mllama_text_model"

@@ -140,7 +140,9 @@ def classes_are_compared(job: Job, layout: Layout) -> Iterator[Fault]:
     """Checks that a class of transformers has been compared with one process in the layout of a recipe, and with its packing."""
     if not isinstance(job.model, TransformersConfig):
         return
-    kind = job.model.model_type
+    if not (kind := job.model.model_type):
+        yield Fault("model.folder", "is missing", hint="give a folder in the Hugging Face format, or model.config")
+        return
     page = "docs/models/transformers.md lists the classes"
     if (found := record_of(kind)) is None:
         yield Fault("model.config", f"model_type {kind!r} has not been compared with transformers", hint=page)

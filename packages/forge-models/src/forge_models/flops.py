@@ -47,8 +47,8 @@ class Counts:
         mtp: weights of the MTP modules; of the fields above, only `idle` includes them.
         mtp_matrix: `matrix` of the MTP modules, including the head once for each module.
         mtp_widths: `widths` of the blocks of MTP modules.
-        adapter: weights of the adapters of a frozen base.
-        adapter_matrix: weights of adapters in matrix products for one token.
+        lora: weights of the adapters of a frozen base.
+        lora_matrix: weights of adapters in matrix products for one token.
         widths: by window (None = global), heads * (width of a key + width of a value), summed over the layers with this window:
             the multiply-adds of one query with one key.
     """
@@ -64,8 +64,8 @@ class Counts:
     mtp: int = 0
     mtp_matrix: int = 0
     mtp_widths: Mapping[int | None, int] = field(default_factory=dict)
-    adapter: int = 0
-    adapter_matrix: int = 0
+    lora: int = 0
+    lora_matrix: int = 0
 
     def beyond(self, batches: Sequence[Batch], frozen: Collection[str] = ()) -> float:
         """Returns forward and backward FLOPs of these batches that are not counted per token, such as those of images. `frozen`
@@ -81,7 +81,7 @@ class Counts:
     @property
     def parameters(self) -> int:
         """Number of all weights; a tied table counts once."""
-        return self.embedding + self.attention + self.mlp + self.norms + self.head + self.mtp + self.adapter
+        return self.embedding + self.attention + self.mlp + self.norms + self.head + self.mtp + self.lora
 
     @property
     def active(self) -> int:
@@ -91,7 +91,7 @@ class Counts:
     def forward(self, length: int, causal: bool = False) -> float:
         """Returns forward FLOPs per token in rows of `length` tokens, without MTP. If `causal`, counts the keys of a causal
         kernel, see the module docstring."""
-        return _products(self.matrix + self.adapter_matrix, self.widths, lambda window: _keys(length, window, causal))
+        return _products(self.matrix + self.lora_matrix, self.widths, lambda window: _keys(length, window, causal))
 
     def training(self, length: int, causal: bool = False) -> float:
         """Returns forward and backward FLOPs per token in rows of `length` tokens."""
@@ -100,9 +100,9 @@ class Counts:
     def training_with(self, keys: Callable[[int | None], float]) -> float:
         """Returns forward and backward FLOPs per token if a query has `keys(window)` keys on average, as in packed rows."""
         own, mtp = _products(self.matrix, self.widths, keys), _products(self.mtp_matrix, self.mtp_widths, keys)
-        if self.adapter:
+        if self.lora:
             own -= _products(self.matrix, {}, keys) / 3  # no gradient of the base's weights
-        return 3 * (own + mtp + _products(self.adapter_matrix, {}, keys))
+        return 3 * (own + mtp + _products(self.lora_matrix, {}, keys))
 
 
 def counts_of(model: Any) -> Counts | None:
@@ -154,7 +154,7 @@ def _adapters(shape: DecoderShape, lora: Any) -> dict[str, int]:
         stacked, chosen = (shape.moe.experts, shape.moe.top_k) if shape.moe is not None and name in experts else (1, 1)
         whole += stacked * each + (outputs if lora.dora else 0)
         for_token += chosen * each
-    return {"adapter": whole, "adapter_matrix": for_token}
+    return {"lora": whole, "lora_matrix": for_token}
 
 
 def _sizes(shape: DecoderShape) -> tuple[Counter[str], int]:

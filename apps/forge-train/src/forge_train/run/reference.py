@@ -6,7 +6,7 @@ content. Checkpoints record the name, so that a resume in any layout uses the sa
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -119,17 +119,19 @@ def _entries(model: ParallelModel, scorer: Any, held_out: EvaluationSet, micro_b
     """Collective: returns the entries of this rank's rows; empty on ranks that do not report."""
     topology, found = model.topology, []
     read: deque[Batch] = deque()
-
-    def batches() -> Iterator[Batch]:
-        for batch in held_out.batches(topology.data_rank, topology.data_size, micro_batch):
-            read.append(batch)
-            yield batch
-
+    batches = held_out.batches(topology.data_rank, topology.data_size, micro_batch)
     with model.inference():
-        for terms in Step(model, scorer).scored(batches()):
+        for terms in Step(model, scorer).scored(_kept(batches, read)):
             entries = scorer.entries(read.popleft(), terms)
             found += [entries] if reports(model) else []
     return b"".join(found)
+
+
+def _kept(batches: Iterable[Batch], read: "deque[Batch]") -> Iterator[Batch]:
+    """Yields batches, and adds each to `read`."""
+    for batch in batches:
+        read.append(batch)
+        yield batch
 
 
 def _name(entries: bytes) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from forge_core.component import FREE, IDENTITY, Component, Place
-from forge_models.hf.config import read_config
+from forge_models.hf.config import Unsupported, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,7 +43,7 @@ class TransformersConfig(Component):
             Unsupported: the folder has no `config.json`.
         """
         folder = given.get("folder")
-        if not isinstance(folder, str) or given.get("config"):
+        if not isinstance(folder, str) or not folder.strip() or given.get("config"):
             return {}
         return {"config": json.dumps(read_config(Path(folder)), sort_keys=True)}
 
@@ -53,8 +53,8 @@ class TransformersConfig(Component):
         yield cls(config=json.dumps(SMALL), weights_from="draw")
 
     def __post_init__(self) -> None:
-        if not self.config:
-            raise ValueError("folder is missing: give a folder in the Hugging Face format, or the content of its config.json")
+        if not self.config:  # which `build` and a check refuse
+            return
         try:
             values = json.loads(self.config)
         except ValueError as cause:
@@ -66,7 +66,7 @@ class TransformersConfig(Component):
 
     def _value(self, *keys: str) -> Any:
         """Returns the first of some keys that the configuration has, in `settings`, itself, or its text model."""
-        values = json.loads(self.config)
+        values = json.loads(self.config or "{}")
         text = values.get("text_config")
         places = (self.settings, values, text if isinstance(text, dict) else {})
         return next((place[key] for place in places for key in keys if place.get(key) is not None), None)
@@ -88,8 +88,8 @@ class TransformersConfig(Component):
 
     @property
     def model_type(self) -> str:
-        """Name of the architecture in transformers."""
-        return json.loads(self.config)["model_type"]
+        """Name of the architecture in transformers; empty without a configuration."""
+        return json.loads(self.config)["model_type"] if self.config else ""
 
     def weights(self) -> "causal_lm_weights.CausalLMFolder | None":
         """Returns the weights that a new run starts from; None if they are drawn.
@@ -110,6 +110,12 @@ class TransformersConfig(Component):
         return CausalLMFolder(path, self)
 
     def build(self) -> "causal_lm.CausalLM":
+        """
+        Raises:
+            Unsupported: there is no configuration, or Forge cannot train its class.
+        """
+        if not self.config:
+            raise Unsupported(MISSING)
         from forge_models.hf import causal_lm
         from forge_models.hf.causal_lm_classes import record_of
 
@@ -118,6 +124,7 @@ class TransformersConfig(Component):
         return causal_lm.causal_lm(self.config, self.settings, drawn=self.weights_from == "draw", packs=packs)
 
 
+MISSING = "model.folder is missing: give a folder in the Hugging Face format, or model.config, the content of its config.json"
 SMALL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
