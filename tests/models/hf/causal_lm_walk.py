@@ -315,6 +315,8 @@ def classes() -> dict[str, list[type]]:
 
     found: dict[str, list[type]] = {}
     for config, model in MODEL_FOR_CAUSAL_LM_MAPPING.items():
+        if not model.__module__.startswith("transformers."):  # which somebody has registered
+            continue
         found.setdefault(model.__name__, []).insert(0 if config is model.config_class else 99, config)
     return dict(sorted(found.items()))
 
