@@ -142,7 +142,7 @@ class Evaluate(Periodic):
     def _evaluate(self, run: Run) -> None:
         values: dict[str, float] = {}
         metrics = evaluated(getattr(run.job, "objective", None))
-        summed = {"metrics": metrics} if metrics else {}
+        summed: dict[str, Any] = {"metrics": metrics} if metrics else {}
         for name, held_out in run.evaluations.items():
             batches = held_out.batches(run.topology.data_rank, run.topology.data_size, run.job.train.micro_batch)
             result = run.step.evaluate(self._until_left(run, name, batches), **summed)
