@@ -64,9 +64,12 @@ def card(
     from forge_train.report.card import card_of_run, write_card
 
     weights = ForgeWeights(locate(run), Registry())  # of an adapter without its base
-    if out is None and weights.facts.run is None:
+    if out is not None:
+        path = out
+    elif weights.facts.run is not None:
+        path = weights.facts.run / "README.md"
+    else:
         raise ForgeError(f"{run} is a checkpoint without the directory of its run; name the file of the card with --out")
-    path = out or weights.facts.run / "README.md"  # type: ignore[operator]
     write_card(path, card_of_run(weights, run))
     console = Console(as_json=as_json)
     if as_json:

@@ -50,8 +50,8 @@ def convert(
 ) -> None:
     """Convert weights between formats, read the result again, and compare its logits.
 
-    Formats are plugins of the group forge.converters. Forge has `hf`, `gguf`, `forge`, and `safetensors`, `dcp` and `torch`,
-    which store tensors under their names in the model.
+    Formats are plugins of the group forge.converters. Forge has `hf`, `gguf`, `peft` for adapters, `forge`, and
+    `safetensors`, `dcp` and `torch`, which store tensors under their names in the model.
     """
     from dataclasses import replace
 

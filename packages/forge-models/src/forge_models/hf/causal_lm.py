@@ -331,11 +331,7 @@ class CausalLM(nn.Module):
         return self.chain
 
     def specs(self) -> Specs:
-        """Returns the specs from which strategies work.
-
-        Raises:
-            Unsupported: a tensor has an initial value that Forge cannot draw, and no weights are read.
-        """
+        """Returns the specs from which strategies work."""
         anatomy = self.anatomy
         ties = tied(self)
         stacked = {f"{path}.{name}" for path in self.stacks() for name, _ in self.get_submodule(path).named_parameters()}
