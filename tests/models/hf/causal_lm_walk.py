@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -177,20 +177,20 @@ Found = tuple[float, dict[str, Tensor]]
 """Mean loss, and gradients by name."""
 
 
-def realized(config: str, layout: str) -> ParallelModel:
-    """Collective: returns the model of a configuration in a layout, in fp64."""
+def realized(config: str, layout: str, dtype: Literal["fp64", "fp32"] = "fp64") -> ParallelModel:
+    """Collective: returns the model of a configuration in a layout."""
     at = Layout.parse(layout)
     transforms: list[Any] = [FullyShard()] if at.dp_shard * at.ep > 1 else []
     transforms += [ExpertParallel()] if at.ep > 1 else []
     transforms += [TensorParallel(sequence_parallel=False)] if at.tp > 1 else []
     plan = Plan.of(transforms, at, Pipeline(OneForwardOneBackward().build()) if at.pp > 1 else None)
     blueprint = Blueprint.of(lambda: causal_lm.causal_lm(config, {}, packs=True))
-    return realize(blueprint, plan, Topology.of(at, torch.device("cpu")), _fill, "fp64", "fp64")
+    return realize(blueprint, plan, Topology.of(at, torch.device("cpu")), _fill, dtype, dtype)
 
 
-def step_of(config: str, layout: str, packed: bool = False) -> Found:
+def step_of(config: str, layout: str, packed: bool = False, dtype: Literal["fp64", "fp32"] = "fp64") -> Found:
     """Collective: returns loss and gradients of one step in a layout."""
-    model = realized(config, layout)
+    model = realized(config, layout, dtype)
     share = ROWS // model.topology.data_size
     mine = batches(packed)[model.topology.data_rank * share :][:share]
     result = Step(model, CrossEntropy())(mine)

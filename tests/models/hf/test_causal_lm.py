@@ -41,6 +41,50 @@ def test_one_process_equals_the_class_itself(name: str) -> None:
     assert walk.influence_of_later_tokens(config) < walk.TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "GptOssForCausalLM", "NemotronHForCausalLM"])
+def test_experts_of_a_class_run_in_one_grouped_product(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gated; transposed, with biases and a gate of their own; not gated. fp64 has no such product, so its experts are a loop."""
+    config = config_of(name, num_experts_per_tok=1)  # some experts get no token
+    exact = walk.step_of_transformers(config)
+    groups: list[int] = []
+    product = torch.nn.functional.grouped_mm
+
+    def counted(rows: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        groups.append(len(weight))
+        return product(rows, weight, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
+    assert walk.error(exact, walk.step_of(config, "dp1")) < walk.TOLERANCE
+    assert not groups
+    assert walk.error(exact, walk.step_of(config, "dp1", dtype="fp32")) < 1e-3
+    assert groups
+
+
+def test_rows_of_no_expert_change_no_gradient() -> None:
+    """A dispatcher may append rows that belong to no expert; what a product leaves in them is undefined."""
+    from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    experts = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=3))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    rows, counts = torch.randn(6, 8, generator=generator), torch.tensor([2, 0, 3])
+
+    def gradients(rows: torch.Tensor) -> list[torch.Tensor]:
+        out = causal_lm._feed_forward(experts, rows, counts)
+        assert torch.isfinite(out[:5]).all()
+        return list(torch.autograd.grad(out[:5].square().sum(), list(experts.parameters())))
+
+    expected = gradients(rows[:5])
+    assert all(torch.isfinite(gradient).all() for gradient in expected)
+    rows[5] = float("nan")
+    for found, gradient in zip(gradients(rows), expected, strict=True):
+        assert torch.equal(found, gradient)
+    assert not expected[1][1].any()  # an expert without tokens has a gradient, of zeros
+
+
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "MixtralForCausalLM", "Gemma2ForCausalLM"])
 def test_a_folder_is_what_from_pretrained_loads_and_reads_back(name: str) -> None:
     assert walk.error_of_a_folder(config_of(name)) < walk.TOLERANCE

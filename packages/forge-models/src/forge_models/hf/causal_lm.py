@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from forge_core.batch import IGNORE, PADDING
 from forge_core.protocols.model import ExpertDispatcher, Objective
@@ -22,6 +21,7 @@ from forge_core.specs import Dim, Group, Init, ModuleSpec, Specs, TensorSpec
 from forge_models.blocks.cache import KVCache
 from forge_models.blocks.head import ChunkedCrossEntropy, Head
 from forge_models.blocks.moe.dispatch import LocalDispatch
+from forge_models.blocks.moe.experts import ContiguousGradient, grouped_products
 from forge_models.hf.causal_lm_anatomy import (
     EXPERTS,
     Anatomy,
@@ -35,6 +35,7 @@ from forge_models.hf.causal_lm_anatomy import (
     tied,
 )
 from forge_models.hf.config import Unsupported
+from forge_models.torch_private import assert_async
 
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
 UNLIMITED = 2**20
@@ -104,21 +105,26 @@ def run_experts(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) ->
 
 def _feed_forward(experts: Any, tokens: Tensor, counts: Tensor) -> Tensor:
     """(n, embed) tokens sorted by expert, with `counts` of each -> (n, embed); rows beyond the counts are undefined."""
-    sizes = counts.tolist()
-    *groups, rest = tokens.split([*sizes, len(tokens) - sum(sizes)])
-    enter = experts.gate_up_proj if experts.has_gate else experts.up_proj
     name = "gate_up_proj" if experts.has_gate else "up_proj"
-    made = []
-    for number, group in enumerate(groups):
-        x = _product(experts, name, enter, group, number)
-        x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
-        made.append(_product(experts, "down_proj", experts.down_proj, x, number))
-    return torch.cat([*made, rest])
+    enter, leave = getattr(experts, name), experts.down_proj
+    product = grouped_products(tokens, counts, experts.num_experts, (*enter.shape[1:], *leave.shape[1:]))
+    normed = getattr(experts, "has_post_expert_norm", False)
+    chosen = None
+    if experts.has_bias or normed:  # a row of an expert adds to the gradients of vectors, and an undefined row must not
+        ends, index = counts.cumsum(0), torch.arange(len(tokens), device=tokens.device)
+        chosen = torch.searchsorted(ends, index, right=True)[:, None] == torch.arange(len(counts), device=tokens.device)
 
+    def projected(rows: Tensor, weight: Tensor, name: str) -> Tensor:
+        rows = product(rows, weight.mT if experts.is_transposed else weight)
+        if chosen is not None:
+            rows = rows.where(chosen.any(1, keepdim=True), 0)
+        # A product with rows of 0 and 1 has gradients that are sums in a fixed order, which those of an index are not on a GPU.
+        return rows + chosen.to(rows.dtype) @ getattr(experts, f"{name}_bias") if experts.has_bias else rows
 
-def _product(experts: Any, name: str, weight: Tensor, rows: Tensor, number: int) -> Tensor:
-    matrix = weight[number].mT if experts.is_transposed else weight[number]
-    return F.linear(rows, matrix, getattr(experts, f"{name}_bias")[number] if experts.has_bias else None)
+    x = projected(tokens, enter, name)
+    x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
+    x = projected(x, leave, "down_proj")
+    return ContiguousGradient.apply(experts.post_expert_norm(x) if normed else x)
 
 
 class WholeLogits:
@@ -261,10 +267,8 @@ class CausalLM(nn.Module):
             if "position_ids" not in takes:
                 raise ValueError(f"{type(self).__name__} takes no positions, so rows cannot have several documents")
             given["position_ids"] = _places(documents)
-        elif documents is not None and bool(((documents != documents[:, :1]) & (documents != PADDING)).any()):
-            raise ValueError(
-                f"a row has several documents, and {type(self).__name__} does not keep them apart; set data.packing = 'pad'"
-            )
+        elif documents is not None:
+            self._refuse_several(documents)
         elif positions is not None and "position_ids" in takes:
             given["position_ids"] = positions.expand(x.shape[:2])
         if "use_cache" in takes:
@@ -278,6 +282,18 @@ class CausalLM(nn.Module):
             return hidden
         hidden = _at(hidden, places)
         return self.get_submodule(self.anatomy.head)(hidden, labels, objective)
+
+    def _refuse_several(self, documents: Tensor) -> None:
+        """
+        Raises:
+            ValueError: a row has several documents; on a GPU, which is not waited for, the device asserts it.
+        """
+        several = ((documents != documents[:, :1]) & (documents != PADDING)).any()
+        message = f"a row has several documents, and {type(self).__name__} does not keep them apart; set data.packing = 'pad'"
+        if documents.device.type != "cpu":
+            assert_async(~several, message)
+        elif several:
+            raise ValueError(message)
 
     def new_cache(self, batch: int, capacity: int) -> TokenHistory:
         """Returns an empty cache for `batch` rows of up to `capacity` tokens."""

@@ -5,7 +5,7 @@ proportional to the number of tokens for any distribution over experts. `loop` r
 precision and width; it reads the token counts on the host, which synchronizes with the device once per layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -51,7 +51,7 @@ class Experts(nn.Module):
             hidden = activation(self.project(product, tokens, "up_proj"))
         else:
             hidden = activation(self.project(product, tokens, "gate_proj")) * self.project(product, tokens, "up_proj")
-        return _ContiguousGradient.apply(self.project(product, hidden, "down_proj"))
+        return ContiguousGradient.apply(self.project(product, hidden, "down_proj"))
 
     def project(self, product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, name: str) -> Tensor:
         """Multiplies `rows` (n, inputs) with the stacked matrices `name`; subclasses may add to the result (n, outputs)."""
@@ -60,23 +60,11 @@ class Experts(nn.Module):
     def products(self, tokens: Tensor, counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
         """Returns the product function for the rows of this call; subclasses may override it. See
         `forge_core.protocols.model.ExpertStack`."""
-        return _products(counts, len(tokens)) if self._loops(tokens) else _grouped(counts)
+        return grouped_products(tokens, counts, len(self.up_proj), self.widths(), self.kernel)
 
     def widths(self) -> tuple[int, ...]:
         """Returns the lengths of the rows of all products."""
         return self.context.dim, self.up_proj.shape[1]
-
-    def _loops(self, tokens: Tensor) -> bool:
-        fault = unfit(tokens.dtype, *self.widths())
-        if self.kernel == "grouped" and fault:
-            raise ValueError(f"model.moe.kernel 'grouped': {fault}; use 'auto' or 'loop'")
-        if self.kernel != "auto":
-            return self.kernel == "loop"
-        if not fault and not torch.compiler.is_compiling():  # the compiler may supply its own kernel
-            fault = accelerator.groups_fault(tokens.device, tokens.dtype, len(self.up_proj))
-        if fault:
-            accelerator.warn_of_loop(tokens.device, fault)
-        return bool(fault)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the specs of the parameters, by name relative to this module; each expert is initialized under its own name."""
@@ -84,6 +72,33 @@ class Experts(nn.Module):
         leave = TensorSpec(("expert", "embed", "ffn"), Init("normal", self.context.output_std), "matrix", stacked=True)
         gate = {} if self.gate_proj is None else {"gate_proj": enter}
         return gate | {"up_proj": enter, "down_proj": leave}
+
+
+def grouped_products(
+    tokens: Tensor, counts: Tensor, num_experts: int, widths: Sequence[int], kernel: ExpertKernel = "auto"
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns the function that multiplies rows (n, inputs), sorted by expert, with stacked matrices (expert, outputs, inputs).
+
+    Args:
+        tokens: (n, dim), whose dtype and device the products have.
+        counts: (num_experts,) rows of each expert.
+        num_experts: number of experts.
+        widths: lengths of the rows of all products.
+        kernel: `grouped`, `loop`, or `auto`, which is `grouped` where it can be used.
+
+    Raises:
+        ValueError: the kernel is `grouped`, which does not support this precision or width.
+    """
+    fault = unfit(tokens.dtype, *widths)
+    if kernel == "grouped" and fault:
+        raise ValueError(f"model.moe.kernel 'grouped': {fault}; use 'auto' or 'loop'")
+    if kernel == "auto":
+        if not fault and not torch.compiler.is_compiling():  # the compiler may supply its own kernel
+            fault = accelerator.groups_fault(tokens.device, tokens.dtype, num_experts)
+        if fault:
+            accelerator.warn_of_loop(tokens.device, fault)
+        kernel = "loop" if fault else "grouped"
+    return _products(counts, len(tokens)) if kernel == "loop" else _grouped(counts)
 
 
 def unfit(dtype: torch.dtype, *widths: int) -> str:
@@ -131,7 +146,7 @@ def _products(counts: Tensor, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
     return product
 
 
-class _ContiguousGradient(torch.autograd.Function):
+class ContiguousGradient(torch.autograd.Function):
     """Identity with a contiguous gradient. The backward of grouped_mm crashes if the gradient is an expanded scalar, as that of a
     sum is; only the last product can receive such a gradient."""
 
