@@ -1,9 +1,16 @@
-"""The attention core on a CUDA device. Runs with `pytest -m gpu`."""
+"""The attention core, and classes of transformers, on a CUDA device. Runs with `pytest -m gpu`."""
+
+import json
+import warnings
 
 import pytest
 import torch
 
 from forge_models.blocks.attention import LocalAttention
+from forge_models.objectives import CrossEntropy
+from forge_parallel import accelerator
+from forge_parallel.step.step import Step
+from models.hf import causal_lm_walk as walk
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -55,3 +62,50 @@ def test_no_square_mask_exists(kind):
     before = torch.cuda.memory_allocated()
     core(q, k, v, core.prepare(documents, length, None, "cuda"), 0.125).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < length * length / 4  # bytes: a quarter of one boolean mask
+
+
+def small(name, **changes):
+    return json.dumps({**walk.small(walk.classes()[name][0]), **changes})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM"])
+def test_a_class_of_transformers_is_that_of_a_cpu(name, packed):
+    expected = walk.step_of(small(name), "dp1", packed)
+    assert walk.error(expected, on_cpu(walk.step_of(small(name), "dp1", packed, device="cuda"))) < walk.TOLERANCE
+    found = on_cpu(walk.step_of(small(name), "dp1", packed, dtype="bf16", device="cuda"))
+    assert walk.error(expected, found) < 0.3  # a router in bf16 may choose another expert for a token
+    loss, gradients = found
+    again = on_cpu(walk.step_of(small(name), "dp1", packed, dtype="bf16", device="cuda"))
+    assert again[0] == loss
+    assert all(torch.equal(again[1][key], gradient) for key, gradient in gradients.items())
+
+
+def on_cpu(found):
+    return found[0], {name: gradient.cpu() for name, gradient in found[1].items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM"])
+def test_host_waits_of_a_class_do_not_grow_with_its_layers(name):
+    """transformers itself looks on the host, once in a forward, whether rows have several documents."""
+    counts = []
+    for layers in (1, 4):
+        changes = {"num_hidden_layers": layers}
+        if "layer_types" in json.loads(small(name)):
+            changes["layer_types"] = ["full_attention"] * layers
+        model = walk.realized(small(name, **changes), "dp1", "bf16", "cuda")
+        step, batches = Step(model, CrossEntropy()), [batch.to("cuda") for batch in walk.batches(False)]
+        step(batches)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            accelerator.warns_of_waits(torch.device("cuda"))
+            try:
+                step(batches)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = [f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)]
+        counts.append(len(waits))
+        assert len(waits) <= len(batches), waits
+    assert counts[0] == counts[1]

@@ -177,7 +177,10 @@ Found = tuple[float, dict[str, Tensor]]
 """Mean loss, and gradients by name."""
 
 
-def realized(config: str, layout: str, dtype: Literal["fp64", "fp32"] = "fp64") -> ParallelModel:
+DType = Literal["fp64", "fp32", "bf16"]
+
+
+def realized(config: str, layout: str, dtype: DType = "fp64", device: str = "cpu") -> ParallelModel:
     """Collective: returns the model of a configuration in a layout."""
     at = Layout.parse(layout)
     transforms: list[Any] = [FullyShard()] if at.dp_shard * at.ep > 1 else []
@@ -185,15 +188,15 @@ def realized(config: str, layout: str, dtype: Literal["fp64", "fp32"] = "fp64") 
     transforms += [TensorParallel(sequence_parallel=False)] if at.tp > 1 else []
     plan = Plan.of(transforms, at, Pipeline(OneForwardOneBackward().build()) if at.pp > 1 else None)
     blueprint = Blueprint.of(lambda: causal_lm.causal_lm(config, {}, packs=True))
-    return realize(blueprint, plan, Topology.of(at, torch.device("cpu")), _fill, dtype, dtype)
+    return realize(blueprint, plan, Topology.of(at, torch.device(device)), _fill, dtype, dtype)
 
 
-def step_of(config: str, layout: str, packed: bool = False, dtype: Literal["fp64", "fp32"] = "fp64") -> Found:
+def step_of(config: str, layout: str, packed: bool = False, dtype: DType = "fp64", device: str = "cpu") -> Found:
     """Collective: returns loss and gradients of one step in a layout."""
-    model = realized(config, layout, dtype)
+    model = realized(config, layout, dtype, device)
     share = ROWS // model.topology.data_size
     mine = batches(packed)[model.topology.data_rank * share :][:share]
-    result = Step(model, CrossEntropy())(mine)
+    result = Step(model, CrossEntropy())([batch.to(device) for batch in mine])
     gradients = gathered(model, {name: tensor.grad for name, tensor, _ in model.trainable()})
     return result.numbers()["loss"], gradients
 
