@@ -1,10 +1,12 @@
 """Fine-tuning a class of transformers: a run of Forge over `transformers.Trainer`, tokens per second and peak memory.
 
     python benchmarks/models/fine_tuning.py [--rounds 3] [--steps 8] [--threads 2]
+    python benchmarks/models/fine_tuning.py --device cuda --dtype bf16 [--shape 1b] [--rounds 3] [--steps 8]
 
-Both sides train the same Llama with a vocabulary of 128,000, from the same folder on the same tokens, in fp32 with AdamW and
-clipping, each in a process of its own, in turns. Tokens per second are those of the steps after the first two; peak memory is
-that of the process, with its libraries.
+Both sides train the same Llama with a vocabulary of 128,000, from the same folder on the same tokens, with AdamW and clipping,
+each in a process of its own, in turns. `--dtype` is that of weights, products, gradients and the state of AdamW. Tokens per
+second are those of the steps after the first two. Peak memory is that of the process, with its libraries; on a GPU it is the most
+that torch had allocated there.
 """
 
 import argparse
@@ -16,26 +18,89 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROWS, LENGTH, VOCAB = 4, 256, 128_000
-SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+VOCAB = 128_000
 SKIPPED = 2
 """Steps at the start that are not timed."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""Names in torch."""
 
 
-def folder(path: Path) -> None:
+@dataclass(frozen=True)
+class Shape:
+    """A batch of rows, and the keys of a Llama."""
+
+    rows: int
+    length: int
+    sizes: Mapping[str, int]
+
+
+SHAPES = {
+    "small": Shape(
+        4,
+        256,
+        {
+            "hidden_size": 256,
+            "intermediate_size": 704,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "1b": Shape(
+        4,
+        2048,
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both sides do."""
+
+    shape: str
+    device: str
+    dtype: str
+    steps: int
+    threads: int
+
+    @property
+    def sizes(self) -> Shape:
+        return SHAPES[self.shape]
+
+
+def folder(path: Path, setting: Setting) -> None:
     """Writes the model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    shape = setting.sizes
+    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=shape.length, tie_word_embeddings=False, **shape.sizes)
     torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCAB, max_position_embeddings=LENGTH, tie_word_embeddings=False, **SIZES)
-    ).save_pretrained(path)
+    with torch.device(setting.device):
+        model = LlamaForCausalLM(config)
+    model.to(getattr(torch, DTYPES[setting.dtype])).save_pretrained(path)
 
 
-def forge(path: Path, steps: int) -> float:
+def wait(device: str) -> None:
+    """Waits until the device has computed everything."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def forge(path: Path, setting: Setting) -> float:
     """Trains with Forge; returns tokens per second."""
     import torch
 
@@ -55,82 +120,104 @@ def forge(path: Path, steps: int) -> float:
     weights = config.weights()
     assert weights is not None
     layout = Layout()
-    blueprint, topology = Blueprint.of(config.build), Topology(layout, torch.device("cpu"))
-    model = realize(blueprint, Plan.of([], layout), topology, lambda model: fill_from(weights, model))
+    blueprint, topology = Blueprint.of(config.build), Topology(layout, torch.device(setting.device))
+    source = lambda model: fill_from(weights, model)  # noqa: E731
+    model = realize(blueprint, Plan.of([], layout), topology, source, setting.dtype, setting.dtype)
     step, optimizer = Step(model, CrossEntropy().build()), AdamWConfig(lr=1e-4).build(model)
-    tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    rows, length = setting.sizes.rows, setting.sizes.length
+    tokens = torch.randint(VOCAB, (rows, length + 1), generator=torch.Generator().manual_seed(1))
     batch, start = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), 0.0
-    for number in range(steps + SKIPPED):
+    for number in range(setting.steps + SKIPPED):
         if number == SKIPPED:
+            wait(setting.device)
             start = time.perf_counter()
         result = step([batch])
         clip_grad_norm(model, result.norm, 1.0)
         optimizer.step(result.skip)
         optimizer.zero_grad()
         result.numbers()
-    return steps * ROWS * LENGTH / (time.perf_counter() - start)
+    wait(setting.device)
+    return setting.steps * rows * length / (time.perf_counter() - start)
 
 
-def trainer(path: Path, steps: int) -> float:
+def trainer(path: Path, setting: Setting) -> float:
     """Trains with `transformers.Trainer`; returns tokens per second."""
     import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     times: list[float] = []
+    count, length, steps = setting.sizes.rows, setting.sizes.length, setting.steps
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: object, **__: object) -> None:
+            if len(times) in (SKIPPED - 1, steps + SKIPPED - 1):
+                wait(setting.device)
             times.append(time.perf_counter())
 
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
-    tokens = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    dtype = getattr(torch, DTYPES[setting.dtype])
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=dtype)
+    tokens = torch.randint(VOCAB, (count, length), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in tokens] * (steps + SKIPPED)
     with tempfile.TemporaryDirectory() as out:
         options = TrainingArguments(
             out,
             max_steps=steps + SKIPPED,
-            per_device_train_batch_size=ROWS,
+            per_device_train_batch_size=count,
             learning_rate=1e-4,
             max_grad_norm=1.0,
-            use_cpu=True,
+            use_cpu=setting.device == "cpu",
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
             logging_steps=1000,
         )
         Trainer(model=model, args=options, train_dataset=rows, callbacks=[Clock()]).train()  # type: ignore[arg-type]
-    return steps * ROWS * LENGTH / (times[-1] - times[SKIPPED - 1])
+    return steps * count * length / (times[-1] - times[SKIPPED - 1])
 
 
-def measured(side: str, path: Path, steps: int, threads: int) -> dict[str, float]:
+def measured(side: str, path: Path, setting: Setting) -> dict[str, float]:
     """Runs a side in a process of its own."""
-    command = (sys.executable, __file__, "--side", side, "--folder", str(path), "--steps", str(steps), "--threads", str(threads))
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = (sys.executable, __file__, "--side", side, "--folder", str(path), "--setting", json.dumps(asdict(setting)))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{side} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def run(side: str, path: Path, setting: Setting) -> dict[str, float]:
+    """Runs a side in this process."""
+    import torch
+
+    torch.set_num_threads(setting.threads)
+    rate = {"forge": forge, "trainer": trainer}[side](path, setting)
+    whole = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"rate": rate, "peak": torch.cuda.max_memory_allocated() if setting.device == "cuda" else whole}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--side", choices=("forge", "trainer"))
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="by default small on a CPU, 1b on a GPU")
+    parser.add_argument("--side", choices=("forge", "trainer"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--setting", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
-        import torch
-
-        torch.set_num_threads(given.threads)
-        rate = {"forge": forge, "trainer": trainer}[given.side](given.folder, given.steps)
-        print(json.dumps({"rate": rate, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+        print(json.dumps(run(given.side, given.folder, Setting(**json.loads(given.setting)))))
         return
+    shape = given.shape or ("1b" if given.device == "cuda" else "small")
+    setting = Setting(shape, given.device, given.dtype, given.steps, given.threads)
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary)
-        folder(path)
+        folder(path, setting)
         found: dict[str, list[dict[str, float]]] = {"forge": [], "trainer": []}
         for number in range(given.rounds):
             for side in found if number % 2 == 0 else reversed(list(found)):
-                found[side].append(measured(side, path, given.steps, given.threads))
+                found[side].append(measured(side, path, setting))
                 print(side, {name: f"{value:,.0f}" for name, value in found[side][-1].items()}, flush=True)
     for name, what in (("rate", "tokens/s"), ("peak", "bytes")):
         ours, theirs = ([one[name] for one in found[side]] for side in ("forge", "trainer"))
@@ -139,7 +226,17 @@ def main() -> None:
             f"{what}: forge {statistics.median(ours):,.0f}, trainer {statistics.median(theirs):,.0f}, ratio "
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         )
-    print(f"{platform.processor() or platform.machine()}, {given.threads} threads, {ROWS} x {LENGTH} tokens, vocabulary {VOCAB}")
+    print(f"{place(setting)}, {setting.dtype}, {setting.sizes.rows} x {setting.sizes.length} tokens, vocabulary {VOCAB}")
+
+
+def place(setting: Setting) -> str:
+    """Returns the name of the device, and the versions of the libraries."""
+    import torch
+    import transformers
+
+    cpu = f"{platform.processor() or platform.machine()}, {setting.threads} threads"
+    name = torch.cuda.get_device_name() if setting.device == "cuda" else cpu
+    return f"{name}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 if __name__ == "__main__":
