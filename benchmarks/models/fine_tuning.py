@@ -1,12 +1,12 @@
 """Fine-tuning a class of transformers: a run of Forge over `transformers.Trainer`, tokens per second and peak memory.
 
     python benchmarks/models/fine_tuning.py [--rounds 3] [--steps 8] [--threads 2]
-    python benchmarks/models/fine_tuning.py --device cuda --dtype bf16 [--shape 1b] [--rounds 3] [--steps 8]
+    python benchmarks/models/fine_tuning.py --device cuda --dtype bf16 [--shape 1b|experts] [--rounds 3] [--steps 8]
 
-Both sides train the same Llama with a vocabulary of 128,000, from the same folder on the same tokens, with AdamW and clipping,
-each in a process of its own, in turns. `--dtype` is that of weights, products, gradients and the state of AdamW. Tokens per
-second are those of the steps after the first two. Peak memory is that of the process, with its libraries; on a GPU it is the most
-that torch had allocated there.
+Both sides train the same Llama (`experts`: a Qwen3 with 64 experts in each layer) with a vocabulary of 128,000, from the same
+folder on the same tokens, with AdamW and clipping, each in a process of its own, in turns. `--dtype` is that of weights, products,
+gradients and the state of AdamW. Tokens per second are those of the steps after the first two. Peak memory is that of the process,
+with its libraries; on a GPU it is the most that torch had allocated there.
 """
 
 import argparse
@@ -31,11 +31,12 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch of rows, and the keys of a Llama."""
+    """A batch of rows, and the keys of a Llama, or of another kind of model."""
 
     rows: int
     length: int
     sizes: Mapping[str, int]
+    kind: str = "llama"
 
 
 SHAPES = {
@@ -61,6 +62,20 @@ SHAPES = {
             "num_key_value_heads": 8,
         },
     ),
+    "experts": Shape(
+        4,
+        2048,
+        {
+            "hidden_size": 1024,
+            "moe_intermediate_size": 512,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+        },
+        "qwen3_moe",
+    ),
 }
 
 
@@ -82,13 +97,16 @@ class Setting:
 def folder(path: Path, setting: Setting) -> None:
     """Writes the model."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto import CONFIG_MAPPING
 
     shape = setting.sizes
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=shape.length, tie_word_embeddings=False, **shape.sizes)
+    config = CONFIG_MAPPING[shape.kind](
+        vocab_size=VOCAB, max_position_embeddings=shape.length, tie_word_embeddings=False, **shape.sizes
+    )
     torch.manual_seed(0)
     with torch.device(setting.device):
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.to(getattr(torch, DTYPES[setting.dtype])).save_pretrained(path)
 
 
@@ -126,7 +144,7 @@ def forge(path: Path, setting: Setting) -> float:
     step, optimizer = Step(model, CrossEntropy().build()), AdamWConfig(lr=1e-4).build(model)
     rows, length = setting.sizes.rows, setting.sizes.length
     tokens = torch.randint(VOCAB, (rows, length + 1), generator=torch.Generator().manual_seed(1))
-    batch, start = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), 0.0
+    batch, start = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).to(setting.device), 0.0
     for number in range(setting.steps + SKIPPED):
         if number == SKIPPED:
             wait(setting.device)
