@@ -52,6 +52,24 @@ def test_noise_is_uniform_and_independent() -> None:
     assert int(bits().max()) < 1 << 16
 
 
+def test_noise_is_the_hash_in_exact_integers() -> None:
+    """Recorded runs depend on every bit."""
+
+    def hashed(index: int, key: int, step: int) -> int:
+        word = index % 2**32
+        for salt in (index >> 32, key, step):
+            word = (word + salt * 0x9E3779B1) % 2**32
+            for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+                word = (word ^ word >> shift) * factor % 2**32
+        return word % 2**16
+
+    for key, step in ((1, 1), (2**31 - 1, 10**6), (0x12345678, 3)):
+        index = torch.tensor([0, 1, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 3 * 2**32 + 17, 2**40 - 1])
+        expected = [hashed(one, key, step) for one in index.tolist()]
+        assert noise(index, key, torch.tensor(step)).tolist() == expected
+        assert noise(index, torch.tensor(key), torch.tensor(step)).tolist() == expected
+
+
 @pytest.mark.parametrize("value", [1.001, -3.14159, 1e-20, 65000.3])
 def test_rounding_keeps_the_expected_value(value: float) -> None:
     exact = torch.full((N,), value)

@@ -93,15 +93,22 @@ def noise(index: torch.Tensor, key: int | torch.Tensor, step: torch.Tensor) -> t
     """Returns uniform 16-bit integers (int32), one per flat `index` (int64). `step`, and `key` unless it is a number, are int64
     scalars on the device.
 
-    Three rounds of the murmur3 finalizer (Appleby, 2011) over 32-bit words in int64.
+    Three rounds of the murmur3 finalizer (Appleby, 2011) over 32-bit words. Products of int32 wrap around, which is all that the
+    hash needs of them; a GPU takes several times as long for products of int64.
     """
-    word = index & 0xFFFFFFFF
+    word = index.to(torch.int32)
     for salt in (index >> 32, key, step):
-        word = (word + salt * 0x9E3779B1) & 0xFFFFFFFF
-        word = ((word ^ (word >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
-        word = ((word ^ (word >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
-        word = word ^ (word >> 16)
-    return (word & 0xFFFF).to(torch.int32)
+        salted = salt * 0x9E3779B1
+        word = word + ((salted + (1 << 31)) % (1 << 32) - (1 << 31) if isinstance(salted, int) else salted.to(torch.int32))
+        word = (word ^ _shifted(word, 16)) * -0x7A143595  # 0x85EBCA6B
+        word = (word ^ _shifted(word, 13)) * -0x3D4D51CB  # 0xC2B2AE35
+        word = word ^ _shifted(word, 16)
+    return word & 0xFFFF
+
+
+def _shifted(word: torch.Tensor, places: int) -> torch.Tensor:
+    """Returns int32 words shifted to the right, with zeros on the left."""
+    return (word >> places) & (0xFFFFFFFF >> places)
 
 
 def rounded(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
