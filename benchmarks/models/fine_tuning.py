@@ -1,12 +1,15 @@
 """Fine-tuning a class of transformers: a run of Forge over `transformers.Trainer`, tokens per second and peak memory.
 
     python benchmarks/models/fine_tuning.py [--rounds 3] [--steps 8] [--threads 2]
-    python benchmarks/models/fine_tuning.py --device cuda --dtype bf16 [--shape 1b|experts] [--rounds 3] [--steps 8]
+    python benchmarks/models/fine_tuning.py --device cuda --dtype mixed [--shape 1b|experts] [--rounds 3] [--steps 8]
+    python benchmarks/models/fine_tuning.py --lora [--rounds 3] [--steps 8]        # against the trainer with the peft library
 
 Both sides train the same Llama (`experts`: a Qwen3 with 64 experts in each layer) with a vocabulary of 128,000, from the same
-folder on the same tokens, with AdamW and clipping, each in a process of its own, in turns. `--dtype` is that of weights, products,
-gradients and the state of AdamW. Tokens per second are those of the steps after the first two. Peak memory is that of the process,
-with its libraries; on a GPU it is the most that torch had allocated there.
+folder on the same tokens, with AdamW and clipping, each in a process of its own, in turns. `--dtype bf16` is that of weights,
+products, gradients and the state of AdamW; Forge then rounds updates stochastically, and the trainer to the nearest number. With
+`mixed`, only products are in bf16. Tokens per second are those of the steps after the first two. Peak memory is that of the
+process, with its libraries; on a GPU it is the most that torch had allocated there. With `--lora`, all linear layers of the blocks
+get adapters of rank 16 over a frozen base, on Forge's side those of its own decoder, which reads the same folder.
 """
 
 import argparse
@@ -18,15 +21,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 VOCAB = 128_000
 SKIPPED = 2
 """Steps at the start that are not timed."""
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-"""Names in torch."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "mixed": "float32"}
+"""Names of weights in torch."""
+RANK, ALPHA = 16, 32
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class Setting:
     dtype: str
     steps: int
     threads: int
+    lora: bool = False
 
     @property
     def sizes(self) -> Shape:
@@ -134,17 +140,22 @@ def forge(path: Path, setting: Setting) -> float:
     from forge_parallel.step.step import Step
     from forge_train.inference.stored import fill_from
 
-    config = TransformersConfig(folder=str(path), config=(path / "config.json").read_text())
-    weights = config.weights()
-    assert weights is not None
+    if setting.lora:
+        config, source = adapted(path)
+    else:
+        config = TransformersConfig(folder=str(path), config=(path / "config.json").read_text())
+        weights = config.weights()
+        assert weights is not None
+        source = lambda model: fill_from(weights, model)  # noqa: E731
     layout = Layout()
+    precision = ("bf16", "fp32") if setting.dtype == "mixed" else (setting.dtype, setting.dtype)
     blueprint, topology = Blueprint.of(config.build), Topology(layout, torch.device(setting.device))
-    source = lambda model: fill_from(weights, model)  # noqa: E731
-    model = realize(blueprint, Plan.of([], layout), topology, source, setting.dtype, setting.dtype)
+    model = realize(blueprint, Plan.of([], layout), topology, source, *precision)
     step, optimizer = Step(model, CrossEntropy().build()), AdamWConfig(lr=1e-4).build(model)
     rows, length = setting.sizes.rows, setting.sizes.length
     tokens = torch.randint(VOCAB, (rows, length + 1), generator=torch.Generator().manual_seed(1))
-    batch, start = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).to(setting.device), 0.0
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).to(setting.device)
+    start, before = 0.0, None
     for number in range(setting.steps + SKIPPED):
         if number == SKIPPED:
             wait(setting.device)
@@ -153,9 +164,33 @@ def forge(path: Path, setting: Setting) -> float:
         clip_grad_norm(model, result.norm, 1.0)
         optimizer.step(result.skip)
         optimizer.zero_grad()
-        result.numbers()
+        result.send()
+        if before is not None:  # as in a run, which reads the numbers of a step while the device computes the next one
+            before.numbers()
+        before = result
     wait(setting.device)
     return setting.steps * rows * length / (time.perf_counter() - start)
+
+
+def adapted(path: Path) -> tuple[Any, Callable[[Any], None]]:
+    """Returns Forge's decoder of a folder with an adapter, and a function that fills it."""
+    import torch
+
+    from forge_core.registry import Registry
+    from forge_models.components.lora import LoRAConfig
+    from forge_parallel.model.realize import initialize
+
+    weights = Registry().load("forge.converters", "hf")().build().read(path)
+
+    def fill(model: Any) -> None:
+        initialize(model, 0, [name for name in model.specs.tensors if name not in model.specs.base])
+        with torch.no_grad():
+            for name, tensor in model.tensors():
+                if name in model.specs.base:
+                    piece = model.piece(name, tensor)
+                    piece.local.copy_(weights.box(name, piece.offset, tuple(piece.local.shape)))
+
+    return replace(weights.model, lora=LoRAConfig(rank=RANK, alpha=ALPHA)), fill
 
 
 def trainer(path: Path, setting: Setting) -> float:
@@ -174,6 +209,12 @@ def trainer(path: Path, setting: Setting) -> float:
 
     dtype = getattr(torch, DTYPES[setting.dtype])
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=dtype)
+    if setting.lora:
+        import peft
+
+        # All linear layers but the head. In bf16, the library would keep its adapters in fp32.
+        settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     tokens = torch.randint(VOCAB, (count, length), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in tokens] * (steps + SKIPPED)
     with tempfile.TemporaryDirectory() as out:
@@ -184,6 +225,7 @@ def trainer(path: Path, setting: Setting) -> float:
             learning_rate=1e-4,
             max_grad_norm=1.0,
             use_cpu=setting.device == "cpu",
+            bf16=setting.dtype == "mixed",
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
@@ -220,6 +262,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
     parser.add_argument("--shape", choices=tuple(SHAPES), help="by default small on a CPU, 1b on a GPU")
+    parser.add_argument("--lora", action="store_true", help="train low-rank adapters over a frozen base")
     parser.add_argument("--side", choices=("forge", "trainer"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--setting", help=argparse.SUPPRESS)
@@ -228,7 +271,7 @@ def main() -> None:
         print(json.dumps(run(given.side, given.folder, Setting(**json.loads(given.setting)))))
         return
     shape = given.shape or ("1b" if given.device == "cuda" else "small")
-    setting = Setting(shape, given.device, given.dtype, given.steps, given.threads)
+    setting = Setting(shape, given.device, given.dtype, given.steps, given.threads, given.lora)
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary)
         folder(path, setting)
