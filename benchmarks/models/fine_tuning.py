@@ -8,7 +8,7 @@ Both sides train the same Llama (`experts`: a Qwen3 with 64 experts in each laye
 folder on the same tokens, with AdamW and clipping, each in a process of its own, in turns. `--dtype bf16` is that of weights,
 products, gradients and the state of AdamW; Forge then rounds updates stochastically, and the trainer to the nearest number. With
 `mixed`, only products are in bf16. Tokens per second are those of the steps after the first two. Peak memory is that of the
-process, with its libraries; on a GPU it is the most that torch had allocated there. With `--lora`, all linear layers of the blocks
+process, with its libraries; on a GPU it is the most that torch had allocated there. With `--lora`, all linear layers of blocks
 get adapters of rank 16 over a frozen base, on Forge's side those of its own decoder, which reads the same folder.
 """
 
