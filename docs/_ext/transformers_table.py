@@ -12,7 +12,15 @@ ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "packages" / "forge-models" / "src" / "forge_models" / "hf" / "causal_lm_classes.json"
 PAGE = ROOT / "docs" / "models" / "transformers.md"
 BEGIN, END = "<!-- classes -->\n", "<!-- end of classes -->\n"
-COLUMNS = {"dp": "dp", "tp": "tp", "pp": "pp", "ep": "ep", "packed": "packed rows", "folder": "written folder"}
+COLUMNS = {
+    "dp": "dp",
+    "tp": "tp",
+    "pp": "pp",
+    "ep": "ep",
+    "packed": "packed rows",
+    "folder": "written folder",
+    "loss": "loss in parts",
+}
 
 
 def table(document: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m models.hf.causal_lm_rows
 
 What is in no row is refused for `[model] name = "transformers"`: sequences that are cut (tp with sequence parallelism, cp),
-float8, experts under tp.
+float8 under tp, experts in float8, experts under tp.
 """
 
 import json
@@ -29,6 +29,11 @@ DENSE = (
     "tp tp_whole adamw8bit accumulate",
     "pp_1f1b muon accumulate",
     "pp_1f1b adamw8bit accumulate",
+    "dp_shard float8 accumulate recompute",
+    "dp_shard float8 float8_rowwise accumulate frozen",
+    "dp_shard float8 float8_wide_gather pp_1f1b accumulate",
+    "dp_shard compile float8 accumulate",
+    "pp_1f1b bf16 bf16_state float8 float8_rowwise accumulate recompute_full recompute",
 )
 EXPERTS = (
     "dp_shard ep_all_to_all accumulate reduce_each recompute recompute_full",

@@ -43,7 +43,7 @@ from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
 
 VOCAB, LENGTH, ROWS, LAYERS = 96, 16, 4, 4
-LIMIT = 3_000_000
+LIMIT = 7_000_000
 """Parameters of the largest model that counts as small."""
 TOLERANCE = 5e-6
 """Largest accepted error relative to a tensor's largest gradient: many classes compute norms and routers in fp32 in any dtype."""
@@ -88,12 +88,85 @@ SMALL = {
 """Sizes by key of config.json."""
 SET_IF_NULL = ("num_key_value_heads", "head_dim", "pad_token_id")
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "bailing_hybrid": {"num_expert_group": 2, "num_experts_per_token": 2},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v4": {
+        "head_dim": 16,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "num_key_value_heads": 1,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "laurel_rank": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2},
+    "inkling2_text": {
+        "unpadded_vocab_size": 96,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "sliding_window_size": 6,
+        "d_rel": 4,
+        "rel_extent": 16,
+    },
+    "kimi_linear": {"num_experts_per_token": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
+    "qwen4_exp_text": {
+        "hc_lowrank": 8,
+        "ple_embed_dim": 8,
+        "ngram_vocab_size_base": 64,
+        "split_ngram_parts": 1,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "output_gate_type": "sigmoid",
+    },
+    "reformer": {
+        "axial_pos_shape": [4, 4],
+        "axial_pos_embds_dim": [16, 16],
+        "attention_head_size": 8,
+        "feed_forward_size": 48,
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+        "num_buckets": 4,
+        "hash_seed": 0,
+        "attn_layers": ["local", "lsh"] * 2,
+    },
+    "roc_bert": {
+        "pronunciation_embed_dim": 8,
+        "pronunciation_vocab_size": 96,
+        "shape_embed_dim": 8,
+        "shape_vocab_size": 96,
+    },
+    "xglm": {"attention_heads": 4},
     "xlnet": {"d_head": 8},
-    "zamba": {"layer_types": ["mamba", "hybrid"] * 2, "layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 16},
-    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "n_mamba_heads": 2, "mamba_headdim": 8},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "layer_types": ["mamba", "hybrid"] * 2,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_dt_rank": 2,
+    },
+    "zamba2": {
+        "layer_types": ["mamba", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "n_mamba_heads": 2,
+        "mamba_headdim": 32,
+        "chunk_size": 4,
+        "adapter_rank": 8,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 """Keys that have to fit the small sizes of one kind of model."""
@@ -102,8 +175,9 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
 def small(config: type) -> dict[str, Any]:
     """Returns the keys of a small configuration of a class of configurations."""
     values = _shrunk(config().to_dict())
-    if isinstance(values.get("text_config"), dict):
-        values["text_config"] = _shrunk(values["text_config"])
+    for key, value in values.items():
+        if key.endswith("_config") and isinstance(value, dict) and "model_type" in value:
+            values[key] = _shrunk(value)
     values.pop("transformers_version", None)
     values |= SPECIAL.get(values.get("model_type", ""), {})
     return json.loads(json.dumps(config.from_dict(values).to_dict(), default=str))  # type: ignore[attr-defined]
@@ -328,7 +402,8 @@ def record_of(config: type) -> dict[str, Any]:
     """Returns what holds for a class: True, or a text that says why not."""
     try:
         text = json.dumps(small(config))
-        size = sum(p.numel() for p in Blueprint.of(lambda: causal_lm.causal_lm(text, {})).module.parameters())
+        module: Any = Blueprint.of(lambda: causal_lm.causal_lm(text, {})).module
+        size = sum(parameter.numel() for parameter in module.parameters())
     except Exception as cause:
         return {"alone": _said(cause)}
     if size > LIMIT:
@@ -341,6 +416,7 @@ def record_of(config: type) -> dict[str, Any]:
     packed = "documents in one row see each other"
     record["packed"] = _holds(lambda: error(step_of_transformers(text, True), step_of(text, "dp1", True)), why=packed)
     record["folder"] = _holds(lambda: error_of_a_folder(text))
+    record["loss"] = module.anatomy.why_whole or True
     alone = step_of(text, "dp1")
     for name, layout in LAYOUTS.items():
         record[name] = _holds(lambda layout=layout: fork_local(2, lambda: error(alone, step_of(text, layout)), 120.0)[0])

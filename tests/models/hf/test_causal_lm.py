@@ -121,10 +121,14 @@ def test_every_class_of_transformers_has_a_record() -> None:
 
 def test_the_share_of_classes_is_what_the_page_promises() -> None:
     records = causal_lm_classes.records()["classes"].values()
-    small = [record for record in records if record["alone"] is True or "cannot be made small" not in record["alone"]]
-    trained = [record for record in small if record["alone"] is True]
-    assert sum(record["dp"] is True for record in trained) >= 0.9 * len(trained)
-    assert len(trained) >= 0.75 * len(small)
+    tried = [record for record in records if not any(why in str(record["alone"]) for why in NOT_BUILT)]
+    trained = [record for record in tried if record["alone"] is True]
+    assert sum(record["dp"] is True for record in trained) >= 0.9 * len(tried)
+    assert sum(record["tp"] is True or record["pp"] is True for record in trained) >= 0.7 * len(tried)
+
+
+NOT_BUILT = ("cannot be made small", "Class validation error", "requires the timm library")
+"""What is said of classes that transformers does not build small from their default configuration."""
 
 
 def test_initial_values_are_those_of_the_class() -> None:
@@ -257,6 +261,12 @@ def test_a_folder_that_does_not_fit_is_refused(case: str, tmp_path: Path) -> Non
         )
 
 
+def test_a_folder_that_transformers_loads_as_another_model_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"YoutuForCausalLM does not give the same logits .*; keep the checkpoint of Forge"):
+        HfConverter().write(tmp_path / "folder", walk.Memory(config_of("YoutuForCausalLM")))  # type: ignore[arg-type]
+    assert not (tmp_path / "folder").exists()
+
+
 def test_a_missing_shard_and_pickled_weights_are_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     model = TransformersConfig(config=(folder / "config.json").read_text(), weights_from="draw")
@@ -308,8 +318,8 @@ def test_a_pipeline_of_a_class_that_has_no_stages_says_why() -> None:
     from forge_parallel.pipeline.schedules import OneForwardOneBackward
     from forge_parallel.pipeline.stages import StageSplit
 
-    blueprint = Blueprint.of(lambda: model_of(config_of("GPTJForCausalLM"), {}))
-    with pytest.raises(ForgeError, match=r"has a bias; set parallel.pp = 1"):
+    blueprint = Blueprint.of(lambda: model_of(config_of("BambaForCausalLM"), {}))
+    with pytest.raises(ForgeError, match=r"computes with the hidden states between .*; set parallel.pp = 1"):
         StageSplit.of(blueprint.module, blueprint.specs, Pipeline(OneForwardOneBackward().build()), 2, 0)
 
 

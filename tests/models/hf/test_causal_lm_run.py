@@ -72,7 +72,7 @@ REFUSED = {
     "tp of experts": (["--parallel.tp=2", "--transforms.tensor.sequence_parallel=false"], "not offered with tp = 2"),
     "ep that does not divide": (["--parallel.ep=8"], "4 experts do not divide over 8 ranks"),
     "cp": (["--parallel.cp=2"], "no test proves"),
-    "float8": (["--transforms.float8.recipe=rowwise"], "no test proves"),
+    "float8 of experts": (["--transforms.float8.experts=true", "--transforms.float8.emulate=true"], "no test proves"),
 }
 
 
@@ -91,6 +91,10 @@ WRONG = {
     "no kind": ('config = "{}"\nweights_from = "draw"', "has no model_type"),
     "unknown kind": ('config = \'{"model_type": "mine"}\'\nweights_from = "draw"', "has not been compared"),
     "weights without a folder": ('config = \'{"model_type": "llama"}\'', "needs folder"),
+    "a folder that is loaded otherwise": (
+        'config = \'{"model_type": "youtu", "vocab_size": 512}\'\nfolder = "."',
+        "YoutuForCausalLM does not give the same logits in transformers.*set model.weights_from = 'draw'",
+    ),
     "a class that is refused": ('config = \'{"model_type": "xlnet"}\'\nweights_from = "draw"', "XLNetLMHeadModel is refused"),
 }
 

@@ -75,6 +75,8 @@ LLAMA = {
     "max_position_embeddings": 32,
     "initializer_range": 0.2,
 }
+WIDE_LLAMA = {"hidden_size": 64, "intermediate_size": 64}
+"""Sizes of which every rank holds a multiple of 16."""
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 """Classes of transformers: dense, and with experts."""
 
@@ -117,6 +119,7 @@ def decoder_of(row: frozenset[str]) -> Any:
     if "transformers" in row:
         experts = any(feature.startswith("ep_") for feature in row)
         keys = {**LLAMA, **(MIXTRAL if experts else {}), "tie_word_embeddings": "tied" in row}
+        keys |= WIDE_LLAMA if "float8" in row else {}
         return TransformersConfig(config=json.dumps(keys), weights_from="draw")
     depth = 1 if row & {"pp_interleaved_zero_bubble", "pp_zbv", "pp_dualpipev"} else 2
     mtp = MTPConfig(depth=depth) if "mtp" in row else None

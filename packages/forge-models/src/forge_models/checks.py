@@ -10,7 +10,7 @@ from forge_core.protocols.run import Job
 from forge_models.components.experts import MoEConfig
 from forge_models.components.lora import LoRAConfig
 from forge_models.components.transformers import TransformersConfig
-from forge_models.hf.causal_lm_classes import record_of
+from forge_models.hf.causal_lm_classes import folder_refusal, record_of
 
 WHOLE_ROWS = 8
 """Number of bf16 values in 16 bytes."""
@@ -151,6 +151,8 @@ def classes_are_compared(job: Job, layout: Layout) -> Iterator[Fault]:
     if record["alone"] is not True:
         yield Fault("model.config", f"{name} is refused: {record['alone']}", hint=page)
         return
+    if job.model.weights_from == "folder" and (why := folder_refusal(kind)):
+        yield Fault("model.folder", why, hint="set model.weights_from = 'draw'")
     data = getattr(job, "data", None)
     if getattr(data, "packing", "pad") != "pad" and record["packed"] is not True:
         hint = "set data.packing = 'pad', so that each row has one document"

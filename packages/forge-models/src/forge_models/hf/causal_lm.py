@@ -26,12 +26,14 @@ from forge_models.hf.causal_lm_anatomy import (
     EXPERTS,
     Anatomy,
     Chain,
+    Given,
     arguments,
     built,
     chain_of,
     initial_values,
     keep_constants,
     read_settings,
+    replaced,
     tied,
 )
 from forge_models.hf.config import Unsupported
@@ -260,8 +262,8 @@ class CausalLM(nn.Module):
             places = at[:, None] if places is None else places.gather(1, at[:, None])
         if self.constants_on != x.device:
             self._move_constants(x.device)
-        body: Any = self.get_submodule(self.anatomy.body) if self.anatomy.head else super()
-        takes = arguments(type(body) if self.anatomy.head else type(self).original)
+        body: Any = self.get_submodule(self.anatomy.body) if self.anatomy.body else None
+        takes = arguments(type(self).original if body is None else type(body))
         given: dict[str, Any] = {"inputs_embeds" if x.is_floating_point() else "input_ids": x}
         if documents is not None and self.packs:
             if "position_ids" not in takes:
@@ -273,15 +275,22 @@ class CausalLM(nn.Module):
             given["position_ids"] = positions.expand(x.shape[:2])
         if "use_cache" in takes:
             given["use_cache"] = False
-        if not self.anatomy.head:
-            logits = _at(super().forward(**given).logits, places)
-            return logits if objective is None or labels is None else objective(WholeLogits(), logits, labels)
+        if body is None:
+            return self._loss_of(_at(super().forward(**given).logits, places), labels, objective)
         with self._entered(x):
             hidden = body(**given)[0]
-        if self.anatomy.head in self.left_out:
+        if self.left_out.intersection(self.anatomy.behind):
             return hidden
+        if not self.anatomy.head:
+            tokens = {key: given[key] for key in ("input_ids", "inputs_embeds") if key in given}
+            with replaced((body, lambda *_, **__: Given(hidden))):
+                return self._loss_of(_at(super().forward(**tokens).logits, places), labels, objective)
         hidden = _at(hidden, places)
         return self.get_submodule(self.anatomy.head)(hidden, labels, objective)
+
+    @staticmethod
+    def _loss_of(logits: Tensor, labels: Tensor | None, objective: Objective | None) -> Any:
+        return logits if objective is None or labels is None else objective(WholeLogits(), logits, labels)
 
     def _refuse_several(self, documents: Tensor) -> None:
         """
@@ -332,7 +341,7 @@ class CausalLM(nn.Module):
 
     def leave_out(self, path: str) -> None:
         """Removes a module that runs in another pipeline stage; the names of other modules stay."""
-        if path == self.anatomy.head:
+        if path in self.anatomy.behind:
             above, _, name = path.rpartition(".")
             setattr(self.get_submodule(above), name, None)
         else:
@@ -387,7 +396,7 @@ class CausalLM(nn.Module):
         except Unsupported as cause:
             self.no_stages = str(cause)
             return (), ()
-        return chain.entry, (*chain.exit, self.anatomy.head)
+        return chain.entry, (*chain.exit, *self.anatomy.behind)
 
     def _spec(self, name: str, tensor: Tensor, stacked: bool) -> TensorSpec:
         path, _, slot = name.rpartition(".")

@@ -217,7 +217,7 @@ def initial_values(module: Any) -> dict[str, Init | str]:
     return {name: writes.found.get(name, "nothing") for name in tensors}
 
 
-class _Given:
+class Given:
     """The output of a body with given hidden states; everything else in it is None."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -247,13 +247,14 @@ class Anatomy:
     """The parts of a model, by path.
 
     Attributes:
-        body: everything but the head; "" without a head.
+        body: what computes the hidden states; "" if the class is not a body and a rest.
         embed: table of token embeddings; "" if there is none of torch's class.
         blocks: the repeated blocks, in order.
         head: projection to the vocabulary; "" if the loss needs whole logits.
+        rest: modules behind the body, which compute whole logits; empty with a head.
         scale: factor on the logits.
         soft_cap: logits become soft_cap * tanh(logits / soft_cap).
-        width: size of the hidden states that the head takes; 0 without a head.
+        width: size of the hidden states behind the body; 0 without a body.
         why_whole: why the loss needs whole logits.
     """
 
@@ -261,6 +262,7 @@ class Anatomy:
     embed: str
     blocks: tuple[str, ...]
     head: str
+    rest: tuple[str, ...]
     scale: float
     soft_cap: float | None
     width: int
@@ -274,18 +276,7 @@ class Anatomy:
             Unsupported: it has no list of blocks.
         """
         paths = {id(part): path for path, part in module.named_modules()}
-        head, embed, body = module.get_output_embeddings(), module.get_input_embeddings(), module.base_model
-        name, why = type(module).__name__, ""
-        scale, soft_cap = 1.0, None
-        for candidate in (body, getattr(body, "decoder", None)):
-            try:
-                scale, soft_cap = _head_of(module, candidate, head)
-            except Unsupported as cause:
-                why = why or str(cause)
-            else:
-                body, why = candidate, ""
-                break
-        head = None if why else head
+        head, embed, name = module.get_output_embeddings(), module.get_input_embeddings(), type(module).__name__
         lists = [
             (path, part)
             for path, part in module.named_modules()
@@ -294,16 +285,40 @@ class Anatomy:
         if not lists:
             raise Unsupported(f"{name} has no list of blocks")
         path, blocks = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+        base = module.base_model
+        bodies = [base, getattr(base, "decoder", None), module.get_submodule(path.partition(".")[0])]
+        body, rest, width, scale, soft_cap, why = None, (), 0, 1.0, None, ""
+        for candidate in bodies:
+            try:
+                scale, soft_cap = _head_of(module, candidate, head)
+            except Unsupported as cause:
+                why = why or str(cause)
+            else:
+                body, width, why = candidate, head.in_features, ""
+                break
+        for candidate in bodies if why else ():
+            try:
+                rest, width = _rest_of(module, candidate)
+            except Unsupported:
+                continue
+            body = candidate
+            break
         return cls(
-            body="" if head is None else paths[id(body)],
+            body="" if body is None else paths[id(body)],
             embed=paths.get(id(embed), "") if isinstance(embed, nn.Embedding) else "",
             blocks=tuple(f"{path}.{index}" for index in range(len(blocks))),
-            head="" if head is None else paths[id(head)],
+            head="" if why else paths[id(head)],
+            rest=rest,
             scale=scale,
             soft_cap=soft_cap,
-            width=0 if head is None else head.in_features,
+            width=width,
             why_whole=why,
         )
+
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """Paths of the modules behind the body."""
+        return (self.head,) if self.head else self.rest
 
 
 def _around(module: nn.Module, path: str) -> Iterator[nn.Module]:
@@ -335,7 +350,7 @@ def _head_of(module: Any, base: Any, head: Any) -> tuple[float, float | None]:
         return logits.clone()
 
     tokens, weight = torch.zeros(2, 3, dtype=torch.int64), head._parameters["weight"]
-    with replaced((base, lambda *_, **__: _Given(hidden)), (head, project)), torch.no_grad():
+    with replaced((base, lambda *_, **__: Given(hidden)), (head, project)), torch.no_grad():
         head._parameters["weight"] = nn.Parameter(torch.zeros(1, head.in_features))  # some move hidden states to its device
         try:
             out = module.forward(input_ids=tokens)
@@ -361,6 +376,33 @@ def _head_of(module: Any, base: Any, head: Any) -> tuple[float, float | None]:
     if not torch.allclose(found, scale * logits, rtol=1e-6, atol=0):
         raise Unsupported(f"{name} changes the logits of its output layer by more than a factor or a soft cap")
     return _exact(ratio) * _exact(scale), None
+
+
+def _rest_of(module: Any, base: Any) -> tuple[tuple[str, ...], int]:
+    """Returns the modules with parameters that compute logits from the hidden states of a body, and the width of these.
+
+    Raises:
+        Unsupported: logits do not follow from the hidden states and these modules alone.
+    """
+    name = type(module).__name__
+    if not isinstance(base, nn.Module) or base is module or id(base) not in set(map(id, module.modules())):
+        raise Unsupported(f"{name} is not a body with a head")
+    if any(parameter is not None for parameter in module._parameters.values()):
+        raise Unsupported(f"{name} has parameters outside of its modules")
+    width = module.config.get_text_config().hidden_size
+    hidden = torch.empty(2, 3, width, device="meta")
+    with replaced((base, lambda *_, **__: Given(hidden))), torch.no_grad():
+        try:
+            logits = module.forward(input_ids=torch.zeros(2, 3, dtype=torch.int64, device="meta")).logits
+        except Exception as cause:
+            raise Unsupported(f"{name} does not compute logits from hidden states alone") from cause
+    if not isinstance(logits, Tensor) or logits.shape[:2] != (2, 3):
+        raise Unsupported(f"{name} does not return logits")
+    inside = next(path for path, part in module.named_modules() if part is base)
+    outside = [path for path, part in module.named_children() if any(True for _ in part.parameters())]
+    if inside not in outside:
+        raise Unsupported(f"{name} has its body inside of another module")
+    return tuple(path for path in outside if path != inside), width
 
 
 def _exact(value: float) -> float:
@@ -400,7 +442,7 @@ def chain_of(model: Any) -> Chain:
 
 def _chain_with(model: Any, returns_tuple: bool) -> Chain:
     anatomy, name = model.anatomy, type(model).__name__
-    if not anatomy.head:
+    if not anatomy.behind:
         raise Unsupported(f"a pipeline cannot split {name}: {anatomy.why_whole}")
     body: Any = model.get_submodule(anatomy.body)
     units = _units(model)
@@ -431,7 +473,7 @@ def _chain_with(model: Any, returns_tuple: bool) -> Chain:
     start = order.index(anatomy.blocks[0])
     if order[start : start + len(anatomy.blocks)] != list(anatomy.blocks):
         raise Unsupported(f"a pipeline cannot split {name}: its blocks do not run one after the other")
-    if anatomy.embed not in order[:start]:
+    if not any(f"{anatomy.embed}.".startswith(f"{path}.") for path in order[:start]):
         raise Unsupported(f"a pipeline cannot split {name}: its blocks do not follow its embeddings")
     for (path, given, _), (before, _, out) in zip(calls[start + 1 :], calls[start:-1], strict=True):
         if not isinstance(given, Tensor) or given.shape != out.shape or not torch.equal(given.to(out.dtype), out):
@@ -446,9 +488,10 @@ def _units(model: Any) -> list[str]:
     anatomy = model.anatomy
     spine = {".".join(words[:end]) for path in anatomy.blocks for words in [path.split(".")] for end in range(len(words))}
     spine.add(anatomy.body)
+    behind = tuple(f"{path}." for path in anatomy.behind)
     units = dict.fromkeys(anatomy.blocks)
     for path, part in model.named_modules():
-        if any(parameter is not None for parameter in part._parameters.values()) and not path.startswith(anatomy.head):
+        if any(parameter is not None for parameter in part._parameters.values()) and not f"{path}.".startswith(behind):
             words = path.split(".")
             ends = (".".join(words[:end]) for end in range(1, len(words) + 1))
             units.setdefault(next((prefix for prefix in ends if prefix not in spine), path))

@@ -15,7 +15,7 @@ from forge_core.registry import Registry
 from forge_core.terminal import size
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.transformers import TransformersConfig
-from forge_models.hf.causal_lm_classes import record_of
+from forge_models.hf.causal_lm_classes import folder_refusal, record_of
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.reader import Folder, unknown_kind
@@ -61,7 +61,11 @@ class HfConverter(Component):
         )
 
     def write(self, path: Path, weights: Weights) -> None:
-        """Writes a folder; see `forge_models.hf.writer.write`."""
+        """Writes a folder; see `forge_models.hf.writer.write`.
+
+        Raises:
+            Unsupported: the format cannot describe the model, or transformers would load another one.
+        """
         tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
         if getattr(weights.model, "lora", None) is not None:
             from forge_models.lora_weights import MergedWeights
@@ -72,6 +76,8 @@ class HfConverter(Component):
         elif type(weights.model) is TransformersConfig:
             from forge_models.hf import causal_lm_weights
 
+            if why := folder_refusal(weights.model.model_type):
+                raise Unsupported(f"{why}; keep the checkpoint of Forge")
             causal_lm_weights.write(path, weights, tokenizer=tokenizer, max_shard_bytes=self.max_shard_bytes)
         else:
             chosen = _chosen(weights, self.family)
