@@ -20,6 +20,7 @@ from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
 from forge_parallel.model.realize import Blueprint
 from forge_train.inference.stored import load_model
+from harness.pool import World
 from models.hf import causal_lm_walk as walk
 
 FAST = ("LlamaForCausalLM", "Gemma2ForCausalLM", "CohereForCausalLM", "GPTJForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel")
@@ -311,6 +312,13 @@ def test_generation_equals_transformers() -> None:
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6, do_sample=False, eos_token_id=None
         )
         assert out[0, len(prompt) :].tolist() == row
+
+
+def test_a_pipeline_splits_a_class_whose_output_layer_has_a_bias(world: World) -> None:
+    config = config_of("GPTJForCausalLM")
+    alone = walk.step_of(config, "dp1", packed=True)
+    for found in world.run(walk.step_of, 2, config, "pp2", True):
+        assert walk.error(alone, found) < walk.TOLERANCE
 
 
 def test_a_pipeline_of_a_class_that_has_no_stages_says_why() -> None:
