@@ -77,6 +77,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "layers_without_rope": {"attention": GQA(nope_every=2, window=4, global_layers=(1,)), "kv_heads": 2},
     "listed_layers_without_rope": {"attention": GQA(nope_layers=(0,))},
     "norm_without_parameters": {"norm": LayerNormConfig(weight=False, bias=False), "attention": GQA(qk_norm="head")},
+    "gated_output": {
+        "attention": GQA(output_gate=True, qkv_bias=True, qk_norm="head", window=4, global_every=2),
+        "norm": RMSNormConfig(offset=1),
+        "kv_heads": 2,
+        "rope": Rope(partial=0.4),
+    },
     "scaled_logits": {"logit_multiplier": 0.3, "soft_cap": 4.0},
     "dynamic_rope": {"rope": Rope(scaling="dynamic", factor=4.0, original_max_length=32)},
 }

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from forge_models.blocks.block import Block
+from forge_models.components.attentions import GQA
 from forge_models.components.experts import MoEConfig
 from forge_vlm.components.adapters import AttentionPoolConfig, MLPConfig, PerceiverConfig
 from forge_vlm.components.fusions import CrossAttention, MixtureOfTransformers, MoMa
@@ -326,3 +327,8 @@ def test_inner_values_of_each_modality_have_a_name(name: str) -> None:
 
 def test_moma_without_experts_has_the_default_ones() -> None:
     assert replace(JOINT, fusion=MoMa()).moe == MoEConfig()
+
+
+def test_a_gated_output_with_weights_for_each_modality_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"set model\.attention\.output_gate = false"):
+        replace(MODELS["mot"], attention=GQA(output_gate=True)).build()

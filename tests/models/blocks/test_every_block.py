@@ -47,6 +47,8 @@ def test_specs_are_complete_and_fit(name):
     head, kv_heads = config.shape.head_dim, config.shape.kv_heads
     sizes = {"embed": {48}, "heads": {6 * head}, "kv_heads": {kv_heads * head}, "ffn": {56}, "vocab": {101}}
     sizes |= {"ffn": {56, 24, 2 * 24}, "expert": {config.moe.experts}} if config.moe is not None else {}
+    if name == "gated_output":
+        sizes["heads"] = {6 * head, 6 * 2 * head}  # of outputs, and of queries with gates
     if "latent" in name or name == "mla":
         sizes["heads"] = {6 * 10, 6 * 12, 6 * 18}  # of queries, values, and keys with values
     for path, spec in specs.tensors.items():

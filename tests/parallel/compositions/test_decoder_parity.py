@@ -10,7 +10,7 @@ import torch
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.layers import LayerNormConfig
+from forge_models.components.layers import LayerNormConfig, RMSNormConfig
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamWConfig
@@ -76,6 +76,7 @@ def test_the_initial_loss_is_near_ln_v_and_not_equal_to_it(tied: bool) -> None:
 DECODERS = {
     "layers without rope": replace(DECODER, attention=GQA(nope_every=2)),
     "norms without parameters": replace(DECODER, norm=LayerNormConfig(weight=False, bias=False)),
+    "gated output": replace(DECODER, attention=GQA(output_gate=True, qk_norm="head"), norm=RMSNormConfig(offset=1)),
     "factors": replace(DECODER, attention=GQA(scale=0.3), embed_multiplier=3.0, residual_multiplier=0.4, logit_multiplier=0.6),
 }
 ROWS = {"dp2": frozenset({"dp_shard"}), "tp2": frozenset({"tp"}), "pp2": frozenset({"pp_1f1b", "accumulate"})}

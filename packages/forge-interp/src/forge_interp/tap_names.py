@@ -210,6 +210,7 @@ INSIDE = {
     "attention.v": Known("values", KV_HEADS, "attn.hook_v"),
     "attention.q": Known("queries behind norm and rotation", HEADS, "attn.hook_rot_q"),
     "attention.k": Known("keys behind norm and rotation", KV_HEADS, "attn.hook_rot_k"),
+    "attention.gate": Known("sigmoid of the gate on each head's output", HEADS, why="TransformerLens has no such gate"),
     "attention.heads": Known("output of each head, before the output projection", HEADS, "attn.hook_z"),
     "attention.output": Known("output of the attention, before a norm behind it", STREAM, why=_BEFORE),
     "attention.added": Known("what the attention adds to the stream", STREAM, "hook_attn_out"),

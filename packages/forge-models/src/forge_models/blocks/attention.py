@@ -307,7 +307,8 @@ KV_HEADS: tuple[Dim, ...] = ("batch", "sequence", "kv_heads")
 
 
 class Attention(nn.Module):
-    """softmax(q k^T * scale) v with rotary positions; each key-value head serves heads / kv_heads query heads.
+    """softmax(q k^T * scale) v with rotary positions; each key-value head serves heads / kv_heads query heads. With an
+    `output_gate`, the output of each head is multiplied with sigmoid(W x) before the output projection.
 
     Parallel strategies replace `core`. `window` is the number of positions that one position attends to (None = all), `rotary`
     the position embedding of this layer, which is unused if it does not rotate.
@@ -326,11 +327,13 @@ class Attention(nn.Module):
         soft_cap: float | None = None,
         window: int | None = None,
         rotates: bool = True,
+        output_gate: bool = False,
         core: AttentionKernel = "auto",
     ) -> None:
         super().__init__()
         self.context = context
         self.qk_norm = qk_norm
+        self.output_gate = output_gate
         self.rotates = rotates
         self.soft_cap = soft_cap
         self.core: AttentionCore = LocalAttention(core, capped=soft_cap is not None, width=context.head_dim)
@@ -338,7 +341,7 @@ class Attention(nn.Module):
         self.rotary = Rotary(int(context.head_dim * context.rope.partial), context.rope.of_layer(window is not None))
         self.scale = scale or 1 / sqrt(context.head_dim)
         heads, kv_heads = context.heads * context.head_dim, context.kv_heads * context.head_dim
-        self.q_proj = Linear(context.dim, heads, qkv_bias)
+        self.q_proj = Linear(context.dim, 2 * heads if output_gate else heads, qkv_bias)
         self.k_proj = Linear(context.dim, kv_heads, qkv_bias)
         self.v_proj = Linear(context.dim, kv_heads, qkv_bias)
         self.o_proj = Linear(heads, context.dim, output_bias)
@@ -349,15 +352,33 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, attention_mask: Any, cache: LayerCache | None = None) -> Tensor:
         """(B, T, dim) -> (B, T, dim). `attention_mask` is the mask that the core prepared for this batch."""
-        q = self._normed(tap("attention.q_projected", self._heads(self.q_proj(x))), self.q_norm)
+        q, gate = self._queries(x)
+        q = self._normed(tap("attention.q_projected", q), self.q_norm)
         k = self._normed(tap("attention.k_projected", self._heads(self.k_proj(x))), self.k_norm)
         v = tap("attention.v", self._heads(self.v_proj(x)))
-        return self.o_proj(self.attend(q, k, v, rotation, attention_mask, cache))
+        return self.o_proj(self.attend(q, k, v, rotation, attention_mask, cache, gate))
+
+    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the projected queries and, if the output is gated, its gate, each (B, heads, T, head_dim). Each head has the
+        rows of its query, then those of its gate, so that strategies cut both by heads."""
+        projected = self.q_proj(x)
+        if not self.output_gate:
+            return self._heads(projected), None
+        q, gate = projected.unflatten(-1, (-1, 2 * self.context.head_dim)).transpose(1, 2).chunk(2, dim=-1)
+        return q, gate
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, attention_mask: Any, cache: LayerCache | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation,
+        attention_mask: Any,
+        cache: LayerCache | None,
+        gate: Tensor | None = None,
     ) -> Tensor:
-        """Rotates q and k, if this layer does, and attends: q, k, v (B, heads, T, head_dim) -> (B, T, heads * head_dim)."""
+        """Rotates q and k, if this layer does, attends, and multiplies with the sigmoid of the gate, if there is one: q, k, v
+        and gate (B, heads, T, head_dim) -> (B, T, heads * head_dim)."""
         if self.rotates:
             q, k = rotate(q, rotation), rotate(k, rotation)
         q, k = tap("attention.q", q), tap("attention.k", k)
@@ -367,6 +388,8 @@ class Attention(nn.Module):
         out = (
             self.core(q, k, v, attention_mask, self.scale) if cap is None else self.core(q, k, v, attention_mask, self.scale, cap)
         )
+        if gate is not None:
+            out = out * tap("attention.gate", gate.sigmoid())
         return tap("attention.heads", out).transpose(1, 2).flatten(2)
 
     def _normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:

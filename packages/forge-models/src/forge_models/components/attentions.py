@@ -46,6 +46,9 @@ class GQA(Component):
     """Every n-th layer (the n-th, the 2n-th, ...) has no rotary positions (Yang et al., 2025; SmolLM3: 4)."""
     nope_layers: tuple[Annotated[int, Ge(0)], ...] | None = None
     """Indices, from 0, of the layers without rotary positions."""
+    output_gate: bool = False
+    """Whether the output of each head is multiplied with sigmoid(W x) before the output projection (Qiu et al., 2025). `q_proj`
+    then has the rows of each head's query, followed by those of its gate."""
     core: Annotated[AttentionKernel, FREE] = "auto"
     """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
 
@@ -68,6 +71,7 @@ class GQA(Component):
             cls(qk_norm="head", soft_cap=2.0),
             cls(window=3, global_every=2),
             cls(nope_every=1),
+            cls(output_gate=True),
         )
 
     def check(self, context: BlockContext) -> None:
@@ -100,7 +104,7 @@ class GQA(Component):
         """Returns the linear layers by name."""
         heads, kv_heads = context.heads * context.head_dim, context.kv_heads * context.head_dim
         return {
-            "q_proj": Matrix((heads, context.dim), ("heads", "embed")),
+            "q_proj": Matrix((2 * heads if self.output_gate else heads, context.dim), ("heads", "embed")),
             "k_proj": Matrix((kv_heads, context.dim), ("kv_heads", "embed")),
             "v_proj": Matrix((kv_heads, context.dim), ("kv_heads", "embed")),
             "o_proj": Matrix((context.dim, heads), ("embed", "heads")),
@@ -122,6 +126,7 @@ class GQA(Component):
             soft_cap=self.soft_cap,
             window=self.window_at(context.layer),
             rotates=self.rotates_at(context.layer),
+            output_gate=self.output_gate,
             core=self.core,
         )
 
