@@ -29,6 +29,7 @@ LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_h
         {"kv_heads": 1, "head_dim": 6},
         {"mlp": ReLU2(bias=True), "norm_placement": "sandwich"},
         {"attention": GQA(qkv_bias=True, soft_cap=5.0)},  # written out, so counted without the plain kernel too
+        {"attention": GQA(output_gate=True)},
         {"attention": MLA(**LATENT), "kv_heads": None},
         {"attention": MLA(q_lora_rank=14, **LATENT), "kv_heads": None},
     ],

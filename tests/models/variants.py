@@ -77,6 +77,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "layers_without_rope": {"attention": GQA(nope_every=2, window=4, global_layers=(1,)), "kv_heads": 2},
     "listed_layers_without_rope": {"attention": GQA(nope_layers=(0,))},
     "norm_without_parameters": {"norm": LayerNormConfig(weight=False, bias=False), "attention": GQA(qk_norm="head")},
+    "experts_with_a_gate_on_the_shared_one": {
+        "moe": MoEConfig(experts=4, shared=2, shared_gate=True, ffn_dim=24, first_dense=1),
+    },
     "gated_output": {
         "attention": GQA(output_gate=True, qkv_bias=True, qk_norm="head", window=4, global_every=2),
         "norm": RMSNormConfig(offset=1),

@@ -31,6 +31,7 @@ TINY: dict[str, Any] = {
     "n_routed_experts": 16,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 40,
     "first_k_dense_replace": 1,
     "q_lora_rank": 12,
     "kv_lora_rank": 10,

@@ -47,6 +47,24 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 7,
 }
 
+QWEN2_MOE: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 40,
+}
+GLM4_MOE: dict[str, Any] = {
+    "hidden_size": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.8,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -81,6 +99,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
     "deepseek_v3-yarn": ("deepseek_v3", DEEPSEEK | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}}),
+    "qwen2_moe": ("qwen2_moe", QWEN2_MOE | {"rope_theta": 700.0}),
+    "qwen2_moe-raw": (
+        "qwen2_moe",
+        QWEN2_MOE
+        | {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [0, 1], "qkv_bias": False}
+        | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 3, "tie_word_embeddings": True},
+    ),
+    "glm4_moe": ("glm4_moe", GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "rope_theta": 700.0}),
+    "glm4_moe-plain-quarter-yarn": (
+        "glm4_moe",
+        GLM4_MOE
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_scaling": YARN, "partial_rotary_factor": 0.25}
+        | {"tie_word_embeddings": True, "head_dim": 24},
+    ),
     "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
     "gemma3-untied-linear": (
         "gemma3_text",

@@ -16,6 +16,7 @@ from forge_models.objectives import CrossEntropy
 CASES = [
     {"moe": MoEConfig(experts=4)},
     {"moe": MoEConfig(experts=5, top_k=3, shared=2, ffn_dim=20, first_dense=1, router=SigmoidTopKConfig())},
+    {"moe": MoEConfig(experts=4, shared=1, shared_gate=True, first_dense=1)},
     {"moe": MoEConfig(experts=6, top_k=1, ffn_dim=20, every=2, router=HashConfig()), "mlp": GELU()},
 ]
 

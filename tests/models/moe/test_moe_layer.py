@@ -373,3 +373,20 @@ def test_frequency_and_first_dense():
     assert sparse(every=2) == [1, 3, 5]
     assert sparse(first_dense=3) == [3, 4, 5]
     assert sparse(every=2, first_dense=2) == [3, 5]
+
+
+def test_a_gate_scales_what_shared_experts_add():
+    """Against the two terms apart: the gate reads the token, and touches nothing of the chosen experts."""
+    part = layer(MoEConfig(experts=4, shared=2, shared_gate=True, ffn_dim=12)).eval()
+    x, _ = inputs()
+    with torch.no_grad():
+        found, _ = part(x)
+        gate = (x * part.shared_gate[0]).sum(-1, keepdim=True).sigmoid()
+        expected = gate * part.shared(x)
+        part.shared_gate, shared = None, part.shared
+        part.shared = None
+        expected += part(x)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert isinstance(shared, torch.nn.Module)
+    with pytest.raises(ValueError, match="shared_gate needs shared experts"):
+        MoEConfig(shared_gate=True)

@@ -34,6 +34,7 @@ PRESERVING = {
     "copies": MoEConfig(experts=4, top_k=2),
     "one of four": MoEConfig(experts=4, top_k=1),
     "shared too": MoEConfig(experts=4, top_k=2, shared=3, ffn_dim=48, first_dense=1),
+    "shared with a gate": MoEConfig(experts=4, top_k=2, shared=1, shared_gate=True),
     "sigmoid, scaled": MoEConfig(experts=8, top_k=2, router=SigmoidTopKConfig(scaling=2.5, n_group=4, topk_group=2)),
     "fine-grained": MoEConfig(experts=12, top_k=6, ffn_dim=16),
     "fine-grained, sigmoid": MoEConfig(experts=8, top_k=4, ffn_dim=24, every=2, router=SigmoidTopKConfig(scaling=0.7)),

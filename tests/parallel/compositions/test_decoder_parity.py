@@ -18,7 +18,7 @@ from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from harness.siblings import fast
-from parallel.compositions.rows import DECODER, case_of, measured
+from parallel.compositions.rows import DECODER, EXPERTS, case_of, measured
 from parallel.one_process import alone
 
 VOCAB = 61
@@ -77,6 +77,7 @@ DECODERS = {
     "layers without rope": replace(DECODER, attention=GQA(nope_every=2)),
     "norms without parameters": replace(DECODER, norm=LayerNormConfig(weight=False, bias=False)),
     "gated output": replace(DECODER, attention=GQA(output_gate=True, qk_norm="head"), norm=RMSNormConfig(offset=1)),
+    "gated shared expert": replace(DECODER, moe=replace(EXPERTS, shared_gate=True)),
     "factors": replace(DECODER, attention=GQA(scale=0.3), embed_multiplier=3.0, residual_multiplier=0.4, logit_multiplier=0.6),
 }
 ROWS = {"dp2": frozenset({"dp_shard"}), "tp2": frozenset({"tp"}), "pp2": frozenset({"pp_1f1b", "accumulate"})}

@@ -224,6 +224,7 @@ INSIDE = {
     "shared.pre_activation": Known("as mlp.pre_activation, of the shared experts", HIDDEN, why=_SHARED),
     "shared.linear": Known("as mlp.linear, of the shared experts", HIDDEN, why=_SHARED),
     "shared.hidden": Known("as mlp.hidden, of the shared experts", HIDDEN, why=_SHARED),
+    "shared.gate": Known("sigmoid of the gate on the shared experts' output", ("batch", "sequence", "gate"), why=_SHARED),
     "mlp.output": Known("output of the feed-forward part or the experts, before a norm behind it", STREAM, why=_BEFORE),
     "mlp.added": Known("what the feed-forward part adds to the stream", STREAM, "hook_mlp_out"),
     "residual_after": Known("the stream that leaves the block", STREAM, "hook_resid_post"),

@@ -196,7 +196,8 @@ def _matrix_products(shape: DecoderShape) -> Counter[str]:
         _require(router, "matrices")
         for layer in filter(shape.has_experts, range(shape.blocks)):
             linear = router.matrices(RouterContext.of(shape.context(layer), shape.moe.experts, shape.moe.top_k))
-            products["blocks" if layer < shape.layers else "mtp"] += sum(prod(matrix.shape) for matrix in linear.values())
+            gate = shape.dim if shape.moe.shared_gate else 0
+            products["blocks" if layer < shape.layers else "mtp"] += gate + sum(prod(matrix.shape) for matrix in linear.values())
     return products
 
 

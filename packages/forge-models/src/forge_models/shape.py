@@ -199,6 +199,7 @@ class MoEShape:
     experts: int
     top_k: int
     shared: int
+    shared_gate: bool
     every: int
     first_dense: int
     ffn_dim: int

@@ -81,6 +81,9 @@ class Upcycled:
         part, _, rest = name.partition(".mlp.")[2].partition(".")
         if part == "router":
             return self._router(name)
+        if part == "shared_gate":
+            drawn = self._draw(name, self._shapes[name], self.model.init_std)
+            return drawn.to(getattr(torch, self.tensors[name].dtype))
         matrix = rest.removesuffix(".weight")
         source = f"{_layer(name)}.{matrix}.weight"
         whole = self._dense.read([source])[source]

@@ -146,6 +146,8 @@ class MoEConfig:
     """Number of experts chosen for each token."""
     shared: Annotated[int, Ge(0)] = 0
     """Number of shared experts, which process every token in addition to the chosen ones."""
+    shared_gate: bool = False
+    """Whether the output of the shared experts is multiplied with sigmoid(w x), one number for each token (Qwen2-MoE)."""
     every: Annotated[int, Gt(0)] = 1
     """Every n-th layer (the n-th, the 2n-th, ...) has experts; the others have a feed-forward layer."""
     first_dense: Annotated[int, Ge(0)] = 0
@@ -167,6 +169,8 @@ class MoEConfig:
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
             raise ValueError(f"top_k {self.top_k} is more than experts {self.experts}")
+        if self.shared_gate and not self.shared:
+            raise ValueError("shared_gate needs shared experts; set shared, or remove shared_gate")
         router = self._router
         if self.losses.any() and not getattr(router, "learned", True):
             raise ValueError(f"router {type(router).__name__} is not learned, so losses cannot balance it; remove losses")
@@ -188,6 +192,7 @@ class MoEConfig:
             experts=self.experts,
             top_k=self.top_k,
             shared=self.shared,
+            shared_gate=self.shared_gate,
             every=self.every,
             first_dense=self.first_dense,
             ffn_dim=ffn_dim if self.ffn_dim is None else self.ffn_dim,

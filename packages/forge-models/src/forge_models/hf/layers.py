@@ -145,12 +145,16 @@ class ExpertNames:
         part: name of the layer of experts.
         matrices: Forge's name of a projection -> its name in an expert, if they differ.
         bias: name of the router's bias inside the layer.
+        shared: name of the shared experts inside the layer.
+        shared_gate: name of their gate's weight inside the layer; None: the family has none.
         fused: whether all experts of a layer are in two tensors.
     """
 
     part: str = "mlp"
     matrices: Mapping[str, str] = field(default_factory=dict)
     bias: str | None = None
+    shared: str = "shared_experts"
+    shared_gate: str | None = None
     fused: bool = False
 
 
@@ -207,5 +211,5 @@ def meaning_of_experts(decoder: DecoderConfig) -> dict[str, Any]:
     router = moe.router
     if isinstance(router, SigmoidTopKConfig):
         router = replace(router, topk_group=router.groups_kept, bias_rate=0.0, bias_schedule="constant", bias_steps=None)
-    sizes = {name: getattr(moe, name) for name in ("experts", "top_k", "shared", "capacity", "ffn_dim")}
+    sizes = {name: getattr(moe, name) for name in ("experts", "top_k", "shared", "shared_gate", "capacity", "ffn_dim")}
     return found | {f"moe.{name}": value for name, value in sizes.items()} | {"moe.router": router}

@@ -145,9 +145,10 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
             return TensorPlace(
                 shape, tuple(f"{prefix}.experts.{expert}.{matrix}.weight" for expert in range(shape[0])), stacked=True
             )
-        theirs = {"router.weight": "gate.weight", "router.bias": experts.bias}.get(rest)
+        named = {"router.weight": "gate.weight", "router.bias": experts.bias, "shared_gate": experts.shared_gate}
+        theirs = named.get(rest)
         if theirs is None and rest.startswith("shared."):
-            theirs = f"shared_experts.{rest.removeprefix('shared.')}"
+            theirs = f"{experts.shared}.{rest.removeprefix('shared.')}"
         if theirs is None:
             raise KeyError(name)
         return TensorPlace(shape, (f"{prefix}.{theirs}",))

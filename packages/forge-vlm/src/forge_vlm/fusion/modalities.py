@@ -314,6 +314,8 @@ class ModalityExperts(nn.Module):
         experts: Callable[[Any, Any, Any], nn.Module],
     ) -> None:
         super().__init__()
+        if shape.shared_gate:
+            raise ValueError("shared experts of all modalities have no gate; set model.moe.shared_gate = false")
         self.layers = nn.ModuleDict({name: experts(replace(shape, shared=0), mlp, context) for name in names})
         shared = shape.shared * shape.ffn_dim
         self.shared: nn.Module | None = mlp.build(replace(context, ffn_dim=shared)) if shared else None

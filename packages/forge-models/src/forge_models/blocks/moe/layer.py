@@ -6,11 +6,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from forge_core.protocols.model import ExpertDispatcher
 from forge_core.specs import Init, ModuleSpec, TensorSpec
 from forge_models.autograd import attach
-from forge_models.blocks.layers import MLP, STREAM
+from forge_models.blocks.layers import MLP, STREAM, unfilled
 from forge_models.blocks.moe.dispatch import LocalDispatch, limited
 from forge_models.blocks.moe.experts import Experts
 from forge_models.blocks.moe.routers import Biased, RowIndex, entropy, loads, pooled, probability_sums, weighted
@@ -44,7 +45,8 @@ class Totals(NamedTuple):
 
 
 class ExpertLayer(nn.Module):
-    """shared(x) + sum over the chosen experts e of weight_e * expert_e(x).
+    """shared(x) + sum over the chosen experts e of weight_e * expert_e(x). With a `shared_gate` w, the first term is
+    sigmoid(w x) * shared(x).
 
     It is a `forge_core.protocols.model.Observer`: its forwards count routed tokens, and once per optimizer step the router
     balances itself with the counts of all ranks. Parallel strategies replace `dispatch`. A forward returns its router statistics
@@ -65,6 +67,8 @@ class ExpertLayer(nn.Module):
         self.shared: nn.Module | None = mlp.build(replace(context, ffn_dim=shared)) if shared else None
         if isinstance(self.shared, MLP):
             self.shared.tapped = "shared."
+        self.shared_gate = unfilled(1, context.dim) if shape.shared_gate else None
+        self.init_std = context.init_std
         self.dispatch: ExpertDispatcher = LocalDispatch()
         if shape.losses.global_batch:
             self.register_buffer("load", torch.full((shape.experts,), -1))
@@ -122,7 +126,12 @@ class ExpertLayer(nn.Module):
     def _shared_output(self, x: Tensor) -> Callable[[], Tensor] | None:
         """Returns a function that computes the shared experts' output, to overlap with the exchange of tokens."""
         shared = self.shared
-        return None if shared is None else lambda: shared(x).flatten(0, -2)
+        if shared is None:
+            return None
+        if self.shared_gate is None:
+            return lambda: shared(x).flatten(0, -2)
+        gate = tap("shared.gate", F.linear(x, self.shared_gate).sigmoid())
+        return lambda: (gate * shared(x)).flatten(0, -2)
 
     def observe(self, router_stats: Tensor) -> None:
         """Adds the router statistics of a forward to the sum of this step."""
@@ -163,8 +172,11 @@ class ExpertLayer(nn.Module):
         return found | ({"bias_max": bias.max(), "bias_min": bias.min()} if isinstance(bias, Tensor) else {})
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Returns the spec of this module's buffer; router, experts and shared experts describe themselves."""
-        return {"load": TensorSpec((None,), Init("zeros"), "vector")} if self.shape.losses.global_batch else {}
+        """Returns the specs of this module's buffer and gate; router, experts and shared experts describe themselves."""
+        specs = {"load": TensorSpec((None,), Init("zeros"), "vector")} if self.shape.losses.global_batch else {}
+        if self.shared_gate is not None:
+            specs["shared_gate"] = TensorSpec((None, "embed"), Init("normal", self.init_std), "router")
+        return specs
 
     def module_specs(self) -> dict[str, ModuleSpec]:
         """Returns the layout of the hidden states, the token mask and the token ids."""

@@ -4,12 +4,13 @@ from types import MappingProxyType
 
 from forge_models.hf.families.deepseek import DeepseekV3
 from forge_models.hf.families.gemma import Gemma2, Gemma3
+from forge_models.hf.families.glm import Glm4Moe
 from forge_models.hf.families.granite import Granite
 from forge_models.hf.families.llama import Llama
 from forge_models.hf.families.mistral import Mistral, Mixtral
 from forge_models.hf.families.olmo import Olmo, Olmo2, Olmo3, Olmoe
 from forge_models.hf.families.phi3 import Phi3
-from forge_models.hf.families.qwen import Qwen2, Qwen3, Qwen3Moe
+from forge_models.hf.families.qwen import Qwen2, Qwen2Moe, Qwen3, Qwen3Moe
 from forge_models.hf.families.smollm import SmolLM3
 from forge_models.hf.families.stablelm import StableLM
 
@@ -28,7 +29,7 @@ DENSE = (
     Granite(),
     Olmo(),
 )
-SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3())
+SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3(), Qwen2Moe(), Glm4Moe())
 
 FAMILIES = MappingProxyType({family.model_type: family for family in (*DENSE, *SPARSE)})
 """Families by `model_type`, in the order in which an export tries them."""

@@ -65,7 +65,7 @@ class DeepseekV3(Family):
             ffn_dim=keys.integer("moe_intermediate_size"),
             shared=keys.integer("n_shared_experts"),
             first_dense=keys.whole("first_k_dense_replace"),
-            router=_router(keys),
+            router=read_sigmoid_router(keys),
         )
         for key, value in FIXED.items():
             if keys.given(key):
@@ -82,16 +82,21 @@ class DeepseekV3(Family):
                 "first_k_dense_replace": moe.first_dense,
                 "norm_topk_prob": normalized(moe),
             }
-            if isinstance(router := moe.router, SigmoidTopKConfig):
-                written |= {"n_group": router.n_group, "topk_group": router.groups_kept}
-                written["routed_scaling_factor"] = router.scaling
-            written |= FIXED
+            written |= write_sigmoid_router(moe.router) | FIXED
         return written | {MTP_LAYERS: 0}
 
 
-def _router(keys: Keys) -> SigmoidTopKConfig | None:
+def read_sigmoid_router(keys: Keys) -> SigmoidTopKConfig | None:
+    """Reads a router with groups, a bias and a factor; collects faults in `keys`."""
     normalize = keys.boolean("norm_topk_prob")
     groups, kept, scaling = keys.integer("n_group"), keys.integer("topk_group"), keys.number("routed_scaling_factor")
     if 0 < groups < kept:
         keys.fault("topk_group", f"{kept} is more than n_group {groups}")
     return keys.make(SigmoidTopKConfig, normalize=normalize, scaling=scaling, n_group=groups, topk_group=kept)
+
+
+def write_sigmoid_router(router: Any) -> dict[str, Any]:
+    """Returns the keys of `read_sigmoid_router`, without `norm_topk_prob`; empty for another router."""
+    if not isinstance(router, SigmoidTopKConfig):
+        return {}
+    return {"n_group": router.n_group, "topk_group": router.groups_kept, "routed_scaling_factor": router.scaling}

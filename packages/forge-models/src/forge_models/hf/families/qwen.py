@@ -142,6 +142,79 @@ class Qwen3Moe(Family):
         return written | {"norm_topk_prob": normalized(moe)}
 
 
+SHARED = "shared_expert_intermediate_size"
+"""Key of the width of all shared experts together."""
+
+
+class Qwen2Moe(Family):
+    """Qwen1.5 and Qwen2 with fine-grained experts, and a gate on the shared ones (Yang et al., 2024)."""
+
+    model_type = "qwen2_moe"
+    architecture = "Qwen2MoeForCausalLM"
+    defaults: ClassVar = {
+        "num_key_value_heads": 16,
+        "head_dim": None,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "qkv_bias": True,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "num_experts": 60,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        SHARED: 5632,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": False,
+    }
+    experts: ClassVar = ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate.weight")
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        fields = read_base(keys) | read_heads(keys)
+        used, most = keys.boolean("use_sliding_window"), keys.whole("max_window_layers")
+        window = read_window(keys) if used or keys.get("sliding_window") != 0 else None  # the reference saves 0 if not used
+        window = window if used else None
+        local = read_local_layers(keys, window, lambda layer: window is not None and layer < most and layer % 2 == 0)
+        width = keys.integer("moe_intermediate_size")
+        moe = keys.make(
+            MoEConfig,
+            **read_experts(keys, "num_experts", "num_local_experts"),
+            ffn_dim=width,
+            shared=_shared(keys, width),
+            shared_gate=True,
+            every=keys.integer("decoder_sparse_step"),
+            first_dense=_first_dense(keys),
+            router=SoftmaxTopKConfig(normalize=keys.boolean("norm_topk_prob")),
+            losses=read_losses(keys),
+        )
+        return fields | {"attention": GQA(qkv_bias=keys.boolean("qkv_bias"), **local), "moe": moe}
+
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
+        written = write_base(self, decoder) | write_local_layers(decoder)
+        written |= {"qkv_bias": getattr(decoder.shape.attention, "qkv_bias", False), "max_window_layers": decoder.layers}
+        written["use_sliding_window"] = written["sliding_window"] is not None
+        if (moe := decoder.shape.moe) is None:
+            return written
+        written |= write_experts(moe, "num_experts") | write_losses(moe) | {"moe_intermediate_size": moe.ffn_dim}
+        written |= {SHARED: moe.shared * moe.ffn_dim, "norm_topk_prob": normalized(moe)}
+        return written | {"decoder_sparse_step": moe.every, "mlp_only_layers": list(range(moe.first_dense))}
+
+
+def _shared(keys: Keys, width: int) -> int:
+    """Reads the number of shared experts, each of the same width as the others."""
+    whole = keys.integer(SHARED)
+    if width and whole % width:
+        keys.fault(SHARED, f"{whole} is not a multiple of moe_intermediate_size {width}, which is not implemented")
+        return 1
+    return whole // width if width else 0
+
+
 def _first_dense(keys: Keys) -> int:
     dense = keys.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
