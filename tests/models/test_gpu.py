@@ -24,10 +24,10 @@ def drawn(dtype):
 
 
 def result(core, inputs, documents, window, soft_cap):
-    """Output and gradients."""
+    """Output and gradients; a fourth input are sinks."""
     shared = core.prepare(documents, LENGTH, window, "cuda")
     extra = () if soft_cap is None else (soft_cap,)
-    out = core(*inputs, shared, 0.125, *extra)
+    out = core(*inputs[:3], shared, 0.125, *extra, **({"sinks": inputs[3]} if len(inputs) > 3 else {}))
     weight = torch.linspace(-1, 1, out.numel(), device="cuda", dtype=out.dtype).view(out.shape)
     return out, *torch.autograd.grad((out * weight).sum(), inputs)
 
@@ -47,6 +47,20 @@ def test_every_kernel_equals_the_masked_one(kind, soft_cap, window, packed):
     exact = [x.detach().double().requires_grad_() for x in inputs]
     expected = result(LocalAttention("sdpa", capped=soft_cap is not None), exact, documents, window, soft_cap)
     found = result(LocalAttention(kind, capped=soft_cap is not None), inputs, documents, window, soft_cap)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["auto", "flex"])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_equal_those_of_the_masked_kernel(kind, window, packed):
+    documents = (torch.arange(LENGTH, device="cuda") // 150).int().expand(2, -1) if packed else None
+    inputs = [*drawn(torch.bfloat16), torch.linspace(-4, 4, 8, device="cuda", dtype=torch.bfloat16).requires_grad_()]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = result(LocalAttention("sdpa", sinks=True), exact, documents, window, None)
+    found = result(LocalAttention(kind, sinks=True), inputs, documents, window, None)
     for ours, theirs in zip(found, expected, strict=True):
         assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max())
 

@@ -86,6 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "kv_heads": 2,
         "rope": Rope(partial=0.4),
     },
+    "sinks": {"attention": GQA(sinks=True, window=4, global_every=2, output_bias=True), "kv_heads": 2},
     "scaled_logits": {"logit_multiplier": 0.3, "soft_cap": 4.0},
     "dynamic_rope": {"rope": Rope(scaling="dynamic", factor=4.0, original_max_length=32)},
 }

@@ -329,6 +329,7 @@ def test_moma_without_experts_has_the_default_ones() -> None:
     assert replace(JOINT, fusion=MoMa()).moe == MoEConfig()
 
 
-def test_a_gated_output_with_weights_for_each_modality_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"set model\.attention\.output_gate = false"):
-        replace(MODELS["mot"], attention=GQA(output_gate=True)).build()
+@pytest.mark.parametrize("option", ["output_gate", "sinks"])
+def test_options_of_attention_without_weights_for_each_modality_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=rf"set model\.attention\.{option} = false"):
+        replace(MODELS["mot"], attention=GQA(**{option: True})).build()

@@ -272,14 +272,15 @@ def test_kernels_of_another_device_are_refused(make, tokens, kind):
         make(attention=GQA(core=kind))(tokens(1, 5))
 
 
-def test_a_core_that_knows_no_soft_cap_is_refused(make, tokens):
+@pytest.mark.parametrize("option", [{"soft_cap": 3.0}, {"sinks": True}])
+def test_a_core_that_knows_no_soft_cap_or_sinks_is_refused(make, tokens, option):
     class Replacement(LocalAttention):
         def __call__(self, q, k, v, shared, scale):
             return super().__call__(q, k, v, shared, scale)
 
-    model = make(attention=GQA(soft_cap=3.0))
+    model = make(attention=GQA(**option))
     model.blocks["0"].attention.core = Replacement()
-    with pytest.raises(TypeError, match="positional arguments"):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(option))}'"):
         model(tokens(1, 5))
 
 

@@ -51,6 +51,8 @@ def test_specs_are_complete_and_fit(name):
     sizes |= {"ffn": {56, 24, 2 * 24}, "expert": {config.moe.experts}} if config.moe is not None else {}
     if name == "gated_output":
         sizes["heads"] = {6 * head, 6 * 2 * head}  # of outputs, and of queries with gates
+    if name == "sinks":
+        sizes["heads"] = {6, 6 * head}
     if "latent" in name or name == "mla":
         sizes["heads"] = {6 * 10, 6 * 12, 6 * 18}  # of queries, values, and keys with values
     for path, spec in specs.tensors.items():

@@ -77,6 +77,7 @@ DECODERS = {
     "layers without rope": replace(DECODER, attention=GQA(nope_every=2)),
     "norms without parameters": replace(DECODER, norm=LayerNormConfig(weight=False, bias=False)),
     "gated output": replace(DECODER, attention=GQA(output_gate=True, qk_norm="head"), norm=RMSNormConfig(offset=1)),
+    "sinks": replace(DECODER, attention=GQA(sinks=True, window=5, global_every=2)),
     "gated shared expert": replace(DECODER, moe=replace(EXPERTS, shared_gate=True)),
     "factors": replace(DECODER, attention=GQA(scale=0.3), embed_multiplier=3.0, residual_multiplier=0.4, logit_multiplier=0.6),
 }

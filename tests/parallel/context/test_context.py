@@ -78,8 +78,12 @@ def test_a_layout_equals_one_process(world: World, layout: str, tied: bool, kind
 LATENT = MLA(q_lora_rank=6, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 
 
-ATTENTIONS = {"windows": decoder(attention=GQA(window=6, global_every=2)), "mla": decoder(kv_heads=4, attention=LATENT)}
-FAST_ATTENTIONS = (("windows", "ring"), ("mla", "ulysses"), ("mla", "all_gather"))
+ATTENTIONS = {
+    "windows": decoder(attention=GQA(window=6, global_every=2)),
+    "mla": decoder(kv_heads=4, attention=LATENT),
+    "sinks": decoder(attention=GQA(sinks=True, window=6, global_every=2)),
+}
+FAST_ATTENTIONS = (("windows", "ring"), ("mla", "ulysses"), ("mla", "all_gather"), ("sinks", "ring"))
 
 
 @pytest.mark.parametrize(("name", "kind"), fast(*FAST_ATTENTIONS, of=[(name, kind) for name in ATTENTIONS for kind in KINDS]))

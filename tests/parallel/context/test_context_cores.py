@@ -63,6 +63,7 @@ class Shape:
     window: int | None = None
     documents: str = "none"
     soft_cap: float | None = None
+    sinks: bool = False
 
 
 def _documents(which: str) -> Tensor | None:
@@ -89,10 +90,15 @@ def _inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, T
     return q, k, v, grad
 
 
+def _sinks(shape: Shape) -> list[Tensor]:
+    """The sinks of all heads, if there are any: some far above, some far below the scores."""
+    return [torch.linspace(-6, 4, shape.heads, dtype=torch.float64)] if shape.sinks else []
+
+
 def _expected(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
     """Output and gradients by torch's own attention over a mask that is written down pair by pair."""
     q, k, v, grad = (x.double() for x in _inputs(shape, dtype))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    leaves = [x.requires_grad_() for x in (q, k, v, *_sinks(shape))]
     documents = _documents(shape.documents)
     mask = torch.zeros(2, 1, LENGTH, LENGTH, dtype=torch.bool)
     for b in range(2):
@@ -102,7 +108,11 @@ def _expected(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
                 mask[b, 0, i, j] = near and (documents is None or documents[b, i] == documents[b, j])
     shares = shape.heads // shape.kv_heads
     keys, values = k.repeat_interleave(shares, 1), v.repeat_interleave(shares, 1)
-    if shape.soft_cap is None:
+    if shape.sinks:
+        scores = (q @ keys.transpose(-1, -2) * 0.3).masked_fill(~mask, float("-inf"))
+        sink = leaves[3].view(1, -1, 1, 1).expand(2, -1, LENGTH, 1)
+        out = torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ values
+    elif shape.soft_cap is None:
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=0.3)
     else:
         scores = shape.soft_cap * torch.tanh(q @ keys.transpose(-1, -2) * 0.3 / shape.soft_cap)
@@ -110,9 +120,9 @@ def _expected(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def _core(kind: str, capped: bool = False) -> tuple[Any, SequenceOrder]:
+def _core(kind: str, capped: bool = False, sinks: bool = False) -> tuple[Any, SequenceOrder]:
     assert dist.group.WORLD is not None
-    ranks, inner = Ranks.of(dist.group.WORLD), LocalAttention(capped=capped)
+    ranks, inner = Ranks.of(dist.group.WORLD), LocalAttention(capped=capped, sinks=sinks)
     order = SequenceOrder(ranks.size, balanced=kind != "ulysses")
     if kind == "ring":
         return RingAttention(inner, order, ranks), order
@@ -123,28 +133,32 @@ def _core(kind: str, capped: bool = False) -> tuple[Any, SequenceOrder]:
 
 def _found(kind: str, shape: Shape, dtype: torch.dtype) -> list[Tensor]:
     """This rank's output and gradients, put together with those of the others in natural order."""
-    core, order = _core(kind, shape.soft_cap is not None)
+    core, order = _core(kind, shape.soft_cap is not None, shape.sinks)
     ranks, rank = dist.get_world_size(), dist.get_rank()
 
     def mine(x: Tensor) -> Tensor:
         return held(order, rank, x.transpose(1, 2)).transpose(1, 2)
 
     q, k, v, grad = (mine(x) for x in _inputs(shape, dtype))
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *(sinks.to(dtype) for sinks in _sinks(shape)))]
     documents = _documents(shape.documents)
     local = None if documents is None else held(order, rank, documents)
     shared = core.prepare(local, LENGTH // ranks, shape.window, CPU)
     cap = () if shape.soft_cap is None else (shape.soft_cap,)
-    out = core(*leaves, shared, 0.3, *cap)
+    options = {"sinks": leaves[3]} if shape.sinks else {}
+    out = core(*leaves[:3], shared, 0.3, *cap, **options)
     assert out.dtype == dtype
     results = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     whole = []
+    if shape.sinks:  # every rank has the gradient of its own queries or heads
+        of_sinks = results.pop().double()
+        dist.all_reduce(of_sinks)
     for x in results:
         full = torch.zeros(*x.shape[:2], LENGTH, x.shape[3], dtype=torch.float64)
         full[:, :, held_places(order, rank, LENGTH, CPU)] = x.double()
         dist.all_reduce(full)
         whole.append(full)
-    return whole
+    return [*whole, of_sinks] if shape.sinks else whole
 
 
 SHAPES = {
@@ -161,7 +175,10 @@ SHAPES = {
     "repeated": Shape(heads=12, kv_heads=6, documents="packed"),  # Ulysses on 4 ranks needs 12
     "narrow values": Shape(kv_heads=4, head_dim=12, width=5, documents="packed"),
     "wide values": Shape(kv_heads=4, head_dim=5, width=12),
+    "sinks": Shape(sinks=True),
+    "sinks, window and documents": Shape(sinks=True, heads=12, kv_heads=6, window=5, documents="packed"),
 }
+RESULTS = ("out", "dq", "dk", "dv", "dsinks")
 CAPPED = Shape(soft_cap=0.7, documents="packed")
 
 
@@ -176,7 +193,7 @@ def test_a_core_equals_torch(world: World, kind: str, ranks: int) -> None:
     names = [name for name, shape in SHAPES.items() if kind != "ulysses" or shape.heads % ranks == 0]
     assert names
     for name, found in zip(names, world.run(_all, ranks, kind, names, torch.float64)[0], strict=True):
-        for which, expected, actual in zip(("out", "dq", "dk", "dv"), _expected(SHAPES[name], torch.float64), found, strict=True):
+        for which, expected, actual in zip(RESULTS[: len(found)], _expected(SHAPES[name], torch.float64), found, strict=True):
             error = (actual - expected).abs().max()
             assert error <= 1e-12 * max(1.0, float(expected.abs().max())), (name, which, error)
 
@@ -199,9 +216,9 @@ def _on_flex(names: list[str]) -> list[list[Tensor]]:
 
 
 def test_the_ring_on_flex_equals_torch(world: World) -> None:
-    names = ["plain", "itself", "window and documents", "one head", "narrow values"]
+    names = ["plain", "itself", "window and documents", "one head", "narrow values", "sinks, window and documents"]
     for name, found in zip(names, world.run(_on_flex, 2, names)[0], strict=True):
-        for which, expected, actual in zip(("out", "dq", "dk", "dv"), _expected(SHAPES[name], torch.float64), found, strict=True):
+        for which, expected, actual in zip(RESULTS[: len(found)], _expected(SHAPES[name], torch.float64), found, strict=True):
             error = (actual - expected).abs().max()
             assert error <= 1e-12 * max(1.0, float(expected.abs().max())), (name, which, error)
 
@@ -216,7 +233,7 @@ def test_capped_scores(world: World, kind: str) -> None:
 @kinds
 def test_low_precision_is_rounded_once(world: World, kind: str) -> None:
     """Errors of bf16 stay those of one rounding of inputs, probabilities and results, however many blocks are joined."""
-    names = ["packed", "plain"]
+    names = ["packed", "plain", "sinks"]
     for name, found in zip(names, world.run(_all, 4, kind, names, torch.bfloat16)[0], strict=True):
         for expected, actual in zip(_expected(SHAPES[name], torch.bfloat16), found, strict=True):
             assert (actual - expected).abs().max() <= 2**-6 * expected.abs().max()

@@ -28,11 +28,13 @@ class ScoreRule:
         scale: factor of the products q k^T.
         soft_cap: bound of the scores; None: no bound.
         window: number of positions that a position attends to; None: all.
+        sinks: (heads,) score of each head that enters the softmax and has no key; None: there is none.
     """
 
     scale: float
     soft_cap: float | None
     window: int | None
+    sinks: Tensor | None = None
 
 
 class AttentionScores:
@@ -82,13 +84,27 @@ class AttentionScores:
         return scores.masked_fill(~placed_mask(mine, PositionedTokens(everywhere, documents), rule.window), float("-inf"))
 
     def pattern(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
-        """Returns (B, heads, queries, T): the softmax of `scores`; rows sum to 1."""
-        return self.scores(layer, heads, queries).softmax(-1)
+        """Returns (B, heads, queries, T): the softmax of `scores`; rows sum to 1, or to less if heads have sinks."""
+        scores = self.scores(layer, heads, queries)
+        return self._with_sinks(layer, heads, scores).softmax(-1)[..., : scores.shape[-1]]
+
+    def _with_sinks(self, layer: int, heads: Sequence[int] | None, scores: Tensor) -> Tensor:
+        """Appends the sinks of a layer, if it has any, to scores (B, heads, queries, T)."""
+        sinks = self._rules[layer].sinks
+        if sinks is None:
+            return scores
+        chosen = sinks if heads is None else sinks[list(heads)]
+        return torch.cat((scores, chosen.to(scores).view(-1, 1, 1).expand(*scores.shape[:-1], 1)), dim=-1)
 
     def entropy(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
-        """Returns (B, heads, queries) entropies - sum p ln p in nats: 0 if a query sees only one key, NaN for padding."""
+        """Returns (B, heads, queries) entropies - sum p ln p in nats, sinks included: 0 if a query sees only one key, NaN for
+        padding."""
         return torch.cat(
-            [_entropy(part).masked_fill(~real, float("nan")) for part, real in self._parts(layer, heads, queries)], 2
+            [
+                _entropy(self._with_sinks(layer, heads, part)).masked_fill(~real, float("nan"))
+                for part, real in self._parts(layer, heads, queries)
+            ],
+            2,
         )
 
     def max_logit(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
@@ -190,7 +206,13 @@ def rule_of(model: nn.Module, layer: int) -> ScoreRule:
         )
     if not isinstance(getattr(attention, "scale", None), float):
         raise InterpError(f"blocks.{layer}.attention has no `scale`, so its scores cannot be recomputed")
-    return ScoreRule(attention.scale, getattr(attention, "soft_cap", None), getattr(attention, "window", None))
+    sinks = getattr(attention, "sinks", None)
+    return ScoreRule(
+        attention.scale,
+        getattr(attention, "soft_cap", None),
+        getattr(attention, "window", None),
+        None if sinks is None else sinks.detach(),
+    )
 
 
 def _entropy(scores: Tensor) -> Tensor:

@@ -158,12 +158,20 @@ class AttentionCore(Protocol):
         ...
 
     def __call__(
-        self, q: "Tensor", k: "Tensor", v: "Tensor", shared: Any, scale: float, soft_cap: float | None = None
+        self,
+        q: "Tensor",
+        k: "Tensor",
+        v: "Tensor",
+        shared: Any,
+        scale: float,
+        soft_cap: float | None = None,
+        sinks: "Tensor | None" = None,
     ) -> "Tensor":
         """q (B, heads, T, head_dim), k (B, kv_heads, T, head_dim), v (B, kv_heads, T, width) -> (B, heads, T, width).
 
-        With a `soft_cap`, scores become soft_cap * tanh(scores / soft_cap) before the mask. A core that does not support this
-        must not have the argument, so that models which cap their scores are refused.
+        With a `soft_cap`, scores become soft_cap * tanh(scores / soft_cap) before the mask. With `sinks` (heads,), one for each
+        head of q, the softmax has one more score, which every query sees and which has no value. A core that does not support
+        one of them must not have the argument, so that models which need it are refused.
         """
         ...
 

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from forge_core.protocols.model import AttentionCore, PositionedTokens
-from forge_core.specs import Dim, ModuleSpec, TensorSpec
+from forge_core.specs import Dim, Init, ModuleSpec, TensorSpec
 from forge_models import accelerator
 from forge_models.blocks.cache import LayerCache
-from forge_models.blocks.layers import Linear, linear_specs
+from forge_models.blocks.layers import Linear, linear_specs, unfilled
 from forge_models.blocks.rope import Rotary, Rotation, magnitude, rotate
 from forge_models.inner_values import tap
 from forge_models.shape import AttentionKernel, BlockContext
@@ -37,15 +37,18 @@ class LocalAttention:
     "auto" chooses on a CPU `scaled_dot_product_attention`, with a boolean mask for documents and windows (flex and varlen have no
     backward there), and likewise on accelerators other than CUDA, for which no other kernel is proven. On CUDA it chooses torch's
     causal kernels, in the fastest order for the device, if nothing else is masked; varlen, if the starts of documents are known
-    and the kernel supports dtype and width of heads; otherwise flex. None of these holds a T x T mask. With a soft cap, the
-    softmax is written out on a CPU, which has no fused kernel for it.
+    and the kernel supports dtype and width of heads; otherwise flex. None of these holds a T x T mask. With a soft cap or
+    sinks, flex computes the softmax on CUDA, and it is written out elsewhere, where no fused kernel supports them.
     """
 
-    def __init__(self, kind: AttentionKernel = "auto", capped: bool = False, width: int | None = None) -> None:
-        """`capped` says that calls will have a soft cap. `width` is that of the heads of queries, keys and values; None if they
-        differ."""
+    def __init__(
+        self, kind: AttentionKernel = "auto", capped: bool = False, width: int | None = None, sinks: bool = False
+    ) -> None:
+        """`capped` says that calls will have a soft cap, `sinks` that they will have sinks. `width` is that of the heads of
+        queries, keys and values; None if they differ."""
         self.kind: AttentionKernel = kind
         self.capped = capped
+        self.unusual = capped or sinks
         self.width = width
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:
@@ -57,7 +60,7 @@ class LocalAttention:
         """
         window = _hiding(window, length)
         plain = documents is None and window is None
-        masks = self.capped or not plain
+        masks = self.unusual or not plain
         cuda = accelerator.has_flex(torch.device(device), masks and self.kind == "auto")
         if not cuda and self.kind in ("flex", "varlen"):
             raise ValueError(f"attention core {self.kind!r} needs a CUDA device; use 'auto' or 'sdpa'")
@@ -66,7 +69,7 @@ class LocalAttention:
         if self.kind == "flex" or (self.kind == "auto" and cuda and masks):
             return block_mask(documents, length, window, device)
         if plain:
-            return causal(device) if cuda and not self.capped else None
+            return causal(device) if cuda and not self.unusual else None
         return mask(documents, length, window, device)
 
     def prepare_packed(self, documents: Tensor | None, starts: Tensor | None, length: int, window: int | None, x: Tensor) -> Any:
@@ -74,7 +77,7 @@ class LocalAttention:
         device."""
         window = _hiding(window, length)
         plain, known = documents is None and window is None, documents is None or starts is not None
-        fits = not (plain or self.capped) and takes_lengths(self.width, x.dtype, x.device)
+        fits = not (plain or self.unusual) and takes_lengths(self.width, x.dtype, x.device)
         if known and ((self.kind == "varlen" and accelerator.has_flex(x.device)) or (self.kind == "auto" and fits)):
             return boundaries(documents, length, window, x.device, starts)
         return self.prepare(documents, length, window, x.device)
@@ -99,20 +102,30 @@ class LocalAttention:
         distance = slots[:, :, None] - torch.arange(extent, device=slots.device)
         return visible(distance, window).unsqueeze(1)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: Any, scale: float, soft_cap: float | None = None) -> Tensor:
-        """q (B, heads, T, head_dim), k (B, kv_heads, S, head_dim), v (B, kv_heads, S, width) -> (B, heads, T, width)."""
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shared: Any,
+        scale: float,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q (B, heads, T, head_dim), k (B, kv_heads, S, head_dim), v (B, kv_heads, S, width), sinks (heads,) ->
+        (B, heads, T, width)."""
         if isinstance(shared, Boundaries):
             return varlen(q, k, v, shared, scale)
         if isinstance(shared, KernelOrder):
-            if soft_cap is None:
+            if soft_cap is None and sinks is None:
                 return shared.attention(q, k, v, scale)
             shared = None
         if shared is not None and not isinstance(shared, Tensor):
             if q.dtype != torch.float64:
-                return flex(q, k, v, shared, scale, soft_cap)
+                return flex(q, k, v, shared, scale, soft_cap, sinks)
             shared = dense(shared, q, k)  # flex has no fp64 kernel; fp64 serves comparisons, not speed
-        if soft_cap is not None:
-            return _written_out(q, k, v, shared, scale, soft_cap)
+        if soft_cap is not None or sinks is not None:
+            return _written_out(q, k, v, shared, scale, soft_cap, sinks)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=shared, is_causal=shared is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -123,16 +136,24 @@ def _hiding(window: int | None, length: int) -> int | None:
     return None if window is None or window >= length else window
 
 
-def _written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, soft_cap: float) -> Tensor:
-    """Computes the softmax in fp32 (fp64 for fp64) over capped scores; heads that share keys are one dimension of the product."""
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, soft_cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Computes the softmax in fp32 (fp64 for fp64) over capped scores and the sink of each head, which has no value; heads that
+    share keys are one dimension of the product."""
     if seen is None:
         seen = mask(None, q.shape[2], None, q.device)
     groups = q.unflatten(1, (k.shape[1], -1))
     scores = (groups @ k.unsqueeze(2).transpose(-1, -2)) * scale
-    scores = soft_cap * (scores / soft_cap).tanh()
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    weights = wide.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(-1).to(q.dtype)
-    return (weights @ v.unsqueeze(2)).flatten(1, 2)
+    if soft_cap is not None:
+        scores = soft_cap * (scores / soft_cap).tanh()
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~seen.unsqueeze(1), float("-inf"))
+    if sinks is None:
+        weights = wide.softmax(-1)
+    else:
+        sink = sinks.to(wide.dtype).view(k.shape[1], -1, 1, 1).expand(*wide.shape[:-1], 1)
+        weights = torch.cat((wide, sink), dim=-1).softmax(-1)[..., :-1]
+    return (weights.to(q.dtype) @ v.unsqueeze(2)).flatten(1, 2)
 
 
 class Boundaries(NamedTuple):
@@ -208,8 +229,13 @@ def placed_block_mask(queries: PositionedTokens, keys: PositionedTokens, window:
     return _compiled("create_block_mask")(sees, rows, None, *lengths, device=places.device)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float, soft_cap: float | None) -> Tensor:
-    """Computes attention with a `BlockMask`. Heads for which there is no kernel get zeros, which change no score."""
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float, soft_cap: float | None, sinks: Tensor | None = None
+) -> Tensor:
+    """Computes attention with a `BlockMask`. Heads for which there is no kernel get zeros, which change no score.
+
+    With the log-sum-exp l of a query's scores, a sink s scales what it sees by exp(l) / (exp(l) + exp(s)).
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     width = v.shape[-1]
@@ -220,7 +246,14 @@ def flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float, soft_cap: f
 
     run = flex_attention if torch.compiler.is_compiling() else _compiled("flex_attention")
     cap = None if soft_cap is None else capped
-    out = run(q, k, v, score_mod=cap, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    options: dict[str, Any] = {"score_mod": cap, "block_mask": blocks, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if sinks is None:
+        out = run(q, k, v, **options)
+    else:
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        out, aux = run(q, k, v, **options, return_aux=AuxRequest(lse=True))
+        out = (out * (aux.lse - sinks.to(aux.lse.dtype).unsqueeze(-1)).sigmoid().unsqueeze(-1)).to(q.dtype)
     return out if out.shape[-1] == width else out[..., :width]
 
 
@@ -308,7 +341,8 @@ KV_HEADS: tuple[Dim, ...] = ("batch", "sequence", "kv_heads")
 
 class Attention(nn.Module):
     """softmax(q k^T * scale) v with rotary positions; each key-value head serves heads / kv_heads query heads. With an
-    `output_gate`, the output of each head is multiplied with sigmoid(W x) before the output projection.
+    `output_gate`, the output of each head is multiplied with sigmoid(W x) before the output projection. With `sinks`, one learned
+    logit of each head enters the softmax and is dropped.
 
     Parallel strategies replace `core`. `window` is the number of positions that one position attends to (None = all), `rotary`
     the position embedding of this layer, which is unused if it does not rotate.
@@ -328,6 +362,7 @@ class Attention(nn.Module):
         window: int | None = None,
         rotates: bool = True,
         output_gate: bool = False,
+        sinks: bool = False,
         core: AttentionKernel = "auto",
     ) -> None:
         super().__init__()
@@ -336,7 +371,7 @@ class Attention(nn.Module):
         self.output_gate = output_gate
         self.rotates = rotates
         self.soft_cap = soft_cap
-        self.core: AttentionCore = LocalAttention(core, capped=soft_cap is not None, width=context.head_dim)
+        self.core: AttentionCore = LocalAttention(core, capped=soft_cap is not None, width=context.head_dim, sinks=sinks)
         self.window = window
         self.rotary = Rotary(int(context.head_dim * context.rope.partial), context.rope.of_layer(window is not None))
         self.scale = scale or 1 / sqrt(context.head_dim)
@@ -345,6 +380,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(context.dim, kv_heads, qkv_bias)
         self.v_proj = Linear(context.dim, kv_heads, qkv_bias)
         self.o_proj = Linear(heads, context.dim, output_bias)
+        self.sinks = unfilled(context.heads) if sinks else None
         norm: Any = context.norm
         widths = {"none": None, "head": (context.head_dim, context.head_dim), "full": (heads, kv_heads)}[qk_norm]
         self.q_norm: nn.Module | None = norm.build(widths[0]) if widths else None
@@ -384,10 +420,10 @@ class Attention(nn.Module):
         q, k = tap("attention.q", q), tap("attention.k", k)
         if cache is not None:
             k, v = cache.update(k, v)
-        cap = self.soft_cap
-        out = (
-            self.core(q, k, v, attention_mask, self.scale) if cap is None else self.core(q, k, v, attention_mask, self.scale, cap)
-        )
+        options: dict[str, Any] = {} if self.soft_cap is None else {"soft_cap": self.soft_cap}
+        if self.sinks is not None:
+            options["sinks"] = self.sinks
+        out = self.core(q, k, v, attention_mask, self.scale, **options)
         if gate is not None:
             out = out * tap("attention.gate", gate.sigmoid())
         return tap("attention.heads", out).transpose(1, 2).flatten(2)
@@ -409,6 +445,7 @@ class Attention(nn.Module):
             **linear_specs("k_proj", self.k_proj, ("kv_heads", "embed"), enter),
             **linear_specs("v_proj", self.v_proj, ("kv_heads", "embed"), enter),
             **linear_specs("o_proj", self.o_proj, ("embed", "heads"), self.context.output_std),
+            **({} if self.sinks is None else {"sinks": TensorSpec(("heads",), Init("zeros"), "vector")}),
         }
 
     def module_specs(self) -> dict[str, ModuleSpec]:

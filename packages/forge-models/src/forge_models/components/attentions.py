@@ -49,6 +49,9 @@ class GQA(Component):
     output_gate: bool = False
     """Whether the output of each head is multiplied with sigmoid(W x) before the output projection (Qiu et al., 2025). `q_proj`
     then has the rows of each head's query, followed by those of its gate."""
+    sinks: bool = False
+    """Whether one learned logit of each head enters the softmax and is dropped, so that a head can attend to nothing (Xiao et
+    al., 2024; gpt-oss). It starts at 0."""
     core: Annotated[AttentionKernel, FREE] = "auto"
     """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
 
@@ -61,6 +64,8 @@ class GQA(Component):
             raise ValueError("global_every and global_layers need a window; without one every layer is global")
         if self.core == "varlen" and self.soft_cap is not None:
             raise ValueError("core 'varlen' does not support soft_cap; use 'flex', 'sdpa' or 'auto'")
+        if self.core == "varlen" and self.sinks:
+            raise ValueError("core 'varlen' does not support sinks; use 'flex', 'sdpa' or 'auto'")
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[GQA]":
@@ -72,6 +77,7 @@ class GQA(Component):
             cls(window=3, global_every=2),
             cls(nope_every=1),
             cls(output_gate=True),
+            cls(sinks=True, window=3),
         )
 
     def check(self, context: BlockContext) -> None:
@@ -127,6 +133,7 @@ class GQA(Component):
             window=self.window_at(context.layer),
             rotates=self.rotates_at(context.layer),
             output_gate=self.output_gate,
+            sinks=self.sinks,
             core=self.core,
         )
 

@@ -242,8 +242,21 @@ class FusedCoreOperator:
         """Returns the mask of a GPU, a list of blocks with less than a byte per 128 x 128 scores."""
         return Causal(False)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: "Causal", scale: float, soft_cap: float | None = None) -> Tensor:
-        """q (B, heads, T, head_dim), k (B, kv_heads, S, head_dim), v (B, kv_heads, S, width) -> (B, heads, T, width)."""
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shared: "Causal",
+        scale: float,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q (B, heads, T, head_dim), k (B, kv_heads, S, head_dim), v (B, kv_heads, S, width), sinks (heads,) ->
+        (B, heads, T, width)."""
+        if sinks is not None:  # they scale the output of the kernel
+            out = self(q, k, v, Causal(False), scale, soft_cap)
+            return (out * sinks.view(-1, 1, 1).sigmoid()).to(out.dtype)
         if q.dtype == torch.float64 or (
             q.dtype == torch.float32 and shared.only and soft_cap is None and q.shape[1] != k.shape[1]
         ):

@@ -111,7 +111,8 @@ def _attended(
         share = heads // layout.tp // ranks
         others = (first for rank, first in enumerate(range(0, share * ranks, share)) if rank != model.topology.coordinates["cp"])
         needed = sum(len({head * kv_heads // heads for head in range(first, first + share)}) for first in others)
-        apart = (ranks - 1) * share * (queries + outputs) // heads + needed * pair
+        # Rows of a gate on the output are part of its projection, but they are not sent.
+        apart = (ranks - 1) * share * (min(queries, outputs) + outputs) // heads + needed * pair
         yield Bound("cp", "all_to_all", micro_batches * 2 * mine * apart * size)
 
 

@@ -243,11 +243,12 @@ class UntiedAttention(Attention):
                 f"attention {type(first).__name__} cannot have weights for each modality; set model.attention.name = "
                 "'gqa', or model.fusion.name = 'joint_decoder'"
             )
-        if first.output_gate:
-            raise ValueError(
-                "attention with output_gate cannot have weights for each modality; set model.attention.output_gate = false, or "
-                "model.fusion.name = 'joint_decoder'"
-            )
+        for option, used in (("output_gate", first.output_gate), ("sinks", first.sinks is not None)):
+            if used:
+                raise ValueError(
+                    f"attention with {option} cannot have weights for each modality; set model.attention.{option} = false, or "
+                    "model.fusion.name = 'joint_decoder'"
+                )
         for name in ("context", "qk_norm", "soft_cap", "core", "window", "rotary", "rotates", "scale"):
             setattr(self, name, getattr(first, name))
         for part in (*MATRICES, "q_norm", "k_norm"):

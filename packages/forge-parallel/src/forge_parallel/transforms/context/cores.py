@@ -26,6 +26,7 @@ from forge_parallel.transforms.context.rows import (
     gathered_places,
     held,
     held_places,
+    options_of,
     prepare_alone,
 )
 from forge_parallel.transforms.context.ulysses import UlyssesAttention
@@ -64,15 +65,25 @@ class AllGatherAttention:
         """Prepares calls with a cache, which are not split over ranks."""
         return prepare_alone(self.inner, slots, extent, window)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: Any, scale: float, soft_cap: float | None = None) -> Tensor:
-        """q (B, heads, T, head_dim), k (B, kv_heads, T, head_dim), v (B, kv_heads, T, width) -> (B, heads, T, width)."""
-        capped = () if soft_cap is None else (soft_cap,)
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shared: Any,
+        scale: float,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q (B, heads, T, head_dim), k (B, kv_heads, T, head_dim), v (B, kv_heads, T, width), sinks (heads,) ->
+        (B, heads, T, width)."""
+        options = options_of(soft_cap, sinks)
         if isinstance(shared, Alone):
-            return attend_alone(self.inner, q, k, v, shared, scale, *capped)
+            return attend_alone(self.inner, q, k, v, shared, scale, **options)
         joined = torch.cat((k.movedim(2, 0), v.movedim(2, 0)), dim=-1)
         whole = GatherWide.apply(joined, self.ranks).movedim(0, 2)
         k, v = whole.split([k.shape[-1], v.shape[-1]], dim=-1)
-        return self.inner(q, k, v, shared, scale, *capped)
+        return self.inner(q, k, v, shared, scale, **options)
 
 
 def replace_cores(part: nn.Module, context: "Context", kind: str, order: SequenceOrder) -> None:

@@ -21,7 +21,7 @@ from forge_parallel.placement.collectives import Ranks
 from forge_parallel.torch_private import resolve_process_group
 from forge_parallel.transforms.context import flash_cpu, flex_blocks
 from forge_parallel.transforms.context.row_order import SequenceOrder
-from forge_parallel.transforms.context.rows import Alone, attend_alone, gathered_documents, held_places, prepare_alone
+from forge_parallel.transforms.context.rows import Alone, attend_alone, gathered_documents, held_places, options_of, prepare_alone
 
 
 class Masks(NamedTuple):
@@ -104,12 +104,15 @@ class RingAttention:
         """Prepares calls with a cache, which are not split over ranks."""
         return prepare_alone(self.inner, slots, extent, window)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: Masks | Alone, scale: float) -> Tensor:
-        """q (B, heads, T, head_dim), k (B, kv_heads, T, head_dim), v (B, kv_heads, T, width) -> (B, heads, T, width)."""
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, shared: Masks | Alone, scale: float, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q (B, heads, T, head_dim), k (B, kv_heads, T, head_dim), v (B, kv_heads, T, width), sinks (heads,) ->
+        (B, heads, T, width)."""
         if isinstance(shared, Alone):
-            return attend_alone(self.inner, q, k, v, shared, scale)
+            return attend_alone(self.inner, q, k, v, shared, scale, **options_of(None, sinks))
         ranks = self.ranks
-        return attend(q, k, v, shared.tensors, shared.counts, scale, ranks.rank, ranks.size, ranks.name)[0]
+        return attend(q, k, v, sinks, shared.tensors, shared.counts, scale, ranks.rank, ranks.size, ranks.name)[0]
 
 
 def _kernel(device: torch.device) -> Any:
@@ -157,9 +160,19 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 @torch.library.custom_op("forge_parallel::ring_attention", mutates_args=())
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], counts: list[int], scale: float, rank: int, ranks: int, group: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    masks: list[Tensor],
+    counts: list[int],
+    scale: float,
+    rank: int,
+    ranks: int,
+    group: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (B, heads, T, width), and the log-sum-exp of each query's scores over all keys, (B, heads, T), at least fp32."""
+    """Returns (B, heads, T, width), and the log-sum-exp of each query's scores over all keys and its sink, (B, heads, T), at
+    least fp32."""
     out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=_wide(q.dtype))
     sums = q.new_full(q.shape[:3], float("-inf"), dtype=_wide(q.dtype))
     held = torch.cat((k, v), dim=-1)
@@ -171,6 +184,10 @@ def attend(
             _merge(out[:, :, step.rows], sums[:, :, step.rows], *part)
         if journey is not None:
             held = journey.end()
+    if sinks is not None:  # a score without a value
+        total = torch.logaddexp(sums, sinks.to(sums.dtype).unsqueeze(-1))
+        out.mul_((sums - total).exp_().unsqueeze(-1))
+        sums = total
     return out.to(q.dtype), sums
 
 
@@ -246,14 +263,20 @@ def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tens
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, masks, ctx.counts, *ctx.where = inputs
-    ctx.save_for_backward(q, k, v, *output, *masks)
+    q, k, v, sinks, masks, ctx.counts, *ctx.where = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output, *masks)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, sums, *masks = ctx.saved_tensors
+    q, k, v, sinks, out, sums, *masks = ctx.saved_tensors
+    # With p the weights including the sink's, the gradient of a score is p (dp - sum of p dp), and that sum is grad . out. So
+    # blocks of keys need nothing else than `out` and `sums`, and the sink's own dp is 0.
     grads = attend_backward(grad, q, k, v, out, sums, masks, ctx.counts, *ctx.where)
-    return *grads, [None] * len(masks), None, *([None] * len(ctx.where))
+    of_sinks = None
+    if sinks is not None:
+        weights = (sinks.to(sums.dtype).unsqueeze(-1) - sums).exp()
+        of_sinks = -(weights * (grad.to(sums.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+    return *grads, of_sinks, [None] * len(masks), None, *([None] * len(ctx.where))
 
 
 attend.register_autograd(_differentiate, setup_context=_keep)

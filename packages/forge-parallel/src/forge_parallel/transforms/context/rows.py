@@ -32,6 +32,12 @@ def held(order: SequenceOrder, rank: int, tensor: Tensor) -> Tensor:
     return torch.cat([tensor[:, span.start : span.stop] for span in spans], dim=1)
 
 
+def options_of(soft_cap: float | None, sinks: Tensor | None) -> dict[str, Any]:
+    """Returns the arguments of a call that are used, because a core without them has no such arguments."""
+    options = {"soft_cap": soft_cap, "sinks": sinks}
+    return {name: value for name, value in options.items() if value is not None}
+
+
 class Alone(NamedTuple):
     """The result of the model's own core for a call that is not split over ranks."""
 
@@ -49,6 +55,6 @@ def prepare_alone(inner: Any, slots: Tensor, extent: int, window: int | None) ->
     return Alone(inner.prepare_cached(slots, extent, window))
 
 
-def attend_alone(inner: AttentionCore, q: Tensor, k: Tensor, v: Tensor, alone: Alone, *scaling: float) -> Tensor:
+def attend_alone(inner: AttentionCore, q: Tensor, k: Tensor, v: Tensor, alone: Alone, scale: float, **options: Any) -> Tensor:
     """Computes attention without other ranks: q (B, heads, T, head_dim), k and v of `extent` slots -> (B, heads, T, width)."""
-    return inner(q, k, v, alone.shared, *scaling)
+    return inner(q, k, v, alone.shared, scale, **options)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forge_core.protocols.model import AttentionCore, PackedCore
 from forge_parallel.placement.collectives import Ranks, all_to_all, evenly
-from forge_parallel.transforms.context.rows import Alone, attend_alone, gathered_documents, prepare_alone
+from forge_parallel.transforms.context.rows import Alone, attend_alone, gathered_documents, options_of, prepare_alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,15 +43,23 @@ class UlyssesAttention:
         """Prepares calls with a cache, which are not split over ranks."""
         return prepare_alone(self.inner, slots, extent, window)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: Any, scale: float, soft_cap: float | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shared: Any,
+        scale: float,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q (B, heads, T, head_dim), k (B, kv_heads, T, head_dim), v (B, kv_heads, T, width) -> (B, heads, T, width).
 
         Raises:
             ValueError: the number of ranks does not divide the heads.
         """
-        capped = () if soft_cap is None else (soft_cap,)
         if isinstance(shared, Alone):
-            return attend_alone(self.inner, q, k, v, shared, scale, *capped)
+            return attend_alone(self.inner, q, k, v, shared, scale, **options_of(soft_cap, sinks))
         heads, kv_heads = q.shape[1], k.shape[1]
         if heads % self.ranks.size:
             raise ValueError(
@@ -60,8 +68,10 @@ class UlyssesAttention:
         repeats = self.ranks.size // gcd(kv_heads, self.ranks.size)
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        if sinks is not None:  # of this rank's heads; gradients of the others come from the other ranks
+            sinks = sinks.unflatten(0, (self.ranks.size, -1))[self.ranks.rank]
         q, k, v = self._to_heads(q, k, v)
-        return self._to_places(self.inner(q, k, v, shared, scale, *capped))
+        return self._to_places(self.inner(q, k, v, shared, scale, **options_of(soft_cap, sinks)))
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """Exchanges (B, h, T, d) of all heads for (B, h / ranks, S, d) of all positions, in one all-to-all."""

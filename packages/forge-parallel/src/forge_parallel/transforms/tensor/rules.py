@@ -68,6 +68,7 @@ def tensor_parallel_rules(specs: Specs, tp: int, sequence: bool) -> Rules:
     cut: dict[str, int | None] = {}
     roles: dict[str, Role] = {}
     apart: set[str] = set()
+    own: list[str] = []
     if sequence and (why := stream_refusal(specs.whole_stream)):
         raise PlanError(f"tensor: {why}; set transforms.tensor.sequence_parallel = false")
     if specs.tp_plan is not None and not specs.tp_plan:
@@ -90,6 +91,10 @@ def tensor_parallel_rules(specs: Specs, tp: int, sequence: bool) -> Rules:
             if _across(specs.modules.get(path)):
                 roles[path] = Role.ACROSS
             continue
+        if len(spec.dims) == 1 and _streams(specs.modules.get(path)):
+            cut[name] = dim  # one number for each head of a region, of which every rank has its own
+            own.append(path)
+            continue
         role = _role(name, spec, specs.modules.get(path))
         if role is Role.COLUMN and copied and spec.dims[dim] == "kv_heads":
             role = Role.KV_COPY
@@ -110,6 +115,10 @@ def tensor_parallel_rules(specs: Specs, tp: int, sequence: bool) -> Rules:
     if not roles and specs.blocks:
         raise PlanError("tensor: no parameter has a dimension to split (heads, kv_heads, ffn, vocab); set parallel.tp = 1")
     regions = {_region(path, specs) for path, role in roles.items() if role in (Role.COLUMN, Role.KV_COPY)}
+    if lost := [path for path in own if path not in regions]:
+        raise PlanError(
+            f"tensor: {lost[0]} has a parameter of each head, but no projection inside it makes heads; set parallel.tp = 1"
+        )
     for name in cut:
         roles.setdefault(name.rpartition(".")[0], Role.STREAM)
     roles |= dict.fromkeys(regions, Role.REGION)
@@ -152,6 +161,10 @@ def _role(name: str, spec: TensorSpec, module: ModuleSpec | None) -> Role:
     )
 
 
+def _streams(module: ModuleSpec | None) -> bool:
+    return module is not None and module.inputs[0] == STREAM and module.outputs[0] == STREAM
+
+
 def _across(module: ModuleSpec | None) -> bool:
     return module is not None and module.inputs[0][-1] in CUT and module.inputs[0][-1] == module.outputs[0][-1]
 
@@ -160,7 +173,7 @@ def _region(path: str, specs: Specs) -> str:
     """Returns the innermost module around `path` whose input and output are the residual stream."""
     for ancestor in ancestors(path):
         module = specs.modules.get(ancestor)
-        if module is not None and module.inputs[0] == STREAM and module.outputs[0] == STREAM:
+        if _streams(module):
             return ancestor
     raise PlanError(
         f"tensor: {path} is split along its outputs, but the specs name no module around it that takes the residual stream; add "
