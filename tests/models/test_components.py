@@ -19,7 +19,7 @@ def test_what_is_offered():
     assert {(entry.group, entry.name) for entry in OURS} >= {
         ("forge.models", "decoder"),
         *(("forge.attentions", name) for name in ("gqa", "mla")),
-        *(("forge.mlps", name) for name in ("swiglu", "geglu", "gelu", "relu", "relu2")),
+        *(("forge.mlps", name) for name in ("swiglu", "geglu", "clamped_swiglu", "gelu", "relu", "relu2")),
         *(("forge.norms", name) for name in ("rmsnorm", "layernorm")),
         *(("forge.routers", name) for name in ("softmax_topk", "sigmoid_topk", "hash")),
         ("forge.objectives", "cross_entropy"),

@@ -4,8 +4,8 @@ from typing import Any
 
 from forge_core.registry import Registry
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
-from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, RMSNormConfig, SwiGLU
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_models.components.layers import GELU, ClampedSwiGLU, GeGLU, LayerNormConfig, RMSNormConfig, SwiGLU
 from forge_models.shape import Losses, Rope
 
 SIZES = {"dim": 48, "layers": 3, "heads": 6, "head_dim": 10, "ffn_dim": 56, "vocab_size": 101, "max_length": 64}
@@ -85,6 +85,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "norm": RMSNormConfig(offset=1),
         "kv_heads": 2,
         "rope": Rope(partial=0.4),
+    },
+    "experts_with_biases_and_clamps": {
+        "moe": MoEConfig(experts=4, shared=1, ffn_dim=24, first_dense=1, router=SoftmaxTopKConfig(bias=True)),
+        "mlp": ClampedSwiGLU(limit=0.2, bias=True),
     },
     "sinks": {"attention": GQA(sinks=True, window=4, global_every=2, output_bias=True), "kv_heads": 2},
     "scaled_logits": {"logit_multiplier": 0.3, "soft_cap": 4.0},

@@ -30,6 +30,7 @@ TINY: dict[str, Any] = {
     "num_experts": 8,
     "n_routed_experts": 16,
     "num_experts_per_tok": 2,
+    "experts_per_token": 2,
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 40,
     "first_k_dense_replace": 1,

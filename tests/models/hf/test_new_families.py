@@ -115,3 +115,19 @@ def test_the_divisor_of_logits_is_written_as_it_was_read() -> None:
     assert any("logit_multiplier" in fault for fault in misfits(FAMILIES["llama"], decoder))
     nope = decoder_of(FAMILIES["smollm3"], SIZES, "here")
     assert any("attention.nope" in fault for fault in misfits(FAMILIES["llama"], nope))
+
+
+def test_boxes_of_alternating_and_turned_matrices_equal_the_whole(tmp_path: Path) -> None:
+    """Of gpt-oss, whose experts have gate and up in turns and inputs before outputs; a rank reads its own part."""
+    from models.hf.zoo import GPT_OSS
+
+    values = SIZES | {"model_type": "gpt_oss"} | GPT_OSS
+    folder = Folder(folder_of(spread(reference(values)), values, tmp_path))
+    for part in ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias"):
+        name = f"blocks.1.mlp.experts.{part}"
+        whole = folder.read([name])[name]
+        offset, extent = (1, 2, 3)[: whole.dim()], (3, 9, 11)[: whole.dim()]
+        box = tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
+        assert torch.equal(folder.box(name, offset, extent), whole[box]), part
+        assert folder.box(name, offset, (0, *extent[1:])).shape == (0, *extent[1:])
+        assert folder.box(name, offset, (3, 0, *extent[2:])).shape == (3, 0, *extent[2:])

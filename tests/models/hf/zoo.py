@@ -65,6 +65,15 @@ GLM4_MOE: dict[str, Any] = {
     "routed_scaling_factor": 1.8,
 }
 
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": 6,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 0.4,
+    "rope_parameters": YARN | {"truncate": False, "rope_theta": 700.0},
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -112,6 +121,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GLM4_MOE
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_scaling": YARN, "partial_rotary_factor": 0.25}
         | {"tie_word_embeddings": True, "head_dim": 24},
+    ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss-without-biases-tied": (
+        "gpt_oss",
+        GPT_OSS
+        | {"attention_bias": False, "tie_word_embeddings": True, "swiglu_alpha": 1.1, "head_dim": 12}
+        | {"layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"]},
     ),
     "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
     "gemma3-untied-linear": (

@@ -10,8 +10,10 @@ import torch
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.layers import LayerNormConfig, RMSNormConfig
+from forge_models.components.experts import SoftmaxTopKConfig
+from forge_models.components.layers import ClampedSwiGLU, LayerNormConfig, RMSNormConfig
 from forge_models.objectives import CrossEntropy
+from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.shard import FullyShard
@@ -78,6 +80,11 @@ DECODERS = {
     "norms without parameters": replace(DECODER, norm=LayerNormConfig(weight=False, bias=False)),
     "gated output": replace(DECODER, attention=GQA(output_gate=True, qk_norm="head"), norm=RMSNormConfig(offset=1)),
     "sinks": replace(DECODER, attention=GQA(sinks=True, window=5, global_every=2)),
+    "experts with biases": replace(
+        DECODER,
+        mlp=ClampedSwiGLU(limit=0.1, bias=True),
+        moe=replace(EXPERTS, losses=Losses(), router=SoftmaxTopKConfig(bias=True)),
+    ),
     "gated shared expert": replace(DECODER, moe=replace(EXPERTS, shared_gate=True)),
     "factors": replace(DECODER, attention=GQA(scale=0.3), embed_multiplier=3.0, residual_multiplier=0.4, logit_multiplier=0.6),
 }
@@ -94,3 +101,20 @@ def test_options_of_published_families_equal_one_process(world: World, model: st
     for found in world.run(measured, 2, case, layout, row):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference
+
+
+def test_experts_with_biases_on_other_ranks_equal_one_process(world: World) -> None:
+    row = frozenset({"dp_shard", "ep_all_to_all"})
+    case = replace(case_of(row), build=DECODERS["experts with biases"].build)
+    whole = measured(case, "1", row)
+    for found in world.run(measured, 2, case, "dp2ep2", row):
+        difference = compare(whole, found)
+        assert difference.accepted("fp64"), difference
+
+
+def test_parts_of_experts_with_biases_are_refused(world: World) -> None:
+    """Every part would add the bias of the output."""
+    row = frozenset({"tp", "etp"})
+    case = replace(case_of(row), build=DECODERS["experts with biases"].build)
+    with pytest.raises(Exception, match=r"down_bias would be added once for each part of an expert; set parallel\.etp = 1"):
+        world.run(measured, 2, case, "tp2etp2", row)

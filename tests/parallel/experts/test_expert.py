@@ -118,7 +118,8 @@ def lived(
         optimizer.zero_grad()
         numbers.append(result.numbers())
         for path, module in named:
-            bias = getattr(module.router, "bias", torch.zeros(0)).double()
+            bias = getattr(module.router, "bias", None)
+            bias = torch.zeros(0).double() if bias is None else bias.double()
             layers[path].append(torch.cat([bias, *(total.flatten() for total in module.totals)]))
     weights = gathered(model, {name: tensor for name, tensor, _ in model.trainable()})
     column = [[row[key] for row in numbers] for key in ("loss", "grad_norm", "tokens")]

@@ -10,6 +10,7 @@ PARTS = {
         "mla": "forge_models.components.attentions:MLA",
     },
     "forge.mlps": {
+        "clamped_swiglu": "forge_models.components.layers:ClampedSwiGLU",
         "geglu": "forge_models.components.layers:GeGLU",
         "gelu": "forge_models.components.layers:GELU",
         "relu": "forge_models.components.layers:ReLU",

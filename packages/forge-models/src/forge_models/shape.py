@@ -88,6 +88,19 @@ class Rope:
         return Rope(theta=self.local_theta, partial=self.partial)
 
 
+@dataclass(frozen=True)
+class ClampedGate:
+    """The activation (up + 1) * gate * sigmoid(slope * gate) of clamped values: gate by `limit` from above, up by `limit` on both
+    sides (gpt-oss)."""
+
+    limit: float
+    slope: float
+
+
+Activation = str | ClampedGate
+"""Name of an elementwise function, or a function of both gate and up."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockContext:
     """Argument of `build(context)` of attention and MLP components: resolved sizes and settings of a decoder.

@@ -38,6 +38,8 @@ class Upcycled:
         if type(dense.model) is not DecoderConfig or dense.model.moe is not None:
             raise ForgeError(f"{dense.facts.origin} is not a dense decoder; upcycling needs one")
         ffn_dim = dense.model.shape.ffn_dim
+        if getattr(dense.model.shape.mlp, "bias", False):
+            raise ForgeError("the feed-forward layers of the dense model have biases, which are not divided among experts")
         self._dense, self._seed, self._noise = dense, seed, noise
         shape = moe.shape(ffn_dim)
         self._width = shape.ffn_dim

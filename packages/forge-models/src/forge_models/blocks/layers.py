@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from forge_core.specs import Dim, Init, ModuleSpec, TensorSpec
 from forge_models.inner_values import tap
-from forge_models.shape import BlockContext
+from forge_models.shape import Activation, BlockContext, ClampedGate
 
 
 def unfilled(*shape: int) -> nn.Parameter:
@@ -160,6 +160,18 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 """Elementwise functions by name; `gelu` is the exact form with the error function."""
 
+
+def activated(activation: Activation, gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Computes the hidden features of a feed-forward layer from the outputs of its first matrices; without `up`, from one."""
+    if isinstance(activation, ClampedGate):
+        assert up is not None
+        gate = gate.clamp(max=activation.limit)
+        up = up.clamp(-activation.limit, activation.limit)
+        return (up + 1) * (gate * (activation.slope * gate).sigmoid())
+    hidden = ACTIVATIONS[activation](gate)
+    return hidden if up is None else hidden * up
+
+
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
 HIDDEN: tuple[Dim, ...] = ("batch", "sequence", "ffn")
 
@@ -169,7 +181,7 @@ class MLP(nn.Module):
 
     treats_blocks_alike: ClassVar[bool] = True
 
-    def __init__(self, context: BlockContext, *, activation: str, bias: bool = False) -> None:
+    def __init__(self, context: BlockContext, *, activation: Activation, bias: bool = False) -> None:
         super().__init__()
         self.context = context
         self.activation = activation
@@ -179,7 +191,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, dim) -> (B, T, dim)."""
-        hidden = ACTIVATIONS[self.activation](tap(self.tapped + "pre_activation", self.up_proj(x)))
+        hidden = activated(self.activation, tap(self.tapped + "pre_activation", self.up_proj(x)))
         return self.down_proj(tap(self.tapped + "hidden", hidden))
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
@@ -197,18 +209,19 @@ class MLP(nn.Module):
 
 
 class GatedMLP(MLP):
-    """down(activation(gate(x)) * up(x)) (Shazeer, 2020)."""
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020), or down(activation(gate(x), up(x)))."""
 
     treats_blocks_alike: ClassVar[bool] = True
 
-    def __init__(self, context: BlockContext, *, activation: str, bias: bool = False) -> None:
+    def __init__(self, context: BlockContext, *, activation: Activation, bias: bool = False) -> None:
         super().__init__(context, activation=activation, bias=bias)
         self.gate_proj = Linear(context.dim, context.ffn_dim, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, dim) -> (B, T, dim)."""
-        gate = ACTIVATIONS[self.activation](tap(self.tapped + "pre_activation", self.gate_proj(x)))
-        return self.down_proj(tap(self.tapped + "hidden", gate * tap(self.tapped + "linear", self.up_proj(x))))
+        gate = tap(self.tapped + "pre_activation", self.gate_proj(x))
+        up = tap(self.tapped + "linear", self.up_proj(x))
+        return self.down_proj(tap(self.tapped + "hidden", activated(self.activation, gate, up)))
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the specs of the parameters, by name relative to this module."""

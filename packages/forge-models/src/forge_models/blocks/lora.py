@@ -131,7 +131,7 @@ def matrices_of(model: nn.Module) -> list[str]:
         if path.startswith("blocks.") and type(module) in (Linear, nn.Linear):
             names.append(path)
         elif path.startswith("blocks.") and isinstance(module, Experts):
-            names += [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            names += [f"{path}.{name}" for name, stack in module.named_parameters(recurse=False) if stack.dim() == 3]
     return names
 
 

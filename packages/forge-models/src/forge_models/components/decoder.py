@@ -164,8 +164,6 @@ class DecoderConfig(Component):
             )
         if not hasattr(mlp, "activation") or not hasattr(mlp, "gated"):
             raise ValueError(f"experts are built like mlp, and {type(mlp).__name__} does not declare `activation` and `gated`")
-        if getattr(mlp, "bias", False):
-            raise ValueError("experts do not support biases; set mlp.bias = false")
 
     @property
     def layout_dependent(self) -> tuple[str, ...]:

@@ -30,7 +30,10 @@ class SoftmaxTopKConfig(Component):
     implementation: ClassVar[str] = "forge_models.blocks.moe.routers:SoftmaxTopK"
 
     normalize: bool = True
-    """Whether the chosen probabilities are divided by their sum; if not, they shrink with the number of experts."""
+    """Whether the chosen probabilities are divided by their sum, which makes them the softmax of the chosen logits; if not, they
+    shrink with the number of experts."""
+    bias: bool = False
+    """Whether each expert's logit has a learned bias (gpt-oss)."""
     learned: ClassVar[bool] = True
 
     @property

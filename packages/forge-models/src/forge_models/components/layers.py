@@ -11,7 +11,7 @@ from annotated_types import Gt
 
 from forge_core.component import IDENTITY, Component
 from forge_core.specs import Matrix
-from forge_models.shape import BlockContext
+from forge_models.shape import Activation, BlockContext, ClampedGate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -68,6 +68,27 @@ class GeGLU(FeedForward):
     @property
     def activation(self) -> str:
         return "gelu" if self.exact else "gelu_tanh"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClampedSwiGLU(FeedForward):
+    """Feed-forward part down((up(x) + 1) * gate(x) * sigmoid(slope * gate(x))) with gate(x) at most `limit` and up(x) between
+    -limit and limit, three matrices (gpt-oss, 2025)."""
+
+    key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.blocks.layers:GatedMLP"
+
+    limit: Annotated[float, Gt(0)] = 7.0
+    """Limit of both matrices' outputs."""
+    slope: Annotated[float, Gt(0)] = 1.702
+    """Factor on the gate inside the sigmoid; 1.702 approximates GELU."""
+    bias: bool = False
+    """Whether every matrix has a bias."""
+    gated: ClassVar[bool] = True
+
+    @property
+    def activation(self) -> Activation:
+        return ClampedGate(self.limit, self.slope)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,18 +144,22 @@ class ExpertNames:
     Attributes:
         part: name of the layer of experts.
         matrices: Forge's name of a projection -> its name in an expert, if they differ.
+        router: name of the router inside the layer.
         bias: name of the router's bias inside the layer.
         shared: name of the shared experts inside the layer.
         shared_gate: name of their gate's weight inside the layer; None: the family has none.
         fused: whether all experts of a layer are in two tensors.
+        interleaved: whether they always are, with inputs before outputs, gate and up alternating, and biases (gpt-oss).
     """
 
     part: str = "mlp"
     matrices: Mapping[str, str] = field(default_factory=dict)
+    router: str = "gate"
     bias: str | None = None
     shared: str = "shared_experts"
     shared_gate: str | None = None
     fused: bool = False
+    interleaved: bool = False
 
 
 def read_experts(keys: Keys, *names: str) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class TensorPlace:
         rows: row i of the model's tensor is row rows[i] of the checkpoint's; empty = the same order.
         fused: (dimension, start, size): the model's tensor is the part of the checkpoint's tensor from `start` along `dimension`,
             whose size there is `size`; None = the whole tensor.
+        step: the part has every `step`-th index of that dimension, from `start` on.
+        turned: whether the last two dimensions are exchanged in the checkpoint; `fused` is in the model's order.
         buffer: whether it is a buffer, whose dtype does not follow that of the checkpoint.
         reshaped: shape in the checkpoint if it differs but the order of the elements does not; empty = the same shape.
     """
@@ -48,6 +50,8 @@ class TensorPlace:
     stacked: bool = False
     rows: tuple[int, ...] = ()
     fused: tuple[int, int, int] | None = None
+    step: int = 1
+    turned: bool = False
     buffer: bool = False
     reshaped: tuple[int, ...] = ()
 
@@ -56,17 +60,27 @@ class TensorPlace:
         """Shape of each tensor in the checkpoint."""
         if self.reshaped:
             return self.reshaped
+        shape = self.shape[1:] if self.stacked else self.shape
         if self.fused is not None:
             axis, _, size = self.fused
-            return (*self.shape[:axis], size, *self.shape[axis + 1 :])
-        return self.shape[1:] if self.stacked else self.shape
+            shape = (*shape[:axis], size, *shape[axis + 1 :])
+        return (*shape[:-2], shape[-1], shape[-2]) if self.turned else shape
 
-    def within(self, box: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Converts a box of the model's tensor to coordinates of the checkpoint's tensor."""
-        if self.fused is None:
-            return box
-        axis, start, _ = self.fused
-        return (*box[:axis], slice(start + box[axis].start, start + box[axis].stop), *box[axis + 1 :])
+    def box(self, stored: Any, box: tuple[slice, ...]) -> "Tensor":
+        """Returns a box of the model's tensor from the checkpoint's tensor, of which as little as possible is read by slicing."""
+        step = self.step
+        if self.fused is not None:
+            axis, start, _ = self.fused
+            first, last = box[axis].start, box[axis].stop
+            read = slice(start + first * step, start + (last - 1) * step + 1 if last > first else start + first * step)
+            box = (*box[:axis], read, *box[axis + 1 :])
+        found = stored[(*box[:-2], box[-1], box[-2]) if self.turned else box]
+        found = found.transpose(-1, -2) if self.turned else found
+        return found if self.fused is None or step == 1 else found[(*[slice(None)] * self.fused[0], slice(None, None, step))]
+
+    def part(self, whole: "Tensor") -> "Tensor":
+        """Returns the view of the checkpoint's tensor that is the model's."""
+        return self.box(whole, tuple(slice(0, size) for size in self.shape))
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
         """Returns the model's tensor from the checkpoint's tensors, in the order of `names`."""
@@ -74,9 +88,8 @@ class TensorPlace:
 
         if self.stacked:
             return torch.stack(list(tensors))
-        if self.fused is not None:
-            axis, start, _ = self.fused
-            return tensors[0].narrow(axis, start, self.shape[axis])
+        if self.fused is not None or self.turned:
+            return self.part(tensors[0])
         found = tensors[0][list(self.rows)] if self.rows else tensors[0]
         return found.reshape(self.shape) if self.reshaped else found
 
@@ -88,6 +101,8 @@ class TensorPlace:
             return {name: part.clone() for name, part in zip(self.names, tensor, strict=True)}
         if self.rows:
             tensor = tensor[torch.tensor(self.rows).argsort()]
+        if self.turned:
+            return {self.names[0]: tensor.transpose(-1, -2).contiguous()}
         return {self.names[0]: tensor.reshape(self.theirs).contiguous()}
 
 
@@ -134,6 +149,8 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
     prefix = f"model.layers.{layer}"
     if part == "mlp" and experts is not None and decoder.shape.has_experts(int(layer)):
         prefix = f"{prefix}.{experts.part}"
+        if rest.startswith("experts.") and experts.interleaved:
+            return _interleaved(f"{prefix}.{rest}", shape)
         if rest.startswith("experts.") and experts.fused:
             matrix, width = rest.removeprefix("experts."), shape[1]
             if matrix == "down_proj":
@@ -145,7 +162,7 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
             return TensorPlace(
                 shape, tuple(f"{prefix}.experts.{expert}.{matrix}.weight" for expert in range(shape[0])), stacked=True
             )
-        named = {"router.weight": "gate.weight", "router.bias": experts.bias, "shared_gate": experts.shared_gate}
+        named = {"router.weight": f"{experts.router}.weight", "router.bias": experts.bias, "shared_gate": experts.shared_gate}
         theirs = named.get(rest)
         if theirs is None and rest.startswith("shared."):
             theirs = f"{experts.shared}.{rest.removeprefix('shared.')}"
@@ -159,6 +176,17 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
         rows = latent_rows(attention, decoder.heads, inner)
         rest = f"{LATENT_NAMES.get(inner, inner)}.{end}"
     return TensorPlace(shape, (f"{prefix}.{family.parts[part]}.{rest}",), rows=rows)
+
+
+def _interleaved(path: str, shape: tuple[int, ...]) -> TensorPlace:
+    """Returns the place of a parameter of experts whose gate and up projections alternate in one tensor, inputs first."""
+    prefix, _, last = path.rpartition(".")
+    matrix, _, slot = last.partition("_")
+    end, turned = ("", True) if slot == "proj" else ("_bias", False)
+    if matrix == "down":
+        return TensorPlace(shape, (f"{prefix}.down_proj{end}",), turned=turned)
+    fused = (1, ("gate", "up").index(matrix), 2 * shape[1])
+    return TensorPlace(shape, (f"{prefix}.gate_up_proj{end}",), fused=fused, step=2, turned=turned)
 
 
 def _fused(family: Family, places: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:

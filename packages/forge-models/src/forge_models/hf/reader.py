@@ -122,7 +122,7 @@ class CheckpointTensors:
         if place.rows or place.reshaped or not place.shape:
             return self.read([name])[name][box]
         if not place.stacked:
-            return self._slice(place.names[0])[place.within(box)]
+            return place.box(self._slice(place.names[0]), box)
         entries = [self._slice(theirs)[box[1:]] for theirs in place.names[box[0]]]
         return torch.stack(entries) if entries else torch.empty(tuple(extent))
 

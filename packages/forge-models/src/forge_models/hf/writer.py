@@ -147,13 +147,12 @@ def _theirs(places: Mapping[str, TensorPlace], read: "Mapping[str, Tensor]") -> 
         if place.fused is None:
             joined |= place.split(read[ours])
             continue
-        axis, start, _ = place.fused
         whole = joined.setdefault(place.names[0], read[ours].new_zeros(place.theirs))
         if whole.dtype != read[ours].dtype:
             raise Unsupported(
                 f"{place.names[0]} is fused from tensors of {whole.dtype} and {read[ours].dtype}; convert them to one dtype"
             )
-        whole.narrow(axis, start, place.shape[axis]).copy_(read[ours])
+        place.part(whole).copy_(read[ours])
     return joined
 
 

@@ -321,6 +321,11 @@ def _cut(module: nn.Module, path: str, context: Context) -> None:
         dims = context.specs.tensors[f"{path}.{name}"].dims
         shape, placements = list(parameter.shape), []
         for axis in axes:
+            if axis == "etp" and "ffn" not in dims:
+                raise PlanError(
+                    f"expert: {path}.{name} would be added once for each part of an expert; set parallel.etp = 1, or "
+                    "model.mlp.bias = false"
+                )
             dim = dims.index("expert" if axis == "ep" else "ffn")
             ranks = topology.layout.size(axis)
             if shape[dim] % ranks:

@@ -69,7 +69,9 @@ class ExpertsByScore(nn.Module):
         self.shape, self.context = shape, context
         self.weight = unfilled(shape.experts, context.dim)
         widths = {**vars(context), "ffn_dim": shape.ffn_dim}
-        self.experts = Experts(BlockContext(**widths), shape.experts, mlp.activation, mlp.gated, shape.kernel)
+        self.experts = Experts(
+            BlockContext(**widths), shape.experts, mlp.activation, mlp.gated, shape.kernel, getattr(mlp, "bias", False)
+        )
         self.dispatch: ExpertDispatcher = LocalDispatch()
         self._scale: Tensor | None = None
         self._found: Tensor | None = None

@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from forge_core.specs import Init, TensorSpec
 from forge_models import accelerator
-from forge_models.blocks.layers import ACTIVATIONS, unfilled
-from forge_models.shape import BlockContext, ExpertKernel
+from forge_models.blocks.layers import activated, unfilled
+from forge_models.shape import Activation, BlockContext, ExpertKernel
 from forge_models.torch_private import unsafe_view
 
 ALIGNMENT = 16
@@ -30,13 +31,22 @@ class Experts(nn.Module):
     treats_blocks_alike: ClassVar[bool] = True
 
     def __init__(
-        self, context: BlockContext, num_experts: int, activation: str, gated: bool, kernel: ExpertKernel = "auto"
+        self,
+        context: BlockContext,
+        num_experts: int,
+        activation: Activation,
+        gated: bool,
+        kernel: ExpertKernel = "auto",
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.context, self.activation, self.kernel = context, activation, kernel
         self.gate_proj = unfilled(num_experts, context.ffn_dim, context.dim) if gated else None
         self.up_proj = unfilled(num_experts, context.ffn_dim, context.dim)
         self.down_proj = unfilled(num_experts, context.dim, context.ffn_dim)
+        self.gate_bias = unfilled(num_experts, context.ffn_dim) if gated and bias else None
+        self.up_bias = unfilled(num_experts, context.ffn_dim) if bias else None
+        self.down_bias = unfilled(num_experts, context.dim) if bias else None
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Tokens (n, dim) sorted by expert, counts[e] of them for expert e -> outputs (n, dim). Rows after the sum of all counts
@@ -46,12 +56,12 @@ class Experts(nn.Module):
             ValueError: the kernel is `grouped`, which does not support this precision or width.
         """
         product = self.products(tokens, counts)
-        activation = ACTIVATIONS[self.activation]
-        if self.gate_proj is None:
-            hidden = activation(self.project(product, tokens, "up_proj"))
-        else:
-            hidden = activation(self.project(product, tokens, "gate_proj")) * self.project(product, tokens, "up_proj")
-        return ContiguousGradient.apply(self.project(product, hidden, "down_proj"))
+        gate = None
+        if self.gate_proj is not None:
+            gate = biased(self.project(product, tokens, "gate_proj"), self.gate_bias, counts)
+        up = biased(self.project(product, tokens, "up_proj"), self.up_bias, counts)
+        hidden = activated(self.activation, up) if gate is None else activated(self.activation, gate, up)
+        return biased(ContiguousGradient.apply(self.project(product, hidden, "down_proj")), self.down_bias, counts)
 
     def project(self, product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, name: str) -> Tensor:
         """Multiplies `rows` (n, inputs) with the stacked matrices `name`; subclasses may add to the result (n, outputs)."""
@@ -71,7 +81,11 @@ class Experts(nn.Module):
         enter = TensorSpec(("expert", "ffn", "embed"), Init("normal", self.context.init_std), "matrix", stacked=True)
         leave = TensorSpec(("expert", "embed", "ffn"), Init("normal", self.context.output_std), "matrix", stacked=True)
         gate = {} if self.gate_proj is None else {"gate_proj": enter}
-        return gate | {"up_proj": enter, "down_proj": leave}
+        features = TensorSpec(("expert", "ffn"), Init("zeros"), "vector", stacked=True)
+        stream = TensorSpec(("expert", "embed"), Init("zeros"), "vector", stacked=True)
+        biases = {"gate_bias": features, "up_bias": features, "down_bias": stream}
+        used = {name: spec for name, spec in biases.items() if getattr(self, name) is not None}
+        return gate | {"up_proj": enter, "down_proj": leave} | used
 
 
 def grouped_products(
@@ -144,6 +158,35 @@ def _products(counts: Tensor, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
         return torch.cat([*made, rest.new_zeros(unassigned, weight.shape[1])])
 
     return product
+
+
+def biased(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """Adds the bias (experts, width) of each row's expert, if there is one, to rows (n, width) sorted by expert. Rows after
+    those of all experts get any bias."""
+    return rows if bias is None else _Biased.apply(rows, bias, counts)
+
+
+class _Biased(torch.autograd.Function):
+    """The backward sums the rows of an expert in order, which the gradient of an index does not on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.dtype = bias.dtype
+        places = torch.arange(len(rows), device=rows.device)
+        experts = torch.searchsorted(counts.cumsum(0), places, right=True).clamp_(max=len(bias) - 1)
+        return rows + bias.index_select(0, experts).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        (grad,), (counts,) = grads, ctx.saved_tensors
+        if not len(grad):
+            return grad, grad.new_zeros(len(counts), grad.shape[1], dtype=ctx.dtype), None
+        lengths = torch.cat((counts, (len(grad) - counts.sum()).view(1)))
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
+        sums = torch.segment_reduce(wide, "sum", lengths=lengths, axis=0, unsafe=True, initial=0)
+        return grad, sums[:-1].to(ctx.dtype), None
 
 
 class ContiguousGradient(torch.autograd.Function):

@@ -61,7 +61,8 @@ class ExpertLayer(nn.Module):
         self.shape = shape
         router: Any = shape.router
         self.router: nn.Module = router.build(RouterContext.of(context, shape.experts, shape.top_k))
-        self.experts = Experts(replace(context, ffn_dim=shape.ffn_dim), shape.experts, mlp.activation, mlp.gated, shape.kernel)
+        own, bias = replace(context, ffn_dim=shape.ffn_dim), getattr(mlp, "bias", False)
+        self.experts = Experts(own, shape.experts, mlp.activation, mlp.gated, shape.kernel, bias)
         # N experts that process every token equal one with N times the width, because their outputs are summed.
         shared = shape.shared * shape.ffn_dim
         self.shared: nn.Module | None = mlp.build(replace(context, ffn_dim=shared)) if shared else None

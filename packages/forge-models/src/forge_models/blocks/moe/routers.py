@@ -78,14 +78,15 @@ class SoftmaxTopK(nn.Module):
 
     treats_blocks_alike: ClassVar[bool] = True
 
-    def __init__(self, context: RouterContext, *, normalize: bool = True) -> None:
+    def __init__(self, context: RouterContext, *, normalize: bool = True, bias: bool = False) -> None:
         super().__init__()
         self.context, self.normalize = context, normalize
         self.weight = unfilled(context.experts, context.dim)
+        self.bias = unfilled(context.experts) if bias else None
 
     def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
         """See `Router`."""
-        logits = _logits(x, self.weight)
+        logits = _logits(x, self.weight, self.bias)
         probabilities = logits.softmax(-1)
         weights, experts = probabilities.topk(self.context.top_k, dim=-1)
         if self.normalize:
@@ -93,8 +94,9 @@ class SoftmaxTopK(nn.Module):
         return Routing(experts, weights, probabilities, logits)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Returns the spec of the weight."""
-        return {"weight": _spec(self.context)}
+        """Returns the specs of the weight and, if there is one, the bias."""
+        bias = {} if self.bias is None else {"bias": TensorSpec((None,), Init("zeros"), "vector")}
+        return {"weight": _spec(self.context)} | bias
 
 
 class SigmoidTopK(nn.Module):
@@ -208,9 +210,9 @@ class Hash(nn.Module):
         return {}
 
 
-def _logits(x: Tensor, weight: Tensor) -> Tensor:
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return tap("router.logits", F.linear(x.to(dtype), weight.to(dtype)))
+    return tap("router.logits", F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)))
 
 
 def _spec(context: RouterContext) -> TensorSpec:

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from forge_models.hf.families.deepseek import DeepseekV3
 from forge_models.hf.families.gemma import Gemma2, Gemma3
 from forge_models.hf.families.glm import Glm4Moe
+from forge_models.hf.families.gpt_oss import GptOss
 from forge_models.hf.families.granite import Granite
 from forge_models.hf.families.llama import Llama
 from forge_models.hf.families.mistral import Mistral, Mixtral
@@ -29,7 +30,7 @@ DENSE = (
     Granite(),
     Olmo(),
 )
-SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3(), Qwen2Moe(), Glm4Moe())
+SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3(), Qwen2Moe(), Glm4Moe(), GptOss())
 
 FAMILIES = MappingProxyType({family.model_type: family for family in (*DENSE, *SPARSE)})
 """Families by `model_type`, in the order in which an export tries them."""
