@@ -90,6 +90,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "moe": MoEConfig(experts=4, shared=1, ffn_dim=24, first_dense=1, router=SoftmaxTopKConfig(bias=True)),
         "mlp": ClampedSwiGLU(limit=0.2, bias=True),
     },
+    "parallel_residual": {
+        "parallel_residual": True,
+        "norm": LayerNormConfig(),
+        "mlp": GELU(exact=True, bias=True),
+        "attention": GQA(qkv_bias=True, output_bias=True),
+        "residual_multiplier": 0.7,
+    },
     "sinks": {"attention": GQA(sinks=True, window=4, global_every=2, output_bias=True), "kv_heads": 2},
     "scaled_logits": {"logit_multiplier": 0.3, "soft_cap": 4.0},
     "dynamic_rope": {"rope": Rope(scaling="dynamic", factor=4.0, original_max_length=32)},

@@ -60,7 +60,7 @@ def tiny(values: dict[str, Any]) -> dict[str, Any]:
         small["num_key_value_heads"] = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2
     for listed in {"layer_types", "no_rope_layers"} & set(small):
         small[listed] = values[listed][-3:]
-    if "partial_rotary_factor" in small:
+    if {"partial_rotary_factor", "rotary_pct"} & set(small):
         small["hidden_size"] = 64
     return small
 

@@ -74,6 +74,9 @@ GPT_OSS: dict[str, Any] = {
     "rope_parameters": YARN | {"truncate": False, "rope_theta": 700.0},
 }
 
+NEOX: dict[str, Any] = {"hidden_size": 64, "num_key_value_heads": 4}
+"""Heads of 16, of which at least four dimensions rotate."""
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -138,6 +141,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm-half-biases-tied-yarn": (
         "stablelm",
         {"partial_rotary_factor": 0.5, "use_qkv_bias": True, "tie_word_embeddings": True, "rope_scaling": YARN},
+    ),
+    "gpt_neox": ("gpt_neox", NEOX | {"rotary_pct": 0.25, "rotary_emb_base": 700, "rope_parameters": None}),
+    "gpt_neox-serial-half-without-biases-tied-linear": (
+        "gpt_neox",
+        NEOX
+        | {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True, "layer_norm_eps": 1e-3}
+        | {"rotary_pct": 0.5, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
     ),
     "olmo": ("olmo", {"rope_theta": 700.0}),
     "olmo-biases-tied-linear": (

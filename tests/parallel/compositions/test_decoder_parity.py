@@ -11,7 +11,7 @@ from forge_core.layout import Layout
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import SoftmaxTopKConfig
-from forge_models.components.layers import ClampedSwiGLU, LayerNormConfig, RMSNormConfig
+from forge_models.components.layers import GELU, ClampedSwiGLU, LayerNormConfig, RMSNormConfig
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
@@ -79,6 +79,7 @@ DECODERS = {
     "layers without rope": replace(DECODER, attention=GQA(nope_every=2)),
     "norms without parameters": replace(DECODER, norm=LayerNormConfig(weight=False, bias=False)),
     "gated output": replace(DECODER, attention=GQA(output_gate=True, qk_norm="head"), norm=RMSNormConfig(offset=1)),
+    "parallel residual": replace(DECODER, parallel_residual=True, norm=LayerNormConfig(), mlp=GELU(exact=True, bias=True)),
     "sinks": replace(DECODER, attention=GQA(sinks=True, window=5, global_every=2)),
     "experts with biases": replace(
         DECODER,

@@ -243,6 +243,7 @@ class DecoderShape:
     tied_embeddings: bool
     soft_cap: float | None
     norm_placement: NormPlacement
+    parallel_residual: bool
     embed_multiplier: float
     residual_multiplier: float
     logit_multiplier: float

@@ -33,7 +33,8 @@ class Block(nn.Module):
     """x + after(attention(before(x))), then the same with the feed-forward layer.
 
     `before` and `after` are norms or the identity, depending on `norm_placement`: `pre` has only the first, `post` only the
-    second, `sandwich` both. A `sparse` block has experts instead of the feed-forward layer.
+    second, `sandwich` both. With a `parallel_residual`, the feed-forward layer reads x as well: x + attention + feed-forward. A
+    `sparse` block has experts instead of the feed-forward layer.
     """
 
     def __init__(self, shape: DecoderShape, layer: int) -> None:
@@ -44,6 +45,7 @@ class Block(nn.Module):
         mlp: Any = shape.mlp
         before, after = shape.norm_placement != "post", shape.norm_placement != "pre"
         self.multiplier = shape.residual_multiplier
+        self.parallel = shape.parallel_residual
         self.attention_norm: nn.Module | None = norm.build(shape.dim) if before else None
         self.attention: nn.Module = attention.build(context)
         self.attention_post_norm: nn.Module | None = norm.build(shape.dim) if after else None
@@ -75,8 +77,12 @@ class Block(nn.Module):
         """
         x = tap("residual", x)
         inner = tap("attention.output", self.attention(_normed(x, self.attention_norm), rotation, attention_mask, cache))
-        x = tap("residual_mid", x + tap("attention.added", self._scaled(inner, self.attention_post_norm)))
-        inner = _normed(x, self.mlp_norm)
+        added = tap("attention.added", self._scaled(inner, self.attention_post_norm))
+        if self.parallel:
+            inner, x = _normed(x, self.mlp_norm), x + added
+        else:
+            x = tap("residual_mid", x + added)
+            inner = _normed(x, self.mlp_norm)
         if not self.sparse:
             return self._end(x, self.mlp(inner))
         inner, router_stats = self.mlp(inner, token_mask, tokens, cache is not None)

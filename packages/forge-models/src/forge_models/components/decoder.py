@@ -84,6 +84,9 @@ class DecoderConfig(Component):
     """Logits become soft_cap * tanh(logits / soft_cap); no cap when absent."""
     norm_placement: NormPlacement = "pre"
     """Norms before each part of a block (Llama), after it (OLMo-2), or both (Gemma-2); always inside the residual branch."""
+    parallel_residual: bool = False
+    """Whether attention and feed-forward layer of a block both read the stream that enters it, and are added together
+    (GPT-J, GPT-NeoX); otherwise the feed-forward layer reads the stream after attention."""
     embed_multiplier: Annotated[float, Gt(0)] = 1.0
     """Factor on embedded tokens, rounded to the compute precision first (Gemma: sqrt(dim))."""
     residual_multiplier: Annotated[float, Gt(0)] = 1.0
@@ -119,6 +122,7 @@ class DecoderConfig(Component):
             small,
             replace(small, tied_embeddings=True, soft_cap=3.0, norm_placement="sandwich", embed_multiplier=4.0),
             replace(small, moe=MoEConfig(experts=4, shared=1, first_dense=1, kernel="loop"), norm_placement="post"),
+            replace(small, parallel_residual=True),
             replace(small, mtp=MTPConfig(depth=2), logit_multiplier=0.25),
             replace(small, lora=LoRAConfig(rank=2)),
         )
@@ -191,6 +195,7 @@ class DecoderConfig(Component):
             tied_embeddings=self.tied_embeddings,
             soft_cap=self.soft_cap,
             norm_placement=self.norm_placement,
+            parallel_residual=self.parallel_residual,
             embed_multiplier=self.embed_multiplier,
             residual_multiplier=self.residual_multiplier,
             logit_multiplier=self.logit_multiplier,

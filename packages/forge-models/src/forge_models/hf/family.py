@@ -23,6 +23,10 @@ class Family(ABC):
         defaults: values of absent keys, as in the reference implementation.
         ignores: keys without effect, with their allowed values; see `forge_models.hf.config`.
         parts: part of a block -> its name in a layer.
+        outside: names of tensors outside the blocks, where they differ from those of `forge_models.hf.names`.
+        layers: name of the list of layers.
+        matrices: our matrix -> its name in a part of a layer, if they differ.
+        joint: matrix of a checkpoint that has q, k and v of each head in turn; None: there is none.
         fused: matrix of a checkpoint -> our matrices that it concatenates.
         experts: names of experts; None: the family has none.
         mtp_layers: key with the number of MTP layers after the last one, which are not read.
@@ -41,6 +45,10 @@ class Family(ABC):
             "mlp_norm": "post_attention_layernorm",
         }
     )
+    outside: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    layers: ClassVar[str] = "model.layers"
+    matrices: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    joint: ClassVar[str | None] = None
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     experts: ClassVar[ExpertNames | None] = None
     mtp_layers: ClassVar[str | None] = None
@@ -85,7 +93,7 @@ def config_of(family: Family, decoder: DecoderConfig) -> dict[str, Any]:
 
 def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
     """Returns what determines the logits, in a normal form; equal for equal models."""
-    fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "soft_cap", "norm_placement")
+    fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "soft_cap", "norm_placement", "parallel_residual")
     result: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
     result |= {name: getattr(decoder, name) for name in ("embed_multiplier", "residual_multiplier", "logit_multiplier")}
     result |= meaning_of_experts(decoder)

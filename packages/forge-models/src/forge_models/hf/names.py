@@ -22,6 +22,8 @@ OUTSIDE = {
 """Tensors outside the blocks; the same in every family."""
 
 HEAD = "lm_head.weight"
+JOINT = ("q_proj", "k_proj", "v_proj")
+"""Our matrices that `Family.joint` has in turns."""
 FUSED = ".experts.gate_up_proj"
 """Suffix of the name of a tensor that stacks the gate and up projections of all experts of a layer."""
 DERIVED = ("rotary_emb.inv_freq",)
@@ -36,7 +38,8 @@ class TensorPlace:
         shape: shape of the model's tensor.
         names: name in the checkpoint; if stacked, one name for each entry of dimension 0.
         stacked: whether the model's tensor stacks separate tensors of the checkpoint.
-        rows: row i of the model's tensor is row rows[i] of the checkpoint's; empty = the same order.
+        rows: row i of the model's tensor is row rows[i] of the checkpoint's, which has more rows if `fused`; empty = the same
+            order.
         fused: (dimension, start, size): the model's tensor is the part of the checkpoint's tensor from `start` along `dimension`,
             whose size there is `size`; None = the whole tensor.
         step: the part has every `step`-th index of that dimension, from `start` on.
@@ -88,7 +91,7 @@ class TensorPlace:
 
         if self.stacked:
             return torch.stack(list(tensors))
-        if self.fused is not None or self.turned:
+        if (self.fused is not None or self.turned) and not self.rows:
             return self.part(tensors[0])
         found = tensors[0][list(self.rows)] if self.rows else tensors[0]
         return found.reshape(self.shape) if self.reshaped else found
@@ -142,11 +145,11 @@ def _shapes(model: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int
 
 def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, name: str, shape: tuple[int, ...]) -> TensorPlace:
     if name in OUTSIDE:
-        return TensorPlace(shape, (OUTSIDE[name],))
+        return TensorPlace(shape, (family.outside.get(name, OUTSIDE[name]),))
     blocks, layer, part, rest = name.split(".", 3)
     if blocks != "blocks":
         raise KeyError(name)
-    prefix = f"model.layers.{layer}"
+    prefix = f"{family.layers}.{layer}"
     if part == "mlp" and experts is not None and decoder.shape.has_experts(int(layer)):
         prefix = f"{prefix}.{experts.part}"
         if rest.startswith("experts.") and experts.interleaved:
@@ -171,11 +174,24 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
         return TensorPlace(shape, (f"{prefix}.{theirs}",))
     rows: tuple[int, ...] = ()
     attention = decoder.shape.attention
+    inner, _, end = rest.partition(".")
+    if family.joint is not None and part == "attention" and inner in JOINT:
+        rows = _of_each_head(decoder, JOINT.index(inner))
+        theirs = f"{prefix}.{family.parts[part]}.{family.joint}.{end}"
+        return TensorPlace(shape, (theirs,), rows=rows, fused=(0, 0, len(JOINT) * shape[0]))
+    if inner in family.matrices:
+        rest = f"{family.matrices[inner]}.{end}"
     if part == "attention" and isinstance(attention, MLA):
-        inner, _, end = rest.partition(".")
         rows = latent_rows(attention, decoder.heads, inner)
         rest = f"{LATENT_NAMES.get(inner, inner)}.{end}"
     return TensorPlace(shape, (f"{prefix}.{family.parts[part]}.{rest}",), rows=rows)
+
+
+def _of_each_head(decoder: DecoderConfig, place: int) -> tuple[int, ...]:
+    """Returns the rows of a checkpoint's joint matrix that are those of q (`place` 0), k (1) or v (2)."""
+    width = decoder.shape.head_dim
+    starts = (head * len(JOINT) * width + place * width for head in range(decoder.heads))
+    return tuple(start + row for start in starts for row in range(width))
 
 
 def _interleaved(path: str, shape: tuple[int, ...]) -> TensorPlace:

@@ -109,6 +109,11 @@ def places_of(model: DecoderConfig, family: str) -> dict[str, AdapterPlace]:
     found = {}
     for name in names:
         place: TensorPlace = places[f"{name}.weight"]
+        if place.fused is not None and place.rows:
+            raise ForgeError(
+                f"{place.names[0]} has the rows of {name} between those of others, so the format 'peft' cannot hold its adapter; "
+                "write the merged model instead: forge-train convert SOURCE TARGET --to hf"
+            )
         module, rows = place.names[0], place.shape[0]
         first, total = (0, rows) if place.fused is None else place.fused[1:]
         fused = by_module[module]

@@ -11,7 +11,7 @@ from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of
 from forge_models.hf.layers import AUXILIARY, unused_loss
-from forge_models.hf.names import DERIVED, FUSED, HEAD, OUTSIDE, TensorPlace, mtp_layers, places_in
+from forge_models.hf.names import DERIVED, FUSED, OUTSIDE, TensorPlace, mtp_layers, places_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -225,9 +225,10 @@ class Folder(CheckpointTensors):
         """Returns the stored names that no place uses and that may not be skipped."""
         known = {theirs for place in places.values() for theirs in place.names}
         left = {name for name in set(self.names) - known if not name.endswith(DERIVED) and not name.startswith(mtp)}
-        if self.model.tied_embeddings and HEAD in left:
-            left.remove(HEAD)
-            self.check_tie(HEAD, OUTSIDE["embed.weight"])
+        named = {**OUTSIDE, **self.family.outside}
+        if self.model.tied_embeddings and (head := named["head.weight"]) in left:
+            left.remove(head)
+            self.check_tie(head, named["embed.weight"])
         return left
 
 

@@ -152,7 +152,10 @@ def _theirs(places: Mapping[str, TensorPlace], read: "Mapping[str, Tensor]") -> 
             raise Unsupported(
                 f"{place.names[0]} is fused from tensors of {whole.dtype} and {read[ours].dtype}; convert them to one dtype"
             )
-        place.part(whole).copy_(read[ours])
+        if place.rows:
+            whole[list(place.rows)] = read[ours]
+        else:
+            place.part(whole).copy_(read[ours])
     return joined
 
 

@@ -137,6 +137,11 @@ class ModalityBlock(nn.Module):
         experts: Callable[[Any, Any, Any], nn.Module] = ExpertLayer,
     ) -> None:
         super().__init__()
+        if shape.parallel_residual:
+            raise ValueError(
+                "blocks with weights for each modality add attention before the feed-forward layer; set "
+                "model.parallel_residual = false, or model.fusion.name = 'joint_decoder'"
+            )
         context = shape.context(layer)
         norm: Any = shape.norm
         attention: Any = shape.attention

@@ -26,6 +26,7 @@ from forge_vlm.components.model import VLM
 from forge_vlm.hf import processors
 from forge_vlm.hf.text_and_vision import (
     TOWER_READERS,
+    nested,
     preprocessor_config,
     text_decoder,
     text_family,
@@ -256,7 +257,7 @@ def model_of(values: Mapping[str, Any], folder: Path, where: str, ignore: Sequen
     text, kind = tables["text_config"], tables["vision_config"]["model_type"]
     if kind not in TOWER_READERS:
         raise Unsupported(f"{where}: vision_config.model_type {kind!r} is not implemented; only {', '.join(TOWER_READERS)} are")
-    family = family_of(text, f"{where} text_config")
+    family = nested(family_of(text, f"{where} text_config"), where)
     decoder = decoder_of(family, {**(LLAMA if text["model_type"] == "llama" else {}), **text}, f"{where} text_config")
     if decoder.soft_cap is not None:
         keys.fault(

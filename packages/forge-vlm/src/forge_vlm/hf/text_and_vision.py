@@ -162,7 +162,18 @@ def text_family(model: VLM) -> Family:
     Raises:
         Unsupported: there is none; names for each family what it cannot describe.
     """
-    return chosen(text_decoder(model), None)
+    return nested(chosen(text_decoder(model), None), "the decoder")
+
+
+def nested(family: Family, where: str) -> Family:
+    """Returns the family of a text model inside of another model.
+
+    Raises:
+        Unsupported: the names of its tensors there are not known.
+    """
+    if family.outside:
+        raise Unsupported(f"{where}: a text model of the family {family.model_type!r} inside of another model is not implemented")
+    return family
 
 
 def text_misfits(model: VLM) -> list[str]:
